@@ -1,0 +1,249 @@
+"""Frozen settings, validated once, when they are made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import InputError
+
+StreamInit = Literal["identity", "low_rank", "residual"]
+AdapterScope = Literal["all", "streams"]
+TreeKind = Literal["full", "best"]
+PruneKind = Literal["off", "budget", "threshold"]
+
+STREAM_INITS = ("identity", "low_rank", "residual")
+ADAPTER_SCOPES = ("all", "streams")
+MAX_TREE_NODES = 1024
+
+
+def _require(ok: bool, found: str, *, expected: str, do: str) -> None:
+    if not ok:
+        raise InputError(found, expected=expected, do=do)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """What a stream checkpoint says of itself (paper, sections 3.2.1 and 3.2.3).
+
+    Attributes:
+        num_streams: gamma, the speculative streams per node.
+        num_msa_layers: Ns, the top layers with multi-stream attention.
+        num_layers: N, the base model's layers; streams start before layer N - Ns.
+        hidden_size: D, the base model's width.
+        stream_init: f of eq. 3: "identity" f(h) = h, "low_rank" f(h) = B A h,
+            "residual" f(h) = h + B A h.
+        stream_init_rank: eta, the rank of f; 0 for identity.
+        prune_rank: theta, the rank of the early-exit adapter; 0 where there is none.
+        adapter_scope: "all", LoRA acts on every row; "streams", on stream rows alone, which
+            leaves the base model's output untouched.
+        prompt_template: text with `{prompt}` that the adapter was trained on, or None.
+        end_token_ids: tokens that end an answer, beside the tokenizer's own.
+        base_model: name of the model that the adapter was trained on.
+    """
+
+    num_streams: int
+    num_msa_layers: int
+    num_layers: int
+    hidden_size: int
+    stream_init: StreamInit = "identity"
+    stream_init_rank: int = 0
+    prune_rank: int = 0
+    adapter_scope: AdapterScope = "all"
+    prompt_template: str | None = None
+    end_token_ids: tuple[int, ...] = ()
+    base_model: str = ""
+
+    def __post_init__(self) -> None:
+        do = "check the checkpoint's streams_config.json"
+        for name in ("num_streams", "num_msa_layers", "num_layers", "hidden_size"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, int) and not isinstance(value, bool) and value > 0,
+                f"{name} is {value!r}",
+                expected="a positive whole number",
+                do=do,
+            )
+        _require(
+            self.num_msa_layers <= self.num_layers,
+            f"num_msa_layers is {self.num_msa_layers} of {self.num_layers} layers",
+            expected="at most the number of layers",
+            do=do,
+        )
+        _require(
+            self.stream_init in STREAM_INITS,
+            f"stream_init is {self.stream_init!r}",
+            expected="one of " + ", ".join(STREAM_INITS),
+            do=do,
+        )
+        _require(
+            (self.stream_init == "identity") == (self.stream_init_rank == 0),
+            f"stream_init {self.stream_init!r} has rank {self.stream_init_rank}",
+            expected="rank 0 for identity and a positive rank otherwise",
+            do=do,
+        )
+        _require(
+            self.adapter_scope in ADAPTER_SCOPES,
+            f"adapter_scope is {self.adapter_scope!r}",
+            expected="one of " + ", ".join(ADAPTER_SCOPES),
+            do=do,
+        )
+        _require(
+            self.prompt_template is None or "{prompt}" in self.prompt_template,
+            "prompt_template has no {prompt}",
+            expected="a text with {prompt} where the prompt goes",
+            do=do,
+        )
+
+    @property
+    def insertion_layer(self) -> int:
+        """N - Ns, the layer before which streams are inserted."""
+        return self.num_layers - self.num_msa_layers
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StreamConfig:
+        """Build from JSON values, ignoring keys that are not settings.
+
+        Raises:
+            InputError: a setting is missing or out of range.
+        """
+        names = {f.name for f in fields(cls)}
+        required = ("num_streams", "num_msa_layers", "num_layers", "hidden_size")
+        missing = [name for name in required if name not in values]
+        _require(
+            not missing,
+            f"the stream settings lack {', '.join(missing)}",
+            expected=", ".join(required),
+            do="check the checkpoint's streams_config.json",
+        )
+        known = {k: v for k, v in values.items() if k in names}
+        known["end_token_ids"] = tuple(known.get("end_token_ids") or ())
+        return cls(**known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeConfig:
+    """The shape of the draft tree.
+
+    Attributes:
+        kind: "full", every combination of the `width` likeliest tokens of each stream
+            (1 + k + k^2 + ... nodes, section 3.2.2); "best", the `size` nodes with the largest
+            product of stream probabilities.
+        width: k, children a level. For "best" an upper bound.
+        size: nodes of the best tree, the root included; ignored for "full".
+    """
+
+    kind: TreeKind = "best"
+    width: int | None = None
+    size: int = 16
+
+    def __post_init__(self) -> None:
+        _require(
+            self.kind in ("full", "best"),
+            f"--tree {self.kind}",
+            expected="full or best",
+            do="choose one of them",
+        )
+        _require(
+            self.width is None or self.width >= 1,
+            f"--tree-width {self.width}",
+            expected="1 or more children a level",
+            do="give a larger width",
+        )
+        _require(
+            1 <= self.size <= MAX_TREE_NODES,
+            f"--tree-size {self.size}",
+            expected=f"1 to {MAX_TREE_NODES} nodes",
+            do="choose a size in that range",
+        )
+
+    def num_nodes(self, num_streams: int) -> int:
+        """N, the nodes of a drafted tree, for `num_streams` levels below the root.
+
+        Raises:
+            InputError: a full tree would be larger than MAX_TREE_NODES.
+        """
+        if self.kind == "best":
+            return self.size
+        nodes = sum(self.full_width**level for level in range(num_streams + 1))
+        _require(
+            nodes <= MAX_TREE_NODES,
+            f"a full tree of {self.full_width} children and {num_streams} levels has {nodes} nodes",
+            expected=f"at most {MAX_TREE_NODES}",
+            do="lower --tree-width or --num-streams, or use --tree best",
+        )
+        return nodes
+
+    @property
+    def full_width(self) -> int:
+        """k of a full tree; 3 unless told."""
+        return self.width or 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneConfig:
+    """How the tree is pruned before streams are inserted (section 3.2.3).
+
+    Attributes:
+        kind: "off"; "budget", the `keep` nodes of the largest early-exit path probability, a
+            fixed shape; "threshold", every node whose edges all have at least probability
+            `threshold`, the paper's rule.
+        keep: M, nodes that a budget keeps, the root included.
+        threshold: least early-exit probability of a child given its parent.
+    """
+
+    kind: PruneKind = "off"
+    keep: int = 8
+    threshold: float = 0.05
+
+    def __post_init__(self) -> None:
+        _require(
+            self.kind in ("off", "budget", "threshold"),
+            f"--prune {self.kind}",
+            expected="off, budget or threshold",
+            do="choose one of them",
+        )
+        _require(
+            self.keep >= 1,
+            f"--prune-to {self.keep}",
+            expected="1 node or more (the root always stays)",
+            do="give a larger budget",
+        )
+        _require(
+            0.0 <= self.threshold <= 1.0,
+            f"--prune-threshold {self.threshold}",
+            expected="a probability from 0 to 1",
+            do="choose a value in that range",
+        )
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Read a JSON object from `path`.
+
+    Raises:
+        InputError: the file is missing, is not JSON, or holds no object.
+    """
+    if not path.is_file():
+        raise InputError(
+            f"{path} does not exist", expected=what, do="check the path, or convert again"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path} is not valid JSON ({error})", expected=what, do="copy or convert it again"
+        ) from error
+    if not isinstance(values, dict):
+        raise InputError(
+            f"{path} holds a {type(values).__name__}",
+            expected=f"{what}, a JSON object",
+            do="copy or convert it again",
+        )
+    return values

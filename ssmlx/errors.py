@@ -1,0 +1,13 @@
+"""The one exception that a user's mistake raises."""
+
+
+class InputError(ValueError):
+    """Bad input, told in one line: what was found, what was expected, what to do.
+
+    The commands print the line and exit with code 2; nothing else in the package ends a run
+    without a traceback.
+    """
+
+    def __init__(self, found: str, *, expected: str, do: str) -> None:
+        super().__init__(f"{found}; expected {expected}; {do}")
+        self.found, self.expected, self.do = found, expected, do
