@@ -1,0 +1,1 @@
+"""Converting checkpoints, and the PyTorch reference that conversions are checked against."""

@@ -1,0 +1,958 @@
+"""The stream-fused language model in PyTorch: what MLX is compared with, and what is trained.
+
+It drives the decoder layers of transformers' own models. Every layer with multi-stream attention
+runs twice: on the node rows, then on the stream rows, which see the keys and values that the node
+rows left in `_NodeKeys`. So node rows are computed exactly as the base model computes them,
+whether streams are there or not. Nothing here keeps a cache between calls.
+
+Shapes, beside the legend of `ssmlx.shapes`:
+
+    B   batch              T   node rows: prompt tokens, and the nodes of a draft tree
+    K   node rows that carry streams; the stream rows stand node by node, so that stream j
+        (1 to G) of the m-th such node is row T + m * G + j - 1 of what the upper layers see
+    N   layers of the model           Ns  the top ones, with multi-stream attention
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ssmlx.config import StreamConfig, read_json
+from ssmlx.errors import InputError
+
+FORMAT = "speculative-streaming-pytorch/1"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+STREAMS_CONFIG, STREAMS_WEIGHTS = "streams_config.json", "streams.safetensors"
+EMBEDDING_STD = 0.02
+
+
+@dataclass(frozen=True)
+class ReferenceOutput:
+    """What a forward pass predicts.
+
+    Attributes:
+        main_logits: [B, T, V] next token of every node row.
+        stream_logits: [B, K, G, V]; entry j - 1 is stream j, the token j places further on.
+        early_exit_logits: [B, T, V] next token as layer N - Ns sees it; None without adapter.
+    """
+
+    main_logits: torch.Tensor
+    stream_logits: torch.Tensor
+    early_exit_logits: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The final norm's output, ready for the LM head.
+
+    Attributes:
+        main: [B, T, D]
+        streams: [B, K, G, D]
+        early_exit: [B, T, D], or None without a prune adapter.
+    """
+
+    main: torch.Tensor
+    streams: torch.Tensor
+    early_exit: torch.Tensor | None
+
+
+class LowRank(nn.Module):
+    """x [..., in] -> B A x [..., out]; zero when new, as A is random and B is zero."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int, like: torch.Tensor) -> None:
+        super().__init__()
+        place = {"bias": False, "dtype": like.dtype, "device": like.device}
+        self.lora_A = nn.Linear(in_features, rank, **place)
+        self.lora_B = nn.Linear(rank, out_features, **place)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lora_B(self.lora_A(x))
+
+
+class LoraLinear(nn.Module):
+    """A linear module with LoRA on stream rows, and on node rows too where `on_nodes`.
+
+    A call sees rows of one kind; the model says which in `rows_are_streams`.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, *, on_nodes: bool) -> None:
+        super().__init__()
+        self.linear = linear
+        self.adapter = LowRank(linear.in_features, linear.out_features, rank, linear.weight)
+        self.scale, self.on_nodes = scale, on_nodes
+        self.rows_are_streams = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.on_nodes or self.rows_are_streams:
+            return self.linear(x) + self.scale * self.adapter(x)
+        return self.linear(x)
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The LoRA of a model, in PEFT's terms.
+
+    Attributes:
+        rank: r; 0 for a model without LoRA.
+        alpha: the numerator of the scale.
+        modules: names of linear modules, whole or last parts.
+        layers: numbers of the layers they are in.
+        rank_stabilised: scale alpha / sqrt(r) in place of alpha / r.
+    """
+
+    rank: int = 0
+    alpha: float = 32
+    modules: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    rank_stabilised: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The factor before B A x."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One kind of rows through the layers.
+
+    Attributes:
+        positions: [B, R]
+        rotary: cos and sin, [B, R, Dh] each.
+        masks: sliding window of a layer (None: no window) to additive mask [B, 1, R, keys].
+    """
+
+    positions: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    masks: dict[int | None, torch.Tensor]
+
+
+class _NodeKeys:
+    """The part of transformers' `Cache` that attention calls: one layer's node keys and values.
+
+    The first update, by node rows, is kept; the second, by stream rows, is put behind it.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, Hkv, R, Dh] keys and values of new rows -> those that the rows may see."""
+        if self.nodes is None:
+            self.nodes = keys, values
+            return self.nodes
+        return torch.cat([self.nodes[0], keys], dim=2), torch.cat([self.nodes[1], values], dim=2)
+
+
+class StreamFusedReference(nn.Module):
+    """A decoder model with speculative streams (section 3.2.1), its LoRA and its prune adapter.
+
+    `base` becomes part of the model: its weights are frozen and its linear modules are wrapped
+    in place. Called on its own it is the main stream.
+
+    Args:
+        base: a causal language model of transformers.
+        config: the stream settings.
+        lora_rank: r; 0 for no LoRA.
+        lora_alpha: the numerator of LoRA's scale.
+        lora_modules: names of linear modules ("q_proj" or "self_attn.q_proj"); empty means all.
+        lora_layers: layers that they are in; empty means those with multi-stream attention.
+        rank_stabilised: LoRA's scale is alpha / sqrt(r), not alpha / r.
+
+    Raises:
+        InputError: the settings do not fit the model, or the model cannot be driven this way.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        config: StreamConfig,
+        *,
+        lora_rank: int = 0,
+        lora_alpha: float = 32,
+        lora_modules: Sequence[str] = (),
+        lora_layers: Sequence[int] = (),
+        rank_stabilised: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_base(base, config)
+        self.base, self.config = base.requires_grad_(False), config
+        self.windows = _sliding_windows(base.config, config.num_layers)
+        like, width = base.model.embed_tokens.weight, config.hidden_size
+        self.stream_embeddings = nn.Parameter(
+            EMBEDDING_STD * torch.randn(config.num_streams, width, dtype=like.dtype).to(like.device)
+        )
+        self.stream_init = _optional_low_rank(width, config.stream_init_rank, like)
+        self.prune_adapter = _optional_low_rank(width, config.prune_rank, like)
+        self._check_main_stream()
+        layers = lora_layers or range(config.insertion_layer, config.num_layers)
+        self.lora = LoraSettings(
+            lora_rank, lora_alpha, tuple(lora_modules), tuple(sorted(set(layers))), rank_stabilised
+        )
+        self.adapters: dict[str, LoraLinear] = self._wrap_linears() if lora_rank else {}
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+        stream_rows: torch.Tensor | None = None,
+    ) -> ReferenceOutput:
+        """Predict with the main stream and the speculative streams.
+
+        Args:
+            input_ids: [B, T] tokens of the node rows.
+            positions: [B, T] rotary positions; 0 to T - 1 unless given.
+            visible: [B, T, T] bool, which node row (second axis) sees which (third); causal
+                unless given. A row must see itself.
+            stream_rows: [K] the node rows that carry streams; all unless given.
+        """
+        hidden = self.hidden_states(
+            input_ids, positions=positions, visible=visible, stream_rows=stream_rows
+        )
+        head, early = self.base.lm_head, hidden.early_exit
+        return ReferenceOutput(
+            head(hidden.main), head(hidden.streams), None if early is None else head(early)
+        )
+
+    def hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+        stream_rows: torch.Tensor | None = None,
+    ) -> HiddenStates:
+        """`forward` without the LM head, for losses that apply it to a few rows at a time."""
+        decoder, at = self.base.model, self.config.insertion_layer
+        node_rows, speculative_rows, carriers = self._plan(
+            input_ids, positions, visible, stream_rows
+        )
+        nodes = decoder.embed_tokens(input_ids.to(carriers.device))
+        for index in range(at):
+            nodes = self._run_layer(index, nodes, node_rows, None)
+        early = None if self.prune_adapter is None else nodes + self.prune_adapter(nodes)
+        streams = self.insert_streams(nodes[:, carriers])
+        for index in range(at, self.config.num_layers):
+            nodes, streams = self._run_fused_layer(
+                index, nodes, streams, node_rows, speculative_rows
+            )
+        grouped = streams.unflatten(1, (len(carriers), self.config.num_streams))
+        return HiddenStates(
+            decoder.norm(nodes),
+            decoder.norm(grouped),
+            None if early is None else decoder.norm(early),
+        )
+
+    def insert_streams(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Eq. 3: [B, K, D] node states before layer N - Ns -> [B, K * G, D] stream states."""
+        started = nodes
+        if self.stream_init is not None:
+            started = self.stream_init(nodes)
+        if self.config.stream_init == "residual":
+            started = nodes + started
+        return (started[:, :, None] + self.stream_embeddings).flatten(1, 2)
+
+    def _plan(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor | None,
+        visible: torch.Tensor | None,
+        stream_rows: torch.Tensor | None,
+    ) -> tuple[_Rows, _Rows, torch.Tensor]:
+        """The node rows, the stream rows, and the [K] node rows that carry streams."""
+        batch, length = input_ids.shape
+        device, num_streams = self.stream_embeddings.device, self.config.num_streams
+        if positions is None:
+            positions = torch.arange(length).expand(batch, length)
+        if visible is None:
+            visible = torch.ones(length, length, dtype=torch.bool).tril().expand(batch, -1, -1)
+        _expect_shape("positions", positions, (batch, length))
+        _expect_shape("visible", visible, (batch, length, length))
+        carriers = torch.arange(length) if stream_rows is None else stream_rows
+        positions, visible = positions.to(device), visible.to(device)
+        carriers = carriers.to(device)
+        ahead = torch.arange(1, num_streams + 1, device=device)
+        stream_positions = (positions[:, carriers, None] + ahead).flatten(1)
+        key_positions = torch.cat([positions, stream_positions], dim=1)
+        seen = stream_visibility(visible, carriers, num_streams)
+        return (
+            self._rows(positions, visible, positions),
+            self._rows(stream_positions, seen, key_positions),
+            carriers,
+        )
+
+    def _rows(
+        self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
+    ) -> _Rows:
+        """Rotary tables and masks of rows at `positions` that see keys at `key_positions`."""
+        like = self.base.model.embed_tokens.weight
+        masks = {
+            window: additive_mask(
+                within_window(visible, positions, key_positions, window), like.dtype
+            )
+            for window in set(self.windows)
+        }
+        return _Rows(positions, self.base.model.rotary_emb(like, positions), masks)
+
+    def _run_layer(
+        self, index: int, hidden: torch.Tensor, rows: _Rows, keys: _NodeKeys | None
+    ) -> torch.Tensor:
+        """[B, R, D] -> [B, R, D] through one of transformers' own layers."""
+        return self.base.model.layers[index](
+            hidden,
+            attention_mask=rows.masks[self.windows[index]],
+            position_ids=rows.positions,
+            position_embeddings=rows.rotary,
+            past_key_values=keys,
+            use_cache=keys is not None,
+        )
+
+    def _run_fused_layer(
+        self,
+        index: int,
+        nodes: torch.Tensor,
+        streams: torch.Tensor,
+        node_rows: _Rows,
+        speculative_rows: _Rows,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Eq. 1 for nodes [B, T, D], eq. 2 for streams [B, K * G, D]."""
+        keys = _NodeKeys()
+        nodes = self._run_layer(index, nodes, node_rows, keys)
+        if keys.nodes is None:
+            raise InputError(
+                f"layer {index} ignored its cache",
+                expected="one that streams can see the node rows through",
+                do="turn gradient checkpointing off, or use a supported architecture",
+            )
+        if streams.shape[1]:
+            with self._adapting_streams():
+                streams = self._run_layer(index, streams, speculative_rows, keys)
+        return nodes, streams
+
+    @contextmanager
+    def _adapting_streams(self) -> Iterator[None]:
+        """Tell the adapters that the rows inside are stream rows."""
+        for adapter in self.adapters.values():
+            adapter.rows_are_streams = True
+        try:
+            yield
+        finally:
+            for adapter in self.adapters.values():
+                adapter.rows_are_streams = False
+
+    def _wrap_linears(self) -> dict[str, LoraLinear]:
+        """Put LoRA on the chosen linear modules; path below `base.model` to the new module."""
+        self._check_lora()
+        on_nodes, adapters = self.config.adapter_scope == "all", {}
+        for index in self.lora.layers:
+            layer = self.base.model.layers[index]
+            for path in _linear_paths(layer, self.lora.modules, f"layer {index}"):
+                wrapped = LoraLinear(
+                    layer.get_submodule(path), self.lora.rank, self.lora.scale, on_nodes=on_nodes
+                )
+                parent, _, name = path.rpartition(".")
+                setattr(layer.get_submodule(parent), name, wrapped)
+                adapters[f"layers.{index}.{path}"] = wrapped
+        return adapters
+
+    def _check_lora(self) -> None:
+        layers, scope = self.lora.layers, self.config.adapter_scope
+        least = self.config.insertion_layer if scope == "streams" else 0
+        outside = [index for index in layers if not least <= index < self.config.num_layers]
+        if outside:
+            raise InputError(
+                f"LoRA of scope {scope!r} is on layer {outside[0]}",
+                expected=f"layers {least} to {self.config.num_layers - 1}, which its rows pass",
+                do="check lora_layers, or layers_to_transform in adapter_config.json",
+            )
+
+    @torch.no_grad()
+    def _check_main_stream(self) -> None:
+        """Refuse models that do more around their layers (scaled embeddings, capped logits)."""
+        training, device = self.base.training, self.stream_embeddings.device
+        probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
+        self.base.eval()
+        expected = self.base(probe, use_cache=False).logits
+        found = self(probe, stream_rows=probe[0, :0]).main_logits
+        self.base.train(training)
+        tolerance = 1e-3 if found.dtype == torch.float32 else 0.05
+        if not torch.allclose(found, expected, tolerance, tolerance * float(expected.std())):
+            raise InputError(
+                f"{type(self.base).__name__} computes more than its layers, norm and LM head",
+                expected="a plain decoder such as Llama, Qwen2, Qwen3, Phi-3 or Mistral",
+                do="choose another base model",
+            )
+
+
+def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, R, keys] bool -> [B, 1, R, keys], 0 where visible and the dtype's least elsewhere."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def stream_visibility(
+    visible: torch.Tensor, stream_rows: torch.Tensor, num_streams: int
+) -> torch.Tensor:
+    """[B, K * G, T + K * G] bool: which stream row sees which key (eq. 2).
+
+    Stream j of a node sees what the node sees, and the node's streams 1 to j. With a root, its
+    child and G = 2:
+
+            n0  n1  s01 s02 s11 s12
+        s01  x       x
+        s02  x       x   x
+        s11  x   x           x
+        s12  x   x           x   x
+
+    Args:
+        visible: [B, T, T] bool, which node row sees which.
+        stream_rows: [K] node rows that carry streams.
+        num_streams: G.
+    """
+    sees_nodes = visible[:, stream_rows].repeat_interleave(num_streams, dim=1)
+    count = len(stream_rows) * num_streams
+    row = torch.arange(count, device=visible.device)
+    same_node = row[:, None] // num_streams == row // num_streams
+    sees_streams = same_node & (row <= row[:, None])
+    return torch.cat([sees_nodes, sees_streams.expand(len(visible), count, count)], dim=2)
+
+
+def within_window(
+    visible: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """`visible` [B, R, keys] without the keys that a layer's sliding window has left behind."""
+    if window is None:
+        return visible
+    return visible & (query_positions[:, :, None] - key_positions[:, None] < window)
+
+
+def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
+    """Each layer's sliding window, None where it sees everything."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * num_layers
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise InputError(
+            f"the base model has layers of type {', '.join(sorted(unknown))}",
+            expected="full_attention or sliding_attention",
+            do="choose another base model",
+        )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _optional_low_rank(width: int, rank: int, like: torch.Tensor) -> LowRank | None:
+    return LowRank(width, width, rank, like) if rank else None
+
+
+def _expect_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)}, expected {shape}")
+
+
+def _check_base(base: nn.Module, config: StreamConfig) -> None:
+    decoder = getattr(base, "model", None)
+    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
+    lacking = [f"model.{part}" for part in parts if not hasattr(decoder, part)]
+    if lacking or not hasattr(base, "lm_head"):
+        raise InputError(
+            f"{type(base).__name__} has no {(lacking or ['lm_head'])[0]}",
+            expected="a decoder such as Llama, Qwen2, Qwen3, Phi-3 or Mistral",
+            do="choose another base model",
+        )
+    if any(isinstance(module, LoraLinear) for module in base.modules()):
+        raise InputError(
+            "the base model already carries a reference's LoRA",
+            expected="an unadapted model",
+            do="load the base model again",
+        )
+    attention = base.config._attn_implementation
+    if attention not in ("eager", "sdpa"):
+        raise InputError(
+            f"the base model uses {attention} attention",
+            expected="eager or sdpa, which take an additive mask",
+            do="load it with attn_implementation='sdpa'",
+        )
+    found = base.config.num_hidden_layers, base.config.hidden_size
+    if found != (config.num_layers, config.hidden_size):
+        raise InputError(
+            f"the base model has {found[0]} layers of width {found[1]}",
+            expected=f"{config.num_layers} layers of width {config.hidden_size}",
+            do="give the base model that the streams were trained on",
+        )
+
+
+def _linear_paths(layer: nn.Module, names: Sequence[str], where: str) -> list[str]:
+    """Paths of the linear modules in `layer` that `names` choose, as PEFT's target_modules do."""
+    paths = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
+    for name in names:
+        if not any(_is_named(path, name) for path in paths):
+            raise InputError(
+                f"{where} has no linear module {name}",
+                expected="one of " + ", ".join(paths),
+                do="check lora_modules, or target_modules in adapter_config.json",
+            )
+    return [path for path in paths if not names or any(_is_named(path, n) for n in names)]
+
+
+def _is_named(path: str, name: str) -> bool:
+    return path == name or path.endswith("." + name)
+
+
+# --- Checkpoints -----------------------------------------------------------------------------
+
+
+def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedReference:
+    """Read a PyTorch stream checkpoint: PEFT's two files and the two stream files.
+
+    Args:
+        base: the base model, as `load_base` gives it.
+        checkpoint_dir: the folder. Without either of PEFT's files the model has no LoRA.
+
+    Raises:
+        InputError: a file or a tensor is missing, left over, or of the wrong shape.
+    """
+    folder = Path(checkpoint_dir)
+    config = _read_stream_config(folder / STREAMS_CONFIG)
+    has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    lora = _read_lora_settings(folder / ADAPTER_CONFIG, config) if has_lora else LoraSettings()
+    model = StreamFusedReference(
+        base,
+        config,
+        lora_rank=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_modules=lora.modules,
+        lora_layers=lora.layers,
+        rank_stabilised=lora.rank_stabilised,
+    )
+    if has_lora:
+        _fill(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
+    _fill(_stream_parameters(model), folder / STREAMS_WEIGHTS)
+    return model.eval()
+
+
+def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
+    """Write what `load_reference` reads; PEFT can load the LoRA part."""
+    folder = Path(checkpoint_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save(_stream_parameters(model), folder / STREAMS_WEIGHTS)
+    _write_json(_stream_settings(model.config), folder / STREAMS_CONFIG)
+    if model.adapters:
+        _save(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
+        _write_json(_peft_settings(model), folder / ADAPTER_CONFIG)
+
+
+def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
+    """LoRA weights under PEFT's names."""
+    return {
+        f"base_model.model.model.{path}.{name}": weight
+        for path, module in model.adapters.items()
+        for name, weight in module.adapter.named_parameters()
+    }
+
+
+def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
+    """The weights of `streams.safetensors` under their names there."""
+    own = ("stream_embeddings", "stream_init.", "prune_adapter.")
+    return {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
+
+
+@torch.no_grad()
+def _fill(parameters: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Copy every tensor of the file into the parameter of its name, and leave none over."""
+    tensors = _read_tensors(path)
+    for fault, names in (
+        ("lacks", parameters.keys() - tensors.keys()),
+        ("holds an unknown", tensors.keys() - parameters.keys()),
+    ):
+        if names:
+            raise InputError(
+                f"{path.name} {fault} {', '.join(sorted(names))}",
+                expected=f"{len(parameters)} tensors, as its settings say",
+                do="check the settings beside it, or copy the checkpoint again",
+            )
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape:
+            raise InputError(
+                f"{name} in {path.name} has shape {list(tensors[name].shape)}",
+                expected=f"{list(parameter.shape)}",
+                do="check that the base model and the settings belong to this checkpoint",
+            )
+        parameter.copy_(tensors[name])
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise InputError(
+            f"{path} does not exist",
+            expected="a safetensors file",
+            do="check the path, or copy the checkpoint again",
+        )
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} cannot be read ({error})",
+            expected="a safetensors file",
+            do="copy the checkpoint again",
+        ) from error
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+def _write_json(values: Mapping[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_stream_config(path: Path) -> StreamConfig:
+    """`streams_config.json`, where the prune adapter has a dictionary of its own."""
+    values = read_json(path, "a stream checkpoint's settings")
+    prune = values.pop("prune_adapter", None) or {}
+    if not isinstance(prune, dict):
+        raise InputError(
+            f"prune_adapter is {prune!r} in {path}",
+            expected="an object with a rank, or null",
+            do="train or convert the checkpoint in the form that is supported",
+        )
+    config = StreamConfig.from_dict({"prune_rank": prune.get("rank", 0), **values})
+    known = {
+        "format": (values.get("format", FORMAT), FORMAT),
+        "stream_position": (values.get("stream_position", "node + j"), "node + j"),
+        "prune_adapter.layer": (prune.get("layer", config.insertion_layer), config.insertion_layer),
+    }
+    for name, (found, expected) in known.items():
+        if found != expected:
+            raise InputError(
+                f"{name} is {found!r} in {path}",
+                expected=repr(expected),
+                do="train or convert the checkpoint in the form that is supported",
+            )
+    return config
+
+
+def _stream_settings(config: StreamConfig) -> dict[str, Any]:
+    """`streams_config.json`, as `_read_stream_config` reads it."""
+    values = config.to_dict()
+    rank = values.pop("prune_rank")
+    prune = {
+        "rank": rank,
+        "layer": config.insertion_layer,
+        "form": "lm_head(final_norm(h + B A h))",
+    }
+    return {
+        "format": FORMAT,
+        **values,
+        "stream_position": "node + j",
+        "prune_adapter": prune if rank else None,
+    }
+
+
+def _read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
+    """PEFT's `adapter_config.json`, refusing what this model does not compute."""
+    values = read_json(path, "PEFT's adapter_config.json")
+    unsupported = (
+        "use_dora",
+        "fan_in_fan_out",
+        "modules_to_save",
+        "rank_pattern",
+        "alpha_pattern",
+        "exclude_modules",
+        "lora_bias",
+    )
+    for name in unsupported:
+        if values.get(name):
+            raise _unsupported(path, name, values[name], "unset")
+    for name, expected in (("peft_type", "LORA"), ("bias", "none")):
+        if values.get(name, expected) != expected:
+            raise _unsupported(path, name, values[name], repr(expected))
+    rank, targets = values.get("r"), values.get("target_modules")
+    if not isinstance(rank, int) or rank < 1:
+        raise _unsupported(path, "r", rank, "a positive whole number")
+    if not isinstance(targets, list) and targets != "all-linear":
+        raise _unsupported(path, "target_modules", targets, "a list of names, or all-linear")
+    return LoraSettings(
+        rank,
+        values.get("lora_alpha", 8),
+        () if targets == "all-linear" else tuple(targets),
+        _lora_layers(values.get("layers_to_transform"), config.num_layers),
+        bool(values.get("use_rslora")),
+    )
+
+
+def _lora_layers(layers: list[int] | int | None, num_layers: int) -> tuple[int, ...]:
+    if layers is None:
+        return tuple(range(num_layers))
+    return (layers,) if isinstance(layers, int) else tuple(layers)
+
+
+def _unsupported(path: Path, name: str, found: Any, expected: str) -> InputError:
+    return InputError(
+        f"{name} is {found!r} in {path}",
+        expected=f"{expected}, for plain LoRA on linear modules",
+        do="train or merge the adapter in that form",
+    )
+
+
+def _peft_settings(model: StreamFusedReference) -> dict[str, Any]:
+    """PEFT's `adapter_config.json`."""
+    lora = model.lora
+    modules = lora.modules or {path.split(".", 2)[2] for path in model.adapters}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.config.base_model or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(modules),
+        "layers_to_transform": list(lora.layers),
+        "use_dora": False,
+        "use_rslora": lora.rank_stabilised,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+# --- Base models -----------------------------------------------------------------------------
+
+
+def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
+    """Load a base model of transformers in float32 from a local folder.
+
+    Args:
+        path: a Hugging Face folder, or one of mlx-lm with packed weights, which are dequantised.
+        attn_implementation: "eager" or "sdpa".
+
+    Raises:
+        InputError: the folder holds no such model, or lacks some of its weights.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
+
+    folder = Path(path)
+    quantization = read_json(folder / "config.json", "a model folder").get("quantization")
+    options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
+    if quantization is None:
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for name in ("quantization", "quantization_config"):
+        if hasattr(config, name):
+            delattr(config, name)
+    model = AutoModelForCausalLM.from_config(config, **options)
+    _fill_base(model, _dequantised(folder, quantization), folder)
+    return model.eval()
+
+
+def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of an mlx-lm folder in float32, unpacked in float32 arithmetic."""
+    import mlx.core as mx
+    import numpy as np
+
+    packed: dict[str, Any] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        loaded: Any = mx.load(str(file))
+        packed |= loaded
+    weights = {}
+    for name, array in packed.items():
+        module, _, kind = name.rpartition(".")
+        if f"{module}.scales" in packed and kind != "weight":
+            continue
+        if f"{module}.scales" in packed:
+            array = _unpack(packed, module, {**quantization, **_own(quantization, module)})
+        weights[name] = torch.from_numpy(np.array(array.astype(mx.float32)))
+    return weights
+
+
+def _own(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """The settings that mlx-lm gives one module where they differ from the model's."""
+    own = quantization.get(module)
+    return own if isinstance(own, dict) else {}
+
+
+def _unpack(packed: Mapping[str, Any], module: str, settings: Mapping[str, Any]) -> Any:
+    """One module's [out, in] weight in float32, on the CPU: the same bits on every machine."""
+    import mlx.core as mx
+
+    scales, biases = packed[f"{module}.scales"], packed.get(f"{module}.biases")
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    options = {key: settings[key] for key in ("group_size", "bits", "mode") if key in settings}
+    return mx.dequantize(packed[f"{module}.weight"], scales, biases, **options, stream=mx.cpu)
+
+
+def _fill_base(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    report = model.load_state_dict(weights, strict=False)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    faults = [f"lacks {name}" for name in report.missing_keys if name not in tied]
+    faults += [f"holds an unknown {name}" for name in report.unexpected_keys]
+    if faults:
+        raise InputError(
+            f"{folder} {faults[0]}",
+            expected=f"the weights of {type(model).__name__}",
+            do="download or convert the base model again",
+        )
+
+
+# --- Decoding --------------------------------------------------------------------------------
+
+
+class _Predictor(Protocol):
+    """What decoding asks of a model: `StreamFusedReference`, or a scripted one in tests."""
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+        stream_rows: torch.Tensor | None = None,
+    ) -> ReferenceOutput: ...
+
+
+def tree_inputs(
+    prompt: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A prompt and the draft tree after it, as `forward` takes them (section 3.2.2, eq. 4).
+
+    A node at depth d stands at position len(prompt) + d and sees the prompt, its ancestors and
+    itself.
+
+    Args:
+        prompt: [L] committed tokens.
+        tokens: [N] the tree's tokens, parents before children.
+        parents: [N] each node's parent; -1 for the root, node 0.
+
+    Returns:
+        input_ids [1, L + N], positions [1, L + N], visible [1, L + N, L + N].
+    """
+    length, total = len(prompt), len(prompt) + len(tokens)
+    positions = torch.arange(total)
+    visible = torch.ones(total, total, dtype=torch.bool).tril()
+    for node, parent in enumerate(parents):
+        if not (-1 if node == 0 else 0) <= parent < max(node, 0):
+            raise ValueError(f"node {node} has parent {parent}, expected an earlier node")
+        row, above = length + node, length + parent
+        visible[row, length:] = False if parent < 0 else visible[above, length:]
+        visible[row, row] = True
+        positions[row] = length if parent < 0 else positions[above] + 1
+    return torch.tensor([[*prompt, *tokens]]), positions[None], visible[None]
+
+
+def full_tree(root: int, candidates: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """The tree of every combination of candidates, breadth first (A.1).
+
+    Args:
+        root: the correction token.
+        candidates: [G][k] the likeliest tokens of each stream; level j has those of stream j.
+
+    Returns:
+        The tokens and the parents of the 1 + k + ... + k^G nodes.
+    """
+    tokens, parents, level = [root], [-1], [0]
+    for choices in candidates:
+        start = len(tokens)
+        for parent in level:
+            tokens.extend(choices)
+            parents.extend([parent] * len(choices))
+        level = list(range(start, len(tokens)))
+    return tokens, parents
+
+
+def accepted_path(
+    tokens: Sequence[int], parents: Sequence[int], target: Sequence[int]
+) -> list[int]:
+    """The nodes from the root along children that carry the target's own token.
+
+    Args:
+        tokens: [N] the tree's tokens.
+        parents: [N] the tree's parents.
+        target: [N] the token that the target chooses after each node.
+    """
+    children = {(p, t): node for node, (p, t) in enumerate(zip(parents, tokens, strict=True))}
+    path = [0]
+    while (path[-1], target[path[-1]]) in children:
+        path.append(children[path[-1], target[path[-1]]])
+    return path
+
+
+@torch.no_grad()
+def greedy_plain(
+    model: _Predictor, prompt: Sequence[int], max_tokens: int, end_token_ids: Sequence[int]
+) -> list[int]:
+    """Decode with the main stream alone, a token a call; the end token is part of the answer."""
+    tokens: list[int] = []
+    no_streams = torch.zeros(0, dtype=torch.long)
+    while not _is_finished(tokens, max_tokens, end_token_ids):
+        output = model(torch.tensor([[*prompt, *tokens]]), stream_rows=no_streams)
+        tokens.append(int(output.main_logits[0, -1].argmax()))
+    return tokens
+
+
+@torch.no_grad()
+def greedy_streaming(
+    model: _Predictor,
+    prompt: Sequence[int],
+    *,
+    width: int,
+    max_tokens: int,
+    end_token_ids: Sequence[int],
+) -> tuple[list[int], int]:
+    """Speculative Streaming with full trees and no pruning, recomputing everything every step.
+
+    Args:
+        model: the reference.
+        prompt: [L] at least one token.
+        width: k, the candidates of each stream.
+        max_tokens: most tokens to generate.
+        end_token_ids: tokens that end the answer, and are part of it.
+
+    Returns:
+        The tokens, and the target calls. The prompt's forward pass is the first call: a tree
+        of its last token alone. No call follows an end token.
+    """
+    if not prompt:
+        raise ValueError("the prompt has no tokens")
+    committed, (tree_tokens, parents) = list(prompt[:-1]), full_tree(prompt[-1], [])
+    generated: list[int] = []
+    calls = 0
+    while not _is_finished(generated, max_tokens, end_token_ids):
+        input_ids, positions, visible = tree_inputs(committed, tree_tokens, parents)
+        nodes = torch.arange(len(committed), input_ids.shape[1])
+        output = model(input_ids, positions=positions, visible=visible, stream_rows=nodes)
+        calls += 1
+        target = output.main_logits[0, nodes].argmax(dim=-1).tolist()
+        path = accepted_path(tree_tokens, parents, target)
+        for node in path:
+            committed.append(tree_tokens[node])
+            if not _is_finished(generated, max_tokens, end_token_ids):
+                generated.append(target[node])
+        candidates = output.stream_logits[0, path[-1]].topk(width).indices.tolist()
+        tree_tokens, parents = full_tree(target[path[-1]], candidates)
+    return generated, calls
+
+
+def _is_finished(tokens: Sequence[int], max_tokens: int, end_token_ids: Sequence[int]) -> bool:
+    return len(tokens) >= max_tokens or (bool(tokens) and tokens[-1] in end_token_ids)

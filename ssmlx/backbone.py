@@ -1,0 +1,196 @@
+"""The stages of an mlx-lm model: embed, decoder layers, final norm, head.
+
+mlx-lm's own layers run unchanged. What the package must know of a model is small, and is checked
+when the model is wrapped: that its cache is the plain one, that its rotary embedding takes
+positions, and, by running both on a few tokens, that the stages put together are the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import rope_utils
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from .cache import TreeCache
+from .errors import InputError
+
+_ROPE_NAMES = ("SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
+POSITIONED_ROPES: tuple[type, ...] = (
+    nn.RoPE,
+    *(getattr(rope_utils, name) for name in _ROPE_NAMES if hasattr(rope_utils, name)),
+)
+_PROBE_TOKENS = (1, 2, 3)
+
+
+class PositionedRope(nn.Module):
+    """A rotary embedding that also takes one position a row.
+
+    `mx.fast.rope` takes one offset a batch row, so rows become the batch for the call.
+    """
+
+    def __init__(self, rope: nn.Module) -> None:
+        super().__init__()
+        self.rope = rope
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """Rotate `x` [1, H, R, Dh]; `offset` is the first row's position or positions [R]."""
+        if isinstance(offset, int):
+            return self.rope(x, offset=offset)
+        return self.rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)
+
+
+def _unsupported(model: nn.Module, why: str) -> InputError:
+    name = getattr(model, "model_type", type(model).__name__)
+    return InputError(
+        f"the model type {name!r} cannot draft for itself: {why}",
+        expected="a decoder of regular layers (such as Llama, Mistral, Qwen2, Qwen3, Phi-3)",
+        do="use such a model, or mlx-lm for this one",
+    )
+
+
+class Backbone:
+    """An mlx-lm model in stages.
+
+    Args:
+        model: a model as `mlx_lm.load` returns it. Its layers' rotary embeddings are wrapped in
+            place; the model itself works as before.
+
+    Raises:
+        InputError: the model is not regular; the message says in what.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._decoder = getattr(model, "model", None)
+        self._check_parts()
+        self.layers: list[Any] = list(model.layers)
+        self._check_caches()
+        self._position_ropes()
+        self._check_stages()
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Type of the activations."""
+        return self.embed(mx.array([0])).dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.embed(mx.array([0])).shape[-1]
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions that the model was made for, where its settings say."""
+        args = getattr(self.model, "args", None)
+        return getattr(args, "max_position_embeddings", None)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.model.args.vocab_size)
+
+    @property
+    def final_norm_weight(self) -> mx.array:
+        """[D] weight of the final norm."""
+        return self._norm.weight
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """[1, R, D] embeddings of `tokens` [R]."""
+        return self._decoder.embed_tokens(tokens[None])
+
+    def run(
+        self, hidden: mx.array, first: int, last: int, mask: Any, views: list[Any]
+    ) -> mx.array:
+        """[1, R, D] output of layers `first` to `last` - 1.
+
+        Args:
+            hidden: [1, R, D]
+            mask: as mlx-lm's layers take it: None, "causal" or a bool array [R, keys].
+            views: the cache object of each of these layers.
+        """
+        for layer, view in zip(self.layers[first:last], views, strict=True):
+            hidden = layer(hidden, mask, view)
+        return hidden
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[R, V] next-token logits of `hidden` [1, R, D], through final norm and head."""
+        normed = self._norm(hidden)
+        if self._head is None:
+            return self._decoder.embed_tokens.as_linear(normed)[0]
+        return self._head(normed)[0]
+
+    def append(self, tokens: mx.array, cache: TreeCache) -> mx.array:
+        """[1, R, D] last hidden states of `tokens` [R], which join the cache."""
+        count = tokens.shape[0]
+        cache.reserve(tokens=count)
+        num_layers = len(self.layers)
+        views = [cache.append_view(layer) for layer in range(num_layers)]
+        mask = "causal" if count > 1 else None
+        hidden = self.run(self.embed(tokens), 0, num_layers, mask, views)
+        cache.advance(count)
+        return hidden
+
+    def _check_parts(self) -> None:
+        decoder = self._decoder
+        if decoder is None or not hasattr(self.model, "layers"):
+            raise _unsupported(self.model, "it has no `model.layers`")
+        if not hasattr(decoder, "embed_tokens"):
+            raise _unsupported(self.model, "it has no token embedding named `embed_tokens`")
+        norm = getattr(decoder, "norm", None) or getattr(decoder, "final_layernorm", None)
+        if norm is None:
+            raise _unsupported(self.model, "it has no final norm")
+        self._norm = norm
+        self._head = getattr(self.model, "lm_head", None)
+
+    def _check_caches(self) -> None:
+        for layer, cache in enumerate(make_prompt_cache(self.model)):
+            if type(cache) is not KVCache:
+                raise _unsupported(
+                    self.model,
+                    f"layer {layer} keeps a {type(cache).__name__} (a sliding window or a "
+                    "recurrent state), from which rejected tokens cannot be taken back",
+                )
+
+    def _position_ropes(self) -> None:
+        for index, layer in enumerate(self.layers):
+            attention = getattr(layer, "self_attn", None)
+            rope = getattr(attention, "rope", None)
+            if isinstance(rope, PositionedRope):
+                continue
+            if not isinstance(rope, POSITIONED_ROPES):
+                raise _unsupported(
+                    self.model,
+                    f"layer {index} has the rotary embedding {type(rope).__name__}, which does "
+                    "not take positions",
+                )
+            attention.rope = PositionedRope(rope)
+
+    def _check_stages(self) -> None:
+        tokens = mx.array(_PROBE_TOKENS)
+        whole = self.model(tokens[None])[0].astype(mx.float32)
+        try:
+            staged = self._tree_logits(tokens).astype(mx.float32)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise _unsupported(self.model, f"its layers cannot be run one by one ({error})") from (
+                error
+            )
+        gap = float(mx.abs(whole - staged).max().item())
+        tolerance = 1e-3 if self.dtype == mx.float32 else 0.1
+        if not gap <= tolerance * max(1.0, float(mx.abs(whole).max().item())):
+            raise _unsupported(
+                self.model,
+                f"embedding, layers, norm and head one by one give logits that differ by {gap:.3g} "
+                "from its own (it scales embeddings or logits, or masks in its own way)",
+            )
+
+    def _tree_logits(self, tokens: mx.array) -> mx.array:
+        """[R, V] logits of a chain of `tokens` [R], run as the rows of a step."""
+        rows, num_layers = tokens.shape[0], len(self.layers)
+        cache = TreeCache(num_layers, scratch=rows)
+        positions = mx.arange(rows)
+        views = [cache.tree_view(layer, positions) for layer in range(num_layers)]
+        mask = positions[:, None] >= positions
+        return self.logits(self.run(self.embed(tokens), 0, num_layers, mask, views))

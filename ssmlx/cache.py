@@ -1,0 +1,167 @@
+"""The key/value cache of a step that verifies a tree: the only file that changes a cache.
+
+A layer has one buffer for keys and values:
+
+    [2, Hkv, S + capacity, Dh]:   | scratch S        | committed                |
+                                         ^ R rows    ^ L tokens, then free room
+                                    of the step in hand
+
+A step's rows (tree nodes, and in the upper layers the streams) are written at the end of the
+scratch, directly before the committed tokens, so attention reads [R rows | L tokens] as one
+strided slice; keys are stored after rotary, so their order does not matter. `commit` copies the
+accepted rows, a handful, behind the committed ones. Nothing else is ever moved: the rows that
+were not accepted, and all stream rows, are simply overwritten by the next step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from .shapes import expect_shape
+
+
+class _AppendView:
+    """What a decoder layer sees of the cache while tokens are appended behind the others."""
+
+    def __init__(self, cache: TreeCache, layer: int) -> None:
+        self._cache, self._layer = cache, layer
+        self.offset: int = cache.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        first = self._cache.scratch + self.offset
+        last = first + keys.shape[2]
+        self._cache._write(self._layer, first, last, keys, values)
+        return self._cache._read(self._layer, self._cache.scratch, last)
+
+
+class _TreeView:
+    """What a decoder layer sees of the cache while a step's rows are verified.
+
+    `offset` is the rows' positions [R], which `backbone.PositionedRope` understands.
+    """
+
+    def __init__(self, cache: TreeCache, layer: int, positions: mx.array) -> None:
+        self._cache, self._layer = cache, layer
+        self.offset = positions
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        cache, rows = self._cache, keys.shape[2]
+        first = cache.scratch - rows
+        cache._write(self._layer, first, cache.scratch, keys, values)
+        cache._tree_rows[self._layer] = rows
+        return cache._read(self._layer, first, cache.scratch + cache.offset)
+
+
+class TreeCache:
+    """Keys and values of every layer, for one sequence.
+
+    Args:
+        num_layers: layers of the model.
+        scratch: S, the most rows that a step will have. Grows when a step needs more.
+        step: tokens by which the room for committed ones grows.
+    """
+
+    def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
+        self.scratch = scratch
+        self.capacity = 0
+        self._step = step
+        self._offset = 0
+        self._buffers: list[mx.array | None] = [None] * num_layers
+        self._tree_rows = [0] * num_layers
+
+    @property
+    def offset(self) -> int:
+        """L, the committed tokens."""
+        return self._offset
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The buffers, for `mx.eval`."""
+        return [buffer for buffer in self._buffers if buffer is not None]
+
+    def reserve(self, *, tokens: int, scratch: int = 0) -> None:
+        """Make room for `tokens` more committed tokens and a step of `scratch` rows.
+
+        Buffers are copied only when they grow: once in `step` tokens.
+        """
+        capacity, needed = self.capacity, self._offset + tokens
+        if needed > capacity:
+            capacity = -(-needed // self._step) * self._step
+        scratch = max(scratch, self.scratch)
+        front, back = scratch - self.scratch, capacity - self.capacity
+        if front or back:
+            self._buffers = [
+                None if old is None else _pad(old, front, back) for old in self._buffers
+            ]
+        self.scratch, self.capacity = scratch, capacity
+
+    def append_view(self, layer: int) -> Any:
+        """The cache object to hand to decoder layer `layer` when tokens are appended."""
+        return _AppendView(self, layer)
+
+    def tree_view(self, layer: int, positions: mx.array) -> Any:
+        """The cache object to hand to decoder layer `layer` for a step's rows.
+
+        Args:
+            positions: [R] rotary position of each row.
+        """
+        return _TreeView(self, layer, positions)
+
+    def advance(self, num_tokens: int) -> None:
+        """Count `num_tokens` rows behind the committed ones, already written, as committed."""
+        self._offset += num_tokens
+        if self._offset > self.capacity:
+            raise ValueError(f"{self._offset} tokens in a cache with room for {self.capacity}")
+
+    def trim(self, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` committed tokens."""
+        if not 0 <= num_tokens <= self._offset:
+            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
+        self._offset = num_tokens
+
+    def commit(self, lower_path: mx.array, upper_path: mx.array, split: int) -> None:
+        """Copy the accepted path's rows behind the committed tokens, in every layer.
+
+        Pruning numbers the nodes anew half-way up, so the same path has two sets of indices.
+        All P rows are copied; `advance` then says how many of them count, which the host
+        learns later. Until it does, the committed tokens are what they were.
+
+        Args:
+            lower_path: [P] rows of the accepted nodes in layers before `split`.
+            upper_path: [P] the same nodes' rows from layer `split` on.
+            split: the first layer after pruning.
+        """
+        expect_shape("upper path", upper_path, lower_path.shape[0])
+        first = self.scratch + self._offset
+        for layer, buffer in enumerate(self._buffers):
+            assert buffer is not None, "commit before any row was written"
+            path = lower_path if layer < split else upper_path
+            rows = path + (self.scratch - self._tree_rows[layer])
+            buffer[:, :, first : first + path.shape[0]] = mx.take(buffer, rows, axis=2)
+
+    def _write(self, layer: int, first: int, last: int, keys: mx.array, values: mx.array) -> None:
+        buffer = self._buffers[layer]
+        if buffer is None:
+            _, num_heads, _, head_size = keys.shape
+            shape = (2, num_heads, self.scratch + self.capacity, head_size)
+            buffer = self._buffers[layer] = mx.zeros(shape, keys.dtype)
+        if first < 0 or last > buffer.shape[2]:
+            raise ValueError(f"rows {first} to {last} of a cache of {buffer.shape[2]}: reserve more")
+        buffer[:, :, first:last] = mx.concatenate([keys, values], axis=0)
+
+    def _read(self, layer: int, first: int, last: int) -> tuple[mx.array, mx.array]:
+        buffer = self._buffers[layer]
+        assert buffer is not None
+        return buffer[:1, :, first:last], buffer[1:, :, first:last]
+
+
+def _pad(buffer: mx.array, front: int, back: int) -> mx.array:
+    """Add zero rows before and behind those of `buffer` [2, Hkv, S + capacity, Dh]."""
+    return mx.pad(buffer, [(0, 0), (0, 0), (front, back), (0, 0)])

@@ -1,0 +1,118 @@
+"""Reading tensors strictly, and writing folders whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+
+from .errors import InputError
+
+_NAMES_SHOWN = 3
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when the block ends well.
+
+    If the block fails or is interrupted, nothing is left and an older `target` stays.
+
+    Raises:
+        InputError: the folder cannot be made there.
+    """
+    target = target.absolute()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise InputError(
+            f"cannot write {target} ({error.strerror})",
+            expected="a folder that can be written",
+            do="choose another place",
+        ) from error
+    try:
+        yield work
+        work.chmod(0o755)
+        _swap(work, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _swap(work: Path, target: Path) -> None:
+    if not target.exists():
+        work.rename(target)
+        return
+    old = work.with_name(work.name + ".old")
+    target.rename(old)
+    work.rename(target)
+    shutil.rmtree(old)
+
+
+def read_tensors(path: Path, what: str) -> dict[str, mx.array]:
+    """Every tensor of a safetensors file.
+
+    Raises:
+        InputError: the file is missing, truncated, or no safetensors file.
+    """
+    if not path.is_file():
+        raise InputError(f"{path} does not exist", expected=what, do="check the path")
+    try:
+        loaded = mx.load(str(path), format="safetensors")
+        assert isinstance(loaded, dict)
+        mx.eval(loaded)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise InputError(
+            f"{path} cannot be read ({_first_line(error)}; {path.stat().st_size} bytes)",
+            expected=f"{what}, a whole safetensors file",
+            do="copy it again, it may be truncated",
+        ) from error
+    return loaded
+
+
+def account_for(
+    found: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]], source: Path
+) -> None:
+    """Check that `found` holds exactly the `expected` names and shapes, all finite.
+
+    Raises:
+        InputError: names the tensors that are missing, spare, misshapen or not finite.
+    """
+    missing = [name for name in expected if name not in found]
+    spare = [name for name in found if name not in expected]
+    misshapen = [
+        f"{name} {found[name].shape} instead of {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name].shape != shape
+    ]
+    broken = [name for name, tensor in found.items() if not _is_finite(tensor)]
+    kinds = {
+        "missing": missing,
+        "spare": spare,
+        "misshapen": misshapen,
+        "with NaN or infinity": broken,
+    }
+    problems = [f"{kind}: {_shortened(names)}" for kind, names in kinds.items() if names]
+    if problems:
+        raise InputError(
+            f"{source} has tensors {'; '.join(problems)}",
+            expected=f"{len(expected)} tensors that fit its settings and the base model",
+            do="use the files that belong together, or make the checkpoint again",
+        )
+
+
+def _is_finite(tensor: mx.array) -> bool:
+    return bool(mx.isfinite(tensor).all().item())
+
+
+def _shortened(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,153 @@
+"""From a model's name to the pieces that decode: weights, tokenizer, adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+
+from .adapter import CONFIG_FILE, fuse_streams, load_adapter
+from .backbone import Backbone
+from .config import read_json
+from .errors import InputError
+from .model import StreamFusedModel
+from .registry import resolve_model
+
+DtypeName = Literal["auto", "stored", "float32", "float16", "bfloat16"]
+DTYPES: tuple[str, ...] = ("auto", "stored", "float32", "float16", "bfloat16")
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def resolve_dtype(name: str) -> str:
+    """What "auto" means here: weights as stored on a GPU, float32 on the CPU backend.
+
+    MLX's CPU backend runs quantised and 16-bit weights slowly, row by row; Metal does not.
+    """
+    if name not in DTYPES:
+        raise InputError(
+            f"--dtype {name}", expected="one of " + ", ".join(DTYPES), do="choose one of them"
+        )
+    if name != "auto":
+        return name
+    return "stored" if mx.default_device() == mx.gpu else "float32"
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether any layer holds packed weights."""
+    kinds = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def cast_model(model: nn.Module, dtype: str) -> nn.Module:
+    """The model with floating weights of `dtype`, unpacking quantised ones; "stored" keeps it."""
+    if dtype == "stored":
+        return model
+    # Unpack in float32: scales multiplied in half precision would not be the stored weights.
+    model.set_dtype(mx.float32)
+    if is_quantised(model):
+        model = dequantize_model(model)
+    model.set_dtype(getattr(mx, dtype))
+    return model
+
+
+def flat_rope_settings(path: Path) -> dict[str, Any]:
+    """The rotary settings of a folder under the names that every mlx-lm model reads.
+
+    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore in
+    favour of a default base, without a word.
+    """
+    config = read_json(path / "config.json", "a model's settings")
+    nested = config.get("rope_parameters")
+    if not isinstance(nested, dict) or "rope_theta" not in nested:
+        return {}
+    settings: dict[str, Any] = {}
+    if "rope_theta" not in config:
+        settings["rope_theta"] = nested["rope_theta"]
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if kind != "default" and not config.get("rope_scaling"):
+        settings["rope_scaling"] = {k: v for k, v in nested.items() if k != "rope_theta"}
+    return settings
+
+
+def load_base(path: Path, dtype: str = "auto") -> tuple[Backbone, dict[str, Any]]:
+    """Load a model folder with mlx-lm's loader and wrap it.
+
+    Args:
+        path: a folder in mlx-lm's or Hugging Face's layout.
+        dtype: one of `DTYPES`.
+
+    Returns:
+        The model and its config.json, as mlx-lm read it.
+
+    Raises:
+        InputError: the folder cannot be loaded, or the model is not a regular decoder.
+    """
+    dtype = resolve_dtype(dtype)
+    try:
+        model, config = load_model(path, lazy=True, model_config=flat_rope_settings(path))
+        model = cast_model(model, dtype)
+        mx.eval(model.parameters())
+    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
+        if isinstance(error, InputError):
+            raise
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{path} cannot be loaded as a model ({message})",
+            expected="a whole model folder that mlx-lm can load",
+            do="download or convert it again",
+        ) from error
+    return Backbone(model), config
+
+
+def load_words(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
+    """The tokenizer of a model folder.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    try:
+        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{path} has no tokenizer that can be loaded ({message})",
+            expected="tokenizer.json or tokenizer.model beside the weights",
+            do="copy the tokenizer's files into the folder",
+        ) from error
+
+
+def load(
+    model: str = DEFAULT_MODEL,
+    *,
+    adapter: str | Path | None = None,
+    dtype: str = "auto",
+    merge_lora: bool = True,
+) -> tuple[StreamFusedModel, TokenizerWrapper]:
+    """Load a model that drafts for itself, and its tokenizer.
+
+    Args:
+        model: a local folder, a Hub name, or an alias (`ssmlx.registry.ALIASES`).
+        adapter: an adapter folder that `python -m convert` wrote. Without one a fused folder
+            uses its own streams, and any other model decodes plainly.
+        dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU,
+            float32 on the CPU backend. Quantised weights are unpacked for the float types.
+        merge_lora: add LoRA of scope "all" into unquantised weights, which makes it free at
+            run time. False keeps the base weights untouched beside it.
+
+    Raises:
+        InputError: something given is missing, broken, or does not fit the rest.
+    """
+    path = resolve_model(model)
+    folder = Path(adapter).expanduser() if adapter is not None else None
+    if folder is None and (path / CONFIG_FILE).exists():
+        folder = path
+    loaded = load_adapter(folder) if folder is not None else None
+    backbone, config = load_base(path, dtype)
+    tokenizer = load_words(path, config)
+    if loaded is None:
+        return StreamFusedModel(backbone), tokenizer
+    return fuse_streams(backbone, loaded, merge_lora=merge_lora), tokenizer

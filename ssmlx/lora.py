@@ -1,0 +1,128 @@
+"""LoRA that knows which rows it acts on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from .shapes import expect_shape
+
+
+@dataclass
+class RowScope:
+    """The first row that LoRA acts on; None while it acts on no row.
+
+    For scope "all" it stays 0. For scope "streams" the model sets it for the time that its
+    upper layers run, where stream rows stand behind the nodes.
+    """
+
+    first: int | None = None
+
+    @contextmanager
+    def starting_at(self, row: int) -> Iterator[None]:
+        """Act on rows from `row` on inside the `with` block."""
+        before, self.first = self.first, row
+        try:
+            yield
+        finally:
+            self.first = before
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """One module's LoRA, in mlx-lm's layout: y = W x + scale * (x a) b.
+
+    Attributes:
+        a: [in, r]
+        b: [r, out]
+        scale: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA.
+    """
+
+    a: mx.array
+    b: mx.array
+    scale: float
+
+    def delta(self) -> mx.array:
+        """[out, in] what LoRA adds to the module's weight, in float32."""
+        a, b = self.a.astype(mx.float32), self.b.astype(mx.float32)
+        return ((self.scale * b.T) @ a.T).astype(mx.float32)
+
+
+class RowLora(nn.Module):
+    """A linear layer with LoRA on the rows from `scope.first` on.
+
+    Rows before that are computed exactly as without LoRA.
+    """
+
+    def __init__(self, linear: nn.Module, weights: LoraWeights, scope: RowScope) -> None:
+        super().__init__()
+        self.linear = linear
+        self.lora_a, self.lora_b = weights.a, weights.b
+        self.scale = weights.scale
+        self._scope = scope
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[1, R, in] to [1, R, out]."""
+        y = self.linear(x)
+        first = self._scope.first
+        if first is None:
+            return y
+        z = (x[:, first:] @ self.lora_a) @ self.lora_b
+        z = (self.scale * z).astype(y.dtype)
+        return y + z if first == 0 else mx.concatenate([y[:, :first], y[:, first:] + z], axis=1)
+
+
+def linear_shape(linear: nn.Module) -> tuple[int, int]:
+    """(out, in) of a linear layer, quantised or not."""
+    out_size, in_size = linear.weight.shape
+    if isinstance(linear, nn.QuantizedLinear):
+        in_size = in_size * 32 // linear.bits
+    return out_size, in_size
+
+
+def merged(linear: nn.Linear, weights: LoraWeights) -> nn.Linear:
+    """A plain linear layer with the LoRA added into its weight."""
+    out_size, in_size = linear_shape(linear)
+    expect_shape("LoRA a", weights.a, in_size, None)
+    expect_shape("LoRA b", weights.b, None, out_size)
+    layer = nn.Linear(in_size, out_size, bias=False)
+    weight = linear.weight
+    layer.weight = (weight.astype(mx.float32) + weights.delta()).astype(weight.dtype)
+    if "bias" in linear:
+        layer.bias = linear.bias
+    return layer
+
+
+def attach_lora(
+    model: nn.Module,
+    lora: Mapping[str, LoraWeights],
+    scope: RowScope,
+    *,
+    merge: bool,
+    dtype: mx.Dtype,
+) -> None:
+    """Put LoRA on the modules of `model` that `lora` names.
+
+    Args:
+        model: an mlx-lm model, changed in place.
+        lora: weights by module path, such as `model.layers.22.self_attn.q_proj`.
+        scope: the rows to act on.
+        merge: add the LoRA into the weights of layers that are not quantised, which costs
+            nothing per row. Only for LoRA that acts on every row.
+        dtype: type of the activations, to which LoRA that is not merged is cast.
+    """
+    modules = dict(model.named_modules())
+    updates = []
+    for path, weights in lora.items():
+        linear = modules[path]
+        if merge and isinstance(linear, nn.Linear):
+            updates.append((path, merged(linear, weights)))
+        else:
+            cast = LoraWeights(weights.a.astype(dtype), weights.b.astype(dtype), weights.scale)
+            updates.append((path, RowLora(linear, cast, scope)))
+    model.update_modules(tree_unflatten(updates))

@@ -1,0 +1,158 @@
+"""The stream-fused model: one forward verifies the old tree and drafts the new one.
+
+The stages are those of figures 2 and 7 of the paper; `decode.py` puts them in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .backbone import Backbone
+from .cache import TreeCache
+from .config import StreamConfig
+from .lora import RowScope
+from .masks import MaskBuffer, stream_positions, stream_visibility
+from .shapes import expect_shape
+from .tree import Tree
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A map of rank r, h -> B A h.
+
+    Attributes:
+        a: [r, D]
+        b: [D, r]
+    """
+
+    a: mx.array
+    b: mx.array
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """[..., D] to [..., D]."""
+        return (hidden @ self.a.T) @ self.b.T
+
+
+@dataclass(frozen=True, eq=False)
+class StreamWeights:
+    """What a checkpoint adds to the base model beside LoRA.
+
+    Attributes:
+        embeddings: [G, D] the stream identifier embeddings P_j of eq. 3.
+        init: f of eq. 3, None for identity.
+        prune: the early-exit adapter o_theta of section 3.2.3, None where there is none.
+    """
+
+    embeddings: mx.array
+    init: LowRank | None = None
+    prune: LowRank | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers beside LoRA."""
+        maps = [low_rank for low_rank in (self.init, self.prune) if low_rank is not None]
+        return self.embeddings.size + sum(m.a.size + m.b.size for m in maps)
+
+
+class StreamFusedModel:
+    """A base model, its streams and the masks of its steps.
+
+    Args:
+        backbone: the base model, LoRA already attached.
+        config: the checkpoint's settings; None for a base model without streams, which decodes
+            plainly.
+        streams: the checkpoint's weights, in the backbone's dtype.
+        scope: the row scope that the attached LoRA follows.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: StreamConfig | None = None,
+        streams: StreamWeights | None = None,
+        scope: RowScope | None = None,
+    ) -> None:
+        self.backbone = backbone
+        self.config = config
+        self.streams = streams
+        self._scope = scope or RowScope()
+        self._lower_masks, self._upper_masks = MaskBuffer(), MaskBuffer()
+        if config is not None and streams is not None:
+            expect_shape(
+                "stream embeddings", streams.embeddings, config.num_streams, config.hidden_size
+            )
+
+    @property
+    def num_streams(self) -> int:
+        """G as trained; 0 without streams."""
+        return self.config.num_streams if self.config else 0
+
+    @property
+    def num_layers(self) -> int:
+        """N, layers of the base model."""
+        return len(self.backbone.layers)
+
+    @property
+    def insertion_layer(self) -> int:
+        """N - Ns, the layer before which streams are inserted."""
+        return self.config.insertion_layer if self.config else self.num_layers
+
+    def make_cache(self, scratch: int = 0) -> TreeCache:
+        """An empty cache; `scratch` is the most rows that a step will have, if known."""
+        return TreeCache(self.num_layers, scratch=scratch)
+
+    def lower(self, tree: Tree, cache: TreeCache) -> mx.array:
+        """[1, N, D] hidden states of the tree's nodes before the insertion layer."""
+        positions = tree.depths + cache.offset
+        ancestors = tree.ancestors
+        mask = self._lower_masks.mask(ancestors, cache.offset, cache.capacity, tree.topology)
+        views = [cache.tree_view(layer, positions) for layer in range(self.insertion_layer)]
+        hidden = self.backbone.embed(tree.tokens)
+        return self.backbone.run(hidden, 0, self.insertion_layer, mask, views)
+
+    def early_exit_logits(self, hidden: mx.array) -> mx.array:
+        """[R, V] early-exit logits H(o(M_l)) of `hidden` [1, R, D] (section 3.2.3)."""
+        assert self.streams is not None and self.streams.prune is not None
+        return self.backbone.logits(hidden + self.streams.prune(hidden))
+
+    def insert(self, hidden: mx.array, num_streams: int) -> mx.array:
+        """[1, M * (1 + G), D] the nodes' rows, and their streams' rows as in eq. 3.
+
+        Args:
+            hidden: [1, M, D] nodes before the insertion layer.
+            num_streams: G, at most as many as were trained.
+        """
+        if num_streams == 0:
+            return hidden
+        assert self.streams is not None and self.config is not None
+        _, num_nodes, size = hidden.shape
+        start = hidden
+        if self.streams.init is not None:
+            start = self.streams.init(hidden)
+            if self.config.stream_init == "residual":
+                start = hidden + start
+        rows = start[:, :, None, :] + self.streams.embeddings[:num_streams]
+        rows = rows.reshape(1, num_nodes * num_streams, size).astype(hidden.dtype)
+        return mx.concatenate([hidden, rows], axis=1)
+
+    def upper(self, rows: mx.array, tree: Tree, cache: TreeCache, num_streams: int) -> mx.array:
+        """[1, M * (1 + G), D] last hidden states of nodes and streams (eqs. 1 and 2).
+
+        Args:
+            rows: [1, M * (1 + G), D] as `insert` gives them.
+            tree: the M nodes that are left.
+        """
+        num_nodes = tree.num_nodes
+        expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
+        positions = stream_positions(tree.depths + cache.offset, num_streams)
+        visible = stream_visibility(tree.ancestors, num_streams)
+        mask = self._upper_masks.mask(visible, cache.offset, cache.capacity, tree.topology)
+        layers = range(self.insertion_layer, self.num_layers)
+        views: list[Any] = [cache.tree_view(layer, positions) for layer in layers]
+        if self._scope.first == 0:
+            return self.backbone.run(rows, layers.start, layers.stop, mask, views)
+        with self._scope.starting_at(num_nodes):
+            return self.backbone.run(rows, layers.start, layers.stop, mask, views)

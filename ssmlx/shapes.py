@@ -1,0 +1,30 @@
+"""The shape legend of the whole package, and the check at stage boundaries.
+
+    L   committed tokens: their keys and values are in the cache
+    N   nodes of the draft tree; node 0, the root, is the newest token, already decided and
+        not yet in the cache
+    M   nodes kept after pruning (M <= N)
+    G   speculative streams (the paper's gamma)
+    K   ranked candidates of each stream
+    C   candidate nodes from which the best tree is chosen
+    P   levels of a tree: its deepest node has depth P - 1
+    R   rows of a forward pass: N in the lower layers, M * (1 + G) in the upper ones
+    S   scratch rows that the cache keeps before the committed ones
+    D   hidden size          V  vocabulary        Hkv  key/value heads      Dh  head size
+
+Rows of the upper layers stand nodes first, then streams node by node: stream j (1 to G) of
+node i is row M + i * G + j - 1.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+
+def expect_shape(what: str, array: mx.array, *shape: int | None) -> None:
+    """Raise ValueError unless `array` has `shape`; None matches any size."""
+    found = array.shape
+    if len(found) != len(shape) or any(
+        want is not None and have != want for have, want in zip(found, shape, strict=True)
+    ):
+        raise ValueError(f"{what} has shape {found}, expected {shape}")
