@@ -16,24 +16,32 @@ Shapes, beside the legend of `ssmlx.shapes`:
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ssmlx.config import StreamConfig, read_json
+from ssmlx.config import StreamConfig
 from ssmlx.errors import InputError
 
-FORMAT = "speculative-streaming-pytorch/1"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-STREAMS_CONFIG, STREAMS_WEIGHTS = "streams_config.json", "streams.safetensors"
+from .checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    STREAMS_CONFIG,
+    STREAMS_WEIGHTS,
+    LoraSettings,
+    peft_settings,
+    read_lora_settings,
+    read_stream_config,
+    stream_settings,
+)
+
 EMBEDDING_STD = 0.02
 
 
@@ -98,30 +106,6 @@ class LoraLinear(nn.Module):
         if self.on_nodes or self.rows_are_streams:
             return self.linear(x) + self.scale * self.adapter(x)
         return self.linear(x)
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """The LoRA of a model, in PEFT's terms.
-
-    Attributes:
-        rank: r; 0 for a model without LoRA.
-        alpha: the numerator of the scale.
-        modules: names of linear modules, whole or last parts.
-        layers: numbers of the layers they are in.
-        rank_stabilised: scale alpha / sqrt(r) in place of alpha / r.
-    """
-
-    rank: int = 0
-    alpha: float = 32
-    modules: tuple[str, ...] = ()
-    layers: tuple[int, ...] = ()
-    rank_stabilised: bool = False
-
-    @property
-    def scale(self) -> float:
-        """The factor before B A x."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
 @dataclass(frozen=True)
@@ -274,8 +258,8 @@ class StreamFusedReference(nn.Module):
         positions: torch.Tensor | None,
         visible: torch.Tensor | None,
         stream_rows: torch.Tensor | None,
-    ) -> tuple[_Rows, _Rows, torch.Tensor]:
-        """The node rows, the stream rows, and the [K] node rows that carry streams."""
+    ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
+        """The node rows, the stream rows if any, and the [K] node rows that carry streams."""
         batch, length = input_ids.shape
         device, num_streams = self.stream_embeddings.device, self.config.num_streams
         if positions is None:
@@ -287,15 +271,14 @@ class StreamFusedReference(nn.Module):
         carriers = torch.arange(length) if stream_rows is None else stream_rows
         positions, visible = positions.to(device), visible.to(device)
         carriers = carriers.to(device)
+        nodes = self._rows(positions, visible, positions)
+        if not len(carriers):
+            return nodes, None, carriers
         ahead = torch.arange(1, num_streams + 1, device=device)
         stream_positions = (positions[:, carriers, None] + ahead).flatten(1)
         key_positions = torch.cat([positions, stream_positions], dim=1)
         seen = stream_visibility(visible, carriers, num_streams)
-        return (
-            self._rows(positions, visible, positions),
-            self._rows(stream_positions, seen, key_positions),
-            carriers,
-        )
+        return nodes, self._rows(stream_positions, seen, key_positions), carriers
 
     def _rows(
         self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
@@ -329,7 +312,7 @@ class StreamFusedReference(nn.Module):
         nodes: torch.Tensor,
         streams: torch.Tensor,
         node_rows: _Rows,
-        speculative_rows: _Rows,
+        speculative_rows: _Rows | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Eq. 1 for nodes [B, T, D], eq. 2 for streams [B, K * G, D]."""
         keys = _NodeKeys()
@@ -340,7 +323,7 @@ class StreamFusedReference(nn.Module):
                 expected="one that streams can see the node rows through",
                 do="turn gradient checkpointing off, or use a supported architecture",
             )
-        if streams.shape[1]:
+        if speculative_rows is not None:
             with self._adapting_streams():
                 streams = self._run_layer(index, streams, speculative_rows, keys)
         return nodes, streams
@@ -362,7 +345,7 @@ class StreamFusedReference(nn.Module):
         on_nodes, adapters = self.config.adapter_scope == "all", {}
         for index in self.lora.layers:
             layer = self.base.model.layers[index]
-            for path in _linear_paths(layer, self.lora.modules, f"layer {index}"):
+            for path in _linear_paths(layer, self.lora, f"layer {index}"):
                 wrapped = LoraLinear(
                     layer.get_submodule(path), self.lora.rank, self.lora.scale, on_nodes=on_nodes
                 )
@@ -502,24 +485,17 @@ def _check_base(base: nn.Module, config: StreamConfig) -> None:
         )
 
 
-def _linear_paths(layer: nn.Module, names: Sequence[str], where: str) -> list[str]:
-    """Paths of the linear modules in `layer` that `names` choose, as PEFT's target_modules do."""
+def _linear_paths(layer: nn.Module, lora: LoraSettings, where: str) -> list[str]:
+    """Paths of the linear modules in `layer` that LoRA acts on."""
     paths = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
-    for name in names:
-        if not any(_is_named(path, name) for path in paths):
+    for name in lora.modules:
+        if not any(LoraSettings(modules=(name,)).selects(path) for path in paths):
             raise InputError(
                 f"{where} has no linear module {name}",
                 expected="one of " + ", ".join(paths),
                 do="check lora_modules, or target_modules in adapter_config.json",
             )
-    return [path for path in paths if not names or any(_is_named(path, n) for n in names)]
-
-
-def _is_named(path: str, name: str) -> bool:
-    return path == name or path.endswith("." + name)
-
-
-# --- Checkpoints -----------------------------------------------------------------------------
+    return [path for path in paths if lora.selects(path)]
 
 
 def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedReference:
@@ -533,9 +509,9 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
         InputError: a file or a tensor is missing, left over, or of the wrong shape.
     """
     folder = Path(checkpoint_dir)
-    config = _read_stream_config(folder / STREAMS_CONFIG)
+    config = read_stream_config(folder / STREAMS_CONFIG)
     has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
-    lora = _read_lora_settings(folder / ADAPTER_CONFIG, config) if has_lora else LoraSettings()
+    lora = read_lora_settings(folder / ADAPTER_CONFIG, config) if has_lora else LoraSettings()
     model = StreamFusedReference(
         base,
         config,
@@ -556,10 +532,12 @@ def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> N
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
     _save(_stream_parameters(model), folder / STREAMS_WEIGHTS)
-    _write_json(_stream_settings(model.config), folder / STREAMS_CONFIG)
+    _write_json(stream_settings(model.config), folder / STREAMS_CONFIG)
     if model.adapters:
         _save(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
-        _write_json(_peft_settings(model), folder / ADAPTER_CONFIG)
+        modules = model.lora.modules or {path.split(".", 2)[2] for path in model.adapters}
+        settings = peft_settings(model.lora, modules, model.config.base_model)
+        _write_json(settings, folder / ADAPTER_CONFIG)
 
 
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
@@ -625,334 +603,3 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 def _write_json(values: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_stream_config(path: Path) -> StreamConfig:
-    """`streams_config.json`, where the prune adapter has a dictionary of its own."""
-    values = read_json(path, "a stream checkpoint's settings")
-    prune = values.pop("prune_adapter", None) or {}
-    if not isinstance(prune, dict):
-        raise InputError(
-            f"prune_adapter is {prune!r} in {path}",
-            expected="an object with a rank, or null",
-            do="train or convert the checkpoint in the form that is supported",
-        )
-    config = StreamConfig.from_dict({"prune_rank": prune.get("rank", 0), **values})
-    known = {
-        "format": (values.get("format", FORMAT), FORMAT),
-        "stream_position": (values.get("stream_position", "node + j"), "node + j"),
-        "prune_adapter.layer": (prune.get("layer", config.insertion_layer), config.insertion_layer),
-    }
-    for name, (found, expected) in known.items():
-        if found != expected:
-            raise InputError(
-                f"{name} is {found!r} in {path}",
-                expected=repr(expected),
-                do="train or convert the checkpoint in the form that is supported",
-            )
-    return config
-
-
-def _stream_settings(config: StreamConfig) -> dict[str, Any]:
-    """`streams_config.json`, as `_read_stream_config` reads it."""
-    values = config.to_dict()
-    rank = values.pop("prune_rank")
-    prune = {
-        "rank": rank,
-        "layer": config.insertion_layer,
-        "form": "lm_head(final_norm(h + B A h))",
-    }
-    return {
-        "format": FORMAT,
-        **values,
-        "stream_position": "node + j",
-        "prune_adapter": prune if rank else None,
-    }
-
-
-def _read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
-    """PEFT's `adapter_config.json`, refusing what this model does not compute."""
-    values = read_json(path, "PEFT's adapter_config.json")
-    unsupported = (
-        "use_dora",
-        "fan_in_fan_out",
-        "modules_to_save",
-        "rank_pattern",
-        "alpha_pattern",
-        "exclude_modules",
-        "lora_bias",
-    )
-    for name in unsupported:
-        if values.get(name):
-            raise _unsupported(path, name, values[name], "unset")
-    for name, expected in (("peft_type", "LORA"), ("bias", "none")):
-        if values.get(name, expected) != expected:
-            raise _unsupported(path, name, values[name], repr(expected))
-    rank, targets = values.get("r"), values.get("target_modules")
-    if not isinstance(rank, int) or rank < 1:
-        raise _unsupported(path, "r", rank, "a positive whole number")
-    if not isinstance(targets, list) and targets != "all-linear":
-        raise _unsupported(path, "target_modules", targets, "a list of names, or all-linear")
-    return LoraSettings(
-        rank,
-        values.get("lora_alpha", 8),
-        () if targets == "all-linear" else tuple(targets),
-        _lora_layers(values.get("layers_to_transform"), config.num_layers),
-        bool(values.get("use_rslora")),
-    )
-
-
-def _lora_layers(layers: list[int] | int | None, num_layers: int) -> tuple[int, ...]:
-    if layers is None:
-        return tuple(range(num_layers))
-    return (layers,) if isinstance(layers, int) else tuple(layers)
-
-
-def _unsupported(path: Path, name: str, found: Any, expected: str) -> InputError:
-    return InputError(
-        f"{name} is {found!r} in {path}",
-        expected=f"{expected}, for plain LoRA on linear modules",
-        do="train or merge the adapter in that form",
-    )
-
-
-def _peft_settings(model: StreamFusedReference) -> dict[str, Any]:
-    """PEFT's `adapter_config.json`."""
-    lora = model.lora
-    modules = lora.modules or {path.split(".", 2)[2] for path in model.adapters}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": model.config.base_model or None,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted(modules),
-        "layers_to_transform": list(lora.layers),
-        "use_dora": False,
-        "use_rslora": lora.rank_stabilised,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-
-
-# --- Base models -----------------------------------------------------------------------------
-
-
-def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
-    """Load a base model of transformers in float32 from a local folder.
-
-    Args:
-        path: a Hugging Face folder, or one of mlx-lm with packed weights, which are dequantised.
-        attn_implementation: "eager" or "sdpa".
-
-    Raises:
-        InputError: the folder holds no such model, or lacks some of its weights.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
-
-    folder = Path(path)
-    quantization = read_json(folder / "config.json", "a model folder").get("quantization")
-    options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
-    if quantization is None:
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    for name in ("quantization", "quantization_config"):
-        if hasattr(config, name):
-            delattr(config, name)
-    model = AutoModelForCausalLM.from_config(config, **options)
-    _fill_base(model, _dequantised(folder, quantization), folder)
-    return model.eval()
-
-
-def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights of an mlx-lm folder in float32, unpacked in float32 arithmetic."""
-    import mlx.core as mx
-    import numpy as np
-
-    packed: dict[str, Any] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        loaded: Any = mx.load(str(file))
-        packed |= loaded
-    weights = {}
-    for name, array in packed.items():
-        module, _, kind = name.rpartition(".")
-        if f"{module}.scales" in packed and kind != "weight":
-            continue
-        if f"{module}.scales" in packed:
-            array = _unpack(packed, module, {**quantization, **_own(quantization, module)})
-        weights[name] = torch.from_numpy(np.array(array.astype(mx.float32)))
-    return weights
-
-
-def _own(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """The settings that mlx-lm gives one module where they differ from the model's."""
-    own = quantization.get(module)
-    return own if isinstance(own, dict) else {}
-
-
-def _unpack(packed: Mapping[str, Any], module: str, settings: Mapping[str, Any]) -> Any:
-    """One module's [out, in] weight in float32, on the CPU: the same bits on every machine."""
-    import mlx.core as mx
-
-    scales, biases = packed[f"{module}.scales"], packed.get(f"{module}.biases")
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    options = {key: settings[key] for key in ("group_size", "bits", "mode") if key in settings}
-    return mx.dequantize(packed[f"{module}.weight"], scales, biases, **options, stream=mx.cpu)
-
-
-def _fill_base(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    report = model.load_state_dict(weights, strict=False)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    faults = [f"lacks {name}" for name in report.missing_keys if name not in tied]
-    faults += [f"holds an unknown {name}" for name in report.unexpected_keys]
-    if faults:
-        raise InputError(
-            f"{folder} {faults[0]}",
-            expected=f"the weights of {type(model).__name__}",
-            do="download or convert the base model again",
-        )
-
-
-# --- Decoding --------------------------------------------------------------------------------
-
-
-class _Predictor(Protocol):
-    """What decoding asks of a model: `StreamFusedReference`, or a scripted one in tests."""
-
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        *,
-        positions: torch.Tensor | None = None,
-        visible: torch.Tensor | None = None,
-        stream_rows: torch.Tensor | None = None,
-    ) -> ReferenceOutput: ...
-
-
-def tree_inputs(
-    prompt: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A prompt and the draft tree after it, as `forward` takes them (section 3.2.2, eq. 4).
-
-    A node at depth d stands at position len(prompt) + d and sees the prompt, its ancestors and
-    itself.
-
-    Args:
-        prompt: [L] committed tokens.
-        tokens: [N] the tree's tokens, parents before children.
-        parents: [N] each node's parent; -1 for the root, node 0.
-
-    Returns:
-        input_ids [1, L + N], positions [1, L + N], visible [1, L + N, L + N].
-    """
-    length, total = len(prompt), len(prompt) + len(tokens)
-    positions = torch.arange(total)
-    visible = torch.ones(total, total, dtype=torch.bool).tril()
-    for node, parent in enumerate(parents):
-        if not (-1 if node == 0 else 0) <= parent < max(node, 0):
-            raise ValueError(f"node {node} has parent {parent}, expected an earlier node")
-        row, above = length + node, length + parent
-        visible[row, length:] = False if parent < 0 else visible[above, length:]
-        visible[row, row] = True
-        positions[row] = length if parent < 0 else positions[above] + 1
-    return torch.tensor([[*prompt, *tokens]]), positions[None], visible[None]
-
-
-def full_tree(root: int, candidates: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The tree of every combination of candidates, breadth first (A.1).
-
-    Args:
-        root: the correction token.
-        candidates: [G][k] the likeliest tokens of each stream; level j has those of stream j.
-
-    Returns:
-        The tokens and the parents of the 1 + k + ... + k^G nodes.
-    """
-    tokens, parents, level = [root], [-1], [0]
-    for choices in candidates:
-        start = len(tokens)
-        for parent in level:
-            tokens.extend(choices)
-            parents.extend([parent] * len(choices))
-        level = list(range(start, len(tokens)))
-    return tokens, parents
-
-
-def accepted_path(
-    tokens: Sequence[int], parents: Sequence[int], target: Sequence[int]
-) -> list[int]:
-    """The nodes from the root along children that carry the target's own token.
-
-    Args:
-        tokens: [N] the tree's tokens.
-        parents: [N] the tree's parents.
-        target: [N] the token that the target chooses after each node.
-    """
-    children = {(p, t): node for node, (p, t) in enumerate(zip(parents, tokens, strict=True))}
-    path = [0]
-    while (path[-1], target[path[-1]]) in children:
-        path.append(children[path[-1], target[path[-1]]])
-    return path
-
-
-@torch.no_grad()
-def greedy_plain(
-    model: _Predictor, prompt: Sequence[int], max_tokens: int, end_token_ids: Sequence[int]
-) -> list[int]:
-    """Decode with the main stream alone, a token a call; the end token is part of the answer."""
-    tokens: list[int] = []
-    no_streams = torch.zeros(0, dtype=torch.long)
-    while not _is_finished(tokens, max_tokens, end_token_ids):
-        output = model(torch.tensor([[*prompt, *tokens]]), stream_rows=no_streams)
-        tokens.append(int(output.main_logits[0, -1].argmax()))
-    return tokens
-
-
-@torch.no_grad()
-def greedy_streaming(
-    model: _Predictor,
-    prompt: Sequence[int],
-    *,
-    width: int,
-    max_tokens: int,
-    end_token_ids: Sequence[int],
-) -> tuple[list[int], int]:
-    """Speculative Streaming with full trees and no pruning, recomputing everything every step.
-
-    Args:
-        model: the reference.
-        prompt: [L] at least one token.
-        width: k, the candidates of each stream.
-        max_tokens: most tokens to generate.
-        end_token_ids: tokens that end the answer, and are part of it.
-
-    Returns:
-        The tokens, and the target calls. The prompt's forward pass is the first call: a tree
-        of its last token alone. No call follows an end token.
-    """
-    if not prompt:
-        raise ValueError("the prompt has no tokens")
-    committed, (tree_tokens, parents) = list(prompt[:-1]), full_tree(prompt[-1], [])
-    generated: list[int] = []
-    calls = 0
-    while not _is_finished(generated, max_tokens, end_token_ids):
-        input_ids, positions, visible = tree_inputs(committed, tree_tokens, parents)
-        nodes = torch.arange(len(committed), input_ids.shape[1])
-        output = model(input_ids, positions=positions, visible=visible, stream_rows=nodes)
-        calls += 1
-        target = output.main_logits[0, nodes].argmax(dim=-1).tolist()
-        path = accepted_path(tree_tokens, parents, target)
-        for node in path:
-            committed.append(tree_tokens[node])
-            if not _is_finished(generated, max_tokens, end_token_ids):
-                generated.append(target[node])
-        candidates = output.stream_logits[0, path[-1]].topk(width).indices.tolist()
-        tree_tokens, parents = full_tree(target[path[-1]], candidates)
-    return generated, calls
-
-
-def _is_finished(tokens: Sequence[int], max_tokens: int, end_token_ids: Sequence[int]) -> bool:
-    return len(tokens) >= max_tokens or (bool(tokens) and tokens[-1] in end_token_ids)

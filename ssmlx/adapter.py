@@ -296,6 +296,4 @@ def _cast(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
     def cast(low_rank: LowRank | None) -> LowRank | None:
         return low_rank and LowRank(low_rank.a.astype(dtype), low_rank.b.astype(dtype))
 
-    return StreamWeights(
-        streams.embeddings.astype(dtype), cast(streams.init), cast(streams.prune)
-    )
+    return StreamWeights(streams.embeddings.astype(dtype), cast(streams.init), cast(streams.prune))

@@ -101,9 +101,7 @@ class Backbone:
         """[1, R, D] embeddings of `tokens` [R]."""
         return self._decoder.embed_tokens(tokens[None])
 
-    def run(
-        self, hidden: mx.array, first: int, last: int, mask: Any, views: list[Any]
-    ) -> mx.array:
+    def run(self, hidden: mx.array, first: int, last: int, mask: Any, views: list[Any]) -> mx.array:
         """[1, R, D] output of layers `first` to `last` - 1.
 
         Args:

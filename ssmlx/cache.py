@@ -153,7 +153,9 @@ class TreeCache:
             shape = (2, num_heads, self.scratch + self.capacity, head_size)
             buffer = self._buffers[layer] = mx.zeros(shape, keys.dtype)
         if first < 0 or last > buffer.shape[2]:
-            raise ValueError(f"rows {first} to {last} of a cache of {buffer.shape[2]}: reserve more")
+            raise ValueError(
+                f"rows {first} to {last} of a cache of {buffer.shape[2]}: reserve more"
+            )
         buffer[:, :, first:last] = mx.concatenate([keys, values], axis=0)
 
     def _read(self, layer: int, first: int, last: int) -> tuple[mx.array, mx.array]:

@@ -17,6 +17,8 @@ PruneKind = Literal["off", "budget", "threshold"]
 
 STREAM_INITS = ("identity", "low_rank", "residual")
 ADAPTER_SCOPES = ("all", "streams")
+DEFAULT_MODEL = "smollm2-135m"
+DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
 MAX_TREE_NODES = 1024
 
 

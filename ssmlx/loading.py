@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,14 +12,10 @@ from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from .adapter import CONFIG_FILE, fuse_streams, load_adapter
 from .backbone import Backbone
-from .config import read_json
+from .config import DEFAULT_MODEL, DTYPES, read_json
 from .errors import InputError
 from .model import StreamFusedModel
 from .registry import resolve_model
-
-DtypeName = Literal["auto", "stored", "float32", "float16", "bfloat16"]
-DTYPES: tuple[str, ...] = ("auto", "stored", "float32", "float16", "bfloat16")
-DEFAULT_MODEL = "smollm2-135m"
 
 
 def resolve_dtype(name: str) -> str:

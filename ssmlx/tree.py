@@ -203,9 +203,7 @@ def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: Tree
     topology = draft_topology(config, tokens.shape[0])
     expect_shape("candidates", tokens, tokens.shape[0], topology.num_candidates)
     node_tokens = mx.concatenate([root, tokens.flatten()[topology.slots]])
-    tree = Tree(
-        node_tokens, topology.depths, topology.paths, topology.num_internal, topology
-    )
+    tree = Tree(node_tokens, topology.depths, topology.paths, topology.num_internal, topology)
     if config.kind == "full" or topology.num_nodes <= config.size:
         return tree
     edges = mx.concatenate([mx.zeros(1), clip_edges(logprobs).flatten()[topology.slots]])

@@ -1,0 +1,112 @@
+"""`python -m convert`: a PyTorch checkpoint becomes an MLX adapter folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ssmlx.cli.options import make_parser, run
+from ssmlx.config import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES
+from ssmlx.errors import InputError
+
+if TYPE_CHECKING:
+    from ssmlx.adapter import Adapter
+
+PROG = "convert"
+EPILOG = """examples:
+  python -m convert --lora CHECKPOINT --streams CHECKPOINT/streams.safetensors \\
+      --out adapters/sql
+  python -m ssmlx.chat --adapter adapters/sql
+
+LoRA is read as PEFT writes it (safetensors, or .bin without running pickled code), the streams
+from a safetensors file with streams_config.json beside it. Every tensor is accounted for, and
+FOLDER is written whole or not at all. Folders of scope "all" also load in mlx-lm
+(--adapter-path)."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = make_parser("convert", "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
+    parser.add_argument(
+        "--base", metavar="MODEL", default=DEFAULT_MODEL,
+        help="the model that the adapter was trained on: a folder, a Hub name or an alias "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--lora", type=Path, required=True, metavar="FOLDER", help="PEFT's folder")
+    parser.add_argument(
+        "--streams", type=Path, required=True, metavar="FILE", help="stream weights, safetensors"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
+    parser.add_argument(
+        "--scope", choices=ADAPTER_SCOPES,
+        help="rows that LoRA acts on: all, the model is the fine-tuned one; streams, it drafts "
+        "for the base model, whose answers stay untouched (default: as the checkpoint says)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fuse", action="store_true",
+        help="write a whole model folder with the LoRA merged into its weights (scope all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="stored",
+        help="weights of the fused model (default: %(default)s)",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def _check_target(out: Path, marker: str) -> None:
+    """Refuse to replace a folder that this command did not write."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / marker).exists())):
+        raise InputError(
+            f"{out} exists and is not an adapter",
+            expected="a new folder, or an adapter to replace",
+            do="choose another --out",
+        )
+
+
+def _report(adapter: Adapter, args: argparse.Namespace) -> str:
+    lora_size = sum(w.a.size + w.b.size for w in adapter.lora.values())
+    config = adapter.config
+    return (
+        f"{args.out}: {config.num_streams} streams in the top {config.num_msa_layers} of "
+        f"{config.num_layers} layers, {adapter.streams.num_parameters:,} stream parameters; LoRA "
+        f"on {len(adapter.lora)} modules, {lora_size:,} parameters, "
+        + ("merged" if args.fuse else f"scope {config.adapter_scope}")
+    )
+
+
+def _main(args: argparse.Namespace) -> None:
+    from ssmlx.adapter import CONFIG_FILE, write_adapter
+    from ssmlx.files import new_folder
+    from ssmlx.loading import load_base, load_words
+    from ssmlx.registry import resolve_model
+
+    from .adapter import read_checkpoint, write_fused
+
+    _check_target(args.out, CONFIG_FILE)
+    if args.dtype != "stored" and not args.fuse:
+        raise InputError(
+            f"--dtype {args.dtype} would do nothing here", expected="--fuse", do="drop --dtype"
+        )
+    path = resolve_model(args.base)
+    backbone, model_config = load_base(path, args.dtype)
+    adapter = read_checkpoint(
+        args.lora, args.streams, backbone, scope=args.scope, base_model=args.base
+    )
+    with new_folder(args.out) as folder:
+        if args.fuse:
+            write_fused(folder, adapter, backbone, load_words(path, model_config), model_config)
+        else:
+            write_adapter(folder, adapter)
+    print(_report(adapter, args), file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

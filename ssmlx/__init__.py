@@ -1,0 +1,54 @@
+"""Speculative Streaming for MLX: language models that draft for themselves.
+
+    import ssmlx
+
+    model, tokenizer = ssmlx.load("smollm2-135m", adapter="adapters/sql")
+    for response in ssmlx.stream_generate(model, tokenizer, "..."):
+        print(response.text, end="", flush=True)
+
+Shapes are written against the legend in `ssmlx.shapes`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .blas import prefer_openblas
+
+if TYPE_CHECKING:
+    from .api import GenerateConfig as GenerateConfig
+    from .api import GenerationResponse as GenerationResponse
+    from .api import generate as generate
+    from .api import stream_generate as stream_generate
+    from .chat_session import ChatSession as ChatSession
+    from .config import PruneConfig as PruneConfig
+    from .config import TreeConfig as TreeConfig
+    from .errors import InputError as InputError
+    from .loading import load as load
+
+__version__ = "0.1.0"
+
+has_fast_blas = prefer_openblas()
+
+# Loaded on first use, so that `--help` does not wait for MLX.
+_HOMES = {
+    "load": "loading",
+    "generate": "api",
+    "stream_generate": "api",
+    "GenerateConfig": "api",
+    "GenerationResponse": "api",
+    "ChatSession": "chat_session",
+    "TreeConfig": "config",
+    "PruneConfig": "config",
+    "InputError": "errors",
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,1 @@
+"""The commands: chat, generate, and the options that they share."""

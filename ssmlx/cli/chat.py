@@ -1,0 +1,250 @@
+"""The chat command."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import has_fast_blas
+from ..blas import HINT
+from ..errors import InputError
+from .options import (
+    add_decoding_options,
+    add_model_options,
+    generate_config,
+    load_from,
+    make_parser,
+    run,
+)
+
+if TYPE_CHECKING:
+    from ..chat_session import ChatSession
+
+PROG = "ssmlx.chat"
+EPILOG = """examples:
+  python -m ssmlx.chat
+  python -m ssmlx.chat --adapter adapters/sql --tree best --tree-size 16
+  echo "What is a monsoon?" | python -m ssmlx.chat
+
+Ctrl-C stops a reply and keeps the chat; Ctrl-D or /quit leaves. Replies go to standard output,
+everything else to standard error, so the chat can be piped."""
+HELP = """/help            this list
+/reset           forget the conversation
+/system TEXT     start anew with TEXT as the system prompt; without TEXT, with the default one
+/stats           tokens, target calls and memory of this chat
+/compare         answer the last message again, streaming and plain: same text? how much faster?
+/quit            leave (so does Ctrl-D)"""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = make_parser("ssmlx.chat", "Chat with a model that drafts for itself.", EPILOG)
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    add_model_options(parser)
+    add_decoding_options(parser, max_tokens=1024)
+    return parser.parse_args(argv)
+
+
+class Screen:
+    """Where things are shown: replies on standard output, the rest, dimmed, on standard error."""
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty()
+        self._dim = sys.stderr.isatty()
+
+    def note(self, text: str) -> None:
+        """A quiet line."""
+        print(f"\033[2m{text}\033[0m" if self._dim else text, file=sys.stderr, flush=True)
+
+    def reply(self, text: str) -> None:
+        """A piece of the answer."""
+        print(text, end="", flush=True)
+
+    def ask(self) -> str | None:
+        """The next line that the user enters; None at the end of input."""
+        try:
+            return input("> " if self.interactive else "")
+        except EOFError:
+            if self.interactive:
+                print(file=sys.stderr)
+            return None
+
+
+@contextmanager
+def history(path: Path, screen: Screen) -> Iterator[None]:
+    """Line editing with a history that lasts from chat to chat, on a terminal."""
+    try:
+        import readline
+    except ImportError:
+        readline = None  # type: ignore[assignment]
+    if readline is None or not screen.interactive:
+        yield
+        return
+    if path.exists():
+        readline.read_history_file(path)
+    readline.set_history_length(1000)
+    try:
+        yield
+    finally:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        readline.write_history_file(path)
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C inside the block into a flag; a second one interrupts.
+
+    An exception in the middle of a step could leave the cache half-written; a flag, read
+    between steps, cannot.
+    """
+    stopped = False
+
+    def on_interrupt(signum: int, frame: Any) -> None:
+        nonlocal stopped
+        if stopped:
+            raise KeyboardInterrupt
+        stopped = True
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield lambda: stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def answer(session: ChatSession, text: str, screen: Screen) -> None:
+    """Stream the reply to `text`, then the quiet line."""
+    from ..api import summary
+    from .progress import PromptBar
+
+    last = None
+    with stoppable() as stopped:
+        responses = session.reply(text, progress=PromptBar())
+        for last in responses:
+            screen.reply(last.text)
+            if stopped():
+                break
+        responses.close()  # type: ignore[attr-defined]
+    print(flush=True)
+    if last is not None:
+        cut = " · stopped" if last.finish_reason is None else ""
+        screen.note(f"[{summary(last, session.plain_tps)}{cut}]")
+
+
+def stats(session: ChatSession) -> str:
+    """What /stats shows."""
+    totals = session.totals
+    if not totals.answers:
+        return "nothing was said yet"
+    speed = totals.decode_tokens / totals.decode_seconds if totals.decode_seconds else 0.0
+    return (
+        f"{totals.answers} answers · {totals.tokens} tokens in {totals.target_calls} target calls "
+        f"({totals.tokens / totals.target_calls:.2f} a call) · {speed:.1f} tokens/s\n"
+        f"context: {session.context_tokens} tokens, {session.cache_bytes / 2**20:.1f} MiB · "
+        f"{totals.reused_tokens} of {totals.prompt_tokens} prompt tokens came from the cache"
+    )
+
+
+def compare(session: ChatSession) -> str:
+    """What /compare shows."""
+    result = session.compare()
+    verdict = "the same tokens" if result.same_tokens else "DIFFERENT tokens"
+    return (
+        f"streaming {result.streaming.generation_tps:.1f} tokens/s, plain "
+        f"{result.plain.generation_tps:.1f}: {result.speed_up:.2f}x, {verdict} "
+        f"({result.streaming.target_calls} target calls instead of {result.plain.target_calls})"
+    )
+
+
+def command(line: str, session: ChatSession, screen: Screen) -> bool:
+    """Carry out a line that starts with a slash; False to leave."""
+    name, _, rest = line.partition(" ")
+    if name == "/quit":
+        return False
+    if name == "/help":
+        screen.note(HELP)
+    elif name == "/reset":
+        session.reset(session.system)
+        screen.note("the conversation is forgotten")
+    elif name == "/system":
+        session.reset(rest.strip() or None)
+        screen.note(
+            "a new conversation with " + ("that" if rest.strip() else "no") + " system prompt"
+        )
+    elif name == "/stats":
+        screen.note(stats(session))
+    elif name == "/compare":
+        screen.note(compare(session))
+    else:
+        screen.note(f"no command {name}; /help lists them")
+    return True
+
+
+def turn(line: str, session: ChatSession, screen: Screen) -> bool:
+    """Handle one line of the user; False to leave. A mistake is told and the chat goes on."""
+    try:
+        if line.startswith("/"):
+            return command(line, session, screen)
+        if line.strip():
+            answer(session, line, screen)
+    except InputError as error:
+        screen.note(f"{error}" + ("; /reset starts anew" if "context" in str(error) else ""))
+    return True
+
+
+def _main(args: argparse.Namespace) -> None:
+    config = generate_config(args)
+    screen = Screen()
+    if not has_fast_blas:
+        screen.note(HINT)
+    if screen.interactive:
+        screen.note(f"loading {args.model} ...")
+    model, tokenizer = load_from(args)
+
+    from ..chat_session import ChatSession
+    from ..registry import cache_dir
+
+    session = ChatSession(model, tokenizer, config, system=args.system)
+    if screen.interactive:
+        screen.note(_greeting(args, session))
+    with history(cache_dir() / "chat_history", screen):
+        while (line := _ask(screen)) is not None:
+            if not turn(line, session, screen):
+                break
+
+
+def _ask(screen: Screen) -> str | None:
+    """The next line; Ctrl-C at the prompt empties it."""
+    while True:
+        try:
+            return screen.ask()
+        except KeyboardInterrupt:
+            print("^C  (/quit leaves)", file=sys.stderr)
+
+
+def _greeting(args: argparse.Namespace, session: ChatSession) -> str:
+    decoding = session.config.resolved_decoding(session.model)
+    dtype = str(session.model.backbone.dtype).removeprefix("mlx.core.")
+    if decoding == "plain":
+        how = "plain decoding" + ("" if args.adapter else "; --adapter lets the model draft")
+    else:
+        config = session.model.config
+        assert config is not None
+        how = f"{config.num_streams} streams draft; "
+        how += (
+            "the base model's answers are untouched"
+            if config.adapter_scope == "streams"
+            else "the adapter is part of the model"
+        )
+    return f"{args.model}, {dtype}: {how}. /help lists the commands."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)

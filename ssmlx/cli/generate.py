@@ -1,0 +1,146 @@
+"""The generate command: one prompt or a file of them; text, or one JSON object a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from .options import (
+    add_decoding_options,
+    add_model_options,
+    generate_config,
+    load_from,
+    make_parser,
+    run,
+)
+
+if TYPE_CHECKING:
+    from ..api import GenerationResponse
+
+PROG = "ssmlx.generate"
+EPILOG = """examples:
+  python -m ssmlx.generate --prompt "Name three primary colours."
+  python -m ssmlx.generate --adapter adapters/sql --prompts questions.jsonl --jsonl > answers.jsonl
+  python -m ssmlx.generate --adapter adapters/sql --tree full --tree-width 2 --prompt "..."
+
+With --jsonl each line holds prompt, text, tokens, finish_reason (stop, length or context),
+prompt_tokens, generation_tokens, target_calls, tokens_per_call, prefill_seconds, decode_seconds.
+target_calls counts forward passes of the model, the prompt's as one: plain decoding has exactly
+one token a call."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = make_parser(
+        "ssmlx.generate", "Answer prompts with a model that drafts itself.", EPILOG
+    )
+    source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    source.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help="a JSON object a line, field `prompt`"
+    )
+    parser.add_argument(
+        "--template",
+        metavar="chat|raw|TEXT",
+        help="chat: the model's chat template; raw: the prompt as it is; or a text with {prompt} "
+        "(default: the adapter's own template, then chat, then raw)",
+    )
+    parser.add_argument(
+        "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
+    )
+    add_model_options(parser)
+    add_decoding_options(parser, max_tokens=256)
+    return parser.parse_args(argv)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a JSON Lines file.
+
+    Raises:
+        InputError: the file is missing or a line has no `prompt`; the line is named.
+    """
+    if not path.is_file():
+        raise InputError(f"no file {path}", expected="a JSON object a line", do="check --prompts")
+    prompts = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                prompts.append(_prompt_of(line, f"{path}, line {number},"))
+    if not prompts:
+        raise InputError(
+            f"{path} holds no prompts", expected="a JSON object a line", do="check --prompts"
+        )
+    return prompts
+
+
+def _prompt_of(line: str, where: str) -> str:
+    expected = 'an object such as {"prompt": "..."}'
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "has no prompt"
+        raise InputError(f"{where} {what}", expected=expected, do="correct the line") from error
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InputError(f"{where} has an empty prompt", expected=expected, do="correct the line")
+    return prompt
+
+
+def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
+    """What --jsonl prints of one answer."""
+    last = responses[-1]
+    return {
+        "prompt": prompt,
+        "text": "".join(response.text for response in responses),
+        "tokens": [token for response in responses for token in response.tokens],
+        "finish_reason": last.finish_reason,
+        "prompt_tokens": last.prompt_tokens,
+        "generation_tokens": last.generation_tokens,
+        "target_calls": last.target_calls,
+        "tokens_per_call": round(last.tokens_per_call, 4),
+        "prefill_seconds": round(last.prefill_seconds, 6),
+        "decode_seconds": round(last.decode_seconds, 6),
+    }
+
+
+def _print_text(responses: Iterator[GenerationResponse]) -> list[GenerationResponse]:
+    from ..api import summary
+
+    seen = []
+    for response in responses:
+        seen.append(response)
+        print(response.text, end="", flush=True)
+    print(flush=True)
+    print(f"[{summary(seen[-1])}]", file=sys.stderr)
+    return seen
+
+
+def _main(args: argparse.Namespace) -> None:
+    prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+    config = generate_config(args)
+    model, tokenizer = load_from(args)
+
+    from ..api import stream_generate
+    from ..prompts import prompt_tokens
+    from .progress import PromptBar, bar
+
+    # All prompts are encoded first: a bad one must not stop a run half-way.
+    encoded = [prompt_tokens(text, model, tokenizer, args.template) for text in prompts]
+    show_bar = args.jsonl and len(prompts) > 1
+    pairs: Any = zip(prompts, encoded, strict=True)
+    for text, tokens in bar(pairs, len(prompts), "prompts") if show_bar else pairs:
+        responses = stream_generate(model, tokenizer, tokens, config, progress=PromptBar())
+        if args.jsonl:
+            print(json.dumps(record(text, list(responses)), ensure_ascii=False), flush=True)
+        else:
+            _print_text(responses)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)

