@@ -19,6 +19,7 @@ from ssmlx.registry import ALIASES, cache_dir, resolve_model
 
 SMOLLM2, PINNED = ALIASES
 GGUF_BYTES = b"stands for a GGUF file"
+REAL_RUN = subprocess.run
 
 
 class Places:
@@ -131,7 +132,9 @@ def test_a_missing_shard_is_named(places):
     assert "index.json cannot be read" in refusal("m")
 
 
-@pytest.mark.parametrize("name", ["./m", "../m", "/nowhere/m", "~/m", "~nobody/m", "cache/m"])
+@pytest.mark.parametrize(
+    "name", ["./m", "../m", "/nowhere/m", "~/m", "~no-such-user/m", "cache/m", "a/b/m"]
+)
 def test_a_path_to_nothing_is_no_hub_name(places, name):
     (places.root / "cache").mkdir()
     assert "m does not exist; expected a model folder" in refusal(name)
@@ -284,11 +287,10 @@ def test_a_python_without_pip_is_told_what_to_do(places, monkeypatch):
 
 
 def test_what_pip_prints_stays_off_stdout(places, monkeypatch, capfd):
-    monkeypatch.undo()
     fake = places.root / "python"
     fake.write_text("#!/bin/sh\necho progress of $3\nexit 3\n")
     fake.chmod(0o755)
-    monkeypatch.setenv("SSMLX_CACHE", str(places.root / "cache"))
+    monkeypatch.setattr(registry.subprocess, "run", REAL_RUN)
     monkeypatch.setattr(sys, "executable", str(fake))
     assert "exit code 3" in refusal("smollm2-135m-q4_1")
     out, err = capfd.readouterr()
