@@ -28,6 +28,7 @@ from .errors import InputError
 from .files import account_for, read_tensors
 from .lora import LoraWeights, RowScope, attach_lora, linear_shape
 from .model import LowRank, StreamFusedModel, StreamWeights
+from .shapes import to_list
 
 FORMAT = "ssmlx-adapter/1"
 CONFIG_FILE = "streams_config.json"
@@ -65,7 +66,7 @@ class BaseIdentity:
             len(backbone.layers),
             backbone.hidden_size,
             backbone.vocab_size,
-            tuple(round(value, 6) for value in probe.tolist()),
+            tuple(round(value, 6) for value in to_list(probe)),
         )
 
     def difference(self, other: BaseIdentity) -> str | None:
@@ -175,7 +176,7 @@ def write_streams(folder: Path, adapter: Adapter, *, fused: bool) -> None:
 def write_adapter(folder: Path, adapter: Adapter) -> None:
     """Write an adapter folder's files into `folder`."""
     write_streams(folder, adapter, fused=False)
-    tensors = {}
+    tensors: dict[str, mx.array] = {}
     for path, weights in adapter.lora.items():
         tensors |= {f"{path}.lora_a": weights.a, f"{path}.lora_b": weights.b}
     mx.save_safetensors(str(folder / LORA_FILES[adapter.config.adapter_scope]), tensors)

@@ -16,9 +16,10 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from .cache import TreeCache
 from .errors import InputError
+from .shapes import to_float
 
 _ROPE_NAMES = ("SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
-POSITIONED_ROPES: tuple[type, ...] = (
+POSITIONED_ROPES: tuple[type[nn.Module], ...] = (
     nn.RoPE,
     *(getattr(rope_utils, name) for name in _ROPE_NAMES if hasattr(rope_utils, name)),
 )
@@ -64,7 +65,7 @@ class Backbone:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._decoder = getattr(model, "model", None)
+        self._decoder: Any = getattr(model, "model", None)
         self._check_parts()
         self.layers: list[Any] = list(model.layers)
         self._check_caches()
@@ -154,8 +155,8 @@ class Backbone:
 
     def _position_ropes(self) -> None:
         for index, layer in enumerate(self.layers):
-            attention = getattr(layer, "self_attn", None)
-            rope = getattr(attention, "rope", None)
+            attention: Any = getattr(layer, "self_attn", None)
+            rope: Any = getattr(attention, "rope", None)
             if isinstance(rope, PositionedRope):
                 continue
             if not isinstance(rope, POSITIONED_ROPES):
@@ -175,9 +176,9 @@ class Backbone:
             raise _unsupported(self.model, f"its layers cannot be run one by one ({error})") from (
                 error
             )
-        gap = float(mx.abs(whole - staged).max().item())
+        gap = to_float(mx.abs(whole - staged).max())
         tolerance = 1e-3 if self.dtype == mx.float32 else 0.1
-        if not gap <= tolerance * max(1.0, float(mx.abs(whole).max().item())):
+        if not gap <= tolerance * max(1.0, to_float(mx.abs(whole).max())):
             raise _unsupported(
                 self.model,
                 f"embedding, layers, norm and head one by one give logits that differ by {gap:.3g} "

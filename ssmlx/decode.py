@@ -16,6 +16,7 @@ from .config import PruneConfig
 from .draft import Drafter
 from .model import StreamFusedModel
 from .prune import is_pruned, surviving_nodes
+from .shapes import to_int, to_list
 from .tree import Tree, root_tree
 
 Sampler = Callable[[mx.array], mx.array]
@@ -142,9 +143,9 @@ def streaming_decode(
     while True:
         result = step(model, tree, cache, drafter, prune, sampler)
         mx.eval(result.arrays(), cache.state)
-        num_new = int(result.acceptance.num_accepted.item()) + 1
+        num_new = to_int(result.acceptance.num_accepted) + 1
         cache.advance(num_new)
-        yield result.acceptance.new_tokens.tolist()[:num_new]
+        yield to_list(result.acceptance.new_tokens)[:num_new]
         tree = result.next_tree
 
 
@@ -172,5 +173,5 @@ def plain_decode(
     token = call(mx.array(prompt[-1:], mx.int32))
     while True:
         next_token = call(token)
-        yield token.tolist()
+        yield to_list(token)
         token = next_token

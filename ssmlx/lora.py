@@ -117,7 +117,7 @@ def attach_lora(
         dtype: type of the activations, to which LoRA that is not merged is cast.
     """
     modules = dict(model.named_modules())
-    updates = []
+    updates: list[tuple[str, nn.Module]] = []
     for path, weights in lora.items():
         linear = modules[path]
         if merge and isinstance(linear, nn.Linear):

@@ -7,7 +7,7 @@ import math
 import mlx.core as mx
 
 from .config import PruneConfig
-from .shapes import expect_shape
+from .shapes import expect_shape, to_int
 from .tree import Tree, clip_edges, top_nodes
 
 
@@ -44,7 +44,7 @@ def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.ar
     floor = math.log(threshold) if threshold > 0 else -math.inf
     kept = (edges >= floor)[tree.paths].all(axis=1)
     nodes = mx.where(kept, mx.arange(tree.num_nodes), tree.num_nodes)
-    return mx.sort(nodes)[: int(kept.sum().item())].astype(mx.int32)
+    return mx.sort(nodes)[: to_int(kept.sum())].astype(mx.int32)
 
 
 def is_pruned(tree: Tree, config: PruneConfig) -> bool:

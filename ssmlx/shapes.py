@@ -1,4 +1,4 @@
-"""The shape legend of the whole package, and the check at stage boundaries.
+"""The shape legend of the whole package, its check at stage boundaries, and reads by the host.
 
     L   committed tokens: their keys and values are in the cache
     N   nodes of the draft tree; node 0, the root, is the newest token, already decided and
@@ -18,7 +18,24 @@ node i is row M + i * G + j - 1.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import mlx.core as mx
+
+
+def to_int(array: mx.array) -> int:
+    """The one number in `array`, on the host; waits for the device."""
+    return int(cast("int", array.item()))
+
+
+def to_float(array: mx.array) -> float:
+    """The one number in `array`, on the host; waits for the device."""
+    return float(cast("float", array.item()))
+
+
+def to_list(array: mx.array) -> list[Any]:
+    """A one-dimensional array on the host; waits for the device."""
+    return cast("list[Any]", array.tolist())
 
 
 def expect_shape(what: str, array: mx.array, *shape: int | None) -> None:

@@ -1,0 +1,225 @@
+"""`python -m perf.speed`: tokens/s of streaming, of plain decoding, and of mlx-lm, in one run.
+
+Every prompt is answered by each in turn, in an order that rotates, after a warm-up; the speed-up
+is the ratio of medians over prompts, with a 95 % bootstrap interval. Then one step is taken
+apart: the model's forward alone against everything that a step does. Writes JSON and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from huggingface_hub.utils import tqdm
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ssmlx.api import GenerateConfig
+from ssmlx.config import PruneConfig, TreeConfig
+from ssmlx.decode import greedy, prefill, step
+from ssmlx.draft import StreamDrafter
+from ssmlx.masks import stream_positions, stream_visibility
+from ssmlx.model import StreamFusedModel
+from ssmlx.tree import Tree, root_tree
+
+from .common import (
+    RESULTS,
+    Answer,
+    encoded_prompts,
+    load_both,
+    machine,
+    mlx_lm_answer,
+    sample_folders,
+    save,
+    ssmlx_answer,
+)
+
+Answerer = Callable[[list[int]], Answer]
+COLOURS = {"streaming": "#0b6e4f", "plain": "#8d99ae", "mlx-lm": "#2b2d42"}
+
+
+def answerers(
+    model: StreamFusedModel, tokenizer: TokenizerWrapper, mlx_model: Any, args: argparse.Namespace
+) -> dict[str, Answerer]:
+    """The systems to time, each greedy and with the same `max_tokens`."""
+    tree = TreeConfig(kind="best", size=args.tree_size)
+    streaming = GenerateConfig(decoding="streaming", max_tokens=args.max_tokens, tree=tree)
+    plain = GenerateConfig(decoding="plain", max_tokens=args.max_tokens)
+    return {
+        "streaming": lambda prompt: ssmlx_answer(model, tokenizer, prompt, streaming),
+        "plain": lambda prompt: ssmlx_answer(model, tokenizer, prompt, plain),
+        "mlx-lm": lambda prompt: mlx_lm_answer(mlx_model, tokenizer, prompt, args.max_tokens),
+    }
+
+
+def time_all(systems: dict[str, Answerer], prompts: list[list[int]]) -> dict[str, list[Answer]]:
+    """Each system's answers; the order of systems rotates from prompt to prompt."""
+    names = list(systems)
+    for name in names:
+        systems[name](prompts[0])
+    answers: dict[str, list[Answer]] = {name: [] for name in names}
+    for index, prompt in enumerate(tqdm(prompts, desc="prompts", disable=None)):
+        for name in names[index % 3 :] + names[: index % 3]:
+            answers[name].append(systems[name](prompt))
+    return answers
+
+
+def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
+    """Ratio of medians and its 95 % interval, by resampling prompts."""
+    pairs, rng = np.array([ours, theirs]), np.random.default_rng(0)
+    picks = rng.integers(0, pairs.shape[1], (2000, pairs.shape[1]))
+    medians = np.median(pairs[:, picks], axis=2)
+    low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
+    middle = np.median(pairs, axis=1)
+    return float(middle[0] / middle[1]), float(low), float(high)
+
+
+def bare_forward(
+    model: StreamFusedModel, tree: Tree, prompt_cache: Any, num_streams: int
+) -> Callable[[], None]:
+    """The forward of a step alone: layers and heads on the same rows, masks made beforehand."""
+    backbone, cache, split = model.backbone, prompt_cache, model.insertion_layer
+    positions = tree.depths + cache.offset
+    upper_positions = stream_positions(positions, num_streams)
+    ones = mx.ones((1, cache.offset), mx.bool_)
+
+    def with_cache(visible: mx.array) -> mx.array:
+        return mx.concatenate([visible, mx.repeat(ones, visible.shape[0], 0)], axis=1)
+
+    lower_mask = with_cache(tree.ancestors)
+    upper_mask = with_cache(stream_visibility(tree.ancestors, num_streams))
+    mx.eval(positions, upper_positions, lower_mask, upper_mask)
+
+    def forward() -> None:
+        views = [cache.tree_view(layer, positions) for layer in range(split)]
+        hidden = backbone.run(backbone.embed(tree.tokens), 0, split, lower_mask, views)
+        rows = model.insert(hidden, num_streams)
+        layers = range(split, model.num_layers)
+        views = [cache.tree_view(layer, upper_positions) for layer in layers]
+        rows = backbone.run(rows, split, model.num_layers, upper_mask, views)
+        nodes = backbone.logits(rows[:, : tree.num_nodes])
+        streams = backbone.logits(rows[:, tree.num_nodes : tree.num_nodes + num_streams])
+        mx.eval(nodes, streams)
+
+    return forward
+
+
+def median_seconds(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each call, taken in turns after a warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 3):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if repeat >= 3:
+                times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def step_cost(
+    model: StreamFusedModel, prompt: list[int], size: int, repeats: int
+) -> dict[str, Any]:
+    """A whole step against the model's forward alone, on the same tree and cache."""
+    drafter = StreamDrafter(model, TreeConfig(kind="best", size=size), model.num_streams)
+    cache, off = model.make_cache(), PruneConfig()
+    prefill(model, prompt[:-1], cache)
+    first = step(model, root_tree(mx.array(prompt[-1:], mx.int32)), cache, drafter, off)
+    mx.eval(first.arrays(), cache.state)
+    cache.advance(1)
+    tree = first.next_tree
+
+    def whole() -> None:
+        # Never advanced: every repeat verifies the same tree at the same place.
+        result = step(model, tree, cache, drafter, off, greedy)
+        mx.eval(result.arrays(), cache.state)
+        result.acceptance.new_tokens.tolist()
+
+    calls = {"step": whole, "forward": bare_forward(model, tree, cache, model.num_streams)}
+    seconds = median_seconds(calls, repeats)
+    share = seconds["step"] / seconds["forward"] - 1
+    return {**seconds, "beside_forward": share, "tree_size": tree.num_nodes, "repeats": repeats}
+
+
+def draw(summary: dict[str, Any], path: Path) -> None:
+    """A picture of the tokens/s."""
+    import matplotlib.pyplot as plt
+
+    names = list(COLOURS)
+    figure, axes = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
+    speeds = [summary["tokens_per_second"][name] for name in names]
+    bars = axes.barh(names, speeds, color=[COLOURS[name] for name in names])
+    axes.bar_label(bars, fmt="%.1f", padding=4)
+    axes.invert_yaxis()
+    axes.set_xlabel("decode tokens/s (median over prompts)")
+    axes.set_title(
+        f"{summary['prompts']} SQL prompts, SmolLM2-135M, float32, "
+        f"{summary['tokens_per_call']:.2f} tokens a call\n{machine()['machine']}",
+        fontsize=8,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.12)
+    figure.savefig(path, dpi=150)
+
+
+def summarise(answers: dict[str, list[Answer]]) -> dict[str, Any]:
+    """Speeds, ratios, and whether all systems gave the same tokens."""
+    speeds = {name: [a.tokens_per_second for a in row] for name, row in answers.items()}
+    streaming = answers["streaming"]
+    tokens = [[a.tokens for a in row] for row in answers.values()]
+    return {
+        "prompts": len(streaming),
+        "same_tokens": all(row == tokens[0] for row in tokens),
+        "tokens_per_second": {name: statistics.median(row) for name, row in speeds.items()},
+        "tokens_per_call": sum(len(a.tokens) for a in streaming)
+        / sum(a.target_calls for a in streaming),
+        "streaming_over_mlx_lm": ratio_interval(speeds["streaming"], speeds["mlx-lm"]),
+        "streaming_over_plain": ratio_interval(speeds["streaming"], speeds["plain"]),
+        "plain_over_mlx_lm": ratio_interval(speeds["plain"], speeds["mlx-lm"]),
+    }
+
+
+def report(summary: dict[str, Any], cost: dict[str, Any]) -> str:
+    """The result as text."""
+    lines = [f"{name:10} {v:6.1f} tokens/s" for name, v in summary["tokens_per_second"].items()]
+    lines.append(f"tokens per target call {summary['tokens_per_call']:.2f}")
+    for name in ("streaming_over_mlx_lm", "streaming_over_plain", "plain_over_mlx_lm"):
+        ratio, low, high = summary[name]
+        lines.append(f"{name.replace('_', ' '):22} {ratio:.2f}x  [{low:.2f}, {high:.2f}]")
+    lines.append(f"same tokens everywhere: {summary['same_tokens']}")
+    lines.append(
+        f"a step of {cost['tree_size']} nodes: {cost['step'] * 1e3:.1f} ms, its forward "
+        f"{cost['forward'] * 1e3:.1f} ms: {cost['beside_forward']:.1%} beside the forward"
+    )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m perf.speed", description=__doc__)
+    parser.add_argument("--count", type=int, default=20, help="prompts (default: 20)")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--tree-size", type=int, default=TreeConfig().size, metavar="N")
+    parser.add_argument("--repeats", type=int, default=40, help="steps that are taken apart")
+    args = parser.parse_args()
+    with sample_folders("all") as folders:
+        model, tokenizer, mlx_model = load_both(*folders)
+    prompts = encoded_prompts(model, tokenizer, args.count)
+    cost = step_cost(model, prompts[0], args.tree_size, args.repeats)
+    summary = summarise(time_all(answerers(model, tokenizer, mlx_model, args), prompts))
+    print(report(summary, cost))
+    print("saved", save("speed", {"summary": summary, "step": cost}), file=sys.stderr)
+    try:
+        draw(summary, RESULTS / "speed.png")
+    except ImportError:
+        print("no picture: pip install matplotlib", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
