@@ -36,7 +36,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--lora", type=Path, required=True, metavar="FOLDER", help="PEFT's folder")
     parser.add_argument(
-        "--streams", type=Path, required=True, metavar="FILE", help="stream weights, safetensors"
+        "--streams",
+        type=Path,
+        metavar="FILE",
+        help="stream weights, safetensors (default: streams.safetensors in PEFT's folder)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     parser.add_argument(
@@ -105,6 +108,7 @@ def _main(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = parse_args(argv)
+    args.streams = args.streams or args.lora / "streams.safetensors"
     return run(lambda: _main(args), PROG)
 
 
