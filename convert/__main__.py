@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssmlx.cli.options import make_parser, run
-from ssmlx.config import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES
+from ssmlx.config import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES, read_json
 from ssmlx.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,14 +58,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _check_target(out: Path, marker: str) -> None:
+def _check_target(out: Path) -> None:
     """Refuse to replace a folder that this command did not write."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / marker).exists())):
+    if out.exists() and not (_is_empty(out) or _is_adapter(out)):
         raise InputError(
             f"{out} exists and is not an adapter",
             expected="a new folder, or an adapter to replace",
             do="choose another --out",
         )
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Whether it holds an adapter; a PyTorch checkpoint has settings of the same name."""
+    from ssmlx.adapter import CONFIG_FILE, FORMAT
+
+    try:
+        return read_json(folder / CONFIG_FILE, FORMAT).get("format") == FORMAT
+    except InputError:
+        return False
 
 
 def _report(adapter: Adapter, args: argparse.Namespace) -> str:
@@ -80,14 +94,14 @@ def _report(adapter: Adapter, args: argparse.Namespace) -> str:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ssmlx.adapter import CONFIG_FILE, write_adapter
+    from ssmlx.adapter import write_adapter
     from ssmlx.files import new_folder
     from ssmlx.loading import load_base, load_words
     from ssmlx.registry import resolve_model
 
     from .adapter import read_checkpoint, write_fused
 
-    _check_target(args.out, CONFIG_FILE)
+    _check_target(args.out)
     if args.dtype != "stored" and not args.fuse:
         raise InputError(
             f"--dtype {args.dtype} would do nothing here", expected="--fuse", do="drop --dtype"

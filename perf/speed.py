@@ -26,6 +26,7 @@ from ssmlx.decode import greedy, prefill, step
 from ssmlx.draft import StreamDrafter
 from ssmlx.masks import stream_positions, stream_visibility
 from ssmlx.model import StreamFusedModel
+from ssmlx.shapes import to_int, to_list
 from ssmlx.tree import Tree, root_tree
 
 from .common import (
@@ -135,10 +136,14 @@ def step_cost(
     tree = first.next_tree
 
     def whole() -> None:
-        # Never advanced: every repeat verifies the same tree at the same place.
         result = step(model, tree, cache, drafter, off, greedy)
         mx.eval(result.arrays(), cache.state)
-        result.acceptance.new_tokens.tolist()
+        num_new = to_int(result.acceptance.num_accepted) + 1
+        to_list(result.acceptance.new_tokens)
+        # Forgotten again, so that every repeat verifies the same tree at the same place.
+        before = cache.offset
+        cache.advance(num_new)
+        cache.trim(before)
 
     calls = {"step": whole, "forward": bare_forward(model, tree, cache, model.num_streams)}
     seconds = median_seconds(calls, repeats)

@@ -8,9 +8,10 @@ A layer has one buffer for keys and values:
 
 A step's rows (tree nodes, and in the upper layers the streams) are written at the end of the
 scratch, directly before the committed tokens, so attention reads [R rows | L tokens] as one
-strided slice; keys are stored after rotary, so their order does not matter. `commit` copies the
-accepted rows, a handful, behind the committed ones. Nothing else is ever moved: the rows that
-were not accepted, and all stream rows, are simply overwritten by the next step.
+strided slice; keys are stored after rotary, so their order does not matter. `commit` takes the
+accepted rows, a handful, and `advance` writes them behind the committed ones. Nothing else is
+ever moved: the rows that were not accepted, and all stream rows, are simply overwritten by the
+next step.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class _AppendView:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         first = self._cache.scratch + self.offset
         last = first + keys.shape[2]
+        self._cache._accepted = []  # of a step that was abandoned
         self._cache._write(self._layer, first, last, keys, values)
         return self._cache._read(self._layer, self._cache.scratch, last)
 
@@ -70,6 +72,7 @@ class TreeCache:
         self._offset = 0
         self._buffers: list[mx.array | None] = [None] * num_layers
         self._tree_rows = [0] * num_layers
+        self._accepted: list[mx.array] = []
 
     @property
     def offset(self) -> int:
@@ -83,8 +86,8 @@ class TreeCache:
 
     @property
     def state(self) -> list[mx.array]:
-        """The buffers, for `mx.eval`."""
-        return [buffer for buffer in self._buffers if buffer is not None]
+        """The buffers and the rows taken from them, for `mx.eval`."""
+        return [*(buffer for buffer in self._buffers if buffer is not None), *self._accepted]
 
     def reserve(self, *, tokens: int, scratch: int = 0) -> None:
         """Make room for `tokens` more committed tokens and a step of `scratch` rows.
@@ -115,10 +118,21 @@ class TreeCache:
         return _TreeView(self, layer, positions)
 
     def advance(self, num_tokens: int) -> None:
-        """Count `num_tokens` rows behind the committed ones, already written, as committed."""
+        """Count as committed `num_tokens` rows: those appended, or those of the last `commit`.
+
+        After a commit, evaluate `state` first: MLX writes into a buffer in place only when no
+        work in flight still reads it, and copies the whole of it otherwise.
+        """
+        first = self.scratch + self._offset
+        if self._offset + num_tokens > self.capacity:
+            raise ValueError(
+                f"{self._offset + num_tokens} tokens in a cache with room for {self.capacity}"
+            )
+        for buffer, rows in zip(self._buffers, self._accepted, strict=bool(self._accepted)):
+            assert buffer is not None
+            buffer[:, :, first : first + num_tokens] = rows[:, :, :num_tokens]
+        self._accepted = []
         self._offset += num_tokens
-        if self._offset > self.capacity:
-            raise ValueError(f"{self._offset} tokens in a cache with room for {self.capacity}")
 
     def trim(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens."""
@@ -127,11 +141,11 @@ class TreeCache:
         self._offset = num_tokens
 
     def commit(self, lower_path: mx.array, upper_path: mx.array, split: int) -> None:
-        """Copy the accepted path's rows behind the committed tokens, in every layer.
+        """Take the accepted path's rows, which `advance` writes behind the committed tokens.
 
         Pruning numbers the nodes anew half-way up, so the same path has two sets of indices.
-        All P rows are copied; `advance` then says how many of them count, which the host
-        learns later. Until it does, the committed tokens are what they were.
+        All P rows are taken; `advance` says how many of them count, which the host learns
+        later. Until it does, the committed tokens are what they were.
 
         Args:
             lower_path: [P] rows of the accepted nodes in layers before `split`.
@@ -139,12 +153,12 @@ class TreeCache:
             split: the first layer after pruning.
         """
         expect_shape("upper path", upper_path, lower_path.shape[0])
-        first = self.scratch + self._offset
+        self._accepted = []
         for layer, buffer in enumerate(self._buffers):
             assert buffer is not None, "commit before any row was written"
             path = lower_path if layer < split else upper_path
             rows = path + (self.scratch - self._tree_rows[layer])
-            buffer[:, :, first : first + path.shape[0]] = mx.take(buffer, rows, axis=2)
+            self._accepted.append(mx.take(buffer, rows, axis=2))
 
     def _write(self, layer: int, first: int, last: int, keys: mx.array, values: mx.array) -> None:
         buffer = self._buffers[layer]

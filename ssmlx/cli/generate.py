@@ -62,15 +62,18 @@ def read_prompts(path: Path) -> list[str]:
     """The prompts of a JSON Lines file.
 
     Raises:
-        InputError: the file is missing or a line has no `prompt`; the line is named.
+        InputError: the file is missing, no UTF-8, or a line has no `prompt`; the line is named.
     """
     if not path.is_file():
         raise InputError(f"no file {path}", expected="a JSON object a line", do="check --prompts")
-    prompts = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                prompts.append(_prompt_of(line, f"{path}, line {number},"))
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text", expected="a JSON object a line", do="save it as UTF-8"
+        ) from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_prompt_of(line, f"{path}, line {number},") for number, line in numbered]
     if not prompts:
         raise InputError(
             f"{path} holds no prompts", expected="a JSON object a line", do="check --prompts"
@@ -124,12 +127,14 @@ def _main(args: argparse.Namespace) -> None:
     config = generate_config(args)
     model, tokenizer = load_from(args)
 
-    from ..api import stream_generate
+    from ..api import check_prompt, stream_generate
     from ..prompts import prompt_tokens
     from .progress import PromptBar, bar
 
-    # All prompts are encoded first: a bad one must not stop a run half-way.
+    # All prompts are encoded and checked first: a bad one must not stop a run half-way.
     encoded = [prompt_tokens(text, model, tokenizer, args.template) for text in prompts]
+    for tokens in encoded:
+        check_prompt(model, len(tokens))
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
     for text, tokens in bar(pairs, len(prompts), "prompts") if show_bar else pairs:

@@ -1,0 +1,91 @@
+"""`python -m perf.long_chat`: a chat of 20 turns and a prompt of 2,000 tokens.
+
+Both are held twice, streaming and plain, and must agree token for token; memory that is neither
+weights nor cache must stay flat from turn to turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ssmlx.api import GenerateConfig
+from ssmlx.chat_session import ChatSession
+from ssmlx.cli.generate import read_prompts
+from ssmlx.config import TreeConfig
+from ssmlx.loading import load
+from ssmlx.model import StreamFusedModel
+
+from .common import PROMPTS, sample_folders, save, ssmlx_answer
+
+TOPICS = (
+    "the sea", "a garden", "music", "winter", "bread", "trains", "a lighthouse", "honey",
+    "mountains", "clocks", "rivers", "paper", "glass", "birds", "salt", "bridges", "maps",
+    "tea", "wool", "stars",
+)  # fmt: skip
+
+
+def hold_chat(
+    model: StreamFusedModel, tokenizer: TokenizerWrapper, config: GenerateConfig, turns: int
+) -> tuple[list[list[int]], list[dict[str, float]]]:
+    """The tokens of every answer, and the memory after each turn in MiB."""
+    session = ChatSession(model, tokenizer, config)
+    answers, memory = [], []
+    for turn in range(turns):
+        tokens: list[int] = []
+        for response in session.reply(f"Tell me one thing about {TOPICS[turn % len(TOPICS)]}."):
+            tokens.extend(response.tokens)
+        mx.clear_cache()
+        beside = (mx.get_active_memory() - session.cache_bytes) / 2**20
+        memory.append({"cache": session.cache_bytes / 2**20, "beside_cache": beside})
+        answers.append(tokens)
+        print(f"turn {turn + 1:2}: {session.context_tokens} tokens of context", file=sys.stderr)
+    return answers, memory
+
+
+def long_prompt(tokenizer: TokenizerWrapper, length: int) -> list[int]:
+    """`length` tokens of the sample prompts, one after the other."""
+    text = "\n".join(read_prompts(PROMPTS))
+    return list(tokenizer.encode(text, add_special_tokens=False))[:length]
+
+
+def main() -> int:
+    """Entry point: exit code 1 if an answer differs or memory grows."""
+    parser = argparse.ArgumentParser(prog="python -m perf.long_chat", description=__doc__)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=24, help="longest answer")
+    parser.add_argument("--prompt-tokens", type=int, default=2000)
+    args = parser.parse_args()
+    with sample_folders("streams") as (path, adapter):
+        model, tokenizer = load(str(path), adapter=adapter, dtype="float32")
+    tree = TreeConfig(kind="best", size=8)
+    streaming = GenerateConfig(decoding="streaming", max_tokens=args.max_tokens, tree=tree)
+    plain = replace(streaming, decoding="plain")
+
+    answers, memory = hold_chat(model, tokenizer, streaming, args.turns)
+    expected, _ = hold_chat(model, tokenizer, plain, args.turns)
+    beside = [turn["beside_cache"] for turn in memory]
+    prompt = long_prompt(tokenizer, args.prompt_tokens)
+    answer, oracle = (ssmlx_answer(model, tokenizer, prompt, c) for c in (streaming, plain))
+    result: dict[str, Any] = {
+        "turns": args.turns,
+        "same_answers": sum(a == b for a, b in zip(answers, expected, strict=True)),
+        "memory_growth_mib": max(beside) - beside[0],
+        "cache_mib": memory[-1]["cache"],
+        "long_prompt_tokens": len(prompt),
+        "long_prompt_same": answer.tokens == oracle.tokens,
+        "memory": memory,
+    }
+    print({key: value for key, value in result.items() if key != "memory"})
+    print("saved", save("long_chat", result), file=sys.stderr)
+    good = result["same_answers"] == args.turns and result["long_prompt_same"]
+    return 0 if good and result["memory_growth_mib"] < 8 else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

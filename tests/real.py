@@ -1,0 +1,172 @@
+"""Folders on disk, as users have them: a random model with a tokenizer, and its adapters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import ssmlx  # first: it prefers OpenBLAS
+
+import mlx.core as mx  # isort: skip
+from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.utils import save_config, save_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ssmlx.adapter import Adapter, BaseIdentity, write_adapter
+from ssmlx.config import StreamConfig
+from ssmlx.loading import load_base
+from ssmlx.lora import LoraWeights, linear_shape
+from ssmlx.model import LowRank, StreamWeights
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "smollm2-135m-sql"
+LAYERS, WIDTH, STREAMS, VOCAB, CONTEXT = 4, 32, 2, 64, 256
+WORDS = ["<unk>", "<s>", "</s>", "user:", "model:", "system:", "|"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}model{% else %}{{ m.role }}{% endif %}"
+    ": {{ m.content }} | {% endfor %}{% if add_generation_prompt %}model: {% endif %}"
+)
+
+
+def words(count: int, first: int = 0) -> str:
+    """A text of `count` tokens of the tiny tokenizer."""
+    return " ".join(f"w{(first + index) % 50}" for index in range(count))
+
+
+def write_tokenizer(folder: Path) -> None:
+    vocab = {word: index for index, word in enumerate(WORDS)}
+    vocab |= {f"w{index}": len(WORDS) + index for index in range(VOCAB - len(WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def write_base(
+    folder: Path,
+    *,
+    seed: int = 0,
+    layers: int = LAYERS,
+    width: int = WIDTH,
+    context: int = CONTEXT,
+    norm: float = 1.0,
+) -> Path:
+    """A random Llama folder that both mlx-lm and transformers load; it never ends an answer."""
+    folder.mkdir(parents=True)
+    sizes = {
+        "model_type": "llama",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+    }
+    model = Model(ModelArgs.from_dict(sizes))
+    key = mx.random.key(seed)
+    weights = []
+    for name, old in _leaves(model):
+        key, own = mx.random.split(key)
+        new = (
+            mx.full(old.shape, norm)
+            if "norm" in name
+            else 0.3 * mx.random.normal(old.shape, key=own)
+        )
+        weights.append((name, new))
+    model.load_weights(weights)
+    model.lm_head.weight[2] = 0.0  # the end token's logit stays 0, below the others' largest
+    save_model(folder, model)
+    more = {"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2}
+    save_config({**sizes, **more}, folder / "config.json")
+    write_tokenizer(folder)
+    return folder
+
+
+def _leaves(model):
+    from mlx.utils import tree_flatten
+
+    return tree_flatten(model.parameters())
+
+
+def make_adapter(base: Path, *, scope: str = "all", template: str | None = None) -> Adapter:
+    """Random streams, prune adapter and LoRA for a folder of `write_base`."""
+    backbone, _ = load_base(base, "float32")
+    config = StreamConfig(
+        num_streams=STREAMS,
+        num_msa_layers=2,
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        prune_rank=4,
+        adapter_scope=scope,
+        prompt_template=template,
+        base_model="tiny",
+    )
+    mx.random.seed(7)
+    modules = dict(backbone.model.named_modules())
+
+    def lora(path: str) -> LoraWeights:
+        out_size, in_size = linear_shape(modules[path])
+        a, b = mx.random.normal((in_size, 3)), mx.random.normal((3, out_size))
+        return LoraWeights(0.2 * a, 0.2 * b, 2.0)
+
+    paths = [f"model.layers.{n}.{m}" for n in (2, 3) for m in ("self_attn.q_proj", "mlp.up_proj")]
+    prune = LowRank(0.2 * mx.random.normal((4, WIDTH)), 0.2 * mx.random.normal((WIDTH, 4)))
+    streams = StreamWeights(0.3 * mx.random.normal((STREAMS, WIDTH)), None, prune)
+    return Adapter(config, streams, BaseIdentity.of(backbone), {p: lora(p) for p in paths})
+
+
+def write_tiny_adapter(folder: Path, base: Path, **settings) -> Path:
+    folder.mkdir(parents=True)
+    write_adapter(folder, make_adapter(base, **settings))
+    return folder
+
+
+def without_prune(adapter: Adapter) -> Adapter:
+    streams = replace(adapter.streams, prune=None)
+    return replace(adapter, config=replace(adapter.config, prune_rank=0), streams=streams)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder`, hidden ones too."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def run_module(*args: str, stdin: str = "", **options) -> subprocess.CompletedProcess:
+    """`python -m ...` in the checkout, as a user runs it."""
+    return subprocess.run(
+        [sys.executable, "-m", *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env={**os.environ, "TERM": "dumb"},
+        **options,
+    )
+
+
+def one_line(err: str, prog: str) -> str:
+    """The message of a failed command, which must be exactly one line."""
+    assert err.count("\n") == 1 and err.endswith("\n"), err
+    assert err.startswith((f"{prog}: error: ", f"python -m {prog}: error: ")), err
+    assert "Traceback" not in err
+    return err.strip()
+
+
+def answer(model, tokenizer, prompt, **settings):
+    """(tokens, last response) of an answer by ssmlx."""
+    responses = list(ssmlx.stream_generate(model, tokenizer, prompt, **settings))
+    return [token for r in responses for token in r.tokens], responses[-1]

@@ -1,0 +1,431 @@
+"""The converter: every tensor accounted for, nothing half-written, nothing run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import ssmlx
+
+import mlx.core as mx  # isort: skip
+from real import (
+    EXAMPLE,
+    LAYERS,
+    STREAMS,
+    WIDTH,
+    answer,
+    one_line,
+    run_module,
+    snapshot,
+    write_base,
+)
+
+torch = pytest.importorskip("torch")
+import mlx_lm  # noqa: E402
+from safetensors.torch import load, save_file  # noqa: E402
+
+from convert.__main__ import main  # noqa: E402
+from convert.base import load_base  # noqa: E402
+from convert.reference import StreamFusedReference, save_reference  # noqa: E402
+from ssmlx.config import StreamConfig  # noqa: E402
+
+LORA = "adapter_model.safetensors"
+TOKENS = [5, 9, 30, 12, 7, 61]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("convert") / "base")
+
+
+@pytest.fixture(scope="module")
+def reference(base):
+    """The PyTorch side of the tiny base, with LoRA and streams that do something."""
+    torch.manual_seed(0)
+    config = StreamConfig(
+        num_streams=STREAMS,
+        num_msa_layers=2,
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        stream_init="residual",
+        stream_init_rank=3,
+        prune_rank=4,
+    )
+    model = StreamFusedReference(load_base(base), config, lora_rank=3, lora_alpha=6).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def trained(base, reference):
+    folder = base.parent / "checkpoint"
+    save_reference(reference, folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path):
+    """A copy to spoil."""
+    return shutil.copytree(trained, tmp_path / "checkpoint")
+
+
+def argv(base, checkpoint, out, *more):
+    streams = checkpoint / "streams.safetensors"
+    values = {"--base": base, "--lora": checkpoint, "--streams": streams, "--out": out}
+    return [str(x) for pair in values.items() for x in pair] + list(more)
+
+
+@pytest.fixture
+def convert(base, tmp_path, capsys):
+    """Convert into `out`; gives the folder."""
+
+    def convert(checkpoint, *more, base=base):
+        out = tmp_path / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        code = main(argv(base, checkpoint, out, *more))
+        captured = capsys.readouterr()
+        assert (code, captured.out) == (0, ""), captured.err
+        assert captured.err.startswith(f"{out}: 2 streams in the top 2 of 4 layers")
+        return out
+
+    return convert
+
+
+@pytest.fixture
+def refusal(base, tmp_path, capsys):
+    """The line that a failed conversion prints; nothing may be left behind."""
+
+    def refusal(checkpoint, *more, base=base, out=None):
+        out = out or tmp_path / "out"
+        before = snapshot(tmp_path)
+        names = sorted(path.name for path in tmp_path.iterdir())
+        code = main(argv(base, checkpoint, out, *more))
+        captured = capsys.readouterr()
+        assert (code, captured.out) == (2, "")
+        assert snapshot(tmp_path) == before
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+        return one_line(captured.err, "convert")
+
+    return refusal
+
+
+def tensors(checkpoint, name=LORA):
+    return load((checkpoint / name).read_bytes())
+
+
+def change(checkpoint, name=LORA, **changed):
+    """Rewrite a tensor file; None drops a tensor."""
+    new = {**tensors(checkpoint, name), **changed}
+    save_file({k: v for k, v in new.items() if v is not None}, checkpoint / name)
+
+
+def settings(checkpoint, name="adapter_config.json", **changed):
+    path = checkpoint / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
+# --- What comes out ---
+
+
+def test_logits_are_those_of_pytorch(base, reference, trained, convert):
+    model, _ = ssmlx.load(str(base), adapter=convert(trained), dtype="float32")
+    found = model.backbone.model(mx.array([TOKENS]))[0]
+    expected = reference(torch.tensor([TOKENS])).main_logits[0]
+    assert mx.allclose(found, mx.array(expected.detach().numpy()), atol=1e-3)
+
+
+def test_a_bin_file_gives_the_same_adapter(checkpoint, convert):
+    safe = snapshot(convert(checkpoint))
+    torch.save(tensors(checkpoint), checkpoint / "adapter_model.bin")
+    (checkpoint / LORA).unlink()
+    assert snapshot(convert(checkpoint)) == safe
+    assert set(safe) == {
+        "streams_config.json", "streams.safetensors", "adapters.safetensors",
+        "adapter_config.json",
+    }  # fmt: skip
+
+
+def test_names_with_the_adapters_own_name_are_read(checkpoint, convert):
+    safe = snapshot(convert(checkpoint))
+    renamed = {k.replace(".weight", ".default.weight"): v for k, v in tensors(checkpoint).items()}
+    save_file(renamed, checkpoint / LORA)
+    assert snapshot(convert(checkpoint)) == safe
+
+
+def test_scope_all_loads_in_mlx_lm_with_the_same_logits(base, trained, convert):
+    out = convert(trained)
+    theirs, _ = mlx_lm.load(str(base), adapter_path=str(out))
+    ours, _ = ssmlx.load(str(base), adapter=out, dtype="float32", merge_lora=False)
+    plain, _ = mlx_lm.load(str(base))
+    tokens = mx.array([TOKENS])
+    assert mx.allclose(theirs(tokens), ours.backbone.model(tokens), atol=1e-4)
+    assert not mx.allclose(theirs(tokens), plain(tokens), atol=1e-2)
+
+
+def test_scope_streams_does_not_load_in_mlx_lm_and_keeps_the_base(base, trained, convert):
+    out = convert(trained, "--scope", "streams")
+    assert set(snapshot(out)) == {
+        "streams_config.json", "streams.safetensors", "stream_adapters.safetensors"
+    }  # fmt: skip
+    with pytest.raises(FileNotFoundError):
+        mlx_lm.load(str(base), adapter_path=str(out))
+    plain, tokenizer = mlx_lm.load(str(base))
+    ours, _ = ssmlx.load(str(base), adapter=out, dtype="float32")
+    tokens = mx.array([TOKENS])
+    assert mx.array_equal(ours.backbone.model(tokens), plain(tokens))
+    theirs = [r.token for r in mlx_lm.stream_generate(plain, tokenizer, TOKENS, max_tokens=20)]
+    assert answer(ours, tokenizer, TOKENS, max_tokens=20)[0] == theirs
+
+
+def test_a_fused_folder_is_a_model_of_mlx_lm(base, trained, convert, tmp_path):
+    beside = shutil.copytree(convert(trained), tmp_path / "beside")
+    fused = convert(trained, "--fuse")
+    assert not (fused / "adapters.safetensors").exists()
+    assert not (fused / "adapter_config.json").exists()
+    theirs, tokenizer = mlx_lm.load(str(fused))
+    unfused, _ = ssmlx.load(str(base), adapter=beside, dtype="float32", merge_lora=False)
+    tokens = mx.array([TOKENS])
+    assert mx.allclose(theirs(tokens), unfused.backbone.model(tokens), atol=1e-4)
+    ours, _ = ssmlx.load(str(fused), dtype="float32")
+    assert ours.num_streams == STREAMS
+    assert mx.array_equal(ours.backbone.model(tokens), theirs(tokens))
+    expected = [r.token for r in mlx_lm.stream_generate(theirs, tokenizer, TOKENS, max_tokens=20)]
+    found, last = answer(ours, tokenizer, TOKENS, max_tokens=20)
+    assert found == expected and last.target_calls <= 20
+
+
+def test_an_adapter_is_replaced_and_an_empty_folder_used(base, trained, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    assert main(argv(base, trained, out, "--scope", "streams")) == 0
+    assert main(argv(base, trained, out)) == 0
+    assert not (out / "stream_adapters.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_streams_are_looked_for_beside_the_lora(base, trained, tmp_path):
+    lora = ["--base", str(base), "--lora", str(trained), "--out"]
+    assert main([*lora, str(tmp_path / "one")]) == main(argv(base, trained, tmp_path / "two")) == 0
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
+
+
+# --- What is refused ---
+
+
+class Malicious:
+    """Unpickled with care it is refused; without, it writes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_a_malicious_pickle_is_not_run(checkpoint, refusal, tmp_path):
+    (checkpoint / LORA).unlink()
+    evil = tmp_path / "evil"
+    torch.save({"x": Malicious(evil)}, checkpoint / "adapter_model.bin")
+    message = refusal(checkpoint)
+    assert not evil.exists()
+    assert "adapter_model.bin cannot be read without running code" in message
+    # The file was armed: read carelessly, it does run.
+    torch.load(checkpoint / "adapter_model.bin", weights_only=False)["x"].close()
+    assert evil.exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"no pickle", b"\x80\x02}q\x00."])
+def test_a_pickle_that_is_none_is_told(checkpoint, refusal, data):
+    (checkpoint / LORA).unlink()
+    assert "adapter_model.safetensors does not exist" in refusal(checkpoint)
+    (checkpoint / "adapter_model.bin").write_bytes(data)
+    message = refusal(checkpoint)
+    assert "adapter_model.bin" in message
+
+
+def test_lora_tensors_are_accounted_for(checkpoint, refusal):
+    names = sorted(tensors(checkpoint))
+    first, second, third = names[:3]
+    nan = tensors(checkpoint)[third].clone()
+    nan[0, 0] = torch.nan
+    spoiled = {first: None, second: torch.ones(2, 2), third: nan, "spare.weight": torch.ones(1)}
+    change(checkpoint, **spoiled)
+    message = refusal(checkpoint)
+    assert f"missing: {first};" in message
+    assert "spare: spare.weight;" in message
+    assert f"misshapen: {second} (2, 2) instead of" in message
+    assert f"with NaN or infinity: {third};" in message
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"stream_embeddings": None}, "missing: stream_embeddings"),
+        ({"stream_embeddings": torch.ones(3, WIDTH)}, "misshapen: stream_embeddings (3, 32)"),
+        ({"stream_embeddings": torch.full((STREAMS, WIDTH), torch.inf)}, "infinity: stream_em"),
+        ({"extra": torch.ones(1)}, "spare: extra"),
+        ({"prune_adapter.lora_A.weight": None}, "missing: prune_adapter.lora_A.weight"),
+    ],
+)
+def test_stream_tensors_are_accounted_for(checkpoint, refusal, changed, said):
+    change(checkpoint, "streams.safetensors", **changed)
+    assert said in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("name", [LORA, "streams.safetensors"])
+def test_a_truncated_or_missing_file_is_told(checkpoint, refusal, name):
+    path = checkpoint / name
+    path.write_bytes(path.read_bytes()[:-5])
+    assert f"{name} cannot be read (" in refusal(checkpoint)
+    path.unlink()
+    assert f"{name} does not exist" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "streams_config.json"])
+def test_missing_or_broken_settings_are_told(checkpoint, refusal, name):
+    for text in ("{", "[]"):
+        (checkpoint / name).write_text(text)
+        assert name in refusal(checkpoint)
+    (checkpoint / name).unlink()
+    assert f"{name} does not exist" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"use_dora": True}, "use_dora is True"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is {'q_proj': 8}"),
+        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern is"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"exclude_modules": ["q_proj"]}, "exclude_modules is"),
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"r": 0}, "r is 0"),
+        ({"r": "3"}, "r is '3'"),
+        ({"r": 5}, "misshapen: "),
+        ({"target_modules": "q_.*"}, "target_modules is 'q_.*'"),
+        ({"target_modules": ["w_proj"]}, "acts on w_proj, which layer 2 of the base model lacks"),
+        ({"target_modules": ["q_proj"]}, "spare: "),
+        ({"layers_to_transform": [9]}, "layers_to_transform is [9]"),
+        ({"layers_to_transform": None}, "missing: "),
+    ],
+)
+def test_lora_that_is_not_plain_is_refused(checkpoint, refusal, changed, said):
+    settings(checkpoint, **changed)
+    assert said in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"format": "other/2"}, "format is 'other/2'"),
+        ({"stream_position": "node"}, "stream_position is 'node'"),
+        ({"prune_adapter": {"rank": 4, "layer": 1}}, "prune_adapter.layer is 1"),
+        ({"prune_adapter": 8}, "prune_adapter is 8"),
+        ({"prune_adapter": None}, "spare: prune_adapter"),
+        ({"num_msa_layers": 9}, "num_msa_layers is 9 of 4 layers"),
+        ({"num_streams": 0}, "num_streams is 0"),
+        ({"stream_init": "cubic"}, "stream_init is 'cubic'"),
+        ({"stream_init": "identity"}, "stream_init 'identity' has rank 3"),
+        ({"adapter_scope": "none"}, "adapter_scope is 'none'"),
+    ],
+)
+def test_stream_settings_are_checked(checkpoint, refusal, changed, said):
+    settings(checkpoint, "streams_config.json", **changed)
+    assert said in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ({"layers": 5}, "the base model has layers 5; expected 4"),
+        ({"width": 64}, "the base model has hidden size 64; expected 32"),
+    ],
+)
+def test_another_base_is_refused(trained, refusal, tmp_path, size, said):
+    assert said in refusal(trained, base=write_base(tmp_path / "other", **size))
+
+
+def test_a_base_that_does_not_exist_is_refused(trained, refusal, tmp_path):
+    assert "nowhere does not exist" in refusal(trained, base=tmp_path / "nowhere")
+
+
+def test_fusing_scope_streams_is_refused(trained, refusal):
+    message = refusal(trained, "--fuse", "--scope", "streams")
+    assert "--fuse with LoRA of scope 'streams'" in message
+
+
+def test_fusing_into_quantised_weights_is_refused(
+    base, trained, refusal, convert, tmp_path, capsys
+):
+    packed = tmp_path / "packed"
+    model, tokenizer, config = mlx_lm.load(str(base), return_config=True)
+    model, config = mlx_lm.utils.quantize_model(model, config, 32, 8)
+    mlx_lm.utils.save_model(packed, model)
+    mlx_lm.utils.save_config(config, packed / "config.json")
+    tokenizer.save_pretrained(packed)
+    capsys.readouterr()
+    assert "--fuse into quantised weights" in refusal(trained, "--fuse", base=packed)
+    fused = convert(trained, "--fuse", "--dtype", "float32", base=packed)
+    assert "quantization" not in json.loads((fused / "config.json").read_text())
+    mlx_lm.load(str(fused))
+    convert(trained, base=packed)
+
+
+def test_idle_dtype_is_refused(trained, refusal):
+    assert "--dtype float16 would do nothing here" in refusal(trained, "--dtype", "float16")
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_foreign_out_is_refused_and_untouched(trained, refusal, tmp_path, kind):
+    out = tmp_path / "mine"
+    if kind == "folder":
+        out.mkdir()
+    (out / "thesis.txt" if kind == "folder" else out).write_text("years of work")
+    assert "mine exists and is not an adapter" in refusal(trained, out=out)
+
+
+def test_a_checkpoint_is_not_an_adapter_to_replace(checkpoint, refusal):
+    """Both hold a streams_config.json; writing there would destroy the training's result."""
+    assert "exists and is not an adapter" in refusal(checkpoint, out=checkpoint)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_stopped_conversion_leaves_nothing(base, trained, tmp_path, monkeypatch, error):
+    from ssmlx import adapter
+
+    def stop(folder, *_):
+        (folder / "half").touch()
+        raise error
+
+    monkeypatch.setattr(adapter, "write_adapter", stop)
+    if error is KeyboardInterrupt:
+        assert main(argv(base, trained, tmp_path / "out")) == 130
+    else:
+        with pytest.raises(error):
+            main(argv(base, trained, tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_real_process(base, checkpoint, tmp_path):
+    result = run_module("convert", *argv(base, checkpoint, tmp_path / "out"))
+    assert (result.returncode, result.stdout) == (0, "")
+    (checkpoint / LORA).unlink()
+    result = run_module("convert", *argv(base, checkpoint, tmp_path / "new"))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{LORA} does not exist" in one_line(result.stderr, "convert")
+    result = run_module("convert", "--out", "x")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "arguments are required: --lora" in one_line(result.stderr, "convert")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_sample_checkpoint_does_not_fit_a_tiny_base(refusal):
+    assert "the base model has layers 4; expected 30" in refusal(EXAMPLE)

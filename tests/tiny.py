@@ -1,0 +1,196 @@
+"""Tiny random models for tests, and slow obvious versions of what the package computes."""
+
+from __future__ import annotations
+
+import random
+from importlib import import_module
+from itertools import product
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams
+from ssmlx.backbone import Backbone
+from ssmlx.config import StreamConfig
+from ssmlx.lora import LoraWeights
+from ssmlx.model import LowRank, StreamFusedModel, StreamWeights
+from ssmlx.tree import Tree
+
+LAYERS, WIDTH, VOCAB = 3, 32, 13
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "mistral")
+KINDS = (nn.Linear, nn.QuantizedLinear)
+
+
+def randomise(model: nn.Module, seed: int, std: float = 0.25) -> None:
+    """Fill every parameter: matrices around 0, vectors around 1."""
+    key = mx.random.key(seed)
+    filled = []
+    for name, value in tree_flatten(model.parameters()):
+        key, own = mx.random.split(key)
+        noise = std * mx.random.normal(value.shape, key=own)
+        filled.append((name, noise if value.ndim > 1 or name.endswith("bias") else 1 + noise))
+    model.update(tree_unflatten(filled))
+    mx.eval(model.parameters())
+
+
+def make_base(architecture: str = "llama", *, seed: int = 0, vocab: int = VOCAB, **changes):
+    """A random mlx-lm model."""
+    sizes = {
+        "model_type": architecture,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocab,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": architecture == "qwen2",
+        "rope_theta": 1000.0,
+    }
+    # mlx-lm runs Mistral with its Llama code.
+    home = {"mistral": "llama"}.get(architecture, architecture)
+    module = import_module(f"mlx_lm.models.{home}")
+    model = module.Model(module.ModelArgs.from_dict({**sizes, **changes}))
+    randomise(model, seed)
+    return model
+
+
+def linears(model: nn.Module, first_layer: int) -> list[str]:
+    """Paths of the linear modules from layer `first_layer` on."""
+    names = []
+    for index in range(first_layer, len(model.layers)):
+        modules = model.layers[index].named_modules()
+        names += [f"model.layers.{index}.{name}" for name, m in modules if isinstance(m, KINDS)]
+    return sorted(names)
+
+
+def make_lora(model: nn.Module, first_layer: int, seed: int, scale: float = 2.0):
+    """Random LoRA of rank 2 on every linear module from `first_layer` on."""
+    rng, lora = np.random.default_rng(seed), {}
+    modules = dict(model.named_modules())
+    for path in linears(model, first_layer):
+        linear = modules[path]
+        out_size, in_size = linear.weight.shape
+        if isinstance(linear, nn.QuantizedLinear):
+            in_size = in_size * 32 // linear.bits
+        a, b = rng.normal(0, 0.2, (in_size, 2)), rng.normal(0, 0.2, (2, out_size))
+        lora[path] = LoraWeights(mx.array(a, mx.float32), mx.array(b, mx.float32), scale)
+    return lora
+
+
+def make_streams(config: StreamConfig, seed: int) -> StreamWeights:
+    """Random stream weights."""
+    rng, size = np.random.default_rng(seed), config.hidden_size
+
+    def low_rank(rank: int) -> LowRank | None:
+        if not rank:
+            return None
+        a, b = rng.normal(0, 0.3, (rank, size)), rng.normal(0, 0.3, (size, rank))
+        return LowRank(mx.array(a, mx.float32), mx.array(b, mx.float32))
+
+    embeddings = mx.array(rng.normal(0, 0.3, (config.num_streams, size)), mx.float32)
+    return StreamWeights(embeddings, low_rank(config.stream_init_rank), low_rank(config.prune_rank))
+
+
+def make_model(
+    architecture: str = "llama",
+    scope: str = "all",
+    *,
+    base: nn.Module | None = None,
+    num_streams: int = 3,
+    merge_lora: bool = True,
+    seed: int = 0,
+    end_token_ids: tuple[int, ...] = (),
+    **changes,
+) -> StreamFusedModel:
+    """A tiny model whose base, streams, pruning adapter and LoRA are random."""
+    model = make_base(architecture, seed=seed, **changes) if base is None else base
+    config = StreamConfig(
+        num_streams=num_streams,
+        num_msa_layers=2,
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        stream_init="residual",
+        stream_init_rank=3,
+        prune_rank=3,
+        adapter_scope=scope,
+        end_token_ids=end_token_ids,
+    )
+    backbone = Backbone(model)
+    lora = make_lora(model, config.insertion_layer, seed + 1)
+    adapter = Adapter(config, make_streams(config, seed + 2), BaseIdentity.of(backbone), lora)
+    return fuse_streams(backbone, adapter, merge_lora=merge_lora)
+
+
+def target_of(architecture: str, scope: str, seed: int = 0, **changes) -> nn.Module:
+    """What `make_model` must sample from, built apart: the base, its LoRA added for "all"."""
+    model = make_base(architecture, seed=seed, **changes)
+    if scope == "all":
+        modules = dict(model.named_modules())
+        for path, lora in make_lora(model, LAYERS - 2, seed + 1).items():
+            modules[path].weight = modules[path].weight + lora.scale * (lora.a @ lora.b).T
+    return model
+
+
+def make_tokenizer(vocab: int = VOCAB, eos: int | None = None) -> TokenizerWrapper:
+    """A tokenizer of the words w0, w1, ..."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words)
+    return TokenizerWrapper(fast, eos_token_ids=[] if eos is None else [eos])
+
+
+def first_tokens(steps, count: int) -> tuple[list[int], list[int]]:
+    """The first `count` tokens of a decoding loop, and the length of each step taken."""
+    tokens, lengths = [], []
+    for step in steps:
+        tokens += step
+        lengths.append(len(step))
+        if len(tokens) >= count:
+            return tokens[:count], lengths
+    raise AssertionError("a decoding loop ended")
+
+
+def tree_from_parents(tokens: list[int], parents: list[int]) -> Tree:
+    """A tree from lists; `parents[0]` is ignored, nodes stand breadth first."""
+    paths = [[0]]
+    for node in range(1, len(tokens)):
+        paths.append([*paths[parents[node]], node])
+    levels = max(len(path) for path in paths)
+    full = [path + [path[-1]] * (levels - len(path)) for path in paths]
+    depths = [len(path) - 1 for path in paths]
+    return Tree(
+        mx.array(tokens, mx.int32),
+        mx.array(depths, mx.int32),
+        mx.array(full, mx.int32),
+        1 + max((parents[node] for node in range(1, len(tokens))), default=0),
+    )
+
+
+def random_tree(rng: random.Random, num_nodes: int, vocab: int) -> Tree:
+    """A random tree whose siblings carry different tokens, breadth first."""
+    ranks: list[tuple[int, ...]] = [()]
+    while len(ranks) < num_nodes:
+        path = (*rng.choice(ranks), rng.randrange(vocab))
+        if path not in ranks:
+            ranks.append(path)
+    ranks.sort(key=lambda path: (len(path), path))
+    index = {path: node for node, path in enumerate(ranks)}
+    tokens = [rng.randrange(vocab), *(path[-1] for path in ranks[1:])]
+    return tree_from_parents(tokens, [0, *(index[path[:-1]] for path in ranks[1:])])
+
+
+def best_rank_paths(probs: np.ndarray, count: int, width: int) -> set[tuple[int, ...]]:
+    """The `count` best nodes of the full tree by product of `probs` [G, K], by brute force."""
+    levels = probs.shape[0]
+    nodes = [r for depth in range(levels + 1) for r in product(range(width), repeat=depth)]
+    score = {r: prod(float(probs[level, rank]) for level, rank in enumerate(r)) for r in nodes}
+    return set(sorted(nodes, key=lambda r: -score[r])[:count])
