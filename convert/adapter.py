@@ -106,12 +106,12 @@ def read_checkpoint(
         InputError: anything is missing, spare, or does not fit the base.
     """
     config = read_stream_config(streams_file.parent / STREAMS_CONFIG)
+    check_sizes(config, backbone)
     config = replace(
         config,
         adapter_scope=scope or config.adapter_scope,
         base_model=config.base_model or base_model,
     )
-    check_sizes(config, backbone)
     streams = read_streams(streams_file, config)
     lora = read_lora(lora_folder, config, backbone.model)
     check_lora(backbone.model, lora, lora_folder)

@@ -189,10 +189,9 @@ def _read_pickle(path: Path) -> dict[str, mx.array]:
     try:
         tensors: Mapping[str, torch.Tensor] = torch.load(path, "cpu", weights_only=True)
         return {name: mx.array(tensor.float().numpy()) for name, tensor in tensors.items()}
-    except Exception as error:  # the unpickler raises many kinds; none may run code
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # the unpickler raises many kinds, with long advice in them
         raise InputError(
-            f"{path} cannot be read without running code ({reason})",
-            expected="a pickle of tensors alone",
+            f"{path} cannot be read without running code ({type(error).__name__})",
+            expected="a whole pickle of tensors alone",
             do="save the adapter as safetensors",
         ) from error

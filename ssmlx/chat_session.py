@@ -117,30 +117,31 @@ class ChatSession:
         """Answer `text`, segment by segment. Closing the iterator stops the answer and keeps it.
 
         Raises:
-            InputError: the conversation no longer fits the context; the turn is taken back.
+            InputError: the conversation no longer fits the context; the turn does not count.
         """
-        self.messages.append({"role": "user", "content": text})
-        try:
-            prompt = chat_tokens(self.tokenizer, self.messages)
-            reused = self._reuse(prompt)
-            responses = stream_generate(
-                self.model,
-                self.tokenizer,
-                prompt[reused:],
-                self.config,
-                cache=self._cache,
-                progress=progress,
-            )
-        except ValueError:
-            self.messages.pop()
-            raise
-        return self._answer(prompt, reused, responses)
+        question: Message = {"role": "user", "content": text}
+        prompt = chat_tokens(self.tokenizer, [*self.messages, question])
+        reused = self._reuse(prompt)
+        responses = stream_generate(
+            self.model,
+            self.tokenizer,
+            prompt[reused:],
+            self.config,
+            cache=self._cache,
+            progress=progress,
+        )
+        return self._answer(question, prompt, reused, responses)
 
     def _answer(
-        self, prompt: list[int], reused: int, responses: Iterator[GenerationResponse]
+        self,
+        question: Message,
+        prompt: list[int],
+        reused: int,
+        responses: Iterator[GenerationResponse],
     ) -> Iterator[GenerationResponse]:
         text, last = "", None
         written = list(prompt)
+        self.messages.append(question)
         try:
             for last in responses:
                 text += last.text

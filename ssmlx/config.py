@@ -93,9 +93,18 @@ class StreamConfig:
             expected="one of " + ", ".join(ADAPTER_SCOPES),
             do=do,
         )
+        for name in ("stream_init_rank", "prune_rank"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+                f"{name} is {value!r}",
+                expected="0 or a positive whole number",
+                do=do,
+            )
+        template = self.prompt_template
         _require(
-            self.prompt_template is None or "{prompt}" in self.prompt_template,
-            "prompt_template has no {prompt}",
+            template is None or (isinstance(template, str) and "{prompt}" in template),
+            f"prompt_template is {template!r}",
             expected="a text with {prompt} where the prompt goes",
             do=do,
         )
@@ -122,7 +131,15 @@ class StreamConfig:
             do="check the checkpoint's streams_config.json",
         )
         known = {k: v for k, v in values.items() if k in names}
-        known["end_token_ids"] = tuple(known.get("end_token_ids") or ())
+        end_tokens = known.get("end_token_ids") or ()
+        _require(
+            isinstance(end_tokens, list | tuple)
+            and all(isinstance(token, int) for token in end_tokens),
+            f"end_token_ids is {end_tokens!r}",
+            expected="a list of token ids",
+            do="check the checkpoint's streams_config.json",
+        )
+        known["end_token_ids"] = tuple(end_tokens)
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:

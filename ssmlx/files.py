@@ -48,7 +48,11 @@ def _swap(work: Path, target: Path) -> None:
         return
     old = work.with_name(work.name + ".old")
     target.rename(old)
-    work.rename(target)
+    try:
+        work.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
     shutil.rmtree(old)
 
 

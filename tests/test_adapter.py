@@ -172,7 +172,7 @@ def test_lora_of_the_other_scope_is_not_taken(base, folder):
         ({"lora_scale": None}, "has lora_scale None"),
         ({"base": {}}, "does not say which base model"),
         ({"base": None}, "does not say which base model"),
-        ({"prompt_template": "no place"}, "prompt_template has no {prompt}"),
+        ({"prompt_template": "no place"}, "prompt_template is"),
     ],
 )
 def test_settings_that_do_not_fit_are_told(base, folder, change, said):

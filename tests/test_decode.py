@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
 import mlx.core as mx
 import mlx_lm
@@ -211,7 +211,7 @@ def test_prompts_around_the_prefill_step(length):
     assert tokens == expected
     assert reports[0] == (0, length - 1)
     assert reports[-1] == (length - 1, length - 1)
-    assert all(after[0] - before[0] <= 4 for before, after in zip(reports, reports[1:]))
+    assert all(after[0] - before[0] <= 4 for before, after in pairwise(reports))
     plain = plain_decode(model, prompt, model.make_cache(), prefill_step_size=4)
     assert first_tokens(plain, 12)[0] == expected
 

@@ -30,14 +30,7 @@ def naive_visibility(tree, num_streams):
 
 def test_golden_visibility():
     chain = tree_from_parents([1, 2], [0, 0])
-    expected = """
-        x.....
-        xx....
-        x.x...
-        x.xx..
-        xx..x.
-        xx..xx
-    """.split()
+    expected = ["x.....", "xx....", "x.x...", "x.xx..", "xx..x.", "xx..xx"]
     found = np.array(stream_visibility(chain.ancestors, 2))
     assert ["".join(".x"[int(cell)] for cell in row) for row in found] == expected
 

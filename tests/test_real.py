@@ -29,7 +29,6 @@ VARIANTS = {
     "plain": {"decoding": "plain"},
     "full": {"tree": TreeConfig(kind="full", width=2)},
     "best 16": {"tree": TreeConfig(size=16)},
-    "best 16, two streams": {"tree": TreeConfig(size=16), "num_streams": 2},
     "best 16 to 8": {"tree": TreeConfig(size=16), "prune": PruneConfig(kind="budget", keep=8)},
     "full, threshold": {
         "tree": TreeConfig(kind="full", width=2),
@@ -89,13 +88,12 @@ def check(models, entry, width):
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_tokens_and_calls_are_those_of_pytorch(models, width):
-    for entry in EXPECTED[:6]:
+    for entry in EXPECTED[:3]:
         check(models, entry, width)
 
 
-@pytest.mark.parametrize("width", [3, 4])
-def test_wide_trees_too(models, width):
-    check(models, EXPECTED[0], width)
+def test_a_wide_tree_too(models):
+    check(models, EXPECTED[1], 3)
 
 
 @pytest.mark.slow
