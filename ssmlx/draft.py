@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -44,6 +45,10 @@ class StreamDrafter:
 
     def __init__(self, model: StreamFusedModel, tree: TreeConfig, num_streams: int) -> None:
         self.num_streams = self.num_levels = num_streams
+        # A stream cannot rank more candidates than there are tokens.
+        vocab_size = model.backbone.vocab_size
+        if tree.kind == "best":
+            tree = replace(tree, width=min(tree.width or vocab_size, vocab_size))
         self._model, self._tree = model, tree
         self._num_candidates = draft_topology(tree, num_streams).num_candidates
 
@@ -62,7 +67,6 @@ def rank_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
         logits: [G, V]
     """
     logits = logits.astype(mx.float32)
-    count = min(count, logits.shape[-1])
     found = mx.argpartition(-logits, count - 1, axis=-1)[:, :count]
     values = mx.take_along_axis(logits, found, axis=-1)
     order = mx.argsort(-values, axis=-1)

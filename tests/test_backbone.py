@@ -146,7 +146,7 @@ SCALED = {"llama3": "llama", "yarn": "qwen2", "linear": "llama", "longrope": "ph
 def test_scaled_ropes_decode_the_same(kind):
     model = make_model(SCALED[kind], rope_scaling=ROPES[kind])
     expected = first_tokens(plain_decode(model, [1, 2, 3], model.make_cache()), 12)[0]
-    drafter = StreamDrafter(model, TreeConfig(size=12), 3)
+    drafter = StreamDrafter(model, TreeConfig(), 3)
     steps = streaming_decode(model, [1, 2, 3], model.make_cache(), drafter=drafter)
     assert first_tokens(steps, 12)[0] == expected
 

@@ -102,15 +102,16 @@ def test_parity(architecture, scope, kind, tmp_path):
     assert_close([whole], [expected.main_logits[0]])
 
 
+@pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_oracle_takes_the_same_steps(architecture, scope, tmp_path):
-    reference, model = make_pair(tmp_path, architecture, scope, "residual")
+def test_oracle_takes_the_same_steps(architecture, scope, kind, tmp_path):
+    reference, model = make_pair(tmp_path, architecture, scope, kind)
     for width in (1, 2, 3):
         tokens, calls = greedy_streaming(
-            reference, PROMPT, width=width, max_tokens=8, end_token_ids=[]
+            reference, PROMPT, width=width, max_tokens=14, end_token_ids=[]
         )
         config = GenerateConfig(tree=TreeConfig(kind="full", width=width))
         steps = token_steps(model, PROMPT, model.make_cache(), config)
-        found, lengths = first_tokens(steps, 8)
+        found, lengths = first_tokens(steps, 14)
         assert (found, len(lengths)) == (tokens, calls)
