@@ -372,3 +372,24 @@ def test_sampling_draws_from_the_target(monkeypatch):
     assert p_value(counts, probs) > 1e-3
     monkeypatch.setattr(decode, "accept", accept_first_child)
     assert p_value(sampled_counts(seed=0, draws=150)[0], probs) < 1e-6
+
+
+@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+def test_neither_loop_copies_the_cache(decoding):
+    model = make_model("llama")
+    cache = model.make_cache(64)
+    cache.reserve(tokens=100_000)
+    if decoding == "plain":
+        steps = plain_decode(model, [1, 2, 3], cache)
+    else:
+        drafter = StreamDrafter(model, TreeConfig(kind="full", width=2), model.num_streams)
+        steps = streaming_decode(model, [1, 2, 3], cache, drafter=drafter)
+    for _ in range(3):
+        next(steps)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(5):
+        next(steps)
+    one_layer = cache.nbytes / model.num_layers
+    assert mx.get_peak_memory() - before < one_layer / 4
