@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import ssmlx
@@ -89,9 +90,15 @@ def write_base(folder: Path, model: Any, config: dict[str, Any], words: Tokenize
 
 
 def load_both(model: Path, adapter: Path | None) -> tuple[StreamFusedModel, TokenizerWrapper, Any]:
-    """ssmlx's model, the tokenizer, and mlx-lm's own model of the same weights."""
+    """ssmlx's model, the tokenizer, and mlx-lm's own model of the same weights.
+
+    For scope "all" the two share the arrays themselves: where a copy happens to lie in memory
+    alone moved tokens/s by some 3 %.
+    """
     fused, tokenizer = load(str(model), adapter=adapter, dtype="float32")
     plain, _ = mlx_lm.load(str(model))
+    if adapter is None:
+        plain.load_weights(tree_flatten(fused.backbone.model.parameters()))
     return fused, tokenizer, plain
 
 
