@@ -112,7 +112,7 @@ def read_checkpoint(
         adapter_scope=scope or config.adapter_scope,
         base_model=config.base_model or base_model,
     )
-    streams = read_streams(streams_file, config)
+    streams = read_streams(streams_file, config, backbone.vocab_size)
     lora = read_lora(lora_folder, config, backbone.model)
     check_lora(backbone.model, lora, lora_folder)
     return Adapter(config, streams, BaseIdentity.of(backbone), lora)

@@ -3,6 +3,11 @@
     adapter_config.json, adapter_model.safetensors (or .bin)    LoRA, as PEFT writes it
     streams_config.json, streams.safetensors                    settings and stream weights
 
+`streams.safetensors` holds `stream_embeddings` unless `stream_design` is "value_rotation", the
+low-rank pairs `stream_init.*` and `prune_adapter.*` where they have a rank, and, where
+`draft_vocab_size` is not 0, `draft_vocab`: int32, the ids of the tokens that streams draft from,
+strictly ascending.
+
 Nothing here needs PyTorch but the reading of a .bin file.
 """
 

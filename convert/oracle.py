@@ -26,6 +26,17 @@ class _Predictor(Protocol):
     ) -> ReferenceOutput: ...
 
 
+def likeliest_tokens(output: ReferenceOutput, carrier: int, width: int) -> list[list[int]]:
+    """[G][k] the tokens that each stream of the `carrier`-th row with streams finds likeliest.
+
+    A stream cannot rank more of them than it drafts from.
+    """
+    logits = output.stream_logits[0, carrier]
+    ranked = logits.topk(min(width, logits.shape[-1])).indices
+    vocab = output.draft_vocab
+    return (ranked if vocab is None else vocab[ranked]).tolist()
+
+
 def tree_inputs(
     prompt: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -143,7 +154,7 @@ def greedy_streaming(
             committed.append(tree_tokens[node])
             if not _is_finished(generated, max_tokens, end_token_ids):
                 generated.append(target[node])
-        candidates = output.stream_logits[0, path[-1]].topk(width).indices.tolist()
+        candidates = likeliest_tokens(output, path[-1], width)
         tree_tokens, parents = full_tree(target[path[-1]], candidates)
     return generated, calls
 

@@ -8,6 +8,7 @@ whether streams are there or not. Nothing here keeps a cache between calls.
 Shapes, beside the legend of `ssmlx.shapes`:
 
     B   batch              T   node rows: prompt tokens, and the nodes of a draft tree
+    Vd  tokens that streams draft from: the draft vocabulary, or V where there is none
     K   node rows that carry streams; the stream rows stand node by node, so that stream j
         (1 to G) of the m-th such node is row T + m * G + j - 1 of what the upper layers see
     N   layers of the model           Ns  the top ones, with multi-stream attention
@@ -27,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ssmlx.adapter import check_draft_vocab
 from ssmlx.config import StreamConfig
 from ssmlx.errors import InputError
 
@@ -51,13 +53,16 @@ class ReferenceOutput:
 
     Attributes:
         main_logits: [B, T, V] next token of every node row.
-        stream_logits: [B, K, G, V]; entry j - 1 is stream j, the token j places further on.
+        stream_logits: [B, K, G, Vd]; entry j - 1 is stream j, the token j places further on.
         early_exit_logits: [B, T, V] next token as layer N - Ns sees it; None without adapter.
+        draft_vocab: [Vd] the token of each column of `stream_logits`; None where the columns are
+            the whole vocabulary.
     """
 
     main_logits: torch.Tensor
     stream_logits: torch.Tensor
     early_exit_logits: torch.Tensor | None
+    draft_vocab: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -126,11 +131,13 @@ class _Rows:
 class _NodeKeys:
     """The part of transformers' `Cache` that attention calls: one layer's node keys and values.
 
-    The first update, by node rows, is kept; the second, by stream rows, is put behind it.
+    The first update, by node rows, is kept; the second, by stream rows, is put behind it, the
+    values turned as in eq. 7 where the settings say so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: StreamConfig) -> None:
         self.nodes: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._config = config
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
@@ -139,6 +146,8 @@ class _NodeKeys:
         if self.nodes is None:
             self.nodes = keys, values
             return self.nodes
+        if self._config.stream_design == "value_rotation":
+            values = rotate_values(values, self._config.num_streams, self._config.rotation_step)
         return torch.cat([self.nodes[0], keys], dim=2), torch.cat([self.nodes[1], values], dim=2)
 
 
@@ -156,6 +165,8 @@ class StreamFusedReference(nn.Module):
         lora_modules: names of linear modules ("q_proj" or "self_attn.q_proj"); empty means all.
         lora_layers: layers that they are in; empty means those with multi-stream attention.
         rank_stabilised: LoRA's scale is alpha / sqrt(r), not alpha / r.
+        draft_vocab: [Vd] int32, the tokens that streams draft from, strictly ascending; given
+            exactly where the settings have a `draft_vocab_size`.
 
     Raises:
         InputError: the settings do not fit the model, or the model cannot be driven this way.
@@ -171,14 +182,21 @@ class StreamFusedReference(nn.Module):
         lora_modules: Sequence[str] = (),
         lora_layers: Sequence[int] = (),
         rank_stabilised: bool = False,
+        draft_vocab: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         _check_base(base, config)
+        _check_draft_vocab(draft_vocab, base, config)
         self.base, self.config = base.requires_grad_(False), config
         self.windows = _sliding_windows(base.config, config.num_layers)
         like, width = base.model.embed_tokens.weight, config.hidden_size
-        self.stream_embeddings = nn.Parameter(
-            EMBEDDING_STD * torch.randn(config.num_streams, width, dtype=like.dtype).to(like.device)
+        self.stream_embeddings: nn.Parameter | None = None
+        if config.has_embeddings:
+            random = torch.randn(config.num_streams, width, dtype=like.dtype).to(like.device)
+            self.stream_embeddings = nn.Parameter(EMBEDDING_STD * random)
+        self.draft_vocab: torch.Tensor | None
+        self.register_buffer(
+            "draft_vocab", None if draft_vocab is None else draft_vocab.clone().to(like.device)
         )
         self.stream_init = _optional_low_rank(width, config.stream_init_rank, like)
         self.prune_adapter = _optional_low_rank(width, config.prune_rank, like)
@@ -211,8 +229,22 @@ class StreamFusedReference(nn.Module):
         )
         head, early = self.base.lm_head, hidden.early_exit
         return ReferenceOutput(
-            head(hidden.main), head(hidden.streams), None if early is None else head(early)
+            head(hidden.main),
+            self.draft_logits(hidden.streams),
+            None if early is None else head(early),
+            self.draft_vocab,
         )
+
+    def draft_logits(self, hidden_streams: torch.Tensor) -> torch.Tensor:
+        """[..., Vd] logits of the tokens that streams draft from, of [..., D] after the norm.
+
+        The head's rows are gathered anew by every call: give it many rows at a time.
+        """
+        head, vocab = self.base.lm_head, self.draft_vocab
+        if vocab is None:
+            return head(hidden_streams)
+        bias = None if head.bias is None else head.bias[vocab]
+        return nn.functional.linear(hidden_streams, head.weight[vocab], bias)
 
     def hidden_states(
         self,
@@ -223,45 +255,78 @@ class StreamFusedReference(nn.Module):
         stream_rows: torch.Tensor | None = None,
     ) -> HiddenStates:
         """`forward` without the LM head, for losses that apply it to a few rows at a time."""
-        decoder, at = self.base.model, self.config.insertion_layer
-        node_rows, speculative_rows, carriers = self._plan(
-            input_ids, positions, visible, stream_rows
-        )
-        nodes = decoder.embed_tokens(input_ids.to(carriers.device))
-        for index in range(at):
+        where = {"positions": positions, "visible": visible}
+        nodes = self.lower_states(input_ids, **where)
+        return self.upper_states(nodes, **where, stream_rows=stream_rows)
+
+    def lower_states(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, T, D] node states before layer N - Ns; arguments as in `forward`."""
+        node_rows, _, carriers = self._plan(input_ids.shape, positions, visible, torch.arange(0))
+        nodes = self.base.model.embed_tokens(input_ids.to(carriers.device))
+        for index in range(self.config.insertion_layer):
             nodes = self._run_layer(index, nodes, node_rows, None)
-        early = None if self.prune_adapter is None else nodes + self.prune_adapter(nodes)
+        return nodes
+
+    def upper_states(
+        self,
+        nodes: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+        stream_rows: torch.Tensor | None = None,
+    ) -> HiddenStates:
+        """From `lower_states` [B, T, D] to the final norm; arguments as in `forward`."""
+        decoder = self.base.model
+        node_rows, speculative_rows, carriers = self._plan(
+            nodes.shape[:2], positions, visible, stream_rows
+        )
+        early = None if self.prune_adapter is None else self.early_exit_states(nodes)
         streams = self.insert_streams(nodes[:, carriers])
-        for index in range(at, self.config.num_layers):
+        for index in range(self.config.insertion_layer, self.config.num_layers):
             nodes, streams = self._run_fused_layer(
                 index, nodes, streams, node_rows, speculative_rows
             )
         grouped = streams.unflatten(1, (len(carriers), self.config.num_streams))
-        return HiddenStates(
-            decoder.norm(nodes),
-            decoder.norm(grouped),
-            None if early is None else decoder.norm(early),
-        )
+        return HiddenStates(decoder.norm(nodes), decoder.norm(grouped), early)
+
+    def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
+        """[..., D] of `lower_states` as the pruning head sees them (section 3.2.3)."""
+        assert self.prune_adapter is not None
+        return self.base.model.norm((nodes + self.prune_adapter(nodes)).to(nodes.dtype))
 
     def insert_streams(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Eq. 3: [B, K, D] node states before layer N - Ns -> [B, K * G, D] stream states."""
+        """Eq. 3: [B, K, D] node states before layer N - Ns -> [B, K * G, D] stream states.
+
+        Where values are rotated there is no P_j: every stream of a node starts alike.
+        """
         started = nodes
         if self.stream_init is not None:
             started = self.stream_init(nodes)
         if self.config.stream_init == "residual":
             started = nodes + started
-        return (started[:, :, None] + self.stream_embeddings).flatten(1, 2)
+        if self.stream_embeddings is None:
+            started = started.repeat_interleave(self.config.num_streams, dim=1)
+        else:
+            started = (started[:, :, None] + self.stream_embeddings).flatten(1, 2)
+        # Under autocast the adapter's parameters may be wider than the base model's.
+        return started.to(nodes.dtype)
 
     def _plan(
         self,
-        input_ids: torch.Tensor,
+        shape: tuple[int, int],
         positions: torch.Tensor | None,
         visible: torch.Tensor | None,
         stream_rows: torch.Tensor | None,
     ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
         """The node rows, the stream rows if any, and the [K] node rows that carry streams."""
-        batch, length = input_ids.shape
-        device, num_streams = self.stream_embeddings.device, self.config.num_streams
+        batch, length = shape
+        device, num_streams = self.base.model.embed_tokens.weight.device, self.config.num_streams
         if positions is None:
             positions = torch.arange(length).expand(batch, length)
         if visible is None:
@@ -269,6 +334,7 @@ class StreamFusedReference(nn.Module):
         _expect_shape("positions", positions, (batch, length))
         _expect_shape("visible", visible, (batch, length, length))
         carriers = torch.arange(length) if stream_rows is None else stream_rows
+        carriers = carriers if num_streams else carriers[:0]
         positions, visible = positions.to(device), visible.to(device)
         carriers = carriers.to(device)
         nodes = self._rows(positions, visible, positions)
@@ -315,7 +381,7 @@ class StreamFusedReference(nn.Module):
         speculative_rows: _Rows | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Eq. 1 for nodes [B, T, D], eq. 2 for streams [B, K * G, D]."""
-        keys = _NodeKeys()
+        keys = _NodeKeys(self.config)
         nodes = self._run_layer(index, nodes, node_rows, keys)
         if keys.nodes is None:
             raise InputError(
@@ -368,7 +434,7 @@ class StreamFusedReference(nn.Module):
     @torch.no_grad()
     def _check_main_stream(self) -> None:
         """Refuse models that do more around their layers (scaled embeddings, capped logits)."""
-        training, device = self.base.training, self.stream_embeddings.device
+        training, device = self.base.training, self.base.model.embed_tokens.weight.device
         probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
         self.base.eval()
         expected = self.base(probe, use_cache=False).logits
@@ -381,6 +447,20 @@ class StreamFusedReference(nn.Module):
                 expected="a plain decoder such as Llama, Qwen2, Qwen3, Phi-3 or Mistral",
                 do="choose another base model",
             )
+
+
+def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.Tensor:
+    """Eq. 7: [B, Hkv, K * G, Dh] values of stream rows, those of stream n turned by n * step.
+
+    A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number: the
+    pairs of rotary embeddings' "rotate half". Every pair turns by the same angle.
+    """
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    angles = step * torch.arange(1, num_streams + 1, dtype=dtype, device=values.device)[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    real, imaginary = values.to(dtype).unflatten(2, (-1, num_streams)).chunk(2, dim=-1)
+    turned = torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=-1)
+    return turned.flatten(2, 3).to(values.dtype)
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -485,6 +565,34 @@ def _check_base(base: nn.Module, config: StreamConfig) -> None:
         )
 
 
+def _check_draft_vocab(
+    draft_vocab: torch.Tensor | None,
+    base: nn.Module,
+    config: StreamConfig,
+    source: str | Path = "the model",
+) -> None:
+    """Check that there is a draft vocabulary where the settings say so, and a sound one."""
+    if (draft_vocab is None) == (config.draft_vocab_size > 0):
+        raise InputError(
+            f"{source} has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
+            f"the draft_vocab_size {config.draft_vocab_size}",
+            expected="both or neither",
+            do="give the tensor draft_vocab exactly where draft_vocab_size is not 0",
+        )
+    if draft_vocab is not None:
+        check_draft_vocab(draft_vocab, config, base.config.vocab_size, source)
+
+
+def _read_draft_vocab(path: Path, base: nn.Module, config: StreamConfig) -> torch.Tensor | None:
+    """The draft vocabulary of a streams file whose settings name one."""
+    if not config.draft_vocab_size:
+        return None
+    _check_base(base, config)
+    draft_vocab = _read_tensors(path).get("draft_vocab")
+    _check_draft_vocab(draft_vocab, base, config, path)
+    return draft_vocab
+
+
 def _linear_paths(layer: nn.Module, lora: LoraSettings, where: str) -> list[str]:
     """Paths of the linear modules in `layer` that LoRA acts on."""
     paths = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
@@ -512,9 +620,11 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     config = read_stream_config(folder / STREAMS_CONFIG)
     has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     lora = read_lora_settings(folder / ADAPTER_CONFIG, config) if has_lora else LoraSettings()
+    streams = folder / STREAMS_WEIGHTS
     model = StreamFusedReference(
         base,
         config,
+        draft_vocab=_read_draft_vocab(streams, base, config),
         lora_rank=lora.rank,
         lora_alpha=lora.alpha,
         lora_modules=lora.modules,
@@ -523,7 +633,7 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     )
     if has_lora:
         _fill(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
-    _fill(_stream_parameters(model), folder / STREAMS_WEIGHTS)
+    _fill(_stream_parameters(model), streams)
     return model.eval()
 
 
@@ -550,9 +660,10 @@ def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 
 
 def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """The weights of `streams.safetensors` under their names there."""
+    """The tensors of `streams.safetensors` under their names there."""
     own = ("stream_embeddings", "stream_init.", "prune_adapter.")
-    return {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
+    found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
+    return found if model.draft_vocab is None else {**found, "draft_vocab": model.draft_vocab}
 
 
 @torch.no_grad()
@@ -598,8 +709,12 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(kept, path, metadata={"format": "pt"})
+    work = path.with_name(path.name + ".new")
+    save_file(kept, work, metadata={"format": "pt"})
+    work.replace(path)
 
 
 def _write_json(values: Mapping[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    work = path.with_name(path.name + ".new")
+    work.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    work.replace(path)

@@ -1,7 +1,8 @@
 """The MLX adapter folder: what the converter writes and `ssmlx.load` reads.
 
     streams_config.json          settings, LoRA's scale, and what identifies the base model
-    streams.safetensors          stream_embeddings, stream_init.*, prune_adapter.*
+    streams.safetensors          stream_embeddings, stream_init.*, prune_adapter.*, draft_vocab,
+                                 each where the settings name it
     adapters.safetensors         LoRA of scope "all", with adapter_config.json beside it: exactly
                                  what mlx-lm's own `--adapter-path` reads
     stream_adapters.safetensors  LoRA of scope "streams"; mlx-lm, which would apply it to every
@@ -14,8 +15,9 @@ files beside them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .backbone import Backbone
+from .bundled import CONFIG_FILE
 from .config import AdapterScope, StreamConfig, read_json
 from .errors import InputError
 from .files import account_for, read_tensors
-from .lora import LoraWeights, RowScope, attach_lora, linear_shape
+from .lora import LoraWeights, RowScope, attach_lora, detach_lora, linear_shape
 from .model import LowRank, StreamFusedModel, StreamWeights
 from .shapes import to_list
 
 FORMAT = "ssmlx-adapter/1"
-CONFIG_FILE = "streams_config.json"
 STREAMS_FILE = "streams.safetensors"
 LORA_FILES: dict[AdapterScope, str] = {
     "all": "adapters.safetensors",
@@ -101,7 +103,11 @@ class Adapter:
 def expected_stream_tensors(config: StreamConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes that a streams file must hold."""
     size = config.hidden_size
-    expected: dict[str, tuple[int, ...]] = {"stream_embeddings": (config.num_streams, size)}
+    expected: dict[str, tuple[int, ...]] = {}
+    if config.has_embeddings:
+        expected["stream_embeddings"] = (config.num_streams, size)
+    if config.draft_vocab_size:
+        expected["draft_vocab"] = (config.draft_vocab_size,)
     for name, rank in (
         ("stream_init", config.stream_init_rank),
         ("prune_adapter", config.prune_rank),
@@ -112,14 +118,46 @@ def expected_stream_tensors(config: StreamConfig) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def read_streams(path: Path, config: StreamConfig) -> StreamWeights:
+def check_draft_vocab(
+    found: Any, config: StreamConfig, vocab_size: int, source: str | Path
+) -> None:
+    """Check that `found`, an array of MLX or of PyTorch, is a draft vocabulary.
+
+    Raises:
+        InputError: it is of another type or size, not ascending, or outside the vocabulary.
+    """
+    dtype, size = str(found.dtype).rpartition(".")[2], config.draft_vocab_size
+    tokens = found.tolist() if dtype == "int32" else []
+    if dtype != "int32" or tuple(found.shape) != (size,):
+        fault = f"a draft_vocab of {dtype} {list(found.shape)}"
+    elif not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        fault = f"tokens {min(tokens)} to {max(tokens)} in draft_vocab"
+    elif any(later <= token for token, later in pairwise(tokens)):
+        fault = "a draft_vocab that is not strictly ascending"
+    else:
+        return
+    raise InputError(
+        f"{source} has {fault}",
+        expected=f"int32 [{size}], token ids strictly ascending from 0 to {vocab_size - 1}",
+        do="use the files that belong together, or make the checkpoint again",
+    )
+
+
+def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWeights:
     """Read a streams file, accounting for every tensor.
+
+    Args:
+        path: the file.
+        config: the settings beside it.
+        vocab_size: V of the base model.
 
     Raises:
         InputError: the file is unreadable or does not fit `config`.
     """
     tensors = read_tensors(path, "stream weights")
     account_for(tensors, expected_stream_tensors(config), path)
+    if config.draft_vocab_size:
+        check_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
 
     def low_rank(name: str) -> LowRank | None:
         if f"{name}.lora_A.weight" not in tensors:
@@ -127,13 +165,17 @@ def read_streams(path: Path, config: StreamConfig) -> StreamWeights:
         return LowRank(tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
 
     return StreamWeights(
-        tensors["stream_embeddings"], low_rank("stream_init"), low_rank("prune_adapter")
+        tensors.get("stream_embeddings"),
+        low_rank("stream_init"),
+        low_rank("prune_adapter"),
+        tensors.get("draft_vocab"),
     )
 
 
 def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
     """The tensors of a streams file."""
-    tensors = {"stream_embeddings": streams.embeddings}
+    arrays = {"stream_embeddings": streams.embeddings, "draft_vocab": streams.draft_vocab}
+    tensors = {name: array for name, array in arrays.items() if array is not None}
     for name, low_rank in (("stream_init", streams.init), ("prune_adapter", streams.prune)):
         if low_rank is not None:
             tensors[f"{name}.lora_A.weight"] = low_rank.a
@@ -147,7 +189,12 @@ def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) 
     Raises:
         InputError: names the modules that are absent or of another shape.
     """
-    modules = dict(model.named_modules())
+    _check_fit(dict(model.named_modules()), lora, source)
+
+
+def _check_fit(
+    modules: Mapping[str, nn.Module], lora: Mapping[str, LoraWeights], source: Path
+) -> None:
     found: dict[str, mx.array] = {}
     expected: dict[str, tuple[int, ...]] = {}
     for path, weights in lora.items():
@@ -207,6 +254,23 @@ def load_adapter(folder: Path) -> Adapter:
     Raises:
         InputError: a file is missing, truncated, of another format, or does not fit the rest.
     """
+    values = _read_settings(folder)
+    config, identity = StreamConfig.from_dict(values), _identity(folder, values)
+    streams = read_streams(folder / STREAMS_FILE, config, identity.vocab_size)
+    lora = {} if values.get("fused") else _read_lora(folder, config, values.get("lora_scale"))
+    return Adapter(config, streams, identity, lora)
+
+
+def read_identity(folder: Path) -> BaseIdentity:
+    """The base model that an adapter folder is for, from its settings alone.
+
+    Raises:
+        InputError: the settings are missing, of another format, or do not say it.
+    """
+    return _identity(folder, _read_settings(folder))
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
     _check_folder(folder)
     values = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
     if values.get("format") != FORMAT:
@@ -215,19 +279,19 @@ def load_adapter(folder: Path) -> Adapter:
             expected=FORMAT,
             do="turn a PyTorch checkpoint into an adapter with `python -m convert` first",
         )
-    config = StreamConfig.from_dict(values)
-    streams = read_streams(folder / STREAMS_FILE, config)
+    return values
+
+
+def _identity(folder: Path, values: Mapping[str, Any]) -> BaseIdentity:
     base = values.get("base", {})
     try:
-        identity = BaseIdentity(**{**base, "norm_probe": tuple(base["norm_probe"])})
+        return BaseIdentity(**{**base, "norm_probe": tuple(base["norm_probe"])})
     except (TypeError, KeyError) as error:
         raise InputError(
             f"{folder / CONFIG_FILE} does not say which base model it is for",
             expected="an entry `base`",
             do="convert the checkpoint again",
         ) from error
-    lora = {} if values.get("fused") else _read_lora(folder, config, values.get("lora_scale"))
-    return Adapter(config, streams, identity, lora)
 
 
 def _check_folder(folder: Path) -> None:
@@ -271,30 +335,61 @@ def check_base(adapter: Adapter, backbone: Backbone) -> None:
             expected=f"{adapter.config.base_model or 'the model it was converted for'}",
             do="choose that model with --model, or another --adapter",
         )
+    config, base = adapter.config, adapter.base
+    if (config.num_layers, config.hidden_size) != (base.num_layers, base.hidden_size):
+        raise InputError(
+            f"the adapter's settings say {config.num_layers} layers of width {config.hidden_size}",
+            expected=f"{base.num_layers} of width {base.hidden_size}, as its base model has",
+            do="convert the checkpoint again",
+        )
 
 
-def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
-    """Attach an adapter to its base model.
+def fuse_streams(
+    backbone: Backbone,
+    adapter: Adapter,
+    *,
+    merge_lora: bool,
+    check: Callable[[StreamFusedModel], object] | None = None,
+) -> StreamFusedModel:
+    """Attach an adapter to its base model, in place of one that is attached already.
 
     Args:
-        backbone: the base model; its layers are changed in place.
+        backbone: the base model; its layers are changed in place, until `unfuse_streams`.
         adapter: what to attach.
         merge_lora: add LoRA of scope "all" into the weights of layers that are not quantised.
+            The original weights of these layers are kept beside them.
+        check: called with the new model before any layer is changed; may refuse it by raising.
 
     Raises:
-        InputError: the adapter is another model's.
+        InputError: the adapter is another model's. No layer is changed then.
     """
     check_base(adapter, backbone)
-    check_lora(backbone.model, adapter.lora, Path("the adapter"))
+    modules = {**dict(backbone.model.named_modules()), **backbone.replaced}
+    _check_fit(modules, adapter.lora, Path("the adapter"))
     every_row = adapter.config.adapter_scope == "all"
     scope = RowScope(0 if every_row else None)
     dtype, merge = backbone.dtype, merge_lora and every_row
-    attach_lora(backbone.model, adapter.lora, scope, merge=merge, dtype=dtype)
-    return StreamFusedModel(backbone, adapter.config, _cast(adapter.streams, dtype), scope)
+    fused = StreamFusedModel(backbone, adapter.config, _cast(adapter.streams, dtype), scope)
+    if check is not None:
+        check(fused)
+    unfuse_streams(backbone)
+    backbone.replaced = attach_lora(backbone.model, adapter.lora, scope, merge=merge, dtype=dtype)
+    return fused
+
+
+def unfuse_streams(backbone: Backbone) -> None:
+    """Take off what `fuse_streams` attached: the very weights of the base model come back."""
+    detach_lora(backbone.model, backbone.replaced)
+    backbone.replaced = {}
 
 
 def _cast(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
     def cast(low_rank: LowRank | None) -> LowRank | None:
         return low_rank and LowRank(low_rank.a.astype(dtype), low_rank.b.astype(dtype))
 
-    return StreamWeights(streams.embeddings.astype(dtype), cast(streams.init), cast(streams.prune))
+    embeddings = streams.embeddings
+    if embeddings is not None:
+        embeddings = embeddings.astype(dtype)
+    return replace(
+        streams, embeddings=embeddings, init=cast(streams.init), prune=cast(streams.prune)
+    )

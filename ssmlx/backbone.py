@@ -7,6 +7,8 @@ positions, and, by running both on a few tokens, that the stages put together ar
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +26,10 @@ POSITIONED_ROPES: tuple[type[nn.Module], ...] = (
     *(getattr(rope_utils, name) for name in _ROPE_NAMES if hasattr(rope_utils, name)),
 )
 _PROBE_TOKENS = (1, 2, 3)
+_HEAD_KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+
+LMHead = Callable[[mx.array], mx.array]
+"""Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
 
 
 class PositionedRope(nn.Module):
@@ -37,10 +43,20 @@ class PositionedRope(nn.Module):
         self.rope = rope
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Rotate `x` [1, H, R, Dh]; `offset` is the first row's position or positions [R]."""
+        """Rotate `x` [B, H, R, Dh].
+
+        Args:
+            x: queries or keys.
+            offset: the first row's position; or positions [R], where B is 1; or [B, R].
+        """
         if isinstance(offset, int):
             return self.rope(x, offset=offset)
-        return self.rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)
+        if offset.ndim == 1:
+            return self.rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)
+        batch, heads, rows, size = x.shape
+        folded = x.transpose(0, 2, 1, 3).reshape(batch * rows, heads, 1, size)
+        turned = self.rope(folded, offset=offset.flatten())
+        return turned.reshape(batch, rows, heads, size).transpose(0, 2, 1, 3)
 
 
 def _unsupported(model: nn.Module, why: str) -> InputError:
@@ -52,6 +68,15 @@ def _unsupported(model: nn.Module, why: str) -> InputError:
     )
 
 
+def take_rows(layer: nn.Module, rows: mx.array) -> nn.Module:
+    """A linear layer or embedding, packed or not, of `rows` of its outputs alone."""
+    taken = copy.copy(layer)
+    for name in ("weight", "scales", "biases", "bias"):
+        if layer.get(name) is not None:
+            taken[name] = layer[name][rows]
+    return taken
+
+
 class Backbone:
     """An mlx-lm model in stages.
 
@@ -59,12 +84,17 @@ class Backbone:
         model: a model as `mlx_lm.load` returns it. Its layers' rotary embeddings are wrapped in
             place; the model itself works as before.
 
+    Attributes:
+        replaced: the modules that an attached adapter's LoRA stands in for, by path;
+            `adapter.fuse_streams` fills it and `adapter.unfuse_streams` puts them back.
+
     Raises:
         InputError: the model is not regular; the message says in what.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.replaced: dict[str, nn.Module] = {}
         self._decoder: Any = getattr(model, "model", None)
         self._check_parts()
         self.layers: list[Any] = list(model.layers)
@@ -114,12 +144,36 @@ class Backbone:
             hidden = layer(hidden, mask, view)
         return hidden
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        """[R, V] next-token logits of `hidden` [1, R, D], through final norm and head."""
+    def logits(self, hidden: mx.array, head: LMHead | None = None) -> mx.array:
+        """[R, V] next-token logits of `hidden` [1, R, D], through final norm and head.
+
+        Args:
+            hidden: [1, R, D]
+            head: one that `draft_head` made, for the logits [R, Vd] of its tokens alone.
+        """
         normed = self._norm(hidden)
+        if head is not None:
+            return head(normed)[0]
         if self._head is None:
             return self._decoder.embed_tokens.as_linear(normed)[0]
         return self._head(normed)[0]
+
+    def draft_head(self, tokens: mx.array) -> LMHead:
+        """The LM head of `tokens` [Vd] alone, with its own copy of their rows.
+
+        Raises:
+            InputError: the head's rows cannot be taken one by one.
+        """
+        tied = self._head is None
+        head = self._decoder.embed_tokens if tied else self._head
+        if not isinstance(head, _HEAD_KINDS):
+            raise _unsupported(
+                self.model,
+                f"its LM head is a {type(head).__name__}, of which a draft vocabulary takes rows",
+            )
+        rows: Any = take_rows(head, tokens)
+        mx.eval(rows.parameters())
+        return rows.as_linear if tied else rows
 
     def append(self, tokens: mx.array, cache: TreeCache) -> mx.array:
         """[1, R, D] last hidden states of `tokens` [R], which join the cache."""

@@ -16,11 +16,15 @@ next step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from .shapes import expect_shape
+
+ValueMap = Callable[[mx.array], mx.array]
+"""The values of a step's rows [1, Hkv, R, Dh], to those that attention sees."""
 
 
 class _AppendView:
@@ -54,6 +58,19 @@ class _TreeView:
         cache._write(self._layer, first, cache.scratch, keys, values)
         cache._tree_rows[self._layer] = rows
         return cache._read(self._layer, first, cache.scratch + cache.offset)
+
+
+class _MappedTreeView(_TreeView):
+    """A tree view that stores other values than the layer computed."""
+
+    def __init__(
+        self, cache: TreeCache, layer: int, positions: mx.array, map_values: ValueMap
+    ) -> None:
+        super().__init__(cache, layer, positions)
+        self._map_values = map_values
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return super().update_and_fetch(keys, self._map_values(values))
 
 
 class TreeCache:
@@ -109,12 +126,15 @@ class TreeCache:
         """The cache object to hand to decoder layer `layer` when tokens are appended."""
         return _AppendView(self, layer)
 
-    def tree_view(self, layer: int, positions: mx.array) -> Any:
+    def tree_view(self, layer: int, positions: mx.array, map_values: ValueMap | None = None) -> Any:
         """The cache object to hand to decoder layer `layer` for a step's rows.
 
         Args:
             positions: [R] rotary position of each row.
+            map_values: what becomes of the rows' values before attention, if anything.
         """
+        if map_values is not None:
+            return _MappedTreeView(self, layer, positions, map_values)
         return _TreeView(self, layer, positions)
 
     def advance(self, num_tokens: int) -> None:

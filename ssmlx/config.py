@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any, Literal
 from .errors import InputError
 
 StreamInit = Literal["identity", "low_rank", "residual"]
+StreamDesign = Literal["embeddings", "value_rotation"]
 AdapterScope = Literal["all", "streams"]
 TreeKind = Literal["full", "best"]
 PruneKind = Literal["off", "budget", "threshold"]
 
 STREAM_INITS = ("identity", "low_rank", "residual")
+STREAM_DESIGNS = ("embeddings", "value_rotation")
 ADAPTER_SCOPES = ("all", "streams")
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
@@ -32,7 +35,7 @@ class StreamConfig:
     """What a stream checkpoint says of itself (paper, sections 3.2.1 and 3.2.3).
 
     Attributes:
-        num_streams: gamma, the speculative streams per node.
+        num_streams: gamma, the speculative streams per node; 0 for LoRA alone.
         num_msa_layers: Ns, the top layers with multi-stream attention.
         num_layers: N, the base model's layers; streams start before layer N - Ns.
         hidden_size: D, the base model's width.
@@ -45,6 +48,13 @@ class StreamConfig:
         prompt_template: text with `{prompt}` that the adapter was trained on, or None.
         end_token_ids: tokens that end an answer, beside the tokenizer's own.
         base_model: name of the model that the adapter was trained on.
+        stream_design: what tells streams apart: "embeddings", P_j of eq. 3; "value_rotation",
+            their values in attention, turned by eq. 7 (appendix B), without any parameters.
+        rotation_step: epsilon of eq. 7, radians by which each stream's values are turned
+            further than its predecessor's; 0 for embeddings. The paper holds it to pi / (2 N)
+            at most, N being the longest sequence and its streams together, which is tiny; here
+            any angle up to pi / 2 will do.
+        draft_vocab_size: Vd, tokens that streams draft from; 0 for the whole vocabulary.
     """
 
     num_streams: int
@@ -58,15 +68,18 @@ class StreamConfig:
     prompt_template: str | None = None
     end_token_ids: tuple[int, ...] = ()
     base_model: str = ""
+    stream_design: StreamDesign = "embeddings"
+    rotation_step: float = 0.0
+    draft_vocab_size: int = 0
 
     def __post_init__(self) -> None:
         do = "check the checkpoint's streams_config.json"
         for name in ("num_streams", "num_msa_layers", "num_layers", "hidden_size"):
-            value = getattr(self, name)
+            value, least = getattr(self, name), 0 if name == "num_streams" else 1
             _require(
-                isinstance(value, int) and not isinstance(value, bool) and value > 0,
+                isinstance(value, int) and not isinstance(value, bool) and value >= least,
                 f"{name} is {value!r}",
-                expected="a positive whole number",
+                expected=f"a whole number of {least} or more",
                 do=do,
             )
         _require(
@@ -93,7 +106,7 @@ class StreamConfig:
             expected="one of " + ", ".join(ADAPTER_SCOPES),
             do=do,
         )
-        for name in ("stream_init_rank", "prune_rank"):
+        for name in ("stream_init_rank", "prune_rank", "draft_vocab_size"):
             value = getattr(self, name)
             _require(
                 isinstance(value, int) and not isinstance(value, bool) and value >= 0,
@@ -108,6 +121,26 @@ class StreamConfig:
             expected="a text with {prompt} where the prompt goes",
             do=do,
         )
+        _require(
+            self.stream_design in STREAM_DESIGNS,
+            f"stream_design is {self.stream_design!r}",
+            expected="one of " + ", ".join(STREAM_DESIGNS),
+            do=do,
+        )
+        step = self.rotation_step
+        is_number = isinstance(step, int | float) and not isinstance(step, bool)
+        rotates = self.stream_design == "value_rotation"
+        _require(
+            is_number and (0 < step <= math.pi / 2 if rotates else step == 0),
+            f"stream_design {self.stream_design!r} has rotation_step {step!r}",
+            expected="more than 0 and at most pi / 2" if rotates else "0",
+            do=do,
+        )
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether there are stream embeddings."""
+        return self.stream_design == "embeddings" and self.num_streams > 0
 
     @property
     def insertion_layer(self) -> int:

@@ -45,18 +45,21 @@ class StreamDrafter:
 
     def __init__(self, model: StreamFusedModel, tree: TreeConfig, num_streams: int) -> None:
         self.num_streams = self.num_levels = num_streams
-        # A stream cannot rank more candidates than there are tokens.
-        vocab_size = model.backbone.vocab_size
-        if tree.kind == "best":
-            tree = replace(tree, width=min(tree.width or vocab_size, vocab_size))
+        # A stream cannot rank more candidates than there are tokens that it may draft.
+        most = model.draft_vocab_size
+        width = tree.full_width if tree.kind == "full" else tree.width or most
+        tree = replace(tree, width=min(width, most))
         self._model, self._tree = model, tree
         self._num_candidates = draft_topology(tree, num_streams).num_candidates
 
     def propose(self, root: mx.array, stream_hidden: mx.array) -> Tree:
         """See `Drafter.propose`."""
         expect_shape("stream hidden states", stream_hidden, 1, self.num_streams, None)
-        logits = self._model.backbone.logits(stream_hidden)
+        logits = self._model.draft_logits(stream_hidden)
         tokens, logprobs = rank_candidates(logits, self._num_candidates)
+        vocab = self._model.draft_vocab
+        if vocab is not None:
+            tokens = vocab[tokens]
         return grow_tree(root, tokens, logprobs, self._tree)
 
 

@@ -6,15 +6,17 @@ The stages are those of figures 2 and 7 of the paper; `decode.py` puts them in o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from .backbone import Backbone
+from .backbone import Backbone, LMHead
 from .cache import TreeCache
 from .config import StreamConfig
 from .lora import RowScope
 from .masks import MaskBuffer, stream_positions, stream_visibility
+from .rotation import ValueRotation
 from .shapes import expect_shape
 from .tree import Tree
 
@@ -41,20 +43,24 @@ class StreamWeights:
     """What a checkpoint adds to the base model beside LoRA.
 
     Attributes:
-        embeddings: [G, D] the stream identifier embeddings P_j of eq. 3.
+        embeddings: [G, D] the stream identifier embeddings P_j of eq. 3; None where streams are
+            told apart by the rotation of their values.
         init: f of eq. 3, None for identity.
         prune: the early-exit adapter o_theta of section 3.2.3, None where there is none.
+        draft_vocab: [Vd] int32, the tokens that streams draft from, ascending; None for all.
     """
 
-    embeddings: mx.array
+    embeddings: mx.array | None
     init: LowRank | None = None
     prune: LowRank | None = None
+    draft_vocab: mx.array | None = None
 
     @property
     def num_parameters(self) -> int:
-        """Numbers beside LoRA."""
+        """Trained numbers beside LoRA; the draft vocabulary's ids are none."""
         maps = [low_rank for low_rank in (self.init, self.prune) if low_rank is not None]
-        return self.embeddings.size + sum(m.a.size + m.b.size for m in maps)
+        embedded = 0 if self.embeddings is None else self.embeddings.size
+        return embedded + sum(m.a.size + m.b.size for m in maps)
 
 
 class StreamFusedModel:
@@ -80,15 +86,39 @@ class StreamFusedModel:
         self.streams = streams
         self._scope = scope or RowScope()
         self._lower_masks, self._upper_masks = MaskBuffer(), MaskBuffer()
+        self._rotation: ValueRotation | None = None
+        self._draft_head: LMHead | None = None
         if config is not None and streams is not None:
-            expect_shape(
-                "stream embeddings", streams.embeddings, config.num_streams, config.hidden_size
-            )
+            self._take_streams(config, streams)
+
+    def _take_streams(self, config: StreamConfig, streams: StreamWeights) -> None:
+        """Check what `streams` holds, and make of it what every step needs."""
+        sizes = config.num_streams, config.hidden_size
+        if config.stream_design == "value_rotation":
+            self._rotation = ValueRotation(config.num_streams, config.rotation_step)
+        elif config.has_embeddings:
+            if streams.embeddings is None:
+                raise ValueError(f"stream embeddings are missing, expected {sizes}")
+            expect_shape("stream embeddings", streams.embeddings, *sizes)
+        if streams.draft_vocab is not None:
+            expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
+            self._draft_head = self.backbone.draft_head(streams.draft_vocab)
 
     @property
     def num_streams(self) -> int:
         """G as trained; 0 without streams."""
         return self.config.num_streams if self.config else 0
+
+    @property
+    def draft_vocab(self) -> mx.array | None:
+        """[Vd] the tokens that streams draft from; None for the whole vocabulary."""
+        return self.streams.draft_vocab if self.streams else None
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Vd; V where streams draft from the whole vocabulary."""
+        vocab = self.draft_vocab
+        return self.backbone.vocab_size if vocab is None else vocab.shape[0]
 
     @property
     def num_layers(self) -> int:
@@ -118,8 +148,14 @@ class StreamFusedModel:
         assert self.streams is not None and self.streams.prune is not None
         return self.backbone.logits(hidden + self.streams.prune(hidden))
 
+    def draft_logits(self, stream_hidden: mx.array) -> mx.array:
+        """[R, Vd] logits of the tokens that may be drafted, of stream rows [1, R, D]."""
+        return self.backbone.logits(stream_hidden, self._draft_head)
+
     def insert(self, hidden: mx.array, num_streams: int) -> mx.array:
         """[1, M * (1 + G), D] the nodes' rows, and their streams' rows as in eq. 3.
+
+        Where values are rotated, every stream of a node starts as f(h) alone.
 
         Args:
             hidden: [1, M, D] nodes before the insertion layer.
@@ -134,7 +170,10 @@ class StreamFusedModel:
             start = self.streams.init(hidden)
             if self.config.stream_init == "residual":
                 start = hidden + start
-        rows = start[:, :, None, :] + self.streams.embeddings[:num_streams]
+        if self.streams.embeddings is None:
+            rows = mx.repeat(start, num_streams, axis=1)
+        else:
+            rows = start[:, :, None, :] + self.streams.embeddings[:num_streams]
         rows = rows.reshape(1, num_nodes * num_streams, size).astype(hidden.dtype)
         return mx.concatenate([hidden, rows], axis=1)
 
@@ -151,7 +190,10 @@ class StreamFusedModel:
         visible = stream_visibility(tree.ancestors, num_streams)
         mask = self._upper_masks.mask(visible, cache.offset, cache.capacity, tree.topology)
         layers = range(self.insertion_layer, self.num_layers)
-        views: list[Any] = [cache.tree_view(layer, positions) for layer in layers]
+        rotate = None
+        if self._rotation is not None:
+            rotate = partial(self._rotation, num_nodes=num_nodes, num_streams=num_streams)
+        views: list[Any] = [cache.tree_view(layer, positions, rotate) for layer in layers]
         if self._scope.first == 0:
             return self.backbone.run(rows, layers.start, layers.stop, mask, views)
         with self._scope.starting_at(num_nodes):
