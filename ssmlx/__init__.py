@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from .api import GenerationResponse as GenerationResponse
     from .api import generate as generate
     from .api import stream_generate as stream_generate
+    from .bundled import bundled_adapters as bundled_adapters
     from .chat_session import ChatSession as ChatSession
     from .config import PruneConfig as PruneConfig
     from .config import TreeConfig as TreeConfig
     from .errors import InputError as InputError
     from .loading import load as load
+    from .loading import swap_adapter as swap_adapter
 
 __version__ = "0.1.0"
 
@@ -34,6 +36,8 @@ has_fast_blas = prefer_openblas()
 # Loaded on first use, so that `--help` does not wait for MLX.
 _HOMES = {
     "load": "loading",
+    "swap_adapter": "loading",
+    "bundled_adapters": "bundled",
     "generate": "api",
     "stream_generate": "api",
     "GenerateConfig": "api",

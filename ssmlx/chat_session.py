@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -16,6 +17,7 @@ from .api import (
 )
 from .decode import Progress
 from .errors import InputError
+from .loading import swap_adapter
 from .model import StreamFusedModel
 from .prompts import Message, chat_tokens
 
@@ -70,7 +72,7 @@ class Comparison:
 
 
 class ChatSession:
-    """A conversation under the model's chat template.
+    """A conversation under the model's chat template, whatever template an adapter brings.
 
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
@@ -98,10 +100,33 @@ class ChatSession:
         self.messages: list[Message] = []
         if system:
             self.messages.append({"role": "system", "content": system})
-        streams = self.config.resolved_decoding(self.model) == "streaming"
-        scratch = required_scratch(self.model, self.config) if streams else 0
-        self._cache = self.model.make_cache(scratch)
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        self._cache = self.model.make_cache(self._scratch(self.model))
         self._cached_tokens: list[int] = []
+
+    def _scratch(self, model: StreamFusedModel) -> int:
+        """Rows that a step may have. Raises InputError where the settings do not fit `model`."""
+        streams = self.config.resolved_decoding(model) == "streaming"
+        return required_scratch(model, self.config) if streams else 0
+
+    def swap_adapter(self, adapter: str | Path | None) -> None:
+        """Go on with the same base model and conversation under another adapter.
+
+        The cache starts anew, as another adapter's keys and values are others: the next answer
+        processes the whole conversation. The model that the session was made with is used up.
+
+        Args:
+            adapter: as `ssmlx.swap_adapter` takes it.
+
+        Raises:
+            InputError: the adapter cannot be had, or does not fit the model or the settings;
+                everything is as it was.
+        """
+        self.model = swap_adapter(self.model, adapter, check=self._scratch)
+        self.plain_tps = None
+        self._empty_cache()
 
     @property
     def cache_bytes(self) -> int:

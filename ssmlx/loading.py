@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,16 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
-from .adapter import CONFIG_FILE, fuse_streams, load_adapter
+from .adapter import (
+    Adapter,
+    BaseIdentity,
+    fuse_streams,
+    load_adapter,
+    read_identity,
+    unfuse_streams,
+)
 from .backbone import Backbone
+from .bundled import CONFIG_FILE, bundled_adapters, resolve_adapter
 from .config import DEFAULT_MODEL, DTYPES, read_json
 from .errors import InputError
 from .model import StreamFusedModel
@@ -127,19 +136,22 @@ def load(
 
     Args:
         model: a local folder, a Hub name, or an alias (`ssmlx.registry.ALIASES`).
-        adapter: an adapter folder that `python -m convert` wrote. Without one a fused folder
-            uses its own streams, and any other model decodes plainly.
+        adapter: an adapter folder, the name of one that ships with the package
+            (`ssmlx.bundled_adapters`), or "none"; see `ssmlx.bundled.resolve_adapter`. By
+            default a fused folder uses its own streams, and any other model decodes plainly.
         dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU,
             float32 on the CPU backend. Quantised weights are unpacked for the float types.
         merge_lora: add LoRA of scope "all" into unquantised weights, which makes it free at
-            run time. False keeps the base weights untouched beside it.
+            run time. The original weights of these layers are kept beside the merged ones, for
+            `swap_adapter`: such layers take their memory twice. False keeps the LoRA apart,
+            and every weight once.
 
     Raises:
         InputError: something given is missing, broken, or does not fit the rest.
     """
+    folder = None if adapter is None else resolve_adapter(adapter)
     path = resolve_model(model)
-    folder = Path(adapter).expanduser() if adapter is not None else None
-    if folder is None and (path / CONFIG_FILE).exists():
+    if adapter is None and (path / CONFIG_FILE).exists():
         folder = path
     loaded = load_adapter(folder) if folder is not None else None
     backbone, config = load_base(path, dtype)
@@ -147,3 +159,69 @@ def load(
     if loaded is None:
         return StreamFusedModel(backbone), tokenizer
     return fuse_streams(backbone, loaded, merge_lora=merge_lora), tokenizer
+
+
+def swap_adapter(
+    model: StreamFusedModel,
+    adapter: Adapter | str | Path | None,
+    *,
+    merge_lora: bool = True,
+    check: Callable[[StreamFusedModel], object] | None = None,
+) -> StreamFusedModel:
+    """The same base model with another adapter, without loading the base again.
+
+    The new adapter is read and checked first: where it does not fit, `model` stays as it was.
+    Otherwise `model` is used up, for the weights that it reads are the new one's now; so are
+    its caches, whose keys and values an adapter may have changed.
+
+    Args:
+        model: as `load` or `swap_adapter` returned it.
+        adapter: a folder or a name as `load` takes it, an adapter in memory, or None (or
+            "none") for the base model, decoding plainly. Of a fused folder, the base is the
+            model in that folder; give the folder itself for its own streams.
+        merge_lora: as for `load`.
+        check: called with the new model before any layer is changed; may refuse it by raising.
+
+    Raises:
+        InputError: the adapter is missing, broken, or belongs to another model.
+    """
+    if isinstance(adapter, str | Path):
+        folder = resolve_adapter(adapter)
+        adapter = None if folder is None else load_adapter(folder)
+    backbone = model.backbone
+    if adapter is None:
+        swapped = StreamFusedModel(backbone)
+        if check is not None:
+            check(swapped)
+        unfuse_streams(backbone)
+    else:
+        swapped = fuse_streams(backbone, adapter, merge_lora=merge_lora, check=check)
+    model.backbone = _UsedUp()  # type: ignore[assignment]
+    return swapped
+
+
+class _UsedUp:
+    """In the place of a swapped model's backbone: better no answer than another adapter's."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InputError(
+            "this model was given to `swap_adapter`, and its weights follow another adapter now",
+            expected="the model that `swap_adapter` returned",
+            do="use that one, with a new cache",
+        )
+
+
+def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
+    """Folders of the bundled adapters that belong to `model`'s base, by name.
+
+    Reads their settings, no weights. One whose settings cannot be read belongs to no model.
+    """
+    identity = BaseIdentity.of(model.backbone)
+
+    def fits(folder: Path) -> bool:
+        try:
+            return read_identity(folder).difference(identity) is None
+        except InputError:
+            return False
+
+    return {name: folder for name, folder in bundled_adapters().items() if fits(folder)}

@@ -72,7 +72,9 @@ class RowLora(nn.Module):
         first = self._scope.first
         if first is None:
             return y
-        z = (x[:, first:] @ self.lora_a) @ self.lora_b
+        # A cast only in training, where LoRA stays in float32.
+        a, b = self.lora_a.astype(x.dtype), self.lora_b.astype(x.dtype)
+        z = (x[:, first:] @ a) @ b
         z = (self.scale * z).astype(y.dtype)
         return y + z if first == 0 else mx.concatenate([y[:, :first], y[:, first:] + z], axis=1)
 
@@ -105,7 +107,7 @@ def attach_lora(
     *,
     merge: bool,
     dtype: mx.Dtype,
-) -> None:
+) -> dict[str, nn.Module]:
     """Put LoRA on the modules of `model` that `lora` names.
 
     Args:
@@ -115,6 +117,10 @@ def attach_lora(
         merge: add the LoRA into the weights of layers that are not quantised, which costs
             nothing per row. Only for LoRA that acts on every row.
         dtype: type of the activations, to which LoRA that is not merged is cast.
+
+    Returns:
+        The modules that it replaced, by path, for `detach_lora`. While they are kept, merged
+        ones exist twice in memory.
     """
     modules = dict(model.named_modules())
     updates: list[tuple[str, nn.Module]] = []
@@ -126,3 +132,9 @@ def attach_lora(
             cast = LoraWeights(weights.a.astype(dtype), weights.b.astype(dtype), weights.scale)
             updates.append((path, RowLora(linear, cast, scope)))
     model.update_modules(tree_unflatten(updates))
+    return {path: modules[path] for path in lora}
+
+
+def detach_lora(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
+    """Undo `attach_lora`: put back the very modules that it replaced, their weights untouched."""
+    model.update_modules(tree_unflatten(list(replaced.items())))

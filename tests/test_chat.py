@@ -229,7 +229,8 @@ def test_an_overflow_is_told_and_the_chat_goes_on(run, make_session):
 def test_a_model_without_chat_template_is_told(tmp_path):
     folder = write_base(tmp_path / "base")
     (folder / "chat_template.jinja").unlink()
-    result = run_module("ssmlx.chat", "--model", str(folder), stdin="w1\n/quit\n")
+    args = ("--model", str(folder), "--adapter", "none")
+    result = run_module("ssmlx.chat", *args, stdin="w1\n/quit\n")
     assert (result.returncode, result.stdout) == (0, "")
     assert result.stderr.startswith("the model's tokenizer has no chat template; expected")
     assert result.stderr.count("\n") == 1
@@ -256,7 +257,7 @@ def test_a_missing_model_ends_the_command_in_one_line(tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_stops_the_reply_and_not_the_chat(tmp_path):
     endless = write_base(tmp_path / "base", context=10**6)
-    command = [sys.executable, "-m", "ssmlx.chat", "--model", str(endless)]
+    command = [sys.executable, "-m", "ssmlx.chat", "--model", str(endless), "--adapter", "none"]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [*command, "--max-tokens", "1000000"],

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# Stands in for the adapters that are bundled, whichever there are.
+BUNDLED = [f"ssmlx/adapters/probe/{name}" for name in ("streams_config.json", "README.md")]
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +22,9 @@ def wheel(tmp_path_factory):
     command = ["git", "clone", "--quiet", str(ROOT), str(source)]
     if subprocess.run(command, check=False).returncode:
         pytest.skip("not a git checkout")
+    for file in BUNDLED:
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        (source / file).touch()
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(out), str(source)]
     subprocess.run(build, check=True)
     (built,) = out.glob("ssmlx-*.whl")
@@ -31,6 +36,7 @@ def test_wheel_has_one_top_level_package(wheel):
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ssmlx"}
     assert {"ssmlx/py.typed", "ssmlx/convert/__main__.py", "ssmlx/cli/chat.py"} <= set(names)
+    assert set(BUNDLED) <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -7,11 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import has_fast_blas
 from ..blas import HINT
+from ..bundled import bundled_adapters
 from ..errors import InputError
 from .options import (
     add_decoding_options,
@@ -26,9 +28,15 @@ if TYPE_CHECKING:
     from ..chat_session import ChatSession
 
 PROG = "ssmlx.chat"
+DEFAULT_ADAPTER = "chat"
+NO_DEFAULT = (
+    "ssmlx ships no chat adapter for this model: plain decoding; "
+    "`python -m convert.train --help` says how to train one"
+)
 EPILOG = """examples:
   python -m ssmlx.chat
   python -m ssmlx.chat --adapter adapters/sql --tree best --tree-size 16
+  python -m ssmlx.chat --adapter none
   echo "What is a monsoon?" | python -m ssmlx.chat
 
 Ctrl-C stops a reply and keeps the chat; Ctrl-D or /quit leaves. Replies go to standard output,
@@ -38,6 +46,8 @@ HELP = """/help            this list
 /system TEXT     start anew with TEXT as the system prompt; without TEXT, with the default one
 /stats           tokens, target calls and memory of this chat
 /compare         answer the last message again, streaming and plain: same text? how much faster?
+/adapter         the adapter in use, and those that ship with ssmlx
+/adapter NAME    go on with another adapter (a name, a folder, or none) and the same conversation
 /quit            leave (so does Ctrl-D)"""
 
 
@@ -45,7 +55,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = make_parser("ssmlx.chat", "Chat with a model that drafts for itself.", EPILOG)
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    add_model_options(parser)
+    add_model_options(parser, DEFAULT_ADAPTER)
     add_decoding_options(parser, max_tokens=1024)
     return parser.parse_args(argv)
 
@@ -117,6 +127,21 @@ def stoppable() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+@dataclass
+class Chat:
+    """What a line of the user may act on.
+
+    Attributes:
+        session: the conversation.
+        screen: where things are shown.
+        adapter: what the user calls the adapter in use; None for a fused model's own streams.
+    """
+
+    session: ChatSession
+    screen: Screen
+    adapter: str | None
+
+
 def answer(session: ChatSession, text: str, screen: Screen) -> None:
     """Stream the reply to `text`, then the quiet line."""
     from ..api import summary
@@ -161,8 +186,62 @@ def compare(session: ChatSession) -> str:
     )
 
 
-def command(line: str, session: ChatSession, screen: Screen) -> bool:
+def adapter(rest: str, chat: Chat) -> str:
+    """What /adapter shows, after the swap that it may ask for."""
+    if not rest:
+        return f"{current_adapter(chat)}\n{_available(chat.session)}"
+    chat.session.swap_adapter(rest)
+    chat.adapter = rest
+    again = "; the conversation goes on" if chat.session.messages else ""
+    return current_adapter(chat) + again
+
+
+def current_adapter(chat: Chat) -> str:
+    """The adapter in use and what it does to the answers, in one line."""
+    session, config = chat.session, chat.session.model.config
+    if config is None:
+        return "no adapter: plain decoding"
+    own = chat.adapter is None
+    name = "the model's own streams" if own else f"adapter {chat.adapter}"
+    how = "the adapter is part of the model"
+    if config.adapter_scope == "streams":
+        how = "the base model's answers are untouched"
+    elif own:
+        how = "the model was fine-tuned with them"
+    drafts = f"{config.num_streams} streams draft"
+    if session.config.decoding == "plain":
+        drafts = "plain decoding, as --decoding says"
+    if _trained_on_another_form(session):
+        how += "; it was trained on prompts of another form than this chat's"
+    return f"{name}: {drafts}; {how}"
+
+
+def _trained_on_another_form(session: ChatSession) -> bool:
+    """Whether the adapter's own prompt template differs from the model's chat template."""
+    from ..prompts import chat_tokens, encode
+
+    config, tokenizer = session.model.config, session.tokenizer
+    template = config.prompt_template if config else None
+    if template is None or not tokenizer.has_chat_template:
+        return False
+    text = "hello"
+    own = encode(template.replace("{prompt}", text), tokenizer)
+    return own != chat_tokens(tokenizer, [{"role": "user", "content": text}])
+
+
+def _available(session: ChatSession) -> str:
+    from ..loading import adapters_for
+
+    fitting = adapters_for(session.model)
+    others = [name for name in bundled_adapters() if name not in fitting]
+    names = ", ".join(fitting) or "none for this model"
+    names += f" (for other models: {', '.join(others)})" if others else ""
+    return f"shipped with ssmlx: {names}; /adapter NAME, FOLDER or none takes another"
+
+
+def command(line: str, chat: Chat) -> bool:
     """Carry out a line that starts with a slash; False to leave."""
+    session, screen = chat.session, chat.screen
     name, _, rest = line.partition(" ")
     if name == "/quit":
         return False
@@ -180,20 +259,24 @@ def command(line: str, session: ChatSession, screen: Screen) -> bool:
         screen.note(stats(session))
     elif name == "/compare":
         screen.note(compare(session))
+    elif name == "/adapter":
+        screen.note(adapter(rest.strip(), chat))
     else:
         screen.note(f"no command {name}; /help lists them")
     return True
 
 
-def turn(line: str, session: ChatSession, screen: Screen) -> bool:
+def turn(line: str, chat: Chat) -> bool:
     """Handle one line of the user; False to leave. A mistake is told and the chat goes on."""
+    is_command = line.startswith("/")
     try:
-        if line.startswith("/"):
-            return command(line, session, screen)
+        if is_command:
+            return command(line, chat)
         if line.strip():
-            answer(session, line, screen)
+            answer(chat.session, line, chat.screen)
     except InputError as error:
-        screen.note(f"{error}" + ("; /reset starts anew" if "context" in str(error) else ""))
+        full = not is_command and "context" in str(error)
+        chat.screen.note(f"{error}" + ("; /reset starts anew" if full else ""))
     return True
 
 
@@ -204,17 +287,20 @@ def _main(args: argparse.Namespace) -> None:
         screen.note(HINT)
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
-    model, tokenizer = load_from(args)
+    model, tokenizer = load_from(args, DEFAULT_ADAPTER)
 
     from ..chat_session import ChatSession
     from ..registry import cache_dir
 
     session = ChatSession(model, tokenizer, config, system=args.system)
+    chat = Chat(session, screen, args.adapter)
+    if args.adapter is None and args.decoding is None and model.num_streams == 0:
+        screen.note(NO_DEFAULT)
     if screen.interactive:
-        screen.note(_greeting(args, session))
+        screen.note(_greeting(args, chat))
     with history(cache_dir() / "chat_history", screen):
         while (line := _ask(screen)) is not None:
-            if not turn(line, session, screen):
+            if not turn(line, chat):
                 break
 
 
@@ -227,21 +313,9 @@ def _ask(screen: Screen) -> str | None:
             print("^C  (/quit leaves)", file=sys.stderr)
 
 
-def _greeting(args: argparse.Namespace, session: ChatSession) -> str:
-    decoding = session.config.resolved_decoding(session.model)
-    dtype = str(session.model.backbone.dtype).removeprefix("mlx.core.")
-    if decoding == "plain":
-        how = "plain decoding" + ("" if args.adapter else "; --adapter lets the model draft")
-    else:
-        config = session.model.config
-        assert config is not None
-        how = f"{config.num_streams} streams draft; "
-        how += (
-            "the base model's answers are untouched"
-            if config.adapter_scope == "streams"
-            else "the adapter is part of the model"
-        )
-    return f"{args.model}, {dtype}: {how}. /help lists the commands."
+def _greeting(args: argparse.Namespace, chat: Chat) -> str:
+    dtype = str(chat.session.model.backbone.dtype).removeprefix("mlx.core.")
+    return f"{args.model}, {dtype}; {current_adapter(chat)}. /help lists the commands."
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..bundled import bundled_adapters
 from ..config import DEFAULT_MODEL, DTYPES, PruneConfig, TreeConfig
 from ..errors import InputError
 
@@ -35,8 +36,15 @@ def make_parser(module: str, description: str, epilog: str) -> Parser:
     )
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which model and adapter to load."""
+def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | None = None) -> None:
+    """Which model and adapter to load.
+
+    Args:
+        parser: where the options go.
+        default_adapter: what `load_from` will be given, for the help.
+    """
+    bundled = ", ".join(bundled_adapters()) or "none in this installation"
+    default = f"{default_adapter}, where it belongs to the model" if default_adapter else "none"
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -46,9 +54,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--adapter",
-        metavar="FOLDER",
-        help="an adapter that `python -m convert` wrote: the streams that draft, and LoRA. "
-        "Without one the model decodes plainly",
+        metavar="NAME|FOLDER",
+        help="the streams that draft, and LoRA: a folder that `python -m convert` wrote, or the "
+        f"name of an adapter that ships with ssmlx ({bundled}); `none` decodes plainly. A folder "
+        f"in the working directory comes before a name (default: {default}; a fused model folder "
+        "brings its own)",
     )
     group.add_argument(
         "--dtype",
@@ -175,11 +185,22 @@ def _reject(args: argparse.Namespace, names: tuple[str, ...], needs: str) -> Non
             raise InputError(f"{flag} would do nothing here", expected=needs, do=f"drop {flag}")
 
 
-def load_from(args: argparse.Namespace) -> Any:
-    """The model and tokenizer that the options name."""
-    from ..loading import load
+def load_from(args: argparse.Namespace, default_adapter: str | None = None) -> Any:
+    """The model and tokenizer that the options name.
+
+    Args:
+        args: the options.
+        default_adapter: a bundled adapter to use where none is named, the model brings no
+            streams, and the adapter belongs to the model; `args.adapter` then names it.
+    """
+    from ..loading import adapters_for, load, swap_adapter
 
     model, tokenizer = load(args.model, adapter=args.adapter, dtype=args.dtype)
+    if args.adapter is None and default_adapter is not None and model.num_streams == 0:
+        folder = adapters_for(model).get(default_adapter)
+        if folder is not None:
+            model = swap_adapter(model, folder)
+            args.adapter = default_adapter
     if model.num_streams == 0:
         _reject(args, _TREE_OPTIONS, "a model with streams, that is an --adapter")
     return model, tokenizer

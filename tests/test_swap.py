@@ -1,0 +1,705 @@
+"""Adapters by name, and another adapter on a base that is loaded already."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import ssmlx  # first: it prefers OpenBLAS
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from real import (
+    ROOT,
+    answer,
+    make_adapter,
+    one_line,
+    run_module,
+    words,
+    write_base,
+    write_tiny_adapter,
+)
+from tiny import LAYERS, WIDTH, make_base, make_lora, make_streams, make_tokenizer
+
+from ssmlx import bundled, loading
+from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams, write_adapter
+from ssmlx.backbone import Backbone
+from ssmlx.bundled import bundled_adapters, resolve_adapter
+from ssmlx.cli import chat, generate
+from ssmlx.config import StreamConfig
+from ssmlx.errors import InputError
+from ssmlx.lora import LoraWeights
+from ssmlx.model import StreamFusedModel
+
+LENGTH = 16
+PROMPT = [1, 5, 2, 7]
+MERGED, APART, PACKED = "merged", "apart", "packed"
+
+
+def refusal(function, *args, **kwargs) -> str:
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- Swapping, on models in memory ---
+
+
+def is_packable(path, module):
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+
+def make_backbone(kind: str) -> Backbone:
+    model = make_base()
+    if kind == PACKED:
+        nn.quantize(model, group_size=32, bits=4, class_predicate=is_packable)
+    return Backbone(model)
+
+
+def make(backbone: Backbone, scope: str, *, seed: int, num_streams: int = 3) -> Adapter:
+    """A random adapter for `backbone`, whose layers must be untouched."""
+    config = StreamConfig(
+        num_streams=num_streams,
+        num_msa_layers=2,
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        prune_rank=3,
+        adapter_scope=scope,
+    )
+    # Odd seeds: LoRA below the streams as well.
+    lora = make_lora(backbone.model, 0 if seed % 2 else config.insertion_layer, seed)
+    streams = make_streams(config, seed + 1)
+    return Adapter(config, streams, BaseIdentity.of(backbone), lora)
+
+
+def make_adapters(backbone: Backbone) -> dict[str, Adapter | None]:
+    return {
+        "all": make(backbone, "all", seed=1),
+        "all 2": make(backbone, "all", seed=12, num_streams=2),
+        "streams": make(backbone, "streams", seed=23),
+        "streams 2": make(backbone, "streams", seed=34, num_streams=1),
+        "none": None,
+    }
+
+
+def leaves(backbone: Backbone) -> dict[str, mx.array]:
+    return dict(tree_flatten(backbone.model.parameters()))
+
+
+def same_arrays(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
+    """The very same arrays under the same names; equal copies do not count."""
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
+
+
+def tokens_of(model: StreamFusedModel, decoding: str) -> list[int]:
+    return answer(model, make_tokenizer(), PROMPT, decoding=decoding, max_tokens=LENGTH)[0]
+
+
+def answers(model: StreamFusedModel) -> list[list[int]]:
+    """Greedy answers, plain and, where there are streams, streaming."""
+    plain = tokens_of(model, "plain")
+    return [plain, tokens_of(model, "streaming")] if model.num_streams else [plain]
+
+
+def fresh(kind: str, adapter: Adapter | None) -> StreamFusedModel:
+    backbone = make_backbone(kind)
+    if adapter is None:
+        return StreamFusedModel(backbone)
+    return fuse_streams(backbone, adapter, merge_lora=kind != APART)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What fresh models answer, by (kind, adapter)."""
+    wanted = {}
+    for kind in (MERGED, APART, PACKED):
+        for name, adapter in make_adapters(make_backbone(kind)).items():
+            wanted[kind, name] = answers(fresh(kind, adapter))
+    return wanted
+
+
+@pytest.mark.parametrize("kind", [MERGED, APART, PACKED])
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("all", "streams", "all", "none", "streams", "none"),
+        ("streams", "all 2", "all", "all", "none", "none", "all 2"),
+        ("none", "streams 2", "streams", "all"),
+    ],
+)
+def test_every_swap_answers_as_a_fresh_load(expected, kind, order):
+    backbone = make_backbone(kind)
+    adapters, before = make_adapters(backbone), leaves(backbone)
+    model = StreamFusedModel(backbone)
+    for name in order:
+        model = ssmlx.swap_adapter(model, adapters[name], merge_lora=kind != APART)
+        assert model.backbone is backbone
+        assert answers(model) == expected[kind, name], name
+        if name == "none":
+            assert same_arrays(leaves(backbone), before)
+    model = ssmlx.swap_adapter(model, None)
+    assert same_arrays(leaves(backbone), before) and backbone.replaced == {}
+
+
+def test_the_adapters_of_these_tests_differ(expected):
+    for kind in (MERGED, APART, PACKED):
+        plain = {name: expected[kind, name][0] for name in ("all", "all 2", "streams", "none")}
+        assert plain["streams"] == plain["none"]
+        assert plain["all"] != plain["none"] != plain["all 2"] != plain["all"]
+
+
+@pytest.mark.parametrize("kind", [MERGED, APART, PACKED])
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_no_weight_is_copied(kind, scope):
+    """Beside merged ones, every array is the base's own, and merged ones are put back."""
+    backbone = make_backbone(kind)
+    adapter, before = make(backbone, scope, seed=12), leaves(backbone)
+    modules, merge = dict(backbone.model.named_modules()), kind != APART and scope == "all"
+    # Of the packed model, one matrix has a width that no packing takes.
+    merged = {path for path in adapter.lora if merge and type(modules[path]) is nn.Linear}
+    assert bool(merged) == merge and (merged == adapter.lora.keys()) == (merge and kind == MERGED)
+    for _ in range(2):
+        plain = StreamFusedModel(backbone)
+        model = ssmlx.swap_adapter(plain, adapter, merge_lora=kind != APART)
+        now = {name.replace(".linear.", "."): array for name, array in leaves(backbone).items()}
+        for name, array in before.items():
+            assert (now[name] is array) == (name.removesuffix(".weight") not in merged), name
+        apart = adapter.lora.keys() - merged
+        added = {f"{path}.{part}" for path in apart for part in ("lora_a", "lora_b")}
+        assert now.keys() == before.keys() | added
+        assert backbone.replaced == {path: modules[path] for path in adapter.lora}
+        ssmlx.swap_adapter(model, "none")
+        assert same_arrays(leaves(backbone), before)
+
+
+def test_merging_by_half_precision_is_undone_bit_for_bit():
+    """Subtracting what was added would not bring half-precision weights back."""
+    backbone = make_backbone(MERGED)
+    backbone.model.set_dtype(mx.float16)
+    bits = {name: array.view(mx.uint16).tolist() for name, array in leaves(backbone).items()}
+    model = StreamFusedModel(backbone)
+    for adapter in (make(backbone, "all", seed=1), make(backbone, "all", seed=2), None):
+        model = ssmlx.swap_adapter(model, adapter)
+        answers(model)
+    now = {name: array.view(mx.uint16).tolist() for name, array in leaves(backbone).items()}
+    assert now == bits
+
+
+def test_originals_are_kept_only_while_they_are_replaced():
+    backbone = make_backbone(MERGED)
+    first, second = make(backbone, "all", seed=1), make(backbone, "all", seed=2)
+    model = ssmlx.swap_adapter(StreamFusedModel(backbone), first)
+    assert len(backbone.replaced) == len(first.lora) > len(second.lora)
+    model = ssmlx.swap_adapter(model, second)
+    assert backbone.replaced.keys() == second.lora.keys()
+    ssmlx.swap_adapter(model, None)
+    assert backbone.replaced == {}
+
+
+BAD = {
+    "another base": "belongs to another base model: this one has vocab_size 13 instead of 99",
+    "other weights": "belongs to another base model: this one has other weights",
+    "other layers": "settings say 4 layers of width 32; expected 3 of width 32",
+    "no such module": "spare: model.layers.2.mlp.no_proj.lora_a",
+    "misshapen": "misshapen: model.layers.2.self_attn.q_proj.lora_a",
+    "not finite": "with NaN or infinity: model.layers.2.self_attn.q_proj.lora_b",
+    "unknown name": "no adapter folder nothing-like-it, and no bundled adapter of that name",
+    "missing folder": "no adapter folder no/such/folder",
+}
+
+
+def spoil(adapter: Adapter, case: str) -> Adapter | str:
+    path = "model.layers.2.self_attn.q_proj"
+    a, b, base = adapter.lora[path].a, adapter.lora[path].b, adapter.base
+    changes = {
+        "another base": lambda: {"base": replace(base, vocab_size=99)},
+        "other weights": lambda: {"base": replace(base, norm_probe=(9.0,) * 32)},
+        "other layers": lambda: {"config": replace(adapter.config, num_layers=4)},
+        "no such module": lambda: {"lora": {"model.layers.2.mlp.no_proj": LoraWeights(a, b, 1.0)}},
+        "misshapen": lambda: {"lora": {path: LoraWeights(a[:5], b, 1.0)}},
+        "not finite": lambda: {"lora": {path: LoraWeights(a, b / 0, 1.0)}},
+    }
+    if case in changes:
+        return replace(adapter, **{"lora": {}, **changes[case]()})
+    return {"unknown name": "nothing-like-it", "missing folder": "no/such/folder"}[case]
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("kind", [MERGED, APART])
+@pytest.mark.parametrize("scope", ["all", "streams", None])
+def test_a_bad_adapter_leaves_the_model_as_it_was(case, kind, scope, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    backbone = make_backbone(kind)
+    bad = spoil(make(backbone, "all", seed=12), case)
+    good = make(backbone, scope, seed=1) if scope else None
+    model = ssmlx.swap_adapter(StreamFusedModel(backbone), good, merge_lora=kind == MERGED)
+    held, replaced, said = leaves(backbone), dict(backbone.replaced), answers(model)
+    assert BAD[case] in refusal(ssmlx.swap_adapter, model, bad, merge_lora=kind == MERGED)
+    assert same_arrays(leaves(backbone), held) and backbone.replaced == replaced
+    assert answers(model) == said
+
+
+def test_streams_that_do_not_fit_their_settings_leave_the_model_as_it_was():
+    backbone = make_backbone(MERGED)
+    good, other = make(backbone, "all", seed=1), make(backbone, "all", seed=12, num_streams=2)
+    model = ssmlx.swap_adapter(StreamFusedModel(backbone), good)
+    said = answers(model)
+    with pytest.raises(ValueError, match="stream embeddings"):
+        ssmlx.swap_adapter(model, replace(good, streams=other.streams))
+    assert answers(model) == said
+
+
+@pytest.mark.parametrize("name", ["all 2", "none"])
+def test_a_check_may_refuse_the_swap(name):
+    backbone = make_backbone(MERGED)
+    adapters, seen = make_adapters(backbone), []
+    model = ssmlx.swap_adapter(StreamFusedModel(backbone), adapters["all"])
+    held = leaves(backbone)
+
+    def check(swapped):
+        seen.append(swapped.num_streams)
+        assert same_arrays(leaves(backbone), held)
+        raise InputError("no", expected="yes", do="this")
+
+    refusal(ssmlx.swap_adapter, model, adapters[name], check=check)
+    assert seen == [2 if name == "all 2" else 0]
+    assert same_arrays(leaves(backbone), held) and answers(model)
+
+
+def test_a_model_that_was_swapped_answers_no_more():
+    backbone = make_backbone(MERGED)
+    old = StreamFusedModel(backbone)
+    running = ssmlx.stream_generate(old, make_tokenizer(), PROMPT, max_tokens=LENGTH)
+    next(running)
+    new = ssmlx.swap_adapter(old, make(backbone, "streams", seed=12))
+    assert "use that one, with a new cache" in refusal(tokens_of, old, "plain")
+    assert "given to `swap_adapter`" in refusal(list, running)
+    assert "given to `swap_adapter`" in refusal(ssmlx.swap_adapter, old, None)
+    assert len(tokens_of(new, "streaming")) == LENGTH
+
+
+# --- Names and folders ---
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("swap") / "base")
+
+
+def rescaled(adapter: Adapter, factor: float) -> Adapter:
+    """An adapter that says other things."""
+    lora = {path: replace(w, scale=factor * w.scale) for path, w in adapter.lora.items()}
+    return replace(adapter, lora=lora)
+
+
+@pytest.fixture(scope="module")
+def shelf(base):
+    """A folder of adapters as the package has one: three for `base`, one for another model."""
+    shelf = base.parent / "shelf"
+    write_tiny_adapter(shelf / "chat", base, scope="streams")
+    write_tiny_adapter(shelf / "sql", base, template="w5 {prompt} w6")
+    (shelf / "e2e").mkdir()
+    write_adapter(shelf / "e2e", rescaled(make_adapter(base), -2.0))
+    other = write_base(base.parent / "other", seed=1, norm=1.5)
+    write_tiny_adapter(shelf / "foreign", other)
+    (shelf / "half-written").mkdir()
+    (shelf / "notes.txt").touch()
+    return shelf
+
+
+@pytest.fixture(autouse=True)
+def on_the_shelf(shelf, monkeypatch):
+    monkeypatch.setattr(bundled, "ADAPTERS_FOLDER", shelf)
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """How often a base was loaded."""
+    real, seen = loading.load_base, []
+
+    def load_base(path, dtype="auto"):
+        seen.append(path)
+        return real(path, dtype)
+
+    monkeypatch.setattr(loading, "load_base", load_base)
+    return seen
+
+
+def test_the_package_names_its_adapters(shelf, monkeypatch):
+    names = ["chat", "e2e", "foreign", "sql"]
+    assert bundled_adapters() == {name: shelf / name for name in names}
+    assert ssmlx.bundled_adapters is bundled_adapters
+    monkeypatch.setattr(bundled, "ADAPTERS_FOLDER", shelf / "nowhere")
+    assert bundled_adapters() == {}
+
+
+def test_what_ships_is_a_whole_adapter(monkeypatch):
+    monkeypatch.undo()
+    for folder in bundled_adapters().values():
+        adapter = loading.load_adapter(folder)
+        assert adapter.base.model_type and (folder / "README.md").is_file()
+
+
+def test_a_bare_name_is_a_folder_here_or_else_a_bundled_adapter(
+    shelf, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert resolve_adapter("sql") == shelf / "sql"
+    assert resolve_adapter(Path("sql")) == Path("sql")
+    assert resolve_adapter("./sql") == Path("sql")
+    assert resolve_adapter("some/where") == Path("some/where")
+    assert resolve_adapter("~/x") == Path.home() / "x"
+    assert resolve_adapter("~no-such-user-here/x") == Path("~no-such-user-here/x")
+    (tmp_path / "sql").touch()
+    assert resolve_adapter("sql") == shelf / "sql"
+    (tmp_path / "mine").mkdir()
+    assert resolve_adapter("mine") == Path("mine")
+    assert capsys.readouterr() == ("", "")
+    (tmp_path / "chat").mkdir()
+    assert resolve_adapter("chat") == Path("chat")
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "adapter chat: the folder of that name in the working directory, not the bund" in err
+
+
+def test_none_is_always_no_adapter(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").mkdir()
+    assert resolve_adapter("none") is None
+    assert resolve_adapter("./none") == Path("none") == resolve_adapter(Path("none"))
+
+
+@pytest.mark.parametrize("name", ["sqll", "notes.txt", "half-written", "", "SQL", "SQ\u200bL"])
+def test_an_unknown_name_is_told_with_those_that_there_are(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    message = refusal(resolve_adapter, name)
+    assert message.startswith(f"no adapter folder {name}, and no bundled adapter of that name; ")
+    assert "or a bundled adapter (chat, e2e, foreign, sql); check --adapter" in message
+
+
+def test_an_unknown_name_where_none_ship(monkeypatch, tmp_path):
+    monkeypatch.setattr(bundled, "ADAPTERS_FOLDER", tmp_path)
+    message = refusal(resolve_adapter, "chatt")
+    assert "expected a folder that `python -m convert` wrote; check" in message
+
+
+def test_a_name_loads_what_its_folder_does(base, shelf):
+    by_name, tokenizer = ssmlx.load(str(base), adapter="e2e", dtype="float32")
+    by_folder, _ = ssmlx.load(str(base), adapter=shelf / "e2e", dtype="float32")
+    one, other = (answer(m, tokenizer, PROMPT, max_tokens=LENGTH) for m in (by_name, by_folder))
+    assert one[0] == other[0] and one[1].target_calls == other[1].target_calls
+
+
+def test_an_unknown_name_is_told_before_the_model_is_looked_for(monkeypatch):
+    def resolve_model(name):
+        raise AssertionError("downloaded a model for an adapter that is not there")
+
+    monkeypatch.setattr(loading, "resolve_model", resolve_model)
+    assert "no adapter folder sqll" in refusal(ssmlx.load, "smollm2-135m", adapter="sqll")
+
+
+def test_folders_and_names_are_swapped_without_loading_the_base_again(base, shelf, loads):
+    names = ["sql", "chat", shelf / "e2e", None, "e2e", str(shelf / "chat"), "none"]
+    wanted = {}
+    for name in names:
+        fresh, tokenizer = ssmlx.load(str(base), adapter=name, dtype="float32")
+        wanted[name] = answer(fresh, tokenizer, PROMPT, max_tokens=LENGTH)[0]
+    assert len({tuple(wanted[name]) for name in ("sql", "chat", "e2e")}) == 3
+    loads.clear()
+    model, tokenizer = ssmlx.load(str(base), adapter="e2e", dtype="float32")
+    for name in names:
+        model = ssmlx.swap_adapter(model, name)
+        assert answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0] == wanted[name], name
+    assert len(loads) == 1
+
+
+@pytest.mark.parametrize("file", ["streams_config.json", "streams.safetensors"])
+def test_a_broken_folder_is_not_swapped_in(base, shelf, tmp_path, file):
+    broken = shutil.copytree(shelf / "sql", tmp_path / "broken")
+    (broken / file).write_bytes((broken / file).read_bytes()[:-9])
+    model, tokenizer = ssmlx.load(str(base), adapter="e2e", dtype="float32")
+    before = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0]
+    assert str(broken / file) in refusal(ssmlx.swap_adapter, model, broken)
+    assert "another base model" in refusal(ssmlx.swap_adapter, model, "foreign")
+    assert answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0] == before
+
+
+def test_a_packed_base_is_swapped_by_name(base, tmp_path):
+    import mlx_lm
+
+    packed = tmp_path / "packed"
+    model, tokenizer, config = mlx_lm.load(str(base), return_config=True)
+    model, config = mlx_lm.utils.quantize_model(model, config, 32, 8)
+    mlx_lm.utils.save_model(packed, model)
+    mlx_lm.utils.save_config(config, packed / "config.json")
+    tokenizer.save_pretrained(packed)
+    model, tokenizer = ssmlx.load(str(packed), dtype="stored")
+    assert any(isinstance(m, nn.QuantizedLinear) for m in model.backbone.model.modules())
+    for name in ("sql", "chat", None, "sql"):
+        fresh, _ = ssmlx.load(str(packed), adapter=name, dtype="stored")
+        model = ssmlx.swap_adapter(model, name)
+        one, other = (answer(m, tokenizer, PROMPT, max_tokens=LENGTH) for m in (model, fresh))
+        assert one[0] == other[0] and one[1].target_calls == other[1].target_calls
+
+
+def fuse(base: Path, target: Path) -> Path:
+    from convert.adapter import write_fused
+
+    backbone, config = loading.load_base(base, "float32")
+    words = loading.load_words(base, config)
+    target.mkdir()
+    write_fused(target, make_adapter(base), backbone, words, config)
+    return target
+
+
+def test_a_fused_folder_without_its_streams_and_back(base, tmp_path):
+    fused = fuse(base, tmp_path / "fused")
+    model, tokenizer = ssmlx.load(str(fused), dtype="float32")
+    assert model.num_streams == 2
+    own = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
+    model = ssmlx.swap_adapter(model, None)
+    plain = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
+    assert (plain[0], plain[1].target_calls) == (own[0], LENGTH)
+    model = ssmlx.swap_adapter(model, fused)
+    again = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
+    assert (again[0], again[1].target_calls) == (own[0], own[1].target_calls)
+    assert ssmlx.load(str(fused), adapter="none", dtype="float32")[0].num_streams == 0
+
+
+def test_adapters_of_a_model_are_known_from_their_settings_alone(base, shelf, monkeypatch, loads):
+    model, _ = ssmlx.load(str(base), dtype="float32")
+    copy = shutil.copytree(shelf, base.parent / "settings", dirs_exist_ok=True)
+    for file in copy.glob("*/*.safetensors"):
+        file.unlink()
+    (copy / "e2e" / "streams_config.json").write_text("{")
+    monkeypatch.setattr(bundled, "ADAPTERS_FOLDER", copy)
+    assert list(loading.adapters_for(model)) == ["chat", "sql"]
+    assert len(loads) == 1
+    shutil.rmtree(copy)
+
+
+# --- A chat that goes on ---
+
+
+def chat_session(base, adapter=None, **settings):
+    config = ssmlx.GenerateConfig(max_tokens=LENGTH, **settings)
+    return ssmlx.ChatSession(*ssmlx.load(str(base), adapter=adapter, dtype="float32"), config)
+
+
+def said(session, text) -> str:
+    return "".join(response.text for response in session.reply(text))
+
+
+@pytest.mark.parametrize("decoding", [None, "plain"])
+def test_a_conversation_goes_on_under_another_adapter(base, loads, decoding):
+    session = chat_session(base, "e2e", decoding=decoding)
+    said(session, "w1 w2")
+    for name, text in (("chat", "w3"), ("sql", "w4 w5"), (None, "w6"), ("e2e", "w7")):
+        reused, messages = session.totals.reused_tokens, list(session.messages)
+        session.swap_adapter(name)
+        assert (session.messages, session.context_tokens) == (messages, 0)
+        reply = said(session, text)
+        assert session.totals.reused_tokens == reused  # nothing of another adapter's cache
+        other = chat_session(base, name, decoding=decoding)
+        other.messages = messages
+        assert reply == said(other, text)
+        assert session.compare().same_tokens if session.model.num_streams else True
+        before = session.totals.reused_tokens
+        said(session, "w8")
+        assert session.totals.reused_tokens > before
+    assert session.totals.answers == 9
+
+
+def test_settings_that_the_next_adapter_cannot_follow_refuse_it(base, shelf, tmp_path):
+    narrow = make_adapter(base)
+    config = replace(narrow.config, num_streams=1)
+    streams = replace(narrow.streams, embeddings=narrow.streams.embeddings[:1])
+    write_adapter(tmp_path, replace(narrow, config=config, streams=streams))
+    session = chat_session(base, "chat", num_streams=2)
+    said(session, "w1 w2")
+    held, messages = session.context_tokens, list(session.messages)
+    assert "--num-streams 2; expected 1 to 1" in refusal(session.swap_adapter, tmp_path)
+    assert "another base model" in refusal(session.swap_adapter, "foreign")
+    assert (session.context_tokens, session.messages) == (held, messages)
+    reused = session.totals.reused_tokens
+    assert said(session, "w3")
+    assert session.totals.reused_tokens > reused
+    streaming = chat_session(base, "chat", decoding="streaming")
+    assert "the model has no streams" in refusal(streaming.swap_adapter, "none")
+    assert said(streaming, "w1 w2")
+
+
+# --- The commands ---
+
+
+@pytest.fixture
+def run(base, monkeypatch, capsys, tmp_path):
+    """Pipe lines through the chat command; gives (code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(lines, *args, model=base):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        command = ["--model", str(model), "--max-tokens", str(LENGTH), "--dtype", "float32"]
+        code = chat.main([*command, *map(str, args)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_chat_drafts_with_the_chat_adapter_where_it_belongs(base, run, loads):
+    code, out, err = run(["/adapter", "w1 w2"])
+    assert (code, out) == (0, said(chat_session(base, "chat"), "w1 w2") + "\n")
+    assert len(loads) == 2  # one of the chat's, one of the line above
+    current, available, quiet = err.splitlines()
+    assert current == "adapter chat: 2 streams draft; the base model's answers are untouched"
+    assert available == (
+        "shipped with ssmlx: chat, e2e, sql (for other models: foreign); "
+        "/adapter NAME, FOLDER or none takes another"
+    )
+    assert quiet.startswith(f"[{LENGTH} tokens")
+
+
+def test_the_default_is_the_package_s_own_whatever_lies_around(run, tmp_path):
+    (tmp_path / "chat").mkdir()
+    code, _, err = run(["/adapter"])
+    assert (code, err.splitlines()[0][:12]) == (0, "adapter chat")
+    code, _, err = run([], "--adapter", "chat")
+    assert code == 2 and "chat/streams_config.json does not exist" in err
+
+
+def test_chat_says_in_one_line_that_there_is_no_adapter(run, shelf):
+    code, out, err = run(["w1", "/adapter"], model=shelf.parent / "other")
+    first, quiet, current, available = err.splitlines()
+    assert (code, len(out.split())) == (0, LENGTH)
+    assert first == (
+        "ssmlx ships no chat adapter for this model: plain decoding; "
+        "`python -m convert.train --help` says how to train one"
+    )
+    assert "1.00 tokens per target call" in quiet
+    assert current == "no adapter: plain decoding"
+    assert available.startswith("shipped with ssmlx: foreign (for other models: chat, e2e, sql)")
+
+
+@pytest.mark.parametrize(
+    ("args", "current"),
+    [
+        (("--adapter", "none"), "no adapter: plain decoding"),
+        (("--adapter", "e2e"), "adapter e2e: 2 streams draft; the adapter is part of the model"),
+        (
+            ("--decoding", "plain"),
+            "adapter chat: plain decoding, as --decoding says; the base model's answers are "
+            "untouched",
+        ),
+    ],
+)
+def test_what_was_asked_for_is_what_runs(run, args, current):
+    code, _, err = run(["/adapter"], *args)
+    assert code == 0 and err.splitlines()[0] == current
+
+
+def test_tree_options_reach_the_default_adapter(run):
+    code, _, err = run(["w1"], "--tree-size", "4", "--num-streams", "1")
+    assert code == 0 and err.count("\n") == 1
+    code, _, err = run(["w1"], "--tree-size", "4", "--adapter", "none")
+    assert code == 2 and "--tree-size would do nothing here" in err
+
+
+def test_a_fused_model_keeps_its_own_streams(base, run, tmp_path):
+    fused = fuse(base, tmp_path / "fused")
+    code, _, err = run(["/adapter", "/adapter none", f"/adapter {fused}"], model=fused)
+    first, _, none, back = err.splitlines()
+    assert code == 0 and none == "no adapter: plain decoding"
+    assert first == "the model's own streams: 2 streams draft; the model was fine-tuned with them"
+    assert back.startswith(f"adapter {fused}: 2 streams draft")
+
+
+def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
+    lines = ["w1 w2", "/adapter e2e", "w3", f"/adapter {shelf / 'sql'} ", "w4"]
+    lines += ["/adapter nonsense", "/adapter foreign", "w5", "/adapter none", "w6", "/help"]
+    code, out, err = run(lines)
+    assert code == 0 and len(loads) == 1
+    session = chat_session(base, "chat")
+    texts = [said(session, "w1 w2")]
+    for name, text in (("e2e", "w3"), ("sql", "w4")):
+        session.swap_adapter(name)
+        texts.append(said(session, text))
+    texts.append(said(session, "w5"))
+    session.swap_adapter(None)
+    texts.append(said(session, "w6"))
+    assert out == "".join(text + "\n" for text in texts)
+    told = [line for line in err.splitlines() if not line.startswith(("[", "/"))]
+    assert told[0] == (
+        "adapter e2e: 2 streams draft; the adapter is part of the model; the conversation goes on"
+    )
+    assert told[1].startswith(f"adapter {shelf / 'sql'}: 2 streams draft; ")
+    assert "trained on prompts of another form than this chat's; the conv" in told[1]
+    assert told[2].startswith("no adapter folder nonsense, and no bundled adapter of that name; ")
+    assert "chat, e2e, foreign, sql" in told[2]
+    assert told[3].startswith("the adapter belongs to another base model: ")
+    assert told[4] == "no adapter: plain decoding; the conversation goes on"
+    assert "/adapter NAME " in err and len(told) == 5
+
+
+def test_a_template_that_is_the_chat_s_own_is_no_other_form(base, run, tmp_path):
+    write_tiny_adapter(tmp_path / "mine", base, template="user: {prompt} | model: ")
+    code, _, err = run(["/adapter mine"])
+    assert (code, err) == (0, "adapter mine: 2 streams draft; the adapter is part of the model\n")
+
+
+def test_no_wrong_advice_about_a_folder_s_name(run):
+    code, _, err = run(["/adapter in/the/context"])
+    assert code == 0 and err.endswith("convert a checkpoint\n")
+
+
+def test_generate_has_no_default_adapter(base, capsys):
+    ask = ["--model", str(base), "--prompt", "w1", "--jsonl", "--max-tokens", "8"]
+    for adapter, calls in ((None, 8), ("none", 8), ("chat", None)):
+        more = ["--adapter", adapter] if adapter else []
+        assert generate.main([*ask, *more]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert calls is None or record["target_calls"] == calls
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "ships with ssmlx (chat, e2e, foreign, sql)" in text and "(default: none;" in text
+
+
+def run_on_the_shelf(shelf, command, *args, stdin=""):
+    """A real process whose package has the adapters of `shelf`."""
+    code = (
+        "import sys; from pathlib import Path; from ssmlx import bundled; "
+        f"bundled.ADAPTERS_FOLDER = Path({str(shelf)!r}); from ssmlx.cli import {command}; "
+        f"sys.exit({command}.main(sys.argv[1:]))"
+    )
+    call = [sys.executable, "-c", code, *args]
+    return subprocess.run(
+        call, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+
+
+def test_a_real_chat_is_piped(base, shelf):
+    lines = f"w1\n/adapter sql\n{words(3)}\n/adapter nope\n/quit\n"
+    args = ("--model", str(base), "--max-tokens", "4")
+    result = run_on_the_shelf(shelf, "chat", *args, stdin=lines)
+    assert (result.returncode, result.stdout.count("\n")) == (0, 2)
+    first, swapped, second, unknown = result.stderr.splitlines()
+    assert first.startswith("[4 tokens") and second.startswith("[4 tokens")
+    assert swapped.startswith("adapter sql: 2 streams draft; the adapter is part of the model; ")
+    assert unknown.startswith("no adapter folder nope, and no bundled adapter of that name")
+
+
+@pytest.mark.parametrize("command", ["ssmlx.chat", "ssmlx.generate"])
+def test_a_real_process_tells_an_unknown_name_in_one_line(command):
+    ask = ("--prompt", "w1") if command == "ssmlx.generate" else ()
+    result = run_module(command, "--adapter", "no-such-adapter", *ask)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "no adapter folder no-such-adapter, and" in one_line(result.stderr, command)
