@@ -26,7 +26,9 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
         InputError: the folder holds no such model, or lacks some of its weights.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     folder = Path(path)
     quantization = read_json(folder / "config.json", "a model folder").get("quantization")
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}

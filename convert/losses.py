@@ -1,0 +1,85 @@
+"""Eq. 5: cross-entropies of the main stream, of every speculative stream, and of early exit.
+
+The LM head is frozen, and its logits are by far the largest arrays of a step. So loss and
+gradient are computed a few rows at a time, in one go, and no logits are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+IGNORED = -1
+"""The target of a row that has none."""
+
+_CHUNK_LOGITS = 1 << 24
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    scales: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scaled sum of cross-entropies under a frozen linear head, and each row's own.
+
+    Args:
+        hidden: [R, D], what the gradient reaches.
+        weight: [V, D] the head; bias: [V] or None.
+        targets: [R] token ids; a row with `IGNORED` counts nothing.
+        scales: [R] the weight of each row in the sum.
+
+    Returns:
+        The sum, and [R] losses in nats that no gradient passes through.
+    """
+    total, losses = _LinearCrossEntropy.apply(hidden, weight, bias, targets, scales)
+    return total, losses
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        gradient = torch.empty_like(hidden)
+        scales = scales * (targets != IGNORED)
+        for rows in _chunks(len(hidden), len(weight)):
+            logits = F.linear(hidden[rows], weight, bias).float()
+            chosen = targets[rows].clamp(min=0)[:, None]
+            normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+            losses[rows] = (normaliser - logits.gather(1, chosen))[:, 0]
+            # d loss / d logits: the probabilities, less one at the target
+            slopes = logits.sub_(normaliser).exp_()
+            slopes.scatter_add_(1, chosen, torch.full_like(normaliser, -1.0))
+            gradient[rows] = (slopes * scales[rows, None]).to(weight.dtype) @ weight
+        losses.masked_fill_(targets == IGNORED, 0.0)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(losses)
+        return (losses * scales).sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[0].to(gradient.dtype), None, None, None, None
+
+
+def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    size = max(1, _CHUNK_LOGITS // vocab_size)
+    for first in range(0, num_rows, size):
+        yield slice(first, first + size)
+
+
+def mean_scales(targets: torch.Tensor, weight: float) -> torch.Tensor:
+    """[R] scales with which the sum is `weight` times the mean over rows that have a target."""
+    count = int((targets != IGNORED).sum())
+    return torch.full(targets.shape, weight / max(1, count), device=targets.device)

@@ -1,0 +1,156 @@
+"""The options of both training commands, one for each field of `TrainConfig`, and their data."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..cli.options import make_parser
+from ..config import DEFAULT_MODEL
+from .config import DESIGNS, SCHEDULES, TrainConfig
+
+_CHOICES = {
+    "adapter_scope": ("all", "streams"),
+    "stream_design": DESIGNS,
+    "stream_init": ("identity", "low_rank", "residual"),
+    "schedule": SCHEDULES,
+}
+_GROUPS: dict[str, dict[str, str]] = {
+    "streams": {
+        "num_streams": "gamma, tokens guessed ahead; 0 trains the LoRA alone",
+        "num_msa_layers": "Ns, top layers with multi-stream attention and LoRA",
+        "adapter_scope": "all: the model is fine-tuned for the data; streams: LoRA on stream rows "
+        "alone, which leaves the model's answers as they are (train on its own continuations)",
+        "stream_design": "how streams differ: embeddings (eq. 3) or value_rotation (eq. 7)",
+        "rotation_step": "radians that each stream's values are rotated by",
+        "stream_init": "f of eq. 3: identity, low_rank B A h, or residual h + B A h",
+        "stream_init_rank": "eta, the rank of f",
+        "prune_rank": "theta, the rank of the pruning adapter; 0 for none",
+        "draft_vocab_size": "guess among this many of the data's most frequent tokens; 0 for all",
+    },
+    "LoRA": {
+        "lora_rank": "rank",
+        "lora_alpha": "numerator of the scale alpha / rank",
+        "lora_modules": "linear modules, such as q_proj v_proj (default: every one)",
+    },
+    "loss (eq. 5)": {
+        "main_weight": "alpha_0, of the next token",
+        "stream_weights": "alpha_1 to alpha_gamma, of the speculative tokens; one for all",
+        "prune_weight": "of the pruning adapter's own loss",
+    },
+    "optimisation": {
+        "epochs": "passes over the data",
+        "batch_size": "examples a step",
+        "learning_rate": "AdamW's peak rate",
+        "schedule": "course of the rate after its warm-up",
+        "warmup": "share of the steps in which the rate rises",
+        "weight_decay": "AdamW's decay",
+        "clip_norm": "largest gradient norm",
+        "max_length": "tokens of an example; longer answers are cut, longer prompts left out",
+        "seed": "of the weights and of the order of the data",
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """A training run beside its settings.
+
+    Attributes:
+        data: folder with train.jsonl and valid.jsonl.
+        out: folder for the checkpoint, the run's state, its log and its picture.
+        model: the base model.
+        template: text with `{prompt}`; None for the model's chat template.
+        save_every, valid_every: steps between saved states, and between validations.
+        valid_count: held-out examples that a validation replays.
+        tree_size: nodes of the tree that it replays them with.
+        max_steps: stop (and save) after this many steps in all; None for the whole run.
+    """
+
+    data: Path
+    out: Path
+    model: str
+    template: str | None
+    save_every: int
+    valid_every: int
+    valid_count: int
+    tree_size: int
+    max_steps: int | None
+
+
+def training_parser(module: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """A parser with every option that the trainers share."""
+    parser = make_parser(module, description, epilog)
+    _add_run_options(parser)
+    defaults = TrainConfig()
+    for title, options in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name, text in options.items():
+            _add_option(group, name, text, getattr(defaults, name))
+    return parser
+
+
+def _add_option(group: argparse._ArgumentGroup, name: str, text: str, default: Any) -> None:
+    flag, settings = "--" + name.replace("_", "-"), {"default": default, "help": text}
+    if isinstance(default, tuple):
+        kind = float if name == "stream_weights" else str
+        shown = " ".join(map(str, default))
+        settings["help"] += f" (default: {shown})" if shown else ""
+        group.add_argument(flag, nargs="+", type=kind, metavar="X", **settings)
+        return
+    settings["help"] += " (default: %(default)s)"
+    if name in _CHOICES:
+        group.add_argument(flag, choices=_CHOICES[name], **settings)
+    else:
+        group.add_argument(flag, type=type(default), metavar="X", **settings)
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--data", type=Path, required=True, metavar="FOLDER",
+        help="train.jsonl and valid.jsonl, as mlx-lm's LoRA training takes them",
+    )  # fmt: skip
+    group.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER",
+        help="where checkpoint, log and picture go; the same command again resumes a stopped run",
+    )  # fmt: skip
+    group.add_argument(
+        "--model", default=DEFAULT_MODEL, help="the base model (default: %(default)s)"
+    )
+    group.add_argument(
+        "--template", default="chat",
+        help="chat, the model's chat template; raw; or a text with {prompt}, with \\n for a new "
+        "line. It travels with the adapter (default: %(default)s)",
+    )  # fmt: skip
+    for flag, default, text in (
+        ("--save-every", 50, "steps between saved states"),
+        ("--valid-every", 200, "steps between validations"),
+        ("--valid-count", 64, "held-out examples that a validation replays"),
+        ("--tree-size", 16, "nodes of the best tree that a validation replays"),
+    ):
+        group.add_argument(
+            flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    group.add_argument(
+        "--max-steps", type=int, metavar="N", help="stop here, and save (default: the whole run)"
+    )
+
+
+def train_config(args: argparse.Namespace) -> TrainConfig:
+    """The settings that the options ask for.
+
+    Raises:
+        InputError: one of them makes no sense.
+    """
+    return TrainConfig.from_dict({f.name: getattr(args, f.name) for f in fields(TrainConfig)})
+
+
+def run_options(args: argparse.Namespace) -> RunOptions:
+    """The rest of the options."""
+    templates = {"chat": None, "raw": "{prompt}"}
+    text = args.template.replace("\\n", "\n")
+    values = {f.name: getattr(args, f.name) for f in fields(RunOptions) if f.name != "template"}
+    return RunOptions(template=templates.get(text, text), **values)

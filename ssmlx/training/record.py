@@ -1,0 +1,81 @@
+"""The log of a run, one JSON object a line, and its picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+LOG_FILE, PICTURE_FILE = "log.jsonl", "curves.png"
+
+
+class Record:
+    """A run's log; what a stopped run wrote beyond its last saved state is dropped.
+
+    Args:
+        path: the log file.
+        step: steps that count; later ones are dropped.
+    """
+
+    def __init__(self, path: Path, step: int = 0) -> None:
+        self._path = path
+        kept = [entry for entry in read_record(path) if entry["step"] <= step]
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Append an entry; it holds its `step`."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def read_record(path: Path) -> list[dict[str, Any]]:
+    """Every whole entry of a log; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return entries
+
+
+def draw_curves(entries: list[dict[str, Any]], path: Path, title: str) -> bool:
+    """Draw losses and tokens per call against steps; False where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    names = sorted({key for entry in entries for key in entry if key.endswith("_loss")})
+    for name in names:
+        points = [(e["step"], e[name]) for e in entries if e.get(name) is not None]
+        steps, values = zip(*points, strict=True)
+        left.plot(steps, _smoothed(list(values)), label=name.removesuffix("_loss"), linewidth=1.2)
+    left.set(xlabel="step", ylabel="training loss, nats a token", title=title)
+    left.legend(frameon=False, fontsize=8)
+    points = [(e["step"], e["tokens_per_call"]) for e in entries if "tokens_per_call" in e]
+    if points:
+        steps, values = zip(*points, strict=True)
+        right.plot(steps, values, marker="o", color="tab:green")
+        right.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(-4, 7),
+                       textcoords="offset points", ha="right")  # fmt: skip
+    right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True
+
+
+def _smoothed(values: list[float], window: int = 20) -> list[float]:
+    """The running mean of up to `window` values before and at each place."""
+    return [
+        sum(values[max(0, i - window + 1) : i + 1]) / (i - max(0, i - window + 1) + 1)
+        for i in range(len(values))
+    ]

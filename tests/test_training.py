@@ -1,0 +1,295 @@
+"""What both trainers share: data, batches, draft vocabulary, replay, schedule, record."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from ssmlx.config import TreeConfig
+from ssmlx.errors import InputError
+from ssmlx.training.batches import BatchPlan, collate, epoch_order, in_order
+from ssmlx.training.config import TrainConfig
+from ssmlx.training.data import Encoder, Example, read_examples
+from ssmlx.training.draft_vocab import choose_draft_vocab, coverage, draft_indices
+from ssmlx.training.record import LOG_FILE, Record, draw_curves, read_record
+from ssmlx.training.replay import Guesses, num_candidates, replay
+
+from tiny import make_tokenizer  # isort: skip
+
+END = 12
+
+
+def example(*tokens: int, start: int) -> Example:
+    return Example(np.array(tokens, np.int32), start)
+
+
+def encoder(template: str | None = "w9 {prompt} w8", max_length: int = 50) -> Encoder:
+    return Encoder(make_tokenizer(eos=END), template, END, max_length)
+
+
+def write(path, *lines) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+# Data ---------------------------------------------------------------------------------------
+
+
+def test_each_form_of_line_gives_its_tokens(tmp_path):
+    write(
+        tmp_path / "train.jsonl",
+        {"prompt": "w1 w2", "completion": "w3 w4"},
+        {"text": "w5 w6 w7"},
+        {"prompt_tokens": [1, 2], "completion_tokens": [3, END]},
+    )
+    found = read_examples(tmp_path / "train.jsonl", encoder())
+    assert [(e.tokens.tolist(), e.start) for e in found] == [
+        ([9, 1, 2, 8, 3, 4, END], 4),
+        ([5, 6, 7, END], 1),
+        ([1, 2, 3, END], 2),
+    ]
+
+
+def test_a_chat_is_learnt_under_the_models_template(tmp_path):
+    tokenizer = make_tokenizer(eos=END)
+    tokenizer._tokenizer.chat_template = (
+        "{% for m in messages %}{{ 'w9 ' + m['content'] + ' ' }}{% endfor %}w8"
+    )
+    tokenizer.has_chat_template = True
+    turns = [("user", "w1"), ("assistant", "w2"), ("user", "w3"), ("assistant", "w4 w5")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    write(tmp_path / "x.jsonl", {"messages": messages}, {"prompt": "w1", "completion": "w2"})
+    found = read_examples(tmp_path / "x.jsonl", Encoder(tokenizer, None, END, 50))
+    assert found[0].tokens.tolist() == [9, 1, 9, 2, 9, 3, 8, 4, 5, END]
+    assert found[0].start == 7
+    assert found[1].tokens.tolist() == [9, 1, 8, 2, END]
+
+
+def test_long_answers_are_cut_and_long_prompts_left_out(tmp_path):
+    write(
+        tmp_path / "x.jsonl",
+        {"prompt": "w1", "completion": "w2 w3 w4 w5"},
+        {"prompt": "w1 w1 w1 w1", "completion": "w2"},
+    )
+    (found,) = read_examples(tmp_path / "x.jsonl", encoder(max_length=5))
+    assert found.tokens.tolist() == [9, 1, 8, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "line 2"),
+        ('{"question": "w1"}', "it has question"),
+        ('{"prompt": "w1", "completion": ""}', ""),
+        ('{"prompt": "w1", "completion": 3}', "line 2"),
+        ("[1, 2]", "line 2"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, text, said):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "w1", "completion": "w2"}\n' + text + "\n")
+    if text.endswith('""}'):  # an empty answer is its end token alone, which is something
+        assert read_examples(path, encoder())[1].num_answer == 1
+        return
+    with pytest.raises(InputError, match=said) as error:
+        read_examples(path, encoder())
+    assert "\n" not in str(error.value)
+
+
+def test_missing_and_unusable_files_are_told(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        read_examples(tmp_path / "train.jsonl", encoder())
+    write(tmp_path / "x.jsonl", {"prompt": "w1 w1", "completion": "w2"})
+    with pytest.raises(InputError, match="no example that fits"):
+        read_examples(tmp_path / "x.jsonl", encoder(max_length=3))
+
+
+# Batches ------------------------------------------------------------------------------------
+
+
+def test_answers_of_a_batch_start_in_one_column():
+    batch = collate([example(1, 2, 3, 4, END, start=2), example(5, 6, END, start=1)], np.arange(2))
+    assert batch.prompt_width == 2
+    assert batch.tokens.tolist() == [[1, 2, 3, 4, END], [0, 5, 6, END, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
+    assert batch.carriers.tolist() == [1, 2, 3]
+    assert batch.targets(0).tolist() == [[3, 4, END], [6, END, -1]]
+    assert batch.targets(1).tolist() == [[4, END, -1], [END, -1, -1]]
+    assert batch.targets(3).tolist() == [[-1] * 3, [-1] * 3]
+
+
+def test_a_row_sees_what_comes_before_it_but_no_padding():
+    batch = collate([example(1, 2, 3, start=2), example(5, 6, start=1)], np.arange(2))
+    assert batch.visible[0].tolist() == np.tril(np.ones((3, 3), bool)).tolist()
+    assert batch.visible[1].tolist() == [
+        [True, False, False],
+        [False, True, False],
+        [False, True, True],
+    ]
+
+
+def random_examples(count: int, seed: int = 0) -> list[Example]:
+    rng = np.random.default_rng(seed)
+    return [
+        example(*rng.integers(0, 9, rng.integers(4, 30)), start=int(rng.integers(1, 4)))
+        for _ in range(count)
+    ]
+
+
+def test_an_epoch_has_every_example_once_and_depends_on_the_seed_alone():
+    examples = random_examples(101)
+    first = epoch_order(examples, 8, seed=1, epoch=0)
+    assert sorted(np.concatenate(first).tolist()) == list(range(101))
+    again = epoch_order(examples, 8, seed=1, epoch=0)
+    assert [b.tolist() for b in first] == [b.tolist() for b in again]
+    other = epoch_order(examples, 8, seed=1, epoch=1)
+    assert [b.tolist() for b in first] != [b.tolist() for b in other]
+
+
+def test_buckets_save_padding():
+    examples = random_examples(256)
+    rows = sum(collate(examples, b).tokens.size for b in epoch_order(examples, 8, 0, 0))
+    real = sum(len(e.tokens) for e in examples)
+    assert real <= rows < 1.35 * real
+
+
+def test_a_plan_gives_any_step_without_those_before_it():
+    examples = random_examples(20)
+    walked = BatchPlan(examples, 8, seed=3)
+    batches = [walked.batch(step).indices.tolist() for step in range(7)]
+    assert BatchPlan(examples, 8, seed=3).batch(5).indices.tolist() == batches[5]
+    assert sorted(index for batch in batches[3:6] for index in batch) == list(range(20))
+
+
+def test_in_order_is_sorted_by_length():
+    sizes = [b.tokens.shape[1] for b in in_order(random_examples(64), 8)]
+    assert sizes == sorted(sizes) or max(np.diff(sizes) * -1) <= 2
+
+
+# Draft vocabulary ---------------------------------------------------------------------------
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_answer_tokens():
+    examples = [example(7, 7, 7, 3, 3, 5, start=3), example(8, 3, 9, 5, start=1)]
+    assert choose_draft_vocab(examples, 2, 20).tolist() == [3, 5]
+    assert choose_draft_vocab(examples, 4, 20).tolist() == [3, 5, 7, 9]
+    assert choose_draft_vocab(examples, 6, 20).tolist() == [0, 3, 5, 7, 8, 9]
+    assert len(choose_draft_vocab(examples, 50, 20)) == 20
+    assert coverage(examples, np.array([3, 5])) == pytest.approx(5 / 6)
+
+
+def test_targets_become_places_in_the_draft_vocabulary():
+    targets = np.array([[3, 9, -1], [4, 0, 20]])
+    assert draft_indices(targets, np.array([0, 3, 9])).tolist() == [[1, 2, -1], [-1, 0, -1]]
+    assert draft_indices(targets, None).tolist() == targets.tolist()
+
+
+# Replay -------------------------------------------------------------------------------------
+
+
+def scripted(answer: list[int], good: dict[int, int], tree: TreeConfig, streams: int) -> Guesses:
+    """Streams that guess right for the first `good[carrier]` tokens, and wrong beyond."""
+    count = num_candidates(tree, streams)
+    tokens = np.full((len(answer), streams, count), 0) + 50 + np.arange(count)
+    for carrier, right in good.items():
+        for stream in range(min(right, streams)):
+            if carrier + 1 + stream < len(answer):
+                tokens[carrier, stream, 0] = answer[carrier + 1 + stream]
+    logprobs = np.tile(-1.0 - np.arange(count), (len(answer), streams, 1)).astype(np.float32)
+    return Guesses(tokens.astype(np.int32), logprobs, np.array(answer))
+
+
+@pytest.mark.parametrize("tree", [TreeConfig(kind="full", width=2), TreeConfig(size=8)])
+def test_a_replay_counts_calls_as_decoding_does(tree):
+    answer = [1, 2, 3, 4, 5, 6, 7]
+    none = replay([scripted(answer, {}, tree, 3)], tree)
+    assert (none.num_tokens, none.num_calls) == (7, 7)
+    full = replay([scripted(answer, dict.fromkeys(range(7), 3), tree, 3)], tree)
+    assert full.num_calls == 3  # 1, then 2 3 4 5, then 6 7
+    # carrier 0 guesses one token: 1 | 2 3 | 4 | 5 | 6 | 7
+    part = replay([scripted(answer, {0: 1}, tree, 3)], tree)
+    assert part.num_calls == 6
+    assert full.tokens_per_call == pytest.approx(7 / 3)
+
+
+def test_a_replay_takes_lower_ranked_guesses_only_where_the_tree_has_them():
+    answer, narrow, wide = (
+        [1, 2, 3],
+        TreeConfig(kind="full", width=1),
+        TreeConfig(kind="full", width=2),
+    )
+    guesses = scripted(answer, {}, wide, 1)
+    guesses.tokens[0, 0] = [40, 2]
+    assert replay([guesses], wide).num_calls == 2
+    assert replay([Guesses(guesses.tokens[:, :, :1], guesses.logprobs[:, :, :1], guesses.answer)],
+                  narrow).num_calls == 3  # fmt: skip
+
+
+# Settings -----------------------------------------------------------------------------------
+
+
+def test_the_rate_rises_then_falls_to_nothing():
+    config = TrainConfig(learning_rate=1.0, warmup=0.1)
+    rates = [config.rate(step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == pytest.approx(1.0)
+    assert rates[99] == pytest.approx(1 / 90)
+    assert max(rates) == pytest.approx(1.0)
+    cosine = TrainConfig(learning_rate=1.0, warmup=0.0, schedule="cosine")
+    assert cosine.rate(50, 100) == pytest.approx(0.5, abs=0.01)
+
+
+def test_settings_survive_json():
+    config = TrainConfig(stream_weights=(0.1, 0.2), num_streams=2, lora_modules=("q_proj",))
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.alphas == (0.1, 0.2)
+    assert TrainConfig(num_streams=3).alphas == (0.1, 0.1, 0.1)
+    assert TrainConfig(num_streams=0).alphas == ()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_streams": -1},
+        {"num_msa_layers": 0},
+        {"epochs": 0},
+        {"learning_rate": -1.0},
+        {"schedule": "step"},
+        {"stream_weights": (0.1, 0.2)},
+        {"stream_weights": (-0.1,)},
+        {"stream_design": "value_rotation"},
+        {"rotation_step": 0.1},
+        {"stream_init": "residual"},
+        {"stream_init_rank": 4},
+        {"num_streams": 0, "adapter_scope": "streams"},
+        {"warmup": 1.0},
+    ],
+)
+def test_nonsense_settings_are_refused_by_their_option(changed):
+    with pytest.raises(InputError, match="--") as error:
+        TrainConfig(**changed)
+    assert "\n" not in str(error.value)
+
+
+# Record -------------------------------------------------------------------------------------
+
+
+def test_a_record_drops_what_was_not_saved(tmp_path):
+    path = tmp_path / LOG_FILE
+    record = Record(path)
+    for step in (1, 2, 3):
+        record.add({"step": step, "main_loss": 1.0 / step})
+    with path.open("a") as file:
+        file.write('{"step": 4, "main')
+    assert [e["step"] for e in read_record(path)] == [1, 2, 3]
+    Record(path, step=2).add({"step": 3, "main_loss": 7.0})
+    assert [e["main_loss"] for e in read_record(path)] == [1.0, 0.5, 7.0]
+
+
+def test_curves_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    entries = [{"step": i, "main_loss": 1 / i, "stream_1_loss": 3 / i} for i in range(1, 30)]
+    entries[-1]["tokens_per_call"] = 2.5
+    assert draw_curves(entries, tmp_path / "curves.png", "a run")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
