@@ -53,7 +53,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=DTYPES, default="stored",
-        help="weights of the fused model (default: %(default)s)",
+        help="of the adapter's weights, or of the fused model's; float16 halves an adapter "
+        "(default: %(default)s)",
     )  # fmt: skip
     return parser.parse_args(argv)
 
@@ -99,15 +100,11 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.loading import load_base, load_words
     from ssmlx.registry import resolve_model
 
-    from .adapter import read_checkpoint, write_fused
+    from .adapter import cast_adapter, read_checkpoint, write_fused
 
     _check_target(args.out)
-    if args.dtype != "stored" and not args.fuse:
-        raise InputError(
-            f"--dtype {args.dtype} would do nothing here", expected="--fuse", do="drop --dtype"
-        )
     path = resolve_model(args.base)
-    backbone, model_config = load_base(path, args.dtype)
+    backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
     adapter = read_checkpoint(
         args.lora, args.streams, backbone, scope=args.scope, base_model=args.base
     )
@@ -115,7 +112,7 @@ def _main(args: argparse.Namespace) -> None:
         if args.fuse:
             write_fused(folder, adapter, backbone, load_words(path, model_config), model_config)
         else:
-            write_adapter(folder, adapter)
+            write_adapter(folder, cast_adapter(adapter, args.dtype))
     print(_report(adapter, args), file=sys.stderr)
 
 

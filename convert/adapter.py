@@ -15,6 +15,7 @@ from mlx_lm.utils import save_config, save_model
 from ssmlx.adapter import (
     Adapter,
     BaseIdentity,
+    cast_streams,
     check_lora,
     read_streams,
     write_adapter,
@@ -116,6 +117,18 @@ def read_checkpoint(
     lora = read_lora(lora_folder, config, backbone.model)
     check_lora(backbone.model, lora, lora_folder)
     return Adapter(config, streams, BaseIdentity.of(backbone), lora)
+
+
+def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:
+    """The adapter with weights of `dtype`; "stored" and "auto" leave them as they are."""
+    if dtype in ("stored", "auto"):
+        return adapter
+    kind = getattr(mx, dtype)
+    lora = {
+        path: replace(weights, a=weights.a.astype(kind), b=weights.b.astype(kind))
+        for path, weights in adapter.lora.items()
+    }
+    return replace(adapter, streams=cast_streams(adapter.streams, kind), lora=lora)
 
 
 def check_sizes(config: StreamConfig, backbone: Backbone) -> None:

@@ -369,7 +369,7 @@ def fuse_streams(
     every_row = adapter.config.adapter_scope == "all"
     scope = RowScope(0 if every_row else None)
     dtype, merge = backbone.dtype, merge_lora and every_row
-    fused = StreamFusedModel(backbone, adapter.config, _cast(adapter.streams, dtype), scope)
+    fused = StreamFusedModel(backbone, adapter.config, cast_streams(adapter.streams, dtype), scope)
     if check is not None:
         check(fused)
     unfuse_streams(backbone)
@@ -383,7 +383,7 @@ def unfuse_streams(backbone: Backbone) -> None:
     backbone.replaced = {}
 
 
-def _cast(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
+def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
     def cast(low_rank: LowRank | None) -> LowRank | None:
         return low_rank and LowRank(low_rank.a.astype(dtype), low_rank.b.astype(dtype))
 

@@ -132,6 +132,10 @@ def settings(checkpoint, name="adapter_config.json", **changed):
 # --- What comes out ---
 
 
+def load_tensors(path):
+    return mx.load(str(path))
+
+
 def test_logits_are_those_of_pytorch(base, reference, trained, convert):
     model, _ = ssmlx.load(str(base), adapter=convert(trained), dtype="float32")
     found = model.backbone.model(mx.array([TOKENS]))[0]
@@ -331,7 +335,7 @@ def test_lora_that_is_not_plain_is_refused(checkpoint, refusal, changed, said):
         ({"prune_adapter": 8}, "prune_adapter is 8"),
         ({"prune_adapter": None}, "spare: prune_adapter"),
         ({"num_msa_layers": 9}, "num_msa_layers is 9 of 4 layers"),
-        ({"num_streams": 0}, "num_streams is 0"),
+        ({"num_streams": -1}, "num_streams is -1"),
         ({"stream_init": "cubic"}, "stream_init is 'cubic'"),
         ({"stream_init": "identity"}, "stream_init 'identity' has rank 3"),
         ({"adapter_scope": "none"}, "adapter_scope is 'none'"),
@@ -379,8 +383,16 @@ def test_fusing_into_quantised_weights_is_refused(
     convert(trained, base=packed)
 
 
-def test_idle_dtype_is_refused(trained, refusal):
-    assert "--dtype float16 would do nothing here" in refusal(trained, "--dtype", "float16")
+def test_an_adapter_in_half_precision_is_half_the_size(base, trained, tmp_path):
+    sizes = {}
+    for dtype in ("stored", "float16"):
+        out = tmp_path / dtype
+        assert main([*argv(base, trained, out), "--dtype", dtype]) == 0
+        sizes[dtype] = (out / "adapters.safetensors").stat().st_size
+        assert ssmlx.load(str(base), adapter=out, dtype="float32")[0].num_streams == STREAMS
+    lora = load_tensors(tmp_path / "float16" / "adapters.safetensors")
+    assert {tensor.dtype for tensor in lora.values()} == {mx.float16}
+    assert sizes["float16"] < 0.7 * sizes["stored"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
