@@ -1,13 +1,10 @@
-"""What the measurements share: models, prompts, a record of the machine, results on disk."""
+"""What the measurements share: timed answers, a record of the machine, results on disk."""
 
 from __future__ import annotations
 
 import json
 import platform
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -15,23 +12,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import ssmlx
-from convert.adapter import read_checkpoint, write_adapter, write_fused
-from ssmlx.api import GenerateConfig, end_token_ids, stream_generate
+from ssmlx.api import GenerateConfig, stream_generate
 from ssmlx.blas import HINT
-from ssmlx.cli.generate import read_prompts
-from ssmlx.config import AdapterScope
-from ssmlx.loading import load, load_base, load_words
 from ssmlx.model import StreamFusedModel
-from ssmlx.prompts import prompt_tokens
-from ssmlx.registry import resolve_model
 
 ROOT = Path(__file__).parents[1]
-CHECKPOINT = ROOT / "examples" / "smollm2-135m-sql"
-PROMPTS = ROOT / "examples" / "data" / "sql_test_100.jsonl"
 RESULTS = ROOT / "perf" / "results"
 BASE = "smollm2-135m-q4_1"
 
@@ -56,59 +44,6 @@ class Answer:
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
-@contextmanager
-def sample_folders(scope: AdapterScope) -> Iterator[tuple[Path, Path | None]]:
-    """(model folder, adapter folder) of the sample checkpoint in float32, made for the block.
-
-    For scope "all" the LoRA is merged: mlx-lm and ssmlx load the very same weights. For scope
-    "streams" the model is the base itself, and the adapter stands beside it.
-    """
-    path = resolve_model(BASE)
-    backbone, config = load_base(path, "float32")
-    adapter = read_checkpoint(
-        CHECKPOINT, CHECKPOINT / "streams.safetensors", backbone, scope=scope, base_model=BASE
-    )
-    with tempfile.TemporaryDirectory() as work:
-        model, streams = Path(work, "model"), Path(work, "adapter")
-        model.mkdir()
-        if scope == "all":
-            write_fused(model, adapter, backbone, load_words(path, config), config)
-            yield model, None
-            return
-        streams.mkdir()
-        write_adapter(streams, adapter)
-        write_base(model, backbone.model, config, load_words(path, config))
-        yield model, streams
-
-
-def write_base(folder: Path, model: Any, config: dict[str, Any], words: TokenizerWrapper) -> None:
-    """Write a float model folder that mlx-lm loads."""
-    settings = {k: v for k, v in config.items() if not k.startswith("quantization")}
-    mlx_lm.utils.save_model(folder, model)
-    mlx_lm.utils.save_config(settings, folder / "config.json")
-    words.save_pretrained(folder)
-
-
-def load_both(model: Path, adapter: Path | None) -> tuple[StreamFusedModel, TokenizerWrapper, Any]:
-    """ssmlx's model, the tokenizer, and mlx-lm's own model of the same weights.
-
-    For scope "all" the two share the arrays themselves: where a copy happens to lie in memory
-    alone moved tokens/s by some 3 %.
-    """
-    fused, tokenizer = load(str(model), adapter=adapter, dtype="float32")
-    plain, _ = mlx_lm.load(str(model))
-    if adapter is None:
-        plain.load_weights(tree_flatten(fused.backbone.model.parameters()))
-    return fused, tokenizer, plain
-
-
-def encoded_prompts(
-    model: StreamFusedModel, tokenizer: TokenizerWrapper, count: int, path: Path = PROMPTS
-) -> list[list[int]]:
-    """The first `count` prompts of a file, under the adapter's template."""
-    return [prompt_tokens(text, model, tokenizer) for text in read_prompts(path)[:count]]
-
-
 def ssmlx_answer(
     model: StreamFusedModel, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
 ) -> Answer:
@@ -127,12 +62,6 @@ def mlx_lm_answer(
         first = first or time.perf_counter()
         tokens.append(response.token)
     return Answer(tokens, len(tokens), time.perf_counter() - first)
-
-
-def check_end_tokens(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> None:
-    """Both sides must stop at the same tokens for their answers to be comparable."""
-    if end_token_ids(model, tokenizer) != set(tokenizer.eos_token_ids):
-        raise ValueError("the adapter ends answers at tokens that the tokenizer does not name")
 
 
 def machine() -> dict[str, str]:

@@ -21,7 +21,8 @@ from ssmlx.config import TreeConfig
 from ssmlx.loading import load
 from ssmlx.model import StreamFusedModel
 
-from .common import PROMPTS, sample_folders, save, ssmlx_answer
+from .common import save, ssmlx_answer
+from .samples import PROMPTS, sample_folders
 
 TOPICS = (
     "the sea", "a garden", "music", "winter", "bread", "trains", "a lighthouse", "honey",

@@ -1,8 +1,8 @@
 """`python -m perf.lossless`: is streaming the same as plain decoding, token for token?
 
-Answers the sample SQL prompts by mlx-lm's `stream_generate`, by our plain decoding and by
-streaming with every kind of tree and pruning, in both adapter scopes, greedy and in float32,
-and compares the tokens. Half an hour or more on two CPU cores; `--count 10` for a look.
+Answers prompts by mlx-lm's `stream_generate`, by our plain decoding and by streaming with every
+kind of tree and pruning, greedy and in float32, and compares the tokens. The sample checkpoint is
+read in both adapter scopes. Half an hour or more on two CPU cores; `--count 10` for a look.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from .common import (
-    Answer,
-    check_end_tokens,
-    encoded_prompts,
-    load_both,
-    mlx_lm_answer,
-    sample_folders,
-    save,
-    ssmlx_answer,
-)
+from huggingface_hub.utils import tqdm
 
-from huggingface_hub.utils import tqdm  # isort: skip
-from ssmlx.api import GenerateConfig  # isort: skip
-from ssmlx.config import AdapterScope, PruneConfig, TreeConfig  # isort: skip
+from ssmlx.api import GenerateConfig
+from ssmlx.cli.options import make_parser, run
+from ssmlx.config import AdapterScope, PruneConfig, TreeConfig
+from ssmlx.errors import InputError
+
+from .common import Answer, mlx_lm_answer, save, ssmlx_answer
+from .samples import Sample, add_sample_options, load_sample
+
+PROG = "perf.lossless"
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Variant:
     config: GenerateConfig
 
 
-def variants(max_tokens: int) -> list[Variant]:
+def variants(max_tokens: int, *, can_prune: bool = True) -> list[Variant]:
     """Plain decoding, and streaming with each kind of tree and pruning."""
 
     def streaming(name: str, tree: TreeConfig, **prune: Any) -> Variant:
@@ -46,35 +43,34 @@ def variants(max_tokens: int) -> list[Variant]:
         return Variant(name, config)
 
     full, best = TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=16)
-    return [
+    whole = [
         Variant("plain", GenerateConfig(decoding="plain", max_tokens=max_tokens)),
         streaming("full, 1 a level", TreeConfig(kind="full", width=1)),
         streaming("full, 2 a level", full),
         streaming("best 16", best),
+    ]
+    pruned = [
         streaming("full, 2 a level, pruned to 8", full, kind="budget", keep=8),
         streaming("full, 2 a level, threshold 0.05", full, kind="threshold", threshold=0.05),
         streaming("best 16, pruned to 8", best, kind="budget", keep=8),
     ]
+    return whole + pruned if can_prune else whole
 
 
-def compare(scope: AdapterScope, count: int, max_tokens: int) -> list[dict[str, Any]]:
+def compare(sample: Sample, max_tokens: int) -> list[dict[str, Any]]:
     """A row for each variant: answers equal to mlx-lm's, tokens, target calls."""
-    with sample_folders(scope) as folders:
-        model, tokenizer, mlx_model = load_both(*folders)
-    check_end_tokens(model, tokenizer)
-    prompts = encoded_prompts(model, tokenizer, count)
-    label = f"scope {scope}"
+    label = f"{sample.name}, scope {sample.scope}"
     oracle = [
-        mlx_lm_answer(mlx_model, tokenizer, prompt, max_tokens)
-        for prompt in tqdm(prompts, desc=f"{label}: mlx-lm", disable=None)
+        mlx_lm_answer(sample.mlx_model, sample.tokenizer, prompt, max_tokens)
+        for prompt in tqdm(sample.prompts, desc=f"{label}: mlx-lm", disable=None)
     ]
     rows = []
-    for variant in variants(max_tokens):
+    for variant in variants(max_tokens, can_prune=sample.can_prune):
         answers = [
-            ssmlx_answer(model, tokenizer, prompt, variant.config)
-            for prompt in tqdm(prompts, desc=f"{label}: {variant.name}", disable=None)
+            ssmlx_answer(sample.model, sample.tokenizer, prompt, variant.config)
+            for prompt in tqdm(sample.prompts, desc=f"{label}: {variant.name}", disable=None)
         ]
-        rows.append(row(scope, variant.name, answers, oracle))
+        rows.append(row(sample.scope, variant.name, answers, oracle))
         print(line(rows[-1]), flush=True)
     return rows
 
@@ -104,20 +100,43 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
-    """Entry point: exit code 1 if any answer differs."""
-    parser = argparse.ArgumentParser(prog="python -m perf.lossless", description=__doc__)
-    parser.add_argument("--count", type=int, default=100, help="prompts (default: all 100)")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--scope", choices=("all", "streams"), help="one scope only")
-    args = parser.parse_args()
-    scopes: tuple[AdapterScope, ...] = (args.scope,) if args.scope else ("all", "streams")
+def scopes_of(args: argparse.Namespace) -> tuple[AdapterScope, ...]:
+    """The scopes to read the sample checkpoint with; another adapter has its own.
+
+    Raises:
+        InputError: a scope is given beside an adapter.
+    """
+    if args.adapter is None:
+        return (args.scope,) if args.scope else ("all", "streams")
+    if args.scope is not None:
+        raise InputError(
+            "--scope beside --adapter", expected="the adapter's own scope", do="drop --scope"
+        )
+    return ("all",)
+
+
+def _main(args: argparse.Namespace) -> int:
     rows = []
-    for scope in scopes:
-        rows += compare(scope, args.count, args.max_tokens)
-        saved = save(f"lossless-{scope}", {"rows": [r for r in rows if r["scope"] == scope]})
-        print("saved", saved, file=sys.stderr)
+    for scope in scopes_of(args):
+        sample = load_sample(args, scope)
+        found = compare(sample, args.max_tokens)
+        name = sample.name if args.adapter else scope
+        print("saved", save(f"lossless-{name}", {"rows": found}), file=sys.stderr)
+        rows += found
     return 0 if all(row["same_as_mlx_lm"] == row["prompts"] for row in rows) else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point: exit code 1 if any answer differs."""
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = make_parser(PROG, description, more)
+    add_sample_options(parser, count=100)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument(
+        "--scope", choices=("all", "streams"), help="one scope of the sample checkpoint only"
+    )
+    args = parser.parse_args(argv)
+    return run(lambda: _main(args), PROG)
 
 
 if __name__ == "__main__":

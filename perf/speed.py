@@ -18,44 +18,35 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from huggingface_hub.utils import tqdm
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import GenerateConfig
+from ssmlx.cache import TreeCache
+from ssmlx.cli.options import make_parser, run
 from ssmlx.config import PruneConfig, TreeConfig
 from ssmlx.decode import greedy, prefill, step
 from ssmlx.draft import StreamDrafter
-from ssmlx.masks import stream_positions, stream_visibility
 from ssmlx.model import StreamFusedModel
 from ssmlx.shapes import to_int, to_list
 from ssmlx.tree import Tree, root_tree
 
-from .common import (
-    RESULTS,
-    Answer,
-    encoded_prompts,
-    load_both,
-    machine,
-    mlx_lm_answer,
-    sample_folders,
-    save,
-    ssmlx_answer,
-)
+from .common import RESULTS, Answer, machine, mlx_lm_answer, save, ssmlx_answer
+from .samples import Sample, add_sample_options, load_sample
 
+PROG = "perf.speed"
 Answerer = Callable[[list[int]], Answer]
 COLOURS = {"streaming": "#0b6e4f", "plain": "#8d99ae", "mlx-lm": "#2b2d42"}
 
 
-def answerers(
-    model: StreamFusedModel, tokenizer: TokenizerWrapper, mlx_model: Any, args: argparse.Namespace
-) -> dict[str, Answerer]:
+def answerers(sample: Sample, max_tokens: int, tree_size: int) -> dict[str, Answerer]:
     """The systems to time, each greedy and with the same `max_tokens`."""
-    tree = TreeConfig(kind="best", size=args.tree_size)
-    streaming = GenerateConfig(decoding="streaming", max_tokens=args.max_tokens, tree=tree)
-    plain = GenerateConfig(decoding="plain", max_tokens=args.max_tokens)
+    model, tokenizer = sample.model, sample.tokenizer
+    tree = TreeConfig(kind="best", size=tree_size)
+    streaming = GenerateConfig(decoding="streaming", max_tokens=max_tokens, tree=tree)
+    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     return {
         "streaming": lambda prompt: ssmlx_answer(model, tokenizer, prompt, streaming),
         "plain": lambda prompt: ssmlx_answer(model, tokenizer, prompt, plain),
-        "mlx-lm": lambda prompt: mlx_lm_answer(mlx_model, tokenizer, prompt, args.max_tokens),
+        "mlx-lm": lambda prompt: mlx_lm_answer(sample.mlx_model, tokenizer, prompt, max_tokens),
     }
 
 
@@ -82,30 +73,16 @@ def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float
 
 
 def bare_forward(
-    model: StreamFusedModel, tree: Tree, prompt_cache: Any, num_streams: int
+    model: StreamFusedModel, tree: Tree, cache: TreeCache, num_streams: int
 ) -> Callable[[], None]:
-    """The forward of a step alone: layers and heads on the same rows, masks made beforehand."""
-    backbone, cache, split = model.backbone, prompt_cache, model.insertion_layer
-    positions = tree.depths + cache.offset
-    upper_positions = stream_positions(positions, num_streams)
-    ones = mx.ones((1, cache.offset), mx.bool_)
-
-    def with_cache(visible: mx.array) -> mx.array:
-        return mx.concatenate([visible, mx.repeat(ones, visible.shape[0], 0)], axis=1)
-
-    lower_mask = with_cache(tree.ancestors)
-    upper_mask = with_cache(stream_visibility(tree.ancestors, num_streams))
-    mx.eval(positions, upper_positions, lower_mask, upper_mask)
+    """The forward of a step alone: layers and both heads, on the same rows."""
+    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
 
     def forward() -> None:
-        views = [cache.tree_view(layer, positions) for layer in range(split)]
-        hidden = backbone.run(backbone.embed(tree.tokens), 0, split, lower_mask, views)
-        rows = model.insert(hidden, num_streams)
-        layers = range(split, model.num_layers)
-        views = [cache.tree_view(layer, upper_positions) for layer in layers]
-        rows = backbone.run(rows, split, model.num_layers, upper_mask, views)
-        nodes = backbone.logits(rows[:, : tree.num_nodes])
-        streams = backbone.logits(rows[:, tree.num_nodes : tree.num_nodes + num_streams])
+        rows = model.insert(model.lower(tree, cache), num_streams)
+        rows = model.upper(rows, tree, cache, num_streams)
+        nodes = model.backbone.logits(rows[:, : tree.num_nodes])
+        streams = model.draft_logits(rows[:, tree.num_nodes : tree.num_nodes + num_streams])
         mx.eval(nodes, streams)
 
     return forward
@@ -163,7 +140,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("decode tokens/s (median over prompts)")
     axes.set_title(
-        f"{summary['prompts']} SQL prompts, SmolLM2-135M, float32, "
+        f"{summary['prompts']} prompts of {summary['data']}, {summary['adapter']}, float32, "
         f"{summary['tokens_per_call']:.2f} tokens a call\n{machine()['machine']}",
         fontsize=8,
     )
@@ -204,26 +181,32 @@ def report(summary: dict[str, Any], cost: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m perf.speed", description=__doc__)
-    parser.add_argument("--count", type=int, default=20, help="prompts (default: 20)")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--tree-size", type=int, default=TreeConfig().size, metavar="N")
-    parser.add_argument("--repeats", type=int, default=40, help="steps that are taken apart")
-    args = parser.parse_args()
-    with sample_folders("all") as folders:
-        model, tokenizer, mlx_model = load_both(*folders)
-    prompts = encoded_prompts(model, tokenizer, args.count)
-    cost = step_cost(model, prompts[0], args.tree_size, args.repeats)
-    summary = summarise(time_all(answerers(model, tokenizer, mlx_model, args), prompts))
+def _main(args: argparse.Namespace) -> int:
+    sample = load_sample(args, "all")
+    systems = answerers(sample, args.max_tokens, args.tree_size)
+    cost = step_cost(sample.model, sample.prompts[0], args.tree_size, args.repeats)
+    what = {"adapter": sample.name, "scope": sample.scope, "data": args.prompts.name}
+    summary = {**what, **summarise(time_all(systems, sample.prompts))}
     print(report(summary, cost))
-    print("saved", save("speed", {"summary": summary, "step": cost}), file=sys.stderr)
+    name = f"speed-{sample.name}" if args.adapter else "speed"
+    print("saved", save(name, {"summary": summary, "step": cost}), file=sys.stderr)
     try:
-        draw(summary, RESULTS / "speed.png")
+        draw(summary, RESULTS / f"{name}.png")
     except ImportError:
         print("no picture: pip install matplotlib", file=sys.stderr)
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = make_parser(PROG, description, more)
+    add_sample_options(parser, count=20)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--tree-size", type=int, default=TreeConfig().size, metavar="N")
+    parser.add_argument("--repeats", type=int, default=40, help="steps that are taken apart")
+    args = parser.parse_args(argv)
+    return run(lambda: _main(args), PROG)
 
 
 if __name__ == "__main__":

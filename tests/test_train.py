@@ -22,7 +22,7 @@ from convert.__main__ import main as convert  # noqa: E402
 from convert.base import load_base  # noqa: E402
 from convert.losses import linear_cross_entropy, mean_scales  # noqa: E402
 from convert.lower_store import LowerStore  # noqa: E402
-from convert.reference import load_reference  # noqa: E402
+from convert.reference import StreamFusedReference, load_reference  # noqa: E402
 from convert.train import PROG, SETTINGS_FILE, STATE_FILE, STORE_FILE, main  # noqa: E402
 from convert.training import Objective, Run, build_model, freeze_base  # noqa: E402
 from ssmlx.config import StreamConfig  # noqa: E402
@@ -338,3 +338,51 @@ def test_another_runs_folder_is_refused(base, data, tmp_path, capsys):
     (out / STATE_FILE).write_bytes(before[: len(before) // 2])
     assert main(argv(base, data, out)) == 2
     assert "cannot be read" in one_line(capsys.readouterr().err, PROG)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Phi3"])
+@pytest.mark.parametrize("design", ["embeddings", "value_rotation"])
+def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, design):
+    from test_reference import LAYERS, VOCAB, WIDTH
+    from test_reference import make_base as make_torch_base
+
+    from convert.stream_attention import stream_attention, use_stream_attention
+
+    config = StreamConfig(
+        num_streams=3,
+        num_msa_layers=2,
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        stream_design=design,
+        rotation_step=0.1 if design == "value_rotation" else 0.0,
+    )
+    torch.manual_seed(3)
+    base = make_torch_base(architecture, attention="sdpa")
+    model = StreamFusedReference(base, config, lora_rank=2)
+    batch = collate(random_examples(4), np.arange(4))
+    tokens = torch.from_numpy(batch.tokens).long() % VOCAB
+    where = {
+        "positions": torch.from_numpy(batch.positions).long(),
+        "visible": torch.from_numpy(batch.visible),
+        "stream_rows": torch.from_numpy(batch.carriers),
+    }
+
+    def gradients():
+        model.zero_grad()
+        output = model(tokens, **where)
+        (output.stream_logits.sin().sum() + output.main_logits.sin().sum()).backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        return output.stream_logits.detach(), grads
+
+    dense, dense_grads = gradients()
+    calls = []
+    monkeypatch.setattr(
+        "convert.stream_attention.stream_attention",
+        lambda *args: calls.append(1) or stream_attention(*args),
+    )
+    use_stream_attention(base, 3)
+    sparse, sparse_grads = gradients()
+    assert len(calls) == config.num_msa_layers
+    assert torch.allclose(sparse, dense, atol=1e-5)
+    for name, gradient in dense_grads.items():
+        assert torch.allclose(sparse_grads[name], gradient, atol=1e-4), name

@@ -85,10 +85,11 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         "--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)"
     )
     group.add_argument("--seed", type=int, help="seed of the sampler (default: a new one each run)")
-    _add_tree_options(parser.add_argument_group("draft tree (streaming only)"))
+    add_tree_options(parser.add_argument_group("draft tree (streaming only)"))
 
 
-def _add_tree_options(group: argparse._ArgumentGroup) -> None:
+def add_tree_options(group: argparse._ArgumentGroup) -> None:
+    """What to draft. Options that another one makes meaningless have no default."""
     group.add_argument(
         "--num-streams",
         type=int,

@@ -1,0 +1,156 @@
+"""Table 1 of the paper: what the streams cost in quality, and what they save in target calls.
+
+Every system answers the same prompts, greedily and in float32. An adapter of scope "all" is
+compared with --baseline, the same LoRA trained without streams; an adapter of scope "streams" with
+the untouched base, token for token. Each figure has a 95 % bootstrap interval over prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ssmlx.cli.options import add_tree_options, make_parser, run
+
+from .answers import answer_system
+from .common import BASE, RESULTS, ROOT, machine
+from .quality_plan import make_plan
+from .quality_report import draw, report
+from .quality_summary import is_lossless, result_of
+from .tasks import TASKS
+
+PROG = "perf.quality"
+EPILOG = """examples:
+  python -m perf.quality --task sql --data-dir data --adapter sql=adapters/sql \\
+      --baseline adapters/sql-lora --trees "full:2,full:4,best:16,best:32,best:64" --with-mlx-lm
+  python -m perf.quality --task chat --data chat.jsonl --adapter adapters/chat-streams
+
+Exact match: the answer is a reference once every run of white space is one space. ROUGE: F1 by
+rouge_score with its stemmer, best over the references; lines are ROUGE-LSum's sentences.
+Writes quality-TASK.json, .txt and .png. Every answer is kept in quality-TASK-*.part.jsonl, so that
+a run that was stopped goes on; settings or weights that differ have a file of their own.
+The tree with the most tokens per call is chosen on the very prompts that it is reported on; give
+--trees with valid.jsonl, and --tree with test.jsonl, to keep the two apart.
+Exit code 1: answers that must be the same are not."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    description = (__doc__ or "").partition("\n")[0]
+    parser = make_parser(PROG, description, EPILOG)
+    add_data_options(parser.add_argument_group("data"))
+    add_system_options(parser.add_argument_group("systems"))
+    add_tree_options(parser.add_argument_group("draft tree"))
+    parser.add_argument(
+        "--trees",
+        metavar="KIND:N,...",
+        help='several trees on the same prompts, such as "full:2,best:16" (K children a level, or '
+        "N nodes); the one with the most tokens per call is reported",
+    )
+    defaults = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
+    parser.add_argument("--max-tokens", type=int, help=f"longest answer (default: {defaults})")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s"
+    )
+    parser.add_argument("--fresh", action="store_true", help="use no answers of an earlier run")
+    parser.set_defaults(decoding="streaming", temp=0.0, seed=None)
+    args = parser.parse_args(argv)
+    args.max_tokens = TASKS[args.task].max_tokens if args.max_tokens is None else args.max_tokens
+    return args
+
+
+def add_data_options(data: argparse._ArgumentGroup) -> None:
+    """What is asked."""
+    data.add_argument("--task", choices=tuple(TASKS), required=True)
+    data.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="a JSON object a line: prompt, and completion or references (default: the task's "
+        "test.jsonl in --data-dir)",
+    )
+    data.add_argument(
+        "--data-dir",
+        type=Path,
+        default=ROOT / "data",
+        metavar="FOLDER",
+        help="holds TASK/test.jsonl (default: %(default)s)",
+    )
+    data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
+
+
+def add_system_options(systems: argparse._ArgumentGroup) -> None:
+    """Who is asked."""
+    systems.add_argument(
+        "--model",
+        default=BASE,
+        help="the base model: a local folder, a Hub name or an alias (default: %(default)s)",
+    )
+    systems.add_argument(
+        "--adapter",
+        action="append",
+        required=True,
+        metavar="[NAME=]FOLDER",
+        help="an adapter with streams; may be given several times",
+    )
+    systems.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="FOLDER",
+        help="the same LoRA trained without streams, as mlx-lm reads it (adapters.safetensors and "
+        "adapter_config.json); decoded plainly",
+    )
+    systems.add_argument(
+        "--with-mlx-lm",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="mlx-lm's own stream_generate too, on the weights of adapter NAME (default: the "
+        "first), or of `baseline`",
+    )
+    systems.add_argument(
+        "--template",
+        metavar="chat|raw|TEXT",
+        help="for every system (default: each adapter's own; the first adapter's for a baseline "
+        "that has none)",
+    )
+
+
+def _main(args: argparse.Namespace) -> int:
+    plan = make_plan(args)
+    answers = {}
+    for system in plan.systems:
+        answers[system.name] = answer_system(plan, system, fresh=args.fresh)
+        mx.clear_cache()
+    result = result_of(plan, answers)
+    show(result, plan.out / f"quality-{plan.task.name}")
+    return 0 if is_lossless(result) else 1
+
+
+def show(result: dict[str, Any], target: Path) -> None:
+    """Print the result, and write `target`.json, .txt and .png."""
+    text = report(result)
+    print(text)
+    saved = json.dumps({"machine": machine(), **result}, indent=1, ensure_ascii=False)
+    target.with_suffix(".json").write_text(saved + "\n", encoding="utf-8")
+    target.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+    print("saved", target.with_suffix(".json"), file=sys.stderr)
+    try:
+        draw(result, target.with_suffix(".png"))
+    except ImportError:
+        print("no picture: pip install matplotlib", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

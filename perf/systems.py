@@ -1,0 +1,203 @@
+"""Who answers in `perf.quality`: adapters, the LoRA without streams, and the untouched base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ssmlx.adapter import CONFIG_FILE, LORA_FILES, check_base, check_lora
+from ssmlx.api import GenerateConfig, required_scratch
+from ssmlx.backbone import Backbone
+from ssmlx.config import read_json
+from ssmlx.errors import InputError
+from ssmlx.files import read_tensors
+from ssmlx.loading import load, load_base, load_words
+from ssmlx.lora import LoraWeights, RowScope, attach_lora
+from ssmlx.model import StreamFusedModel
+
+from .samples import read_own_lora
+
+MLX_LM = "mlx-lm"
+LORA_FILE, LORA_SETTINGS = LORA_FILES["all"], "adapter_config.json"
+Variants = Mapping[str, GenerateConfig | None]
+
+
+@dataclass(frozen=True)
+class System:
+    """Weights that answer.
+
+    Attributes:
+        name: as in the table.
+        role: "adapter" streams; "baseline" is LoRA alone and "base" no LoRA, both plain.
+        folder: of the adapter or the LoRA; None for the base.
+        scope: of the LoRA.
+        template, end_tokens: of its prompts and answers.
+        extra_parameters: beside LoRA.
+        variants: how it answers: settings by label, or None for mlx-lm's own loop.
+    """
+
+    name: str
+    role: Literal["adapter", "baseline", "base"]
+    folder: Path | None
+    scope: str
+    template: str | None
+    end_tokens: tuple[int, ...]
+    extra_parameters: int
+    variants: Variants
+
+    @property
+    def wording(self) -> tuple[str | None, tuple[int, ...]]:
+        """What systems must have in common for their prompts and answers to be the same."""
+        return self.template, self.end_tokens
+
+
+def named_adapters(items: Iterable[str]) -> dict[str, Path]:
+    """Folders by name; `NAME=FOLDER`, or a folder whose own name will do.
+
+    Raises:
+        InputError: two have one name, or a name is taken.
+    """
+    adapters: dict[str, Path] = {}
+    for item in items:
+        name, equals, folder = item.partition("=")
+        if not equals or Path(item).expanduser().is_dir():
+            folder, name = item, Path(item).expanduser().resolve().name
+        if not name or name in adapters or name in ("base", "baseline", MLX_LM):
+            raise InputError(
+                f"--adapter {item}: the name {name!r} is empty or taken",
+                expected="a name of its own for each adapter",
+                do="write --adapter NAME=FOLDER",
+            )
+        adapters[name] = Path(folder).expanduser()
+    return adapters
+
+
+def adapter_system(
+    name: str,
+    folder: Path,
+    backbone: Backbone,
+    streaming: Mapping[str, GenerateConfig],
+    template: str | None,
+) -> System:
+    """An adapter with streams, checked against the base model and the trees."""
+    adapter = read_own_lora(folder)
+    check_base(adapter, backbone)
+    check_lora(backbone.model, adapter.lora, folder)
+    model = StreamFusedModel(backbone, adapter.config, adapter.streams)
+    for config in streaming.values():
+        required_scratch(model, config)
+    settings = adapter.config
+    return System(
+        name,
+        "adapter",
+        folder,
+        settings.adapter_scope,
+        template or settings.prompt_template,
+        tuple(settings.end_token_ids),
+        adapter.streams.num_parameters,
+        streaming,
+    )
+
+
+def base_systems(adapters: Iterable[System], plain: Mapping[str, GenerateConfig]) -> list[System]:
+    """The untouched base under the prompts of each adapter of scope "streams"."""
+    bases: dict[Any, System] = {}
+    for system in adapters:
+        if system.scope == "streams" and system.wording not in bases:
+            name = f"base, as {system.name}" if bases else "base"
+            base = System(name, "base", None, "none", *system.wording, 0, plain)
+            bases[system.wording] = base
+    return list(bases.values())
+
+
+def baseline_system(
+    folder: Path,
+    backbone: Backbone,
+    plain: Mapping[str, GenerateConfig],
+    first: System,
+    template: str | None,
+) -> System:
+    """LoRA without streams; its template is its own where it has one, else the first adapter's."""
+    folder = folder.expanduser()
+    check_lora(backbone.model, read_lora(folder), folder)
+    own: dict[str, Any] = {}
+    if (folder / CONFIG_FILE).exists():
+        own = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
+    ends = tuple(own.get("end_token_ids") or first.end_tokens)
+    template = template or own.get("prompt_template") or first.template
+    return System("baseline", "baseline", folder, "all", template, ends, 0, plain)
+
+
+def read_lora(folder: Path) -> dict[str, LoraWeights]:
+    """LoRA as mlx-lm writes and reads it.
+
+    Raises:
+        InputError: the folder holds none.
+    """
+    expected = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA training writes it"
+    if not folder.is_dir():
+        raise InputError(f"no folder {folder}", expected=expected, do="check --baseline")
+    settings = read_json(folder / LORA_SETTINGS, expected)
+    scale = (settings.get("lora_parameters") or {}).get("scale")
+    if settings.get("fine_tune_type", "lora") != "lora" or not isinstance(scale, int | float):
+        raise InputError(
+            f"{folder / LORA_SETTINGS} does not describe LoRA",
+            expected='"fine_tune_type": "lora" and a scale in "lora_parameters"',
+            do="convert a PEFT checkpoint with `python -m convert` first",
+        )
+    return _lora_weights(folder / LORA_FILE, expected, float(scale))
+
+
+def _lora_weights(path: Path, expected: str, scale: float) -> dict[str, LoraWeights]:
+    tensors = read_tensors(path, expected)
+    modules = sorted({name.rpartition(".")[0] for name in tensors})
+    odd = [name for name in tensors if name.rpartition(".")[2] not in ("lora_a", "lora_b")]
+    if odd or len(tensors) != 2 * len(modules) or not modules:
+        raise InputError(
+            f"{path} holds {', '.join(odd[:3]) or 'no whole pairs'}",
+            expected="pairs of lora_a and lora_b",
+            do="use a LoRA's own file",
+        )
+    return {
+        module: LoraWeights(tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"], scale)
+        for module in modules
+    }
+
+
+def with_mlx_lm(systems: list[System], wanted: str | None) -> list[System]:
+    """Let the `wanted` system answer by mlx-lm's own loop too; "" is the first.
+
+    Raises:
+        InputError: no system has that name.
+    """
+    if wanted is None:
+        return systems
+    name = wanted or systems[0].name
+    names = [system.name for system in systems]
+    if name not in names:
+        raise InputError(
+            f"--with-mlx-lm {name}", expected="one of " + ", ".join(names), do="choose one of them"
+        )
+    return [
+        replace(s, variants={**s.variants, MLX_LM: None}) if s.name == name else s for s in systems
+    ]
+
+
+def load_system(path: Path, system: System) -> tuple[StreamFusedModel, TokenizerWrapper]:
+    """The weights of a system in float32, and a tokenizer that knows its end tokens."""
+    if system.role == "adapter":
+        fused, tokenizer = load(str(path), adapter=system.folder, dtype="float32")
+    else:
+        backbone, settings = load_base(path, "float32")
+        tokenizer, scope = load_words(path, settings), RowScope(0)
+        if system.folder is not None:
+            lora = read_lora(system.folder)
+            attach_lora(backbone.model, lora, scope, merge=True, dtype=backbone.dtype)
+        fused = StreamFusedModel(backbone, scope=scope)
+    # mlx-lm and the plain systems must stop where the adapter does.
+    tokenizer.eos_token_ids = set(tokenizer.eos_token_ids) | set(system.end_tokens)
+    return fused, tokenizer

@@ -1,0 +1,138 @@
+"""perf.speed and perf.lossless on tiny adapters: each scope, a draft vocabulary, value rotation."""
+
+from __future__ import annotations
+
+import json
+import random
+from argparse import Namespace
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from real import make_adapter, one_line, run_module, without_prune, words, write_base
+from tiny import random_tree
+
+from perf import common, lossless, speed
+from ssmlx.adapter import Adapter, write_adapter
+from ssmlx.cache import TreeCache
+from ssmlx.decode import prefill
+
+
+def with_rotation(adapter: Adapter) -> Adapter:
+    """The adapter with values turned in place of embeddings, and 20 tokens to draft from."""
+    config = replace(
+        adapter.config, stream_design="value_rotation", rotation_step=0.4, draft_vocab_size=20
+    )
+    vocab = mx.arange(3, 63, 3).astype(mx.int32)
+    return replace(
+        adapter, config=config, streams=replace(adapter.streams, embeddings=None, draft_vocab=vocab)
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny base, adapters, and prompts."""
+    root = tmp_path_factory.mktemp("perf")
+    base = write_base(root / "base")
+    tuned, light = (make_adapter(base, scope=scope) for scope in ("all", "streams"))
+    adapters = {"tuned": tuned, "light": light, "turned": with_rotation(without_prune(tuned))}
+    for name, adapter in adapters.items():
+        (root / name).mkdir()
+        write_adapter(root / name, adapter)
+    rows = [json.dumps({"prompt": words(5, first)}) for first in (1, 9, 17)]
+    (root / "prompts.jsonl").write_text("\n".join(rows))
+    return root
+
+
+@pytest.fixture
+def measure(folders, tmp_path, monkeypatch):
+    """Run a command on a tiny adapter; gives its exit code."""
+    for module in (common, speed):
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+
+    def run(command, name, *more):
+        argv = ["--adapter", folders / name, "--model", folders / "base", "--max-tokens", 6]
+        argv += ["--prompts", folders / "prompts.jsonl", "--count", 2]
+        return command.main([*map(str, argv), *more])
+
+    return run
+
+
+def result(tmp_path, name):
+    return json.loads((tmp_path / "results" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["tuned", "light", "turned"])
+def test_the_speed_of_an_adapter(measure, tmp_path, name):
+    assert measure(speed, name, "--repeats", "2", "--tree-size", "6") == 0
+    summary = result(tmp_path, f"speed-{name}")["summary"]
+    assert summary["same_tokens"] and summary["prompts"] == 2
+    assert (summary["adapter"], summary["data"]) == (name, "prompts.jsonl")
+    assert summary["scope"] == ("streams" if name == "light" else "all")
+    assert (tmp_path / "results" / f"speed-{name}.png").exists()
+
+
+@pytest.mark.parametrize(("name", "variants"), [("tuned", 7), ("light", 7), ("turned", 4)])
+def test_an_adapter_is_lossless(measure, tmp_path, name, variants):
+    assert measure(lossless, name) == 0
+    rows = result(tmp_path, f"lossless-{name}")["rows"]
+    assert [row["same_as_mlx_lm"] for row in rows] == [2] * variants
+
+
+def test_the_timed_forward_drafts_as_the_runtime_does(folders, monkeypatch):
+    """Among the tokens of the draft vocabulary, from the streams that a step would have."""
+    args = speed_args(folders, "turned")
+    sample = speed.load_sample(args, "all")
+    cache, tree = sample.model.make_cache(), random_tree(random.Random(0), 5, 50)
+    prefill(sample.model, sample.prompts[0], cache)
+    seen = []
+    monkeypatch.setattr(speed.mx, "eval", lambda *arrays: seen.extend(arrays))
+    views, real = [], TreeCache.tree_view
+    monkeypatch.setattr(TreeCache, "tree_view", lambda *a: views.append(a[3:]) or real(*a))
+    speed.bare_forward(sample.model, tree, cache, 2)()
+    assert [array.shape for array in seen] == [(5, 64), (2, 20)]
+    assert [bool(view and view[0]) for view in views] == [False, False, True, True]
+
+
+def speed_args(folders, name):
+    return Namespace(
+        adapter=str(folders / name),
+        model=str(folders / "base"),
+        prompts=folders / "prompts.jsonl",
+        count=1,
+    )
+
+
+def test_both_sides_share_merged_arrays(folders):
+    sample = speed.load_sample(speed_args(folders, "tuned"), "all")
+    ours = dict(tree_flatten(sample.model.backbone.model.parameters()))
+    theirs = dict(tree_flatten(sample.mlx_model.parameters()))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] is theirs[name] for name in ours)
+
+
+BAD = {
+    "none": (("--adapter", "none"), "expected streams to measure"),
+    "missing": (("--adapter", "nowhere"), "no adapter folder nowhere"),
+    "model alone": (("--model", "x"), "--model would do nothing here"),
+    "prompts": (("--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
+    "count": (("--count", "0"), "--count 0"),
+}
+
+
+@pytest.mark.parametrize(("argv", "said"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("command", [speed, lossless])
+def test_bad_input_is_one_line(command, argv, said, capsys):
+    assert command.main(list(argv)) == 2
+    assert said in one_line(capsys.readouterr().err, command.PROG)
+
+
+def test_a_scope_is_the_adapters_own(folders, capsys):
+    assert lossless.main(["--adapter", str(folders / "tuned"), "--scope", "all"]) == 2
+    assert "drop --scope" in one_line(capsys.readouterr().err, lossless.PROG)
+
+
+def test_the_command_as_users_run_it():
+    done = run_module("perf.speed", "--help")
+    assert done.returncode == 0 and "--adapter NAME|FOLDER" in done.stdout
