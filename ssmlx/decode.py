@@ -5,7 +5,7 @@ Both yield the same thing, so that one is the other's oracle and baseline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ import mlx.core as mx
 from .accept import Acceptance, accept
 from .cache import TreeCache
 from .config import PruneConfig
-from .draft import Drafter
+from .draft import Drafter, Verified
 from .model import StreamFusedModel
 from .prune import is_pruned, surviving_nodes
 from .shapes import to_int, to_list
@@ -107,11 +107,13 @@ def step(
     kept, hidden, kept_index = prune_tree(model, tree, hidden, prune)
     rows = model.insert(hidden, num_streams)
     rows = model.upper(rows, kept, cache, num_streams)
-    target_tokens = choose(model, rows[:, : kept.num_nodes], sampler)
+    node_hidden = rows[:, : kept.num_nodes]
+    target_tokens = choose(model, node_hidden, sampler)
     accepted = accept(kept, target_tokens)
     cache.commit(kept_index[accepted.path], accepted.path, split)
     own_streams = stream_rows_of(rows, accepted.last, kept.num_nodes, num_streams)
-    return StepResult(accepted, drafter.propose(accepted.correction, own_streams))
+    verified = Verified(kept, target_tokens, accepted, node_hidden, own_streams)
+    return StepResult(accepted, drafter.propose(verified))
 
 
 def streaming_decode(
@@ -120,6 +122,7 @@ def streaming_decode(
     cache: TreeCache,
     *,
     drafter: Drafter,
+    context: Sequence[int] = (),
     prune: PruneConfig | None = None,
     sampler: Sampler = greedy,
     prefill_step_size: int = PREFILL_STEP_SIZE,
@@ -132,12 +135,14 @@ def streaming_decode(
         prompt: one token or more; they follow what `cache` already holds.
         cache: left holding the prompt and every yielded token but the last.
         drafter: proposes each next tree.
+        context: the tokens that `cache` holds, for drafters that read the text.
         prune: which nodes to drop half-way up; off unless told.
         sampler: decides the target's tokens; greedy unless told.
 
     The prompt's last token is the first tree: a bare root, whose step drafts like any other.
     """
     prune = prune or PruneConfig()
+    drafter.start([*context, *prompt])
     prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)
     tree = root_tree(mx.array(prompt[-1:], mx.int32))
     while True:

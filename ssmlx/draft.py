@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import mlx.core as mx
 
+from .accept import Acceptance
 from .config import TreeConfig
 from .model import StreamFusedModel
 from .shapes import expect_shape
 from .tree import Tree, draft_topology, grow_tree
+
+
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """What a target call leaves for drafting, on the device.
+
+    Attributes:
+        tree: the M nodes that were verified.
+        target_tokens: [M] the target's token after each of them.
+        acceptance: how far the tree held.
+        node_hidden: [1, M, D] last hidden states of the nodes, before the final norm.
+        stream_hidden: [1, G, D] those of the last accepted node's streams.
+    """
+
+    tree: Tree
+    target_tokens: mx.array
+    acceptance: Acceptance
+    node_hidden: mx.array
+    stream_hidden: mx.array
+
+    @property
+    def root(self) -> mx.array:
+        """[1] the newest token, which the next tree starts from."""
+        return self.acceptance.correction
+
+    @property
+    def last_hidden(self) -> mx.array:
+        """[1, 1, D] last hidden state of the last accepted node, which predicted `root`."""
+        return self.node_hidden[:, self.acceptance.last]
 
 
 class Drafter(Protocol):
@@ -24,13 +55,12 @@ class Drafter(Protocol):
     num_streams: int
     num_levels: int
 
-    def propose(self, root: mx.array, stream_hidden: mx.array) -> Tree:
-        """The tree below `root` [1].
+    def start(self, tokens: Sequence[int]) -> None:
+        """Begin a sequence: `tokens` are all that precede the answer."""
+        ...
 
-        Args:
-            root: the newest token.
-            stream_hidden: [1, G, D] last hidden states of the last accepted node's streams.
-        """
+    def propose(self, verified: Verified) -> Tree:
+        """The tree below `verified.root`. What reads values of `verified` waits for the target."""
         ...
 
 
@@ -52,15 +82,19 @@ class StreamDrafter:
         self._model, self._tree = model, tree
         self._num_candidates = draft_topology(tree, num_streams).num_candidates
 
-    def propose(self, root: mx.array, stream_hidden: mx.array) -> Tree:
+    def start(self, tokens: Sequence[int]) -> None:
+        """Nothing to do: all that streams know is in the model's own rows."""
+
+    def propose(self, verified: Verified) -> Tree:
         """See `Drafter.propose`."""
+        stream_hidden = verified.stream_hidden
         expect_shape("stream hidden states", stream_hidden, 1, self.num_streams, None)
         logits = self._model.draft_logits(stream_hidden)
         tokens, logprobs = rank_candidates(logits, self._num_candidates)
         vocab = self._model.draft_vocab
         if vocab is not None:
             tokens = vocab[tokens]
-        return grow_tree(root, tokens, logprobs, self._tree)
+        return grow_tree(verified.root, tokens, logprobs, self._tree)
 
 
 def rank_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:

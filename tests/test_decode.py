@@ -84,10 +84,13 @@ class ScriptedDrafter:
         self.wrong, self.below, self.rng = wrong, below, random.Random(seed)
         self.done = self.promised = 0
 
-    def propose(self, root, stream_hidden):
-        assert stream_hidden.shape[:2] == (1, 0)
+    def start(self, tokens):
+        self.started = list(tokens)
+
+    def propose(self, verified):
+        assert verified.stream_hidden.shape[:2] == (1, 0)
         self.done += self.promised + 1
-        assert root.tolist() == [self.continuation[self.done - 1]]
+        assert verified.root.tolist() == [self.continuation[self.done - 1]]
         self.promised = self.right.pop(0) if self.right else 0
         return self.draft(self.continuation[self.done - 1 :][: self.promised + 2])
 
@@ -126,6 +129,7 @@ def run_script(right, step=256, **options):
     assert tokens == continuation[:count]
     assert lengths == [1, *(r + 1 for r in right)]
     assert cache.offset == len(PROMPT) + count - 1
+    assert drafter.started == PROMPT
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 4])
