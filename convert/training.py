@@ -7,7 +7,7 @@ killed goes on from its last saved state to the same result.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssmlx.config import StreamConfig, TreeConfig
+from ssmlx.config import StreamConfig
 from ssmlx.errors import InputError
-from ssmlx.training.batches import Batch, in_order
+from ssmlx.training.batches import Batch
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import Example
 from ssmlx.training.draft_vocab import draft_indices
-from ssmlx.training.replay import Guesses, num_candidates, replay
+from ssmlx.training.replay import Guesses
+from ssmlx.training.validation import answers
 
 from .losses import linear_cross_entropy, mean_scales
 from .reference import StreamFusedReference
@@ -136,6 +136,11 @@ class Objective:
         weight, bias = self._head
         self._draft_head = weight[rows].contiguous(), None if bias is None else bias[rows]
 
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that streams may guess."""
+        return len(self._draft_head[0])
+
     def lower(self, batch: Batch) -> torch.Tensor:
         """[B, T, D] what the frozen layers say, without gradient."""
         layout = Layout.of(batch, self.device)
@@ -194,6 +199,11 @@ class Objective:
         return torch.from_numpy(np.ascontiguousarray(array)).long().to(self.device)
 
     @torch.no_grad()
+    def parts(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
+        """Each part of eq. 5 in nats a token, without learning."""
+        return self.loss(batch, lower, 0)[1]
+
+    @torch.no_grad()
     def guesses(self, batch: Batch, lower: torch.Tensor, count: int) -> list[Guesses]:
         """The `count` likeliest tokens of every stream of every example."""
         layout = Layout.of(batch, self.device)
@@ -207,46 +217,10 @@ class Objective:
         tokens, logprobs = best.indices.cpu().numpy(), best.values.cpu().numpy()
         if self.draft_vocab is not None:
             tokens = self.draft_vocab[tokens]
-        answers = _answers(batch)
         return [
             Guesses(tokens[row, : len(answer)], logprobs[row, : len(answer)], answer)
-            for row, answer in enumerate(answers)
+            for row, answer in enumerate(answers(batch))
         ]
-
-
-def _answers(batch: Batch) -> Iterator[np.ndarray]:
-    """The answer tokens of each example."""
-    for tokens, pad, length in zip(batch.tokens, batch.pads, batch.lengths, strict=True):
-        yield tokens[batch.prompt_width : pad + length]
-
-
-class Validation:
-    """Held-out examples, with what the frozen layers say of them."""
-
-    def __init__(self, objective: Objective, examples: Sequence[Example], tree_size: int) -> None:
-        self._objective = objective
-        self._tree = TreeConfig(kind="best", size=tree_size)
-        self._batches = [(batch, objective.lower(batch)) for batch in in_order(examples, 16)]
-
-    def __call__(self) -> dict[str, float]:
-        """Mean losses, and tokens per call where there are streams."""
-        entry: dict[str, float] = {}
-        with torch.no_grad():
-            for batch, lower in self._batches:
-                _, parts = self._objective.loss(batch, lower, 0)
-                for name, value in parts.items():
-                    entry[f"valid_{name}"] = entry.get(f"valid_{name}", 0.0) + value
-        entry = {name: round(value / len(self._batches), 4) for name, value in entry.items()}
-        num_streams = self._objective.train.num_streams
-        if num_streams:
-            count = num_candidates(self._tree, num_streams)
-            found = [
-                guess
-                for batch, lower in self._batches
-                for guess in self._objective.guesses(batch, lower, count)
-            ]
-            entry["tokens_per_call"] = round(replay(found, self._tree).tokens_per_call, 4)
-        return entry
 
 
 class Run:
@@ -256,8 +230,14 @@ class Run:
         self.objective, self.num_steps, self.step = objective, num_steps, 0
         self.named = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
         train = objective.train
+        embeddings = {n: p for n, p in self.named.items() if n == "stream_embeddings"}
+        rest = [p for n, p in self.named.items() if n not in embeddings]
+        groups: list[dict[str, Any]] = [{"params": rest, "multiple": 1.0}]
+        if embeddings:
+            multiple = train.embedding_rate
+            groups.append({"params": list(embeddings.values()), "multiple": multiple})
         self.optimizer = torch.optim.AdamW(
-            self.named.values(), lr=train.learning_rate, weight_decay=train.weight_decay
+            groups, lr=train.learning_rate, weight_decay=train.weight_decay
         )
 
     def advance(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
@@ -265,7 +245,7 @@ class Run:
         train = self.objective.train
         rate = train.rate(self.step, self.num_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["multiple"]
         self.optimizer.zero_grad(set_to_none=True)
         loss, parts = self.objective.loss(batch, lower, self.step)
         loss.backward()

@@ -35,6 +35,8 @@ class TrainConfig:
         epochs, batch_size: passes over the data, and examples a step.
         learning_rate, schedule, warmup: AdamW's peak rate, its course, and the share of steps
             in which it rises.
+        embedding_rate: the rate of the stream embeddings, as a multiple of learning_rate. They
+            are added to hidden states some hundred times their first size.
         weight_decay, clip_norm: AdamW's decay, and the gradient norm that is never exceeded.
         max_length: tokens an example may have; longer answers are cut, longer prompts left out.
         seed: of weights and of the order of the data.
@@ -58,6 +60,7 @@ class TrainConfig:
     epochs: float = 3.0
     batch_size: int = 16
     learning_rate: float = 5e-4
+    embedding_rate: float = 20.0
     schedule: Schedule = "linear"
     warmup: float = 0.03
     weight_decay: float = 0.0
@@ -73,18 +76,23 @@ class TrainConfig:
             "main_weight", "prune_weight", "weight_decay", "seed",
         ):  # fmt: skip
             self._check(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("epochs", "learning_rate", "clip_norm", "lora_alpha"):
+        for name in ("epochs", "learning_rate", "embedding_rate", "clip_norm", "lora_alpha"):
             self._check(name, getattr(self, name) > 0, "more than 0")
         self._check("warmup", 0 <= self.warmup < 1, "a share of the steps, below 1")
         self._check("schedule", self.schedule in SCHEDULES, "one of " + ", ".join(SCHEDULES))
         self._check("adapter_scope", self.adapter_scope in ADAPTER_SCOPES, "all or streams")
         self._check("stream_design", self.stream_design in DESIGNS, "one of " + ", ".join(DESIGNS))
         self._check("stream_init", self.stream_init in STREAM_INITS, ", ".join(STREAM_INITS))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_sound = not isinstance(value, float) or math.isfinite(value)
+            self._check(field.name, is_sound, "a finite number")
         self._check_pairs()
 
     def _check_pairs(self) -> None:
         rotated = self.stream_design == "value_rotation"
         self._check("rotation_step", rotated == (self.rotation_step > 0), "0 unless streams rotate")
+        self._check("rotation_step", self.rotation_step <= math.pi / 2, "at most pi / 2")
         identity = self.stream_init == "identity"
         self._check("stream_init_rank", identity == (self.stream_init_rank == 0), "0 for identity")
         self._check(
@@ -95,7 +103,7 @@ class TrainConfig:
         self._check(
             "stream_weights",
             len(self.stream_weights) in (1, self.num_streams or 1)
-            and all(weight >= 0 for weight in self.stream_weights),
+            and all(0 <= weight < math.inf for weight in self.stream_weights),
             f"one weight of 0 or more, or {self.num_streams}",
         )
 

@@ -128,7 +128,13 @@ def _lines(path: Path) -> list[tuple[int, str]]:
             expected="a folder with train.jsonl and valid.jsonl",
             do="check --data",
         )
-    numbered = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    try:
+        # JSON allows line separators inside texts that str.splitlines would cut at.
+        numbered = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text", expected="a JSON object a line", do="save it as UTF-8"
+        ) from error
     return [(number, text) for number, text in numbered if text.strip()]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cli.options import make_parser
-from ..config import DEFAULT_MODEL
+from ..config import DEFAULT_MODEL, TreeConfig
+from ..errors import InputError
 from .config import DESIGNS, SCHEDULES, TrainConfig
 
 _CHOICES = {
@@ -44,6 +45,7 @@ _GROUPS: dict[str, dict[str, str]] = {
         "epochs": "passes over the data",
         "batch_size": "examples a step",
         "learning_rate": "AdamW's peak rate",
+        "embedding_rate": "rate of the stream embeddings, as a multiple of the peak rate",
         "schedule": "course of the rate after its warm-up",
         "warmup": "share of the steps in which the rate rises",
         "weight_decay": "AdamW's decay",
@@ -78,6 +80,17 @@ class RunOptions:
     valid_count: int
     tree_size: int
     max_steps: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "valid_every", "valid_count", "tree_size", "max_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(
+                    f"--{name.replace('_', '-')} {value}",
+                    expected="1 or more",
+                    do="correct the option",
+                )
+        TreeConfig(size=self.tree_size)
 
 
 def training_parser(module: str, description: str, epilog: str) -> argparse.ArgumentParser:

@@ -1,0 +1,131 @@
+"""The training command: from a data folder to an adapter, on this machine, without PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from ..training.options import run_options, train_config, training_parser
+from .options import run
+
+if TYPE_CHECKING:
+    from ..training.job import Job
+    from ..training.mlx_run import Objective, Run
+
+PROG = "ssmlx.train"
+STATE_FILE, STORE_FILE, ADAPTER_FOLDER = "state.safetensors", "lower.states", "adapter"
+DTYPES = ("auto", "stored", "bfloat16", "float32")
+EPILOG = """examples:
+  # fine-tune for a task, streams included
+  python -m ssmlx.train --data data/sql --out runs/sql --num-streams 5
+  python -m ssmlx.chat --adapter runs/sql/adapter
+
+  # lossless: LoRA on streams alone; the data is the model's own answers
+  python -m ssmlx.train --adapter-scope streams --data data/chat --out runs/chat
+
+  # a large model on a small Mac: 4-bit base, short examples, streams that guess 8000 tokens
+  python -m ssmlx.train --model mlx-community/Llama-3.2-3B-Instruct-4bit --data data/sql \\
+      --out runs/llama --batch-size 4 --max-length 256 --draft-vocab-size 8000
+
+DATA holds train.jsonl and valid.jsonl, as for mlx-lm's LoRA training; a line is an object with
+prompt and completion, or messages, or text, or prompt_tokens and completion_tokens.
+
+The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
+with the same weights. OUT/adapter is then what --adapter takes; OUT also holds log.jsonl, and
+curves.png where matplotlib is installed. In these, tokens_per_call says how many tokens a target
+call would advance on held-out text; training pays where that is well above 1."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = training_parser(PROG, "Train a model to draft for itself, with MLX.", EPILOG)
+    group = parser.add_argument_group("machine")
+    group.add_argument(
+        "--dtype", choices=DTYPES, default="auto",
+        help="of the frozen weights and the arithmetic; what is trained stays in float32. stored: "
+        "as they are, 4-bit weights packed. auto: on a GPU, packed weights as stored and others in "
+        "bfloat16; on the CPU float32 (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--cache-gb", type=float, default=8.0, metavar="X",
+        help="disk that the frozen lower layers' results may take; beyond it they are computed "
+        "anew every step (default: %(default)s)",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def _lower_of(job: Job, objective: Objective, cache_gb: float) -> Any:
+    """What gives the frozen layers' results of a batch: the store, or the layers themselves."""
+    from ..training.job import bar
+    from ..training.lower_store import LowerStore, fits
+    from ..training.mlx_run import MlxLowerStore
+
+    width, dtype = job.config.hidden_size, objective.model.backbone.dtype
+    if not fits(job.examples, width, dtype.size, cache_gb):
+        return objective.lower
+    path = job.options.out / STORE_FILE
+    identity = job.lower_identity(*_base_of(objective))
+    files = LowerStore(path, job.examples, width, dtype.size, identity)
+    store = MlxLowerStore(files, dtype)
+    store.fill(objective, lambda batches: bar(batches, "frozen layers"))
+    return store.get
+
+
+def _base_of(objective: Objective) -> list[Any]:
+    """What tells the frozen model from others."""
+    return [objective.model.adapter.base.__dict__, str(objective.model.backbone.dtype)]
+
+
+def _write_adapter(folder: Path, state: Run) -> None:
+    from ..adapter import write_adapter
+    from ..files import new_folder
+
+    with new_folder(folder) as work:
+        write_adapter(work, state.objective.model.adapter)
+
+
+def _main(args: argparse.Namespace) -> None:
+    options, train = run_options(args), train_config(args)
+    if not args.cache_gb >= 0:
+        raise InputError(
+            f"--cache-gb {args.cache_gb}", expected="0 or more", do="correct the option"
+        )
+
+    from mlx_lm.generate import wired_limit
+
+    from ..training.job import learn, make_out, prepare, write_settings
+    from ..training.mlx_model import TrainedModel, new_adapter
+    from ..training.mlx_run import Objective, Run, load_frozen
+    from ..training.record import LOG_FILE, PICTURE_FILE, Record, draw_curves, read_record
+    from ..training.validation import Validation
+
+    job, path = prepare(options, train)
+    backbone = load_frozen(path, args.dtype)
+    adapter = new_adapter(backbone, job.config, train, job.draft_vocab)
+    objective = Objective(TrainedModel(backbone, adapter), train, job.draft_vocab)
+    state = Run(objective, job.num_steps)
+    identity = job.identity(*_base_of(objective))
+    make_out(options.out)
+    state.resume(options.out / STATE_FILE, identity)
+    record = Record(options.out / LOG_FILE, state.step)
+    write_settings(job, PROG, str(backbone.dtype).removeprefix("mlx.core."))
+    lower = _lower_of(job, objective, args.cache_gb)
+    validation = Validation(objective, job.valid, options.tree_size)
+    with wired_limit(backbone.model):
+        learn(
+            job, state, lower, validation, record,
+            save=lambda: state.save(options.out / STATE_FILE, identity),
+        )  # fmt: skip
+    _write_adapter(options.out / ADAPTER_FOLDER, state)
+    entries = read_record(options.out / LOG_FILE)
+    draw_curves(entries, options.out / PICTURE_FILE, options.out.name)
+    print(f"{options.out / ADAPTER_FOLDER}: step {state.step} of {job.num_steps}", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)

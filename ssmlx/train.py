@@ -1,0 +1,6 @@
+"""`python -m ssmlx.train`: train streams, LoRA and pruning adapter with MLX."""
+
+from .cli.train import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

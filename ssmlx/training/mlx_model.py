@@ -1,0 +1,313 @@
+"""The stream-fused model as a function of its trained weights, in batches, for gradients.
+
+mlx-lm's own layers run unchanged, as in `ssmlx.model`. Each layer with multi-stream attention
+runs on the node rows first (eq. 1), then on the stream rows, which see the keys and values that
+the node rows left (eq. 2). So node rows are exactly what the base model computes, and streams of
+far apart carriers, which never see each other, run in groups: their masks stay small.
+
+Shapes, beside the legend of `ssmlx.shapes`:
+
+    B   examples of a batch     T   node rows: the batch's columns
+    K   node rows that carry streams; stream j of the m-th is row m * G + j - 1 of the streams'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..adapter import Adapter, BaseIdentity, check_base, expected_stream_tensors, stream_tensors
+from ..backbone import Backbone
+from ..config import StreamConfig
+from ..errors import InputError
+from ..lora import LoraWeights, RowLora, RowScope, attach_lora, linear_shape
+from ..model import LowRank, StreamWeights
+from ..rotation import ValueRotation
+from .batches import Batch
+from .config import TrainConfig
+
+EMBEDDING_STD = 0.02
+_CARRIERS_AT_ONCE = 64
+
+Weights = dict[str, mx.array]
+"""What is trained, by its name in the adapter's files."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows that run through a layer together.
+
+    Attributes:
+        positions: [B, R]
+        mask: [B, 1, R, keys] bool, which row sees which key.
+    """
+
+    positions: mx.array
+    mask: mx.array
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A batch as arrays.
+
+    Attributes:
+        tokens: [B, T]
+        nodes: the node rows.
+        groups: carriers [k] and their stream rows [k * G], for all K carriers in turn.
+    """
+
+    tokens: mx.array
+    nodes: Rows
+    groups: list[tuple[mx.array, Rows]]
+
+    @classmethod
+    def of(cls, batch: Batch, num_streams: int) -> Layout:
+        """The arrays of a batch."""
+        visible, carriers = batch.visible, batch.carriers
+        nodes = Rows(mx.array(batch.positions), mx.array(visible[:, None]))
+        cuts = range(0, len(carriers) if num_streams else 0, _CARRIERS_AT_ONCE)
+        parts = [carriers[first : first + _CARRIERS_AT_ONCE] for first in cuts]
+        groups = [
+            (mx.array(part), _stream_rows(batch.positions, visible, part, num_streams))
+            for part in parts
+        ]
+        return cls(mx.array(batch.tokens), nodes, groups)
+
+
+def _stream_rows(
+    positions: np.ndarray, visible: np.ndarray, carriers: np.ndarray, num_streams: int
+) -> Rows:
+    """Positions [B, k * G] and mask [B, 1, k * G, T + k * G] of the carriers' streams (eq. 2)."""
+    ahead = np.arange(1, num_streams + 1, dtype=np.int32)
+    own_positions = (positions[:, carriers, None] + ahead).reshape(len(positions), -1)
+    row = np.arange(own_positions.shape[1])
+    siblings = (row[:, None] // num_streams == row // num_streams) & (row <= row[:, None])
+    sees_nodes = np.repeat(visible[:, carriers], num_streams, axis=1)
+    sees_streams = np.broadcast_to(siblings, (len(positions), *siblings.shape))
+    mask = np.concatenate([sees_nodes, sees_streams], axis=2)[:, None]
+    return Rows(mx.array(own_positions), mx.array(mask))
+
+
+class _NodeView:
+    """What a layer takes for its cache while node rows run: it keeps their keys and values."""
+
+    def __init__(self, positions: mx.array) -> None:
+        self.offset = positions
+        self.kept: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.kept = keys, values
+        return keys, values
+
+
+class _StreamView:
+    """What a layer takes for its cache while stream rows run: they stand behind the nodes."""
+
+    def __init__(self, rows: Rows, nodes: _NodeView, rotation: ValueRotation | None) -> None:
+        self.offset = rows.positions
+        self._nodes, self._rotation = nodes, rotation
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        assert self._nodes.kept is not None, "streams ran before their nodes"
+        if self._rotation is not None:
+            values = self._rotation.turn(values)
+        node_keys, node_values = self._nodes.kept
+        return (
+            mx.concatenate([node_keys, keys], axis=2),
+            mx.concatenate([node_values, values], axis=2),
+        )
+
+
+class TrainedModel:
+    """A base model whose streams, LoRA and pruning adapter are arguments.
+
+    Args:
+        backbone: the frozen base model; LoRA is put on its layers in place.
+        adapter: the weights to start from, in float32.
+
+    Attributes:
+        weights: as bound last; `bind` changes them.
+        draft_head: the head of the draft vocabulary; None where streams guess every token.
+    """
+
+    def __init__(self, backbone: Backbone, adapter: Adapter) -> None:
+        check_base(adapter, backbone)
+        self.backbone, self.config = backbone, adapter.config
+        self._adapter = adapter
+        every_row = self.config.adapter_scope == "all"
+        self._scope = RowScope(0 if every_row else None)
+        backbone.replaced = attach_lora(
+            backbone.model, adapter.lora, self._scope, merge=False, dtype=mx.float32
+        )
+        modules: Mapping[str, Any] = dict(backbone.model.named_modules())
+        self._loras: dict[str, RowLora] = {path: modules[path] for path in adapter.lora}
+        self._streams = adapter.streams
+        self._rotation = None
+        if self.config.stream_design == "value_rotation" and self.config.num_streams:
+            self._rotation = ValueRotation(self.config.num_streams, self.config.rotation_step)
+        vocab = adapter.streams.draft_vocab
+        self.draft_head = None if vocab is None else backbone.draft_head(vocab)
+        self.weights = trained_weights(adapter)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The weights as an adapter, ready to be written."""
+        lora = {
+            path: LoraWeights(
+                self.weights[f"{path}.lora_a"], self.weights[f"{path}.lora_b"], old.scale
+            )
+            for path, old in self._adapter.lora.items()
+        }
+        return replace(self._adapter, streams=self._streams, lora=lora)
+
+    def bind(self, weights: Weights) -> None:
+        """Compute with these weights from now on."""
+        self.weights = weights
+        for path, module in self._loras.items():
+            module.lora_a, module.lora_b = weights[f"{path}.lora_a"], weights[f"{path}.lora_b"]
+
+        def low_rank(name: str) -> LowRank | None:
+            if f"{name}.lora_A.weight" not in weights:
+                return None
+            return LowRank(weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"])
+
+        self._streams = StreamWeights(
+            weights.get("stream_embeddings"),
+            low_rank("stream_init"),
+            low_rank("prune_adapter"),
+            self._adapter.streams.draft_vocab,
+        )
+
+    def lower(self, layout: Layout) -> mx.array:
+        """[B, T, D] node states before the insertion layer, which nothing trained changes."""
+        batch, length = layout.tokens.shape
+        embedded = self.backbone.embed(layout.tokens.flatten(), layout.nodes.positions.flatten())
+        nodes = embedded.reshape(batch, length, -1)
+        views = [_NodeView(layout.nodes.positions) for _ in range(self.config.insertion_layer)]
+        return self.backbone.run(nodes, 0, len(views), layout.nodes.mask, views)
+
+    def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
+        """Last hidden states of nodes [B, T, D] and of streams [B, K * G, D], before the norm.
+
+        Args:
+            nodes: [B, T, D] as `lower` gives them.
+            layout: the batch.
+        """
+        streams = [self.insert(nodes[:, carriers]) for carriers, _ in layout.groups]
+        for index in range(self.config.insertion_layer, self.config.num_layers):
+            view = _NodeView(layout.nodes.positions)
+            nodes = self._run(index, nodes, layout.nodes, view)
+            with self._scope.starting_at(0):
+                streams = [
+                    self._run(index, states, rows, _StreamView(rows, view, self._rotation))
+                    for states, (_, rows) in zip(streams, layout.groups, strict=True)
+                ]
+        return nodes, mx.concatenate(streams, axis=1) if streams else nodes[:, :0]
+
+    def insert(self, carriers: mx.array) -> mx.array:
+        """[B, k * G, D] the streams' rows of carriers [B, k, D], as in eq. 3."""
+        batch, count, size = carriers.shape
+        start = carriers
+        if self._streams.init is not None:
+            start = self._streams.init(carriers)
+            if self.config.stream_init == "residual":
+                start = carriers + start
+        if self._streams.embeddings is None:
+            rows = mx.repeat(start, self.config.num_streams, axis=1)
+        else:
+            rows = start[:, :, None] + self._streams.embeddings
+        return rows.reshape(batch, count * self.config.num_streams, size).astype(carriers.dtype)
+
+    def early_exit(self, nodes: mx.array) -> mx.array:
+        """[..., D] of `lower` as the pruning head takes them (section 3.2.3)."""
+        assert self._streams.prune is not None
+        return (nodes + self._streams.prune(nodes)).astype(nodes.dtype)
+
+    def logits(self, hidden: mx.array, *, drafting: bool) -> mx.array:
+        """[R, V], or [R, Vd] where `drafting`, of [R, D] before the norm."""
+        return self.backbone.logits(hidden[None], self.draft_head if drafting else None)
+
+    def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
+        return self.backbone.run(hidden, index, index + 1, rows.mask, [view])
+
+
+def trained_weights(adapter: Adapter) -> Weights:
+    """What of an adapter is trained: all but the draft vocabulary."""
+    weights = stream_tensors(adapter.streams)
+    weights.pop("draft_vocab", None)
+    for path, lora in adapter.lora.items():
+        weights |= {f"{path}.lora_a": lora.a, f"{path}.lora_b": lora.b}
+    return {name: array.astype(mx.float32) for name, array in weights.items()}
+
+
+def new_adapter(
+    backbone: Backbone, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
+) -> Adapter:
+    """An adapter that changes nothing yet: the second factor of every pair is zero.
+
+    The rest is drawn from the run's seed, alike on every machine.
+
+    Raises:
+        InputError: a module of `train.lora_modules` is not in the model.
+    """
+    rng = np.random.default_rng(train.seed)
+
+    def uniform(rows: int, columns: int, inputs: int) -> mx.array:
+        bound = inputs**-0.5
+        return mx.array(rng.uniform(-bound, bound, (rows, columns)).astype(np.float32))
+
+    def low_rank(rank: int) -> LowRank | None:
+        size = config.hidden_size
+        return LowRank(uniform(rank, size, size), mx.zeros((size, rank))) if rank else None
+
+    def lora(linear: nn.Module) -> LoraWeights:
+        out_size, in_size = linear_shape(linear)
+        a = uniform(in_size, train.lora_rank, in_size)
+        return LoraWeights(a, mx.zeros((train.lora_rank, out_size)), scale)
+
+    scale = train.lora_alpha / train.lora_rank
+    embeddings = None
+    if "stream_embeddings" in expected_stream_tensors(config):
+        drawn = EMBEDDING_STD * rng.standard_normal((config.num_streams, config.hidden_size))
+        embeddings = mx.array(drawn.astype(np.float32))
+    streams = StreamWeights(
+        embeddings,
+        low_rank(config.stream_init_rank),
+        low_rank(config.prune_rank),
+        None if draft_vocab is None else mx.array(draft_vocab),
+    )
+    layers = range(config.insertion_layer, config.num_layers)
+    paths = {id(module): path for path, module in backbone.model.named_modules()}
+    linears = {
+        f"{paths[id(backbone.layers[layer])]}.{name}": linear
+        for layer in layers
+        for name, linear in _linears(backbone.layers[layer], train.lora_modules, layer)
+    }
+    loras = {path: lora(linear) for path, linear in linears.items()}
+    return Adapter(config, streams, BaseIdentity.of(backbone), loras)
+
+
+def _linears(layer: nn.Module, names: Sequence[str], index: int) -> list[tuple[str, nn.Module]]:
+    """The linear modules of a layer that LoRA acts on, by path; all where no names are given."""
+    kinds = (nn.Linear, nn.QuantizedLinear)
+    modules: list[tuple[str, nn.Module]] = list(layer.named_modules())
+    found = sorted((pair for pair in modules if isinstance(pair[1], kinds)), key=lambda p: p[0])
+
+    def is_named(path: str, name: str) -> bool:
+        return path == name or path.endswith("." + name)
+
+    for name in names:
+        if not any(is_named(path, name) for path, _ in found):
+            raise InputError(
+                f"layer {index} has no linear module {name}",
+                expected="one of " + ", ".join(path for path, _ in found),
+                do="correct --lora-modules",
+            )
+    if not names:
+        return found
+    return [(path, m) for path, m in found if any(is_named(path, name) for name in names)]
