@@ -1,0 +1,306 @@
+"""`python -m convert.chat_prompts`: varied prompts to train and judge chat adapters with."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssmlx.cli.options import make_parser, run
+from ssmlx.errors import InputError
+
+from .chat_lists import FOLLOW_UPS, PLAIN, SLOTS, TEMPLATES
+from .continuations import (
+    Sampling,
+    add_generator_options,
+    check_batch_size,
+    encode_prompts,
+    end_tokens,
+    generate_batch,
+    load_generator,
+    plan_batches,
+    read_prompts,
+    write_jsonl,
+)
+from .magpie import normalised, sample_prompts
+
+PROG = "convert.chat_prompts"
+EPILOG = """examples:
+  python -m convert.chat_prompts --out prompts --model smollm2-135m-q4_1
+  python -m convert.continuations --prompts prompts/chat_train.jsonl --out train.jsonl
+
+Writes chat_train.jsonl, chat_valid.jsonl and chat_test.jsonl. A prompt comes from one of three
+sources: hand-written templates (convert/chat_lists.py); the model itself, which continues its
+chat template's user turn (Magpie, Xu et al. 2024); and two-turn chats, where the model answers a
+prompt and a follow-up comes from the lists. The three files share no prompt, and no template,
+topic or follow-up of the lists."""
+
+SPLITS = ("train", "valid", "test")
+# Of each list, this share is for valid and as much for test.
+HELD_OUT = 0.15
+SHARE = 2.0  # the most prompts of one template, as a multiple of the mean
+DRY_ROUNDS = 20  # without a new prompt, until the lists count as used up
+NUMBERS = {"a": (2, 12), "b": (24, 480), "c": (3, 20), "d": (13, 99)}
+FIRST_ANSWER_TOKENS = 100
+SAMPLED = 2700  # prompts of the model's own, near copies included
+OPENING_WORDS = 8
+_SLOT = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How many prompts of each source a split gets."""
+
+    written: int
+    sampled: int
+    two_turn: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.written + self.sampled + self.two_turn
+
+
+COUNTS = {
+    "train": Counts(written=2700, sampled=2350, two_turn=600),
+    "valid": Counts(written=100, sampled=80, two_turn=20),
+    "test": Counts(written=100, sampled=80, two_turn=20),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lists:
+    """One split's part of the hand-written lists."""
+
+    slots: dict[str, tuple[str, ...]]
+    templates: tuple[str, ...]
+    plain: tuple[str, ...]
+    follow_ups: tuple[str, ...]
+
+
+def split_lists(seed: int) -> dict[str, Lists]:
+    """Divide every list among the splits."""
+    rng = random.Random(seed)
+    slots = {name: _divide(items, rng) for name, items in SLOTS.items()}
+    rest = [_divide(items, rng) for items in (TEMPLATES, PLAIN, FOLLOW_UPS)]
+    return {
+        split: Lists(
+            slots={name: parts[split] for name, parts in slots.items()},
+            templates=rest[0][split],
+            plain=rest[1][split],
+            follow_ups=rest[2][split],
+        )
+        for split in SPLITS
+    }
+
+
+def _divide(items: Sequence[str], rng: random.Random) -> dict[str, tuple[str, ...]]:
+    """Every item to one split, at least one to each."""
+    shuffled = rng.sample(items, len(items))
+    held = max(1, round(HELD_OUT * len(items)))
+    return {
+        "valid": tuple(shuffled[:held]),
+        "test": tuple(shuffled[held : 2 * held]),
+        "train": tuple(shuffled[2 * held :]),
+    }
+
+
+def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
+    """`count` different prompts: the plain ones, then every template in turn.
+
+    A template rests where its slots have nothing new, or once it has had its share: those with
+    numbers would otherwise never end.
+    """
+    found = {normalised(text): casual(text, rng) for text in lists.plain[: count // 2]}
+    most = math.ceil(SHARE * count / len(lists.templates))
+    left = dict.fromkeys(lists.templates, most)
+    dry = 0
+    while len(found) < count and dry < DRY_ROUNDS:
+        before = len(found)
+        for template in rng.sample(lists.templates, len(lists.templates)):
+            text = fill(template, lists.slots, rng)
+            if left[template] and len(found) < count and normalised(text) not in found:
+                found[normalised(text)] = casual(text, rng)
+                left[template] -= 1
+        dry = dry + 1 if len(found) == before else 0
+    if len(found) < count:
+        raise InputError(
+            f"the lists give {len(found)} different prompts",
+            expected=f"{count}",
+            do="lengthen convert/chat_lists.py, or lower the count",
+        )
+    return rng.sample(list(found.values()), count)
+
+
+def fill(template: str, slots: dict[str, tuple[str, ...]], rng: random.Random) -> str:
+    """A template with something in each of its slots, and a capital where it needs one."""
+
+    def choose(match: re.Match[str]) -> str:
+        name = match[1]
+        return str(rng.randint(*NUMBERS[name])) if name in NUMBERS else rng.choice(slots[name])
+
+    text = _SLOT.sub(choose, template).replace("\\n", "\n")
+    return text[0].upper() + text[1:] if template[0] == "{" else text
+
+
+def casual(text: str, rng: random.Random) -> str:
+    """Now and then, the prompt as somebody in a hurry types it."""
+    draw = rng.random()
+    if draw < 0.10:
+        return text.lower() if len(text) < 120 else text
+    if draw < 0.18:
+        return text.rstrip("?.!")
+    if draw < 0.22:
+        return text.rstrip(".?") + rng.choice((" please", ", please.", ". Thanks!", " thx"))
+    if draw < 0.25:
+        return rng.choice(("Hi! ", "Hello, ", "hey, ", "Quick question: ")) + text
+    return text
+
+
+def two_turn_chats(
+    model: Any, tokenizer: Any, firsts: Sequence[str], follow_ups: Sequence[str], batch_size: int
+) -> list[dict[str, Any]]:
+    """Chats of a prompt, the model's own greedy answer, and a follow-up (one for each prompt)."""
+    encoded = encode_prompts(
+        [{"prompt": text} for text in firsts], tokenizer, model.config.max_position_embeddings
+    )
+    sampling, stop = Sampling(max_tokens=FIRST_ANSWER_TOKENS), end_tokens(model, tokenizer)
+    chats: list[dict[str, Any]] = [{}] * len(firsts)
+    for batch in plan_batches([len(tokens) for tokens in encoded], batch_size):
+        answers = generate_batch(model, [encoded[index] for index in batch], sampling, stop)
+        for index, answer in zip(batch, answers, strict=True):
+            said = whole_sentences(tokenizer.decode(answer.tokens, skip_special_tokens=True))
+            turns = (("user", firsts[index]), ("assistant", said), ("user", follow_ups[index]))
+            chats[index] = {"messages": [{"role": r, "content": text} for r, text in turns]}
+    return chats
+
+
+def whole_sentences(text: str) -> str:
+    """A cut answer up to its last sentence or line; all of it where there is no such end."""
+    ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)|(?=\n)", text)]
+    return (text[: ends[-1]] if ends and text[: ends[-1]].strip() else text).strip()
+
+
+def written_prompts(seed: int) -> dict[str, list[str]]:
+    """Each split's hand-written prompts."""
+    lists = split_lists(seed)
+    return {
+        split: write_prompts(lists[split], COUNTS[split].written, random.Random(f"{seed} {split}"))
+        for split in SPLITS
+    }
+
+
+def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Divide the model's own prompts among the splits.
+
+    Args:
+        found: as sampled.
+        written: each split's hand-written prompts; a sampled one that begins like any of them or
+            like an earlier one is left out.
+    """
+    seen = {opening(text) for texts in written.values() for text in texts}
+    fresh = []
+    for text in found:
+        if (key := opening(text)) not in seen:
+            seen.add(key)
+            fresh.append(text)
+    splits, start = {}, 0
+    for split in ("test", "valid", "train"):
+        splits[split] = fresh[start : start + COUNTS[split].sampled]
+        start += COUNTS[split].sampled
+    if len(fresh) < start:
+        raise InputError(
+            f"{len(fresh)} of {len(found)} sampled prompts are left without near copies",
+            expected=f"{start}",
+            do="raise SAMPLED in convert/chat_prompts.py",
+        )
+    return splits
+
+
+def opening(text: str) -> str:
+    """The first words of a prompt: near copies share them."""
+    return " ".join(normalised(text).split()[:OPENING_WORDS])
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = make_parser(PROG, "Make the prompts of a chat data set.", EPILOG)
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="where to write the files"
+    )
+    add_generator_options(parser)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="another one, other prompts (default: %(default)s)"
+    )
+    return parser.parse_args(argv)
+
+
+def _main(args: argparse.Namespace) -> None:
+    from ssmlx.registry import resolve_model
+
+    check_batch_size(args.batch_size)
+    written = written_prompts(args.seed)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot make {args.out} ({error.strerror})",
+            expected="a folder that can be written",
+            do="choose another --out",
+        ) from error
+    model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device)
+    sampled = sampled_prompts(_sample(args, model, tokenizer), written)
+    for split in SPLITS:
+        rows = _rows(split, written[split], sampled[split], args, model, tokenizer)
+        write_jsonl(args.out / f"chat_{split}.jsonl", iter(rows))
+        print(f"{args.out}/chat_{split}.jsonl: {len(rows):,} prompts", file=sys.stderr)
+
+
+def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
+    """The model's own prompts: those of an earlier run with the same settings, or new ones."""
+    kept = args.out / f"sampled_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
+    if kept.is_file():
+        return [prompt["prompt"] for prompt in read_prompts(kept)]
+    from huggingface_hub.utils import tqdm
+
+    with tqdm(total=SAMPLED, unit="prompt", desc="sampling", disable=None, leave=False) as bar:
+        found = sample_prompts(
+            model, tokenizer, SAMPLED, batch_size=args.batch_size, seed=args.seed, report=bar.update
+        )
+    write_jsonl(kept, ({"prompt": text} for text in found))
+    return found
+
+
+def _rows(
+    split: str,
+    written: Sequence[str],
+    sampled: Sequence[str],
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+) -> list[dict[str, Any]]:
+    """A split's file: for train in the order of the sources, else mixed."""
+    rng = random.Random(f"{args.seed} {split} chats")
+    firsts = rng.sample([*written, *sampled], COUNTS[split].two_turn)
+    follow_ups = split_lists(args.seed)[split].follow_ups
+    chats = two_turn_chats(
+        model, tokenizer, firsts, [rng.choice(follow_ups) for _ in firsts], args.batch_size
+    )
+    rows = [{"prompt": text} for text in (*written, *sampled)] + chats
+    return rows if split == "train" else rng.sample(rows, len(rows))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,336 @@
+"""Continuations and chat prompts: resumed, batched, refused."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+from convert import chat_prompts, continuations, magpie  # noqa: E402
+from convert.continuations import PartFile, Sampling, generate_batch  # noqa: E402
+from ssmlx.errors import InputError  # noqa: E402
+
+WORDS = ["[U]", "<s>", "</s>", "user", "assistant", "system", ":"]
+WORDS += [f"w{index}" for index in range(33)]
+TEMPLATE = (
+    "{% for m in messages %}<s> {{ m['role'] }} : {{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant : {% endif %}"
+)
+PROMPTS = [
+    {"prompt": "w1 w2 w3"},
+    {"prompt": "w4"},
+    {"messages": [{"role": "system", "content": "w9 w8"}, {"role": "user", "content": "w5 w6"}]},
+    {"prompt": "w7 w7 w7 w7 w7"},
+    {"prompt": "w3 w2"},
+    {"prompt": "w30 w31 w32 w1"},
+    {"prompt": "w11"},
+]
+
+
+def make_model():
+    """A random Llama; with this seed its greedy answers differ, and some end by themselves."""
+    torch.manual_seed(25)
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.6,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def make_tokenizer():
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[U]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="</s>", bos_token="<s>", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return path
+
+
+def command(folder, prompts, out, **changes):
+    options = {"batch-size": 3, "dtype": "float32", "device": "cpu", "max-tokens": 9, **changes}
+    argv = ["--prompts", str(prompts), "--out", str(out), "--model", str(folder)]
+    for name, value in options.items():
+        argv += [f"--{name}", str(value)]
+    return argv
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def greedy(model, tokens, count, ends):
+    """The obvious loop: the whole sequence through the model for every token."""
+    answer = []
+    while len(answer) < count and (not answer or answer[-1] not in ends):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens + answer])).logits
+        answer.append(int(logits[0, -1].argmax()))
+    return answer
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_batches_say_what_one_prompt_after_the_other_says(folder, prompts, tmp_path, batch_size):
+    out = tmp_path / "out.jsonl"
+    argv = command(folder, prompts, out, **{"batch-size": batch_size})
+    assert continuations.main(argv) == 0
+    model, tokenizer, reasons = make_model(), make_tokenizer(), set()
+    rows = read(out)
+    assert len(rows) == len(PROMPTS)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        tokens = tokenizer.apply_chat_template(
+            continuations.as_messages(prompt), add_generation_prompt=True, return_dict=False
+        )
+        answer = greedy(model, list(tokens), 9, {2})
+        reasons.add(row["finish_reason"])
+        assert row == {
+            **prompt,
+            "completion": tokenizer.decode(answer, skip_special_tokens=True),
+            "prompt_tokens": tokens,
+            "completion_tokens": answer,
+            "finish_reason": "stop" if answer[-1] == 2 else "length",
+        }
+    assert reasons == {"stop", "length"}  # else the model tests one of the two only
+    assert not out.with_name("out.jsonl.part").exists()
+
+
+@pytest.mark.parametrize("temp", [0, 0.8])
+def test_a_killed_run_goes_on_and_gives_the_same_file(folder, prompts, tmp_path, monkeypatch, temp):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert continuations.main(command(folder, prompts, whole, temp=temp, seed=3)) == 0
+    ran, real = [], generate_batch
+
+    def dies_on_the_last(model, batch, sampling, stop, number):
+        if number == 2:
+            raise KeyboardInterrupt
+        return real(model, batch, sampling, stop, number)
+
+    def counts(model, batch, sampling, stop, number):
+        ran.append(number)
+        return real(model, batch, sampling, stop, number)
+
+    argv = command(folder, prompts, out, temp=temp, seed=3)
+    monkeypatch.setattr(continuations, "generate_batch", dies_on_the_last)
+    assert continuations.main(argv) == 130
+    part = out.with_name("out.jsonl.part")
+    assert not out.exists()
+    part.write_bytes(part.read_bytes()[:-5])  # as if killed while writing the second batch
+    monkeypatch.setattr(continuations, "generate_batch", counts)
+    assert continuations.main(argv) == 0
+    assert ran == [1, 2]
+    assert out.read_bytes() == whole.read_bytes()
+    assert not part.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"max-tokens": 8}, "max_tokens"), ({"batch-size": 2}, "batch_size"), ({"seed": 1}, "seed")],
+)
+def test_a_part_of_another_command_is_refused(
+    folder, prompts, tmp_path, monkeypatch, capsys, change, named
+):
+    out = tmp_path / "out.jsonl"
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(continuations, "generate_batch", dies)
+    assert continuations.main(command(folder, prompts, out)) == 130
+    capsys.readouterr()
+    assert continuations.main(command(folder, prompts, out, **change)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "out.jsonl.part was made with another" in last
+    assert named in last
+
+
+def test_a_part_of_other_prompts_or_of_something_else_is_refused(tmp_path):
+    part = tmp_path / "x.part"
+    PartFile(part, {"prompts": "a"}).close()
+    with pytest.raises(InputError, match="another prompts"):
+        PartFile(part, {"prompts": "b"})
+    part.write_text("no JSON\n")
+    with pytest.raises(InputError, match="cannot be read"):
+        PartFile(part, {"prompts": "a"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ('{"prompt": "w1"}\n\n{"prompt": \n', "line 3 is no JSON"),
+        ('{"prompt": "w1"}\n{"prompt": " "}\n', "line 2 has an empty prompt"),
+        ('{"prompt": "w1", "messages": []}\n', "line 1 has both"),
+        ('"w1"\n', "line 1 has neither"),
+        ('{"prompt": 3}\n', 'line 1 has a bad "prompt"'),
+        ('{"messages": []}\n', 'line 1 has a bad "messages"'),
+        ('{"messages": [{"role": "assistant", "content": "w1"}]}\n', 'bad "messages"'),
+        ('{"prompt": "w1"}\n{"prompt": "' + "w2 " * 60 + '"}\n', "prompt 2 has 67 tokens"),
+    ],
+)
+def test_bad_prompts_are_one_line(folder, tmp_path, capsys, text, message):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(text)
+    assert continuations.main(command(folder, prompts, tmp_path / "out.jsonl")) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines[-1]
+    assert lines[-1].startswith("convert.continuations: error: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max-tokens": 0}, "--max-tokens 0"),
+        ({"max-tokens": 64}, "--max-tokens 64; expected less than the model's context, 64"),
+        ({"temp": -1}, "--temp -1"),
+        ({"temp": "nan"}, "--temp nan"),
+        ({"batch-size": 0}, "--batch-size 0"),
+        ({"seed": -1}, "--seed -1"),
+        ({"device": "cuda"}, "--device cuda"),
+    ],
+)
+def test_bad_options_are_one_line(folder, prompts, tmp_path, capsys, changes, message):
+    if "device" in changes and torch.cuda.is_available():
+        pytest.skip("there is one")
+    argv = command(folder, prompts, tmp_path / "out.jsonl", **changes)
+    assert continuations.main(argv) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_missing_prompts_and_unwritable_output_are_one_line(folder, prompts, tmp_path, capsys):
+    argv = command(folder, tmp_path / "nothing.jsonl", tmp_path / "out.jsonl")
+    assert continuations.main(argv) == 2
+    assert "nothing.jsonl does not exist" in capsys.readouterr().err
+    assert continuations.main(command(folder, prompts, tmp_path / "no" / "out.jsonl")) == 2
+    assert "cannot write" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_top_p_keeps_the_likeliest_tokens():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(400, -1)
+    generator = torch.Generator().manual_seed(0)
+    for top_p, kept in ((0.1, {0}), (0.7, {0, 1}), (1.0, {0, 1, 2, 3})):
+        sampling = Sampling(temp=1.0, top_p=top_p)
+        assert set(continuations.choose_tokens(logits, sampling, generator).tolist()) == kept
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_attention_is_sdpa(masked):
+    torch.manual_seed(0)
+    query = torch.randn(2, 6, 1, 8)
+    key, value = torch.randn(2, 2, 2, 5, 8)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5]).bool()[:, None, None] if masked else None
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, enable_gqa=True
+    )
+    found, _ = continuations.grouped_attention(None, query, key, value, mask)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+    if mask is not None:
+        additive = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+        found, _ = continuations.grouped_attention(None, query, key, value, additive)
+        torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+# --- Prompts ----------------------------------------------------------------------------------
+
+
+def test_splits_share_no_hand_written_prompt_and_no_list_item():
+    lists = chat_prompts.split_lists(0)
+    written = chat_prompts.written_prompts(0)
+    assert written == chat_prompts.written_prompts(0)
+    for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
+        texts = [set(map(magpie.normalised, written[split])) for split in (one, other)]
+        assert not texts[0] & texts[1]
+        for name in chat_prompts.SLOTS:
+            assert not set(lists[one].slots[name]) & set(lists[other].slots[name])
+        for part in ("templates", "plain", "follow_ups"):
+            assert not set(getattr(lists[one], part)) & set(getattr(lists[other], part))
+    for split, texts in written.items():
+        assert len(texts) == chat_prompts.COUNTS[split].written
+        assert not [text for text in texts if "{" in text.replace("{}", "") and "}" in text]
+
+
+def test_lists_that_run_out_say_so():
+    lists = chat_prompts.Lists(slots={}, templates=("Hi.",), plain=("a b",), follow_ups=())
+    with pytest.raises(InputError, match="the lists give 2 different prompts"):
+        chat_prompts.write_prompts(lists, 3, random.Random(0))
+
+
+def test_a_prompt_that_stands_alone():
+    assert magpie.is_good_prompt("How do I cook rice?")
+    for text in ("Hi", "a" * 401, "Что такое гравитация, скажите?", "go go go go go go go go"):
+        assert not magpie.is_good_prompt(text)
+    assert not magpie.is_good_prompt("What is this <|im_start|> here?")
+    assert magpie.normalised("  What's UP?! ") == magpie.normalised("what s up")
+
+
+def test_the_model_continues_its_templates_user_turn():
+    tokenizer = make_tokenizer()
+    assert tokenizer.decode(magpie.user_prefix(tokenizer)).split() == ["<s>", "user", ":"]
+
+
+def test_sampled_prompts_are_new_each_time():
+    model, tokenizer = make_model(), make_tokenizer()
+    draw = {"batch_size": 32, "seed": 1}
+    found = magpie.sample_prompts(model, tokenizer, 6, **draw)
+    assert len({magpie.normalised(text) for text in found}) == 6
+    assert found == magpie.sample_prompts(model, tokenizer, 6, **draw)
+    others = magpie.sample_prompts(model, tokenizer, 6, taken=found, **draw)
+    assert not {*found} & {*others}
+
+
+def test_sampled_prompts_go_to_one_split_each(monkeypatch):
+    counts = chat_prompts.Counts(written=0, sampled=2, two_turn=0)
+    monkeypatch.setattr(chat_prompts, "COUNTS", dict.fromkeys(chat_prompts.SPLITS, counts))
+    start = "one two three four five six seven eight"
+    found = ["known text", f"{start} nine", f"{start} ten", *(f"text {n}" for n in range(5))]
+    splits = chat_prompts.sampled_prompts(found, {"train": ["Known text!"]})
+    assert splits["test"] == [f"{start} nine", "text 0"]
+    assert splits["train"] == ["text 3", "text 4"]
+    with pytest.raises(InputError, match="5 of 6 sampled"):
+        chat_prompts.sampled_prompts(found[:6], {"train": []})
+
+
+def test_two_turn_chats_hold_the_models_own_answer():
+    model, tokenizer = make_model(), make_tokenizer()
+    chats = chat_prompts.two_turn_chats(model, tokenizer, ["w1", "w2 w3"], ["w5", "w6"], 1)
+    prefix = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "w2 w3"}], add_generation_prompt=True, return_dict=False
+    )
+    said = tokenizer.decode(greedy(model, list(prefix), 40, {2}), skip_special_tokens=True)
+    roles = [turn["role"] for turn in chats[1]["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert chats[1]["messages"][1]["content"].startswith(said)
+    assert chats[1]["messages"][2]["content"] == "w6"
+
+
+def test_a_cut_answer_ends_with_a_sentence():
+    assert chat_prompts.whole_sentences("One. Two costs 3.5 and") == "One."
+    assert chat_prompts.whole_sentences("- one\n- two\n- thr") == "- one\n- two"
+    assert chat_prompts.whole_sentences("no end") == "no end"
