@@ -12,6 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ssmlx.adapter import CONFIG_FILE, LORA_FILES, check_base, check_lora
 from ssmlx.api import GenerateConfig, required_scratch
 from ssmlx.backbone import Backbone
+from ssmlx.bundled import resolve_adapter
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
 from ssmlx.files import read_tensors
@@ -56,10 +57,10 @@ class System:
 
 
 def named_adapters(items: Iterable[str]) -> dict[str, Path]:
-    """Folders by name; `NAME=FOLDER`, or a folder whose own name will do.
+    """Folders by name; `NAME=FOLDER`, or a folder or bundled adapter whose own name will do.
 
     Raises:
-        InputError: two have one name, or a name is taken.
+        InputError: two have one name, a name is taken, or it is no adapter's.
     """
     adapters: dict[str, Path] = {}
     for item in items:
@@ -72,7 +73,12 @@ def named_adapters(items: Iterable[str]) -> dict[str, Path]:
                 expected="a name of its own for each adapter",
                 do="write --adapter NAME=FOLDER",
             )
-        adapters[name] = Path(folder).expanduser()
+        found = resolve_adapter(folder)
+        if found is None:
+            raise InputError(
+                f"--adapter {item}", expected="an adapter", do="give a folder or a bundled name"
+            )
+        adapters[name] = found
     return adapters
 
 

@@ -144,11 +144,20 @@ def test_trees_are_read_and_named():
 def test_adapters_are_named(tmp_path):
     (tmp_path / "a=b").mkdir()
     assert named_adapters(["x=one/two"]) == {"x": Path("one/two")}
-    assert list(named_adapters(["one/two", "three"])) == ["two", "three"]
+    assert list(named_adapters(["one/two", "./three"])) == ["two", "three"]
     assert list(named_adapters([str(tmp_path / "a=b")])) == ["a=b"]
-    for bad in (["x=a", "x=b"], ["baseline=a"], ["=a"]):
+    for bad in (["x=./a", "x=./b"], ["baseline=./a"], ["=./a"]):
         with pytest.raises(InputError, match="a name of its own"):
             named_adapters(bad)
+    with pytest.raises(InputError, match="no bundled adapter"):
+        named_adapters(["nothing"])
+
+
+def test_a_bundled_adapter_goes_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "poems").mkdir()
+    (tmp_path / "poems" / "streams_config.json").write_text("{}")
+    monkeypatch.setattr("ssmlx.bundled.ADAPTERS_FOLDER", tmp_path)
+    assert named_adapters(["poems", "x=poems"]) == dict.fromkeys(("poems", "x"), tmp_path / "poems")
 
 
 def test_examples_take_references_before_the_completion(tmp_path):
