@@ -21,7 +21,7 @@ from ssmlx.adapter import (
     write_adapter,
     write_streams,
 )
-from ssmlx.backbone import Backbone
+from ssmlx.backbone import Backbone, decoder_path
 from ssmlx.config import AdapterScope, StreamConfig
 from ssmlx.errors import InputError
 from ssmlx.files import account_for
@@ -48,7 +48,7 @@ def linear_paths(model: nn.Module, settings: LoraSettings, source: Path) -> list
     kinds = (nn.Linear, nn.QuantizedLinear)
     paths = []
     for layer in settings.layers:
-        prefix = f"model.layers.{layer}."
+        prefix = f"{decoder_path(model)}.layers.{layer}."
         linears = [name for name, m in model.layers[layer].named_modules() if isinstance(m, kinds)]
         for target in settings.modules:
             if not any(LoraSettings(modules=(target,)).selects(name) for name in linears):

@@ -1,7 +1,18 @@
-"""Base models for the PyTorch side, in float32."""
+"""Base models for the PyTorch side, in float32; and published .bin weights as safetensors.
+
+OPT is published as `pytorch_model.bin` alone, which is a pickle, and which MLX does not read:
+
+    python -m convert.base FOLDER OUT
+
+writes a folder that mlx-lm, `ssmlx` and transformers load. No pickled code is run.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +20,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from ssmlx.cli.options import make_parser, run
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
+from ssmlx.files import new_folder
+
+PROG = "convert.base"
+PICKLES = "pytorch_model*.bin"
 
 
 def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
@@ -52,9 +69,10 @@ def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, tor
     weights = {}
     for name, array in packed.items():
         module, _, kind = name.rpartition(".")
-        if f"{module}.scales" in packed and kind != "weight":
+        is_packed = f"{module}.scales" in packed
+        if is_packed and kind in ("scales", "biases"):
             continue
-        if f"{module}.scales" in packed:
+        if is_packed and kind == "weight":
             array = _unpack(packed, module, {**quantization, **_own(quantization, module)})
         weights[name] = torch.from_numpy(np.array(array.astype(mx.float32)))
     return weights
@@ -86,3 +104,73 @@ def _fill_base(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Pa
             expected=f"the weights of {type(model).__name__}",
             do="download or convert the base model again",
         )
+
+
+def write_safetensors(source: Path, target: Path) -> None:
+    """Write the model folder `source`, whose weights are .bin files, with safetensors in `target`.
+
+    Weights keep their names and their dtype; settings and tokenizer are copied.
+
+    Raises:
+        InputError: there are no such weights, they cannot be read without running code, or
+            `target` exists.
+    """
+    read_json(source / "config.json", "a model folder")
+    pickles = sorted(source.glob(PICKLES))
+    if not pickles:
+        raise InputError(f"{source} has no {PICKLES}", expected="such weights", do="check the path")
+    if target.exists():
+        raise InputError(f"{target} exists", expected="a new folder", do="choose another one")
+    with new_folder(target) as folder:
+        weight_map: dict[str, str] = {}
+        size = 0
+        for number, pickle in enumerate(pickles, 1):
+            name = f"model-{number:05}-of-{len(pickles):05}.safetensors"
+            tensors = _read_pickle(pickle)
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, name)
+            size += sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        for pattern in ("*.json", "*.txt", "*.jinja", "tokenizer.model"):
+            for file in source.glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, folder / file.name)
+
+
+def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .bin file, each with memory of its own; no pickled code is run."""
+    tensors: dict[str, torch.Tensor] = {}
+    taken: set[int] = set()
+    try:
+        for name, tensor in torch.load(path, "cpu", weights_only=True).items():
+            memory = tensor.untyped_storage().data_ptr()
+            tensors[name] = tensor.clone() if memory in taken else tensor.contiguous()
+            taken.add(memory)
+    except Exception as error:  # the unpickler raises many kinds, with long advice in them
+        raise InputError(
+            f"{path} cannot be read without running code ({type(error).__name__})",
+            expected="a whole pickle of tensors alone",
+            do="download it again, or a model with safetensors",
+        ) from error
+    return tensors
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    description = "Write a model folder whose weights are .bin files with safetensors instead."
+    epilog = "example:\n  python -m convert.base opt-125m opt-125m-safetensors"
+    parser = make_parser(PROG, description, epilog)
+    parser.add_argument("source", type=Path, metavar="FOLDER", help=f"has {PICKLES}")
+    parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: write_safetensors(args.source, args.target), PROG)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

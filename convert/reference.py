@@ -35,6 +35,7 @@ from ssmlx.errors import InputError
 from .checkpoint import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
     STREAMS_CONFIG,
     STREAMS_WEIGHTS,
     LoraSettings,
@@ -119,12 +120,12 @@ class _Rows:
 
     Attributes:
         positions: [B, R]
-        rotary: cos and sin, [B, R, Dh] each.
+        rotary: cos and sin, [B, R, Dh] each; None where positions are learned.
         masks: sliding window of a layer (None: no window) to additive mask [B, 1, R, keys].
     """
 
     positions: torch.Tensor
-    rotary: tuple[torch.Tensor, torch.Tensor]
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
     masks: dict[int | None, torch.Tensor]
 
 
@@ -149,6 +150,90 @@ class _NodeKeys:
         if self._config.stream_design == "value_rotation":
             values = rotate_values(values, self._config.num_streams, self._config.rotation_step)
         return torch.cat([self.nodes[0], keys], dim=2), torch.cat([self.nodes[1], values], dim=2)
+
+
+class _Decoder:
+    """What of a model of transformers stands around its layers: embedding, positions, norm.
+
+    Args:
+        base: the model, which a `_Decoder` refers to and does not copy.
+
+    Attributes:
+        path: where the decoder is in the model, as PEFT's names of LoRA say it.
+        parts: what the decoder must have, one of several names each.
+    """
+
+    path = "model"
+    parts: tuple[tuple[str, ...], ...] = (
+        ("embed_tokens",), ("layers",), ("norm", "final_layernorm"), ("rotary_emb",)
+    )  # fmt: skip
+
+    def __init__(self, base: nn.Module) -> None:
+        self.module: Any = base.get_submodule(self.path)
+
+    @classmethod
+    def lacking(cls, base: nn.Module) -> str | None:
+        """The path of the first part that `base` has not, or None."""
+        module: Any = base
+        for name in cls.path.split("."):
+            module = getattr(module, name, None)
+        for names in cls.parts:
+            if not any(hasattr(module, name) for name in names):
+                return f"{cls.path}.{names[0]}"
+        return None if hasattr(base, "lm_head") else "lm_head"
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The N decoder layers."""
+        return self.module.layers
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A weight, for its dtype and device."""
+        return self.module.embed_tokens.weight
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[B, R, D] of tokens [B, R] that stand at positions [B, R]."""
+        return self.module.embed_tokens(tokens)
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What turns queries and keys at positions [B, R]: cos and sin, [B, R, Dh] each."""
+        return self.module.rotary_emb(self.like, positions)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] after the layers to what the LM head takes."""
+        found = getattr(self.module, "norm", None)
+        return (self.module.final_layernorm if found is None else found)(hidden)
+
+
+class _LearnedPositions(_Decoder):
+    """OPT: a table of positions is added to the embeddings, and nothing is turned.
+
+    A stream starts from its node's hidden state, which has the node's position in it; nothing is
+    added for the stream.
+    """
+
+    path = "model.decoder"
+    parts = (("embed_tokens",), ("layers",), ("final_layer_norm",), ("embed_positions",))
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        embedded, table = self.module.embed_tokens(tokens), self.module.embed_positions
+        if self.module.project_in is not None:
+            embedded = self.module.project_in(embedded)
+        return embedded + nn.functional.embedding(positions + table.offset, table.weight)
+
+    def rotary(self, positions: torch.Tensor) -> None:
+        return None
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        for part in (self.module.final_layer_norm, self.module.project_out):
+            hidden = hidden if part is None else part(hidden)
+        return hidden
+
+
+def _decoder_kind(base: nn.Module) -> type[_Decoder]:
+    inner = getattr(base, "model", None)
+    return _LearnedPositions if hasattr(inner, "decoder") else _Decoder
 
 
 class StreamFusedReference(nn.Module):
@@ -188,8 +273,9 @@ class StreamFusedReference(nn.Module):
         _check_base(base, config)
         _check_draft_vocab(draft_vocab, base, config)
         self.base, self.config = base.requires_grad_(False), config
+        self.decoder = _decoder_kind(base)(base)
         self.windows = _sliding_windows(base.config, config.num_layers)
-        like, width = base.model.embed_tokens.weight, config.hidden_size
+        like, width = self.decoder.like, config.hidden_size
         self.stream_embeddings: nn.Parameter | None = None
         if config.has_embeddings:
             random = torch.randn(config.num_streams, width, dtype=like.dtype).to(like.device)
@@ -219,7 +305,7 @@ class StreamFusedReference(nn.Module):
 
         Args:
             input_ids: [B, T] tokens of the node rows.
-            positions: [B, T] rotary positions; 0 to T - 1 unless given.
+            positions: [B, T] where each row stands; 0 to T - 1 unless given.
             visible: [B, T, T] bool, which node row (second axis) sees which (third); causal
                 unless given. A row must see itself.
             stream_rows: [K] the node rows that carry streams; all unless given.
@@ -268,7 +354,7 @@ class StreamFusedReference(nn.Module):
     ) -> torch.Tensor:
         """[B, T, D] node states before layer N - Ns; arguments as in `forward`."""
         node_rows, _, carriers = self._plan(input_ids.shape, positions, visible, torch.arange(0))
-        nodes = self.base.model.embed_tokens(input_ids.to(carriers.device))
+        nodes = self.decoder.embed(input_ids.to(carriers.device), node_rows.positions)
         for index in range(self.config.insertion_layer):
             nodes = self._run_layer(index, nodes, node_rows, None)
         return nodes
@@ -282,7 +368,7 @@ class StreamFusedReference(nn.Module):
         stream_rows: torch.Tensor | None = None,
     ) -> HiddenStates:
         """From `lower_states` [B, T, D] to the final norm; arguments as in `forward`."""
-        decoder = self.base.model
+        norm = self.decoder.norm
         node_rows, speculative_rows, carriers = self._plan(
             nodes.shape[:2], positions, visible, stream_rows
         )
@@ -293,12 +379,12 @@ class StreamFusedReference(nn.Module):
                 index, nodes, streams, node_rows, speculative_rows
             )
         grouped = streams.unflatten(1, (len(carriers), self.config.num_streams))
-        return HiddenStates(decoder.norm(nodes), decoder.norm(grouped), early)
+        return HiddenStates(norm(nodes), norm(grouped), early)
 
     def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
         """[..., D] of `lower_states` as the pruning head sees them (section 3.2.3)."""
         assert self.prune_adapter is not None
-        return self.base.model.norm((nodes + self.prune_adapter(nodes)).to(nodes.dtype))
+        return self.decoder.norm((nodes + self.prune_adapter(nodes)).to(nodes.dtype))
 
     def insert_streams(self, nodes: torch.Tensor) -> torch.Tensor:
         """Eq. 3: [B, K, D] node states before layer N - Ns -> [B, K * G, D] stream states.
@@ -326,7 +412,7 @@ class StreamFusedReference(nn.Module):
     ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
         """The node rows, the stream rows if any, and the [K] node rows that carry streams."""
         batch, length = shape
-        device, num_streams = self.base.model.embed_tokens.weight.device, self.config.num_streams
+        device, num_streams = self.decoder.like.device, self.config.num_streams
         if positions is None:
             positions = torch.arange(length).expand(batch, length)
         if visible is None:
@@ -350,27 +436,28 @@ class StreamFusedReference(nn.Module):
         self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
     ) -> _Rows:
         """Rotary tables and masks of rows at `positions` that see keys at `key_positions`."""
-        like = self.base.model.embed_tokens.weight
         masks = {
             window: additive_mask(
-                within_window(visible, positions, key_positions, window), like.dtype
+                within_window(visible, positions, key_positions, window), self.decoder.like.dtype
             )
             for window in set(self.windows)
         }
-        return _Rows(positions, self.base.model.rotary_emb(like, positions), masks)
+        return _Rows(positions, self.decoder.rotary(positions), masks)
 
     def _run_layer(
         self, index: int, hidden: torch.Tensor, rows: _Rows, keys: _NodeKeys | None
     ) -> torch.Tensor:
         """[B, R, D] -> [B, R, D] through one of transformers' own layers."""
-        return self.base.model.layers[index](
+        rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
+        found = self.decoder.layers[index](
             hidden,
             attention_mask=rows.masks[self.windows[index]],
             position_ids=rows.positions,
-            position_embeddings=rows.rotary,
             past_key_values=keys,
             use_cache=keys is not None,
+            **rotary,
         )
+        return found[0] if isinstance(found, tuple) else found  # a tuple before transformers 5
 
     def _run_fused_layer(
         self,
@@ -406,11 +493,11 @@ class StreamFusedReference(nn.Module):
                 adapter.rows_are_streams = False
 
     def _wrap_linears(self) -> dict[str, LoraLinear]:
-        """Put LoRA on the chosen linear modules; path below `base.model` to the new module."""
+        """Put LoRA on the chosen linear modules; path below the decoder to the new module."""
         self._check_lora()
         on_nodes, adapters = self.config.adapter_scope == "all", {}
         for index in self.lora.layers:
-            layer = self.base.model.layers[index]
+            layer: Any = self.decoder.layers[index]
             for path in _linear_paths(layer, self.lora, f"layer {index}"):
                 wrapped = LoraLinear(
                     layer.get_submodule(path), self.lora.rank, self.lora.scale, on_nodes=on_nodes
@@ -434,7 +521,7 @@ class StreamFusedReference(nn.Module):
     @torch.no_grad()
     def _check_main_stream(self) -> None:
         """Refuse models that do more around their layers (scaled embeddings, capped logits)."""
-        training, device = self.base.training, self.base.model.embed_tokens.weight.device
+        training, device = self.base.training, self.decoder.like.device
         probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
         self.base.eval()
         expected = self.base(probe, use_cache=False).logits
@@ -444,7 +531,7 @@ class StreamFusedReference(nn.Module):
         if not torch.allclose(found, expected, tolerance, tolerance * float(expected.std())):
             raise InputError(
                 f"{type(self.base).__name__} computes more than its layers, norm and LM head",
-                expected="a plain decoder such as Llama, Qwen2, Qwen3, Phi-3 or Mistral",
+                expected="a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral",
                 do="choose another base model",
             )
 
@@ -534,13 +621,11 @@ def _expect_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> No
 
 
 def _check_base(base: nn.Module, config: StreamConfig) -> None:
-    decoder = getattr(base, "model", None)
-    parts = ("embed_tokens", "layers", "norm", "rotary_emb")
-    lacking = [f"model.{part}" for part in parts if not hasattr(decoder, part)]
-    if lacking or not hasattr(base, "lm_head"):
+    lacking = _decoder_kind(base).lacking(base)
+    if lacking is not None:
         raise InputError(
-            f"{type(base).__name__} has no {(lacking or ['lm_head'])[0]}",
-            expected="a decoder such as Llama, Qwen2, Qwen3, Phi-3 or Mistral",
+            f"{type(base).__name__} has no {lacking}",
+            expected="a decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral",
             do="choose another base model",
         )
     if any(isinstance(module, LoraLinear) for module in base.modules()):
@@ -653,7 +738,7 @@ def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> N
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
     """LoRA weights under PEFT's names."""
     return {
-        f"base_model.model.model.{path}.{name}": weight
+        f"{PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
         for path, module in model.adapters.items()
         for name, weight in module.adapter.named_parameters()
     }

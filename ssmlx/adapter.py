@@ -243,7 +243,7 @@ def mlx_lm_settings(adapter: Adapter) -> dict[str, Any]:
             "rank": weights.a.shape[-1],
             "scale": weights.scale,
             "dropout": 0.0,
-            "keys": sorted({path.split(".", 3)[3] for path in adapter.lora}),
+            "keys": sorted({path.split(".layers.")[1].split(".", 1)[1] for path in adapter.lora}),
         },
     }
 

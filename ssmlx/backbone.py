@@ -3,6 +3,10 @@
 mlx-lm's own layers run unchanged. What the package must know of a model is small, and is checked
 when the model is wrapped: that its cache is the plain one, that its rotary embedding takes
 positions, and, by running both on a few tokens, that the stages put together are the model.
+
+A model without rotary embedding adds learned positions to its embeddings (OPT, in `models`). A
+node then has its own position. A stream starts from its node's hidden state, which carries the
+node's position, and gets no other: its stream embedding alone says how far ahead it looks.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ def _unsupported(model: nn.Module, why: str) -> InputError:
     name = getattr(model, "model_type", type(model).__name__)
     return InputError(
         f"the model type {name!r} cannot draft for itself: {why}",
-        expected="a decoder of regular layers (such as Llama, Mistral, Qwen2, Qwen3, Phi-3)",
+        expected="a decoder of regular layers (such as Llama, Mistral, Qwen, Phi, OPT)",
         do="use such a model, or mlx-lm for this one",
     )
 
@@ -75,6 +79,11 @@ def take_rows(layer: nn.Module, rows: mx.array) -> nn.Module:
         if layer.get(name) is not None:
             taken[name] = layer[name][rows]
     return taken
+
+
+def decoder_path(model: nn.Module) -> str:
+    """Where `model` keeps embedding, layers and norm, as in the paths of its modules."""
+    return "model.decoder" if hasattr(getattr(model, "model", None), "decoder") else "model"
 
 
 class Backbone:
@@ -95,7 +104,9 @@ class Backbone:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.replaced: dict[str, nn.Module] = {}
-        self._decoder: Any = getattr(model, "model", None)
+        self._decoder: Any = model
+        for name in decoder_path(model).split("."):
+            self._decoder = getattr(self._decoder, name, None)
         self._check_parts()
         self.layers: list[Any] = list(model.layers)
         self._check_caches()
@@ -105,12 +116,12 @@ class Backbone:
     @property
     def dtype(self) -> mx.Dtype:
         """Type of the activations."""
-        return self.embed(mx.array([0])).dtype
+        return self._embed_one().dtype
 
     @property
     def hidden_size(self) -> int:
         """D."""
-        return self.embed(mx.array([0])).shape[-1]
+        return self._embed_one().shape[-1]
 
     @property
     def context_length(self) -> int | None:
@@ -125,12 +136,27 @@ class Backbone:
 
     @property
     def final_norm_weight(self) -> mx.array:
-        """[D] weight of the final norm."""
-        return self._norm.weight
+        """[D] weight of the final norm; where there is none, of the norm next to it."""
+        own = getattr(self._decoder, "final_norm_weight", None)
+        return self._norm.weight if own is None else own
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        """[1, R, D] embeddings of `tokens` [R]."""
-        return self._decoder.embed_tokens(tokens[None])
+    @property
+    def embeds_positions(self) -> bool:
+        """Whether positions are learned, and added to the embeddings."""
+        return hasattr(self._decoder, "embed_at")
+
+    def embed(self, tokens: mx.array, positions: mx.array | None = None) -> mx.array:
+        """[1, R, D] embeddings of `tokens` [R].
+
+        Args:
+            tokens: [R]
+            positions: [R] where each token stands; a model that `embeds_positions` needs them.
+        """
+        if not self.embeds_positions:
+            return self._decoder.embed_tokens(tokens[None])
+        if positions is None:
+            raise ValueError("this model adds positions to its embeddings: give them to `embed`")
+        return self._decoder.embed_at(tokens[None], positions[None])
 
     def run(self, hidden: mx.array, first: int, last: int, mask: Any, views: list[Any]) -> mx.array:
         """[1, R, D] output of layers `first` to `last` - 1.
@@ -182,9 +208,14 @@ class Backbone:
         num_layers = len(self.layers)
         views = [cache.append_view(layer) for layer in range(num_layers)]
         mask = "causal" if count > 1 else None
-        hidden = self.run(self.embed(tokens), 0, num_layers, mask, views)
+        embedded = self.embed(tokens, mx.arange(count) + cache.offset)
+        hidden = self.run(embedded, 0, num_layers, mask, views)
         cache.advance(count)
         return hidden
+
+    def _embed_one(self) -> mx.array:
+        """[1, 1, D] embedding of some token."""
+        return self.embed(mx.array([0]), mx.array([0]))
 
     def _check_parts(self) -> None:
         decoder = self._decoder
@@ -208,6 +239,8 @@ class Backbone:
                 )
 
     def _position_ropes(self) -> None:
+        if self.embeds_positions:
+            return
         for index, layer in enumerate(self.layers):
             attention: Any = getattr(layer, "self_attn", None)
             rope: Any = getattr(attention, "rope", None)
@@ -246,4 +279,5 @@ class Backbone:
         positions = mx.arange(rows)
         views = [cache.tree_view(layer, positions) for layer in range(num_layers)]
         mask = positions[:, None] >= positions
-        return self.logits(self.run(self.embed(tokens), 0, num_layers, mask, views))
+        embedded = self.embed(tokens, positions)
+        return self.logits(self.run(embedded, 0, num_layers, mask, views))

@@ -24,6 +24,7 @@ from .bundled import CONFIG_FILE, bundled_adapters, resolve_adapter
 from .config import DEFAULT_MODEL, DTYPES, read_json
 from .errors import InputError
 from .model import StreamFusedModel
+from .models import model_classes
 from .registry import resolve_model
 
 
@@ -69,13 +70,19 @@ def flat_rope_settings(path: Path) -> dict[str, Any]:
     nested = config.get("rope_parameters")
     if not isinstance(nested, dict) or "rope_theta" not in nested:
         return {}
-    settings: dict[str, Any] = {}
-    if "rope_theta" not in config:
-        settings["rope_theta"] = nested["rope_theta"]
+    names = ("rope_theta", "partial_rotary_factor")
+    settings = {name: nested[name] for name in names if name in nested and name not in config}
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind != "default" and not config.get("rope_scaling"):
         settings["rope_scaling"] = {k: v for k, v in nested.items() if k != "rope_theta"}
     return settings
+
+
+def own_classes(path: Path) -> dict[str, Any]:
+    """What tells mlx-lm's loader of a folder's architecture, where mlx-lm itself lacks it."""
+    config = read_json(path / "config.json", "a model's settings")
+    classes = model_classes(config.get("model_type", ""))
+    return {} if classes is None else {"get_model_classes": lambda config: classes}
 
 
 def load_base(path: Path, dtype: str = "auto") -> tuple[Backbone, dict[str, Any]]:
@@ -93,7 +100,8 @@ def load_base(path: Path, dtype: str = "auto") -> tuple[Backbone, dict[str, Any]
     """
     dtype = resolve_dtype(dtype)
     try:
-        model, config = load_model(path, lazy=True, model_config=flat_rope_settings(path))
+        settings = flat_rope_settings(path)
+        model, config = load_model(path, lazy=True, model_config=settings, **own_classes(path))
         model = cast_model(model, dtype)
         mx.eval(model.parameters())
     except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:

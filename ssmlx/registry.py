@@ -149,6 +149,8 @@ def _checked(path: Path) -> Path:
         found = "is a file" if path.exists() else "does not exist"
         raise InputError(f"{path} {found}", expected="a model folder", do=do)
     if missing := _missing(path):
+        if any(path.glob("pytorch_model*.bin")):
+            do = f"write one with safetensors: python -m convert.base {path} OUT"
         raise InputError(
             f"{path} has no {missing}", expected="config.json and model*.safetensors", do=do
         )

@@ -1,0 +1,218 @@
+"""OPT (https://arxiv.org/abs/2205.01068), as transformers has it, in the style of mlx-lm.
+
+Modules are named as in Hugging Face's checkpoints, so that PEFT's names of LoRA fit, and a folder
+that is written from this model loads in transformers.
+
+Positions are learned, and are added to the embedding: a token's place is in its hidden state from
+there on, and attention knows no other. So a speculative stream, which starts from the hidden state
+of its node, has the node's place; only its stream embedding tells how far ahead it is to look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import (
+    BaseModelArgs,
+    create_attention_mask,
+    scaled_dot_product_attention,
+)
+
+_FIRST_POSITION = 2
+"""Row of the position table that belongs to the first token."""
+
+_ACTIVATIONS = {
+    "relu": nn.relu,
+    "gelu": nn.gelu,
+    "gelu_new": nn.gelu_approx,
+    "silu": nn.silu,
+    "swish": nn.silu,
+}
+
+
+@dataclass
+class ModelArgs(BaseModelArgs):
+    """The fields of config.json that decide what is computed; defaults are transformers'."""
+
+    model_type: str = "opt"
+    vocab_size: int = 50272
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    ffn_dim: int = 3072
+    num_attention_heads: int = 12
+    max_position_embeddings: int = 2048
+    word_embed_proj_dim: int = 0  # hidden_size
+    do_layer_norm_before: bool = True
+    _remove_final_layer_norm: bool = False
+    activation_function: str = "relu"
+    enable_bias: bool = True
+    layer_norm_elementwise_affine: bool = True
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        self.word_embed_proj_dim = self.word_embed_proj_dim or self.hidden_size
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads "
+                f"{self.num_attention_heads}"
+            )
+        if self.activation_function not in _ACTIVATIONS:
+            known = ", ".join(_ACTIVATIONS)
+            raise ValueError(f"activation_function {self.activation_function!r} is none of {known}")
+
+    @property
+    def has_final_norm(self) -> bool:
+        """Whether a norm stands behind the last layer."""
+        return self.do_layer_norm_before and not self._remove_final_layer_norm
+
+    def layer_norm(self) -> nn.LayerNorm:
+        """A new norm of hidden states."""
+        return nn.LayerNorm(self.hidden_size, affine=self.layer_norm_elementwise_affine)
+
+
+class Attention(nn.Module):
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        size, bias = args.hidden_size, args.enable_bias
+        self.num_heads = args.num_attention_heads
+        self.scale = (size // self.num_heads) ** -0.5
+        self.k_proj = nn.Linear(size, size, bias=bias)
+        self.v_proj = nn.Linear(size, size, bias=bias)
+        self.q_proj = nn.Linear(size, size, bias=bias)
+        self.out_proj = nn.Linear(size, size, bias=bias)
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        batch, length, _ = x.shape
+
+        def heads(y: mx.array) -> mx.array:
+            return y.reshape(batch, length, self.num_heads, -1).transpose(0, 2, 1, 3)
+
+        queries, keys, values = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        if cache is not None:
+            keys, values = cache.update_and_fetch(keys, values)
+        output = scaled_dot_product_attention(
+            queries, keys, values, cache=cache, scale=self.scale, mask=mask
+        )
+        return self.out_proj(output.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.self_attn = Attention(args)
+        self.self_attn_layer_norm = args.layer_norm()
+        self.fc1 = nn.Linear(args.hidden_size, args.ffn_dim, bias=args.enable_bias)
+        self.fc2 = nn.Linear(args.ffn_dim, args.hidden_size, bias=args.enable_bias)
+        self.final_layer_norm = args.layer_norm()
+        self.norm_first = args.do_layer_norm_before
+        self._activation = _ACTIVATIONS[args.activation_function]
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if self.norm_first:
+            x = x + self.self_attn(self.self_attn_layer_norm(x), mask, cache)
+            return x + self._mlp(self.final_layer_norm(x))
+        x = self.self_attn_layer_norm(x + self.self_attn(x, mask, cache))
+        return self.final_layer_norm(x + self._mlp(x))
+
+    def _mlp(self, x: mx.array) -> mx.array:
+        return self.fc2(self._activation(self.fc1(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        size, embedded = args.hidden_size, args.word_embed_proj_dim
+        self.last_position = args.max_position_embeddings - 1
+        self.embed_tokens = nn.Embedding(args.vocab_size, embedded)
+        self.embed_positions = nn.Embedding(args.max_position_embeddings + _FIRST_POSITION, size)
+        self.projects = embedded != size
+        if self.projects:
+            self.project_in = nn.Linear(embedded, size, bias=False)
+            self.project_out = nn.Linear(size, embedded, bias=False)
+        self.layers = [DecoderLayer(args) for _ in range(args.num_hidden_layers)]
+        self.has_final_norm = args.has_final_norm
+        if self.has_final_norm:
+            self.final_layer_norm = args.layer_norm()
+
+    @property
+    def final_norm_weight(self) -> mx.array:
+        """[D] weight of the last norm there is; ones where norms have none."""
+        norm = (self if self.has_final_norm else self.layers[-1]).final_layer_norm
+        return norm.weight if "weight" in norm else mx.ones(self.embed_positions.weight.shape[-1])
+
+    def embed_at(self, tokens: mx.array, positions: mx.array) -> mx.array:
+        """[B, R, D] of `tokens` [B, R] at `positions`, [B, R] or [R].
+
+        A draft tree may reach beyond the last position; such tokens are never part of an answer,
+        and get the last one. Padding stands before the first.
+        """
+        hidden = self.embed_tokens(tokens)
+        if self.projects:
+            hidden = self.project_in(hidden)
+        positions = mx.clip(positions, -1, self.last_position)
+        return hidden + self.embed_positions(positions + _FIRST_POSITION)
+
+    def norm(self, hidden: mx.array) -> mx.array:
+        """[B, R, D] to what the head takes."""
+        if self.has_final_norm:
+            hidden = self.final_layer_norm(hidden)
+        return self.project_out(hidden) if self.projects else hidden
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        cache = cache or [None] * len(self.layers)
+        offset = mx.array(0 if cache[0] is None else cache[0].offset)
+        hidden = self.embed_at(tokens, mx.arange(tokens.shape[1]) + offset[..., None])
+        mask = create_attention_mask(hidden, cache[0])
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            hidden = layer(hidden, mask, layer_cache)
+        return self.norm(hidden)
+
+
+class OPTModel(nn.Module):
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.decoder = Decoder(args)
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        return self.decoder(tokens, cache)
+
+
+class Model(nn.Module):
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.model_type = args.model_type
+        self.model = OPTModel(args)
+        if not args.tie_word_embeddings:
+            self.lm_head = nn.Linear(args.word_embed_proj_dim, args.vocab_size, bias=False)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        hidden = self.model(inputs, cache)
+        if self.args.tie_word_embeddings:
+            return self.model.decoder.embed_tokens.as_linear(hidden)
+        return self.lm_head(hidden)
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Weights under this model's names: some checkpoints are of the model without its head."""
+        named = {
+            f"model.{name}" if name.startswith("decoder.") else name: array
+            for name, array in weights.items()
+        }
+        if self.args.tie_word_embeddings:
+            named.pop("lm_head.weight", None)
+        return named
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.model.decoder.layers
+
+    @property
+    def head_dim(self) -> int:
+        return self.args.hidden_size // self.args.num_attention_heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.args.num_attention_heads
