@@ -140,7 +140,7 @@ class StreamFusedModel:
         ancestors = tree.ancestors
         mask = self._lower_masks.mask(ancestors, cache.offset, cache.capacity, tree.topology)
         views = [cache.tree_view(layer, positions) for layer in range(self.insertion_layer)]
-        hidden = self.backbone.embed(tree.tokens)
+        hidden = self.backbone.embed(tree.tokens, positions)
         return self.backbone.run(hidden, 0, self.insertion_layer, mask, views)
 
     def early_exit_logits(self, hidden: mx.array) -> mx.array:
