@@ -19,6 +19,7 @@ EPILOG = """examples:
   python -m convert --lora CHECKPOINT --streams CHECKPOINT/streams.safetensors \\
       --out adapters/sql
   python -m ssmlx.chat --adapter adapters/sql
+  python -m convert --heads MEDUSA --base MODEL --out heads/medusa
 
 LoRA is read as PEFT writes it (safetensors, or .bin without running pickled code), the streams
 from a safetensors file with streams_config.json beside it. Every tensor is accounted for, and
@@ -34,7 +35,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="the model that the adapter was trained on: a folder, a Hub name or an alias "
         "(default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--lora", type=Path, required=True, metavar="FOLDER", help="PEFT's folder")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--lora", type=Path, metavar="FOLDER", help="PEFT's folder")
+    source.add_argument(
+        "--heads", type=Path, metavar="FOLDER",
+        help="published drafting heads in place of streams: Medusa's (medusa_lm_head.safetensors "
+        "or .pt, or a model with medusa_head.* in its weights) or an MLP speculator",
+    )  # fmt: skip
     parser.add_argument(
         "--streams",
         type=Path,
@@ -61,7 +68,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_target(out: Path) -> None:
     """Refuse to replace a folder that this command did not write."""
-    if out.exists() and not (_is_empty(out) or _is_adapter(out)):
+    from ssmlx.heads import is_heads_folder
+
+    if out.exists() and not (_is_empty(out) or _is_adapter(out) or is_heads_folder(out)):
         raise InputError(
             f"{out} exists and is not an adapter",
             expected="a new folder, or an adapter to replace",
@@ -94,6 +103,32 @@ def _report(adapter: Adapter, args: argparse.Namespace) -> str:
     )
 
 
+def _convert_heads(args: argparse.Namespace) -> None:
+    from ssmlx.files import new_folder
+    from ssmlx.heads import write_heads
+    from ssmlx.registry import resolve_model
+
+    from .heads import convert_heads, load_base_with_heads
+
+    for name in ("streams", "scope", "fuse"):
+        if getattr(args, name):
+            raise InputError(
+                f"--{name} would do nothing with --heads",
+                expected="--lora",
+                do=f"drop --{name}",
+            )
+    _check_target(args.out)
+    backbone = load_base_with_heads(resolve_model(args.base))
+    heads = convert_heads(args.heads, backbone, args.base, args.dtype)
+    with new_folder(args.out) as folder:
+        write_heads(folder, heads)
+    print(
+        f"{args.out}: {heads.kind}, {heads.config.num_levels} tokens ahead, "
+        f"{heads.num_parameters:,} parameters",
+        file=sys.stderr,
+    )
+
+
 def _main(args: argparse.Namespace) -> None:
     from ssmlx.adapter import write_adapter
     from ssmlx.files import new_folder
@@ -119,6 +154,8 @@ def _main(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = parse_args(argv)
+    if args.heads is not None:
+        return run(lambda: _convert_heads(args), PROG)
     args.streams = args.streams or args.lora / "streams.safetensors"
     return run(lambda: _main(args), PROG)
 
