@@ -50,14 +50,13 @@ def draw_curves(entries: list[dict[str, Any]], path: Path, title: str) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    names = sorted({key for entry in entries for key in entry if key.endswith("_loss")})
-    for name in names:
-        points = [(e["step"], e[name]) for e in entries if e.get(name) is not None]
-        steps, values = zip(*points, strict=True)
-        left.plot(steps, _smoothed(list(values)), label=name.removesuffix("_loss"), linewidth=1.2)
-    left.set(xlabel="step", ylabel="training loss, nats a token", title=title)
-    left.legend(frameon=False, fontsize=8)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    _draw_losses(left, entries)
+    left.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title=title)
+    left.legend(
+        frameon=False, fontsize=8, title="dashed: held out", title_fontsize=8,
+        loc="upper left", bbox_to_anchor=(1, 1),
+    )  # fmt: skip
     points = [(e["step"], e["tokens_per_call"]) for e in entries if "tokens_per_call" in e]
     if points:
         steps, values = zip(*points, strict=True)
@@ -71,6 +70,25 @@ def draw_curves(entries: list[dict[str, Any]], path: Path, title: str) -> bool:
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return True
+
+
+def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
+    """Each part of the loss in one colour: in training a line, on held-out text dashed."""
+    names = sorted({key for e in entries for key in e if key.endswith("_loss")})
+    for name in (name for name in names if not name.startswith("valid_")):
+        steps, values = _points(entries, name)
+        (line,) = axes.plot(
+            steps, _smoothed(values), label=name.removesuffix("_loss"), linewidth=1.2
+        )
+        if f"valid_{name}" in names:
+            held_out = _points(entries, f"valid_{name}")
+            axes.plot(*held_out, "--", marker=".", color=line.get_color(), linewidth=1, alpha=0.8)
+
+
+def _points(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the entries that have `name`."""
+    found = [entry for entry in entries if entry.get(name) is not None]
+    return [entry["step"] for entry in found], [entry[name] for entry in found]
 
 
 def _smoothed(values: list[float], window: int = 20) -> list[float]:
