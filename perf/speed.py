@@ -24,7 +24,7 @@ from ssmlx.cache import TreeCache
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import PruneConfig, TreeConfig
 from ssmlx.decode import greedy, prefill, step
-from ssmlx.draft import StreamDrafter
+from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.model import StreamFusedModel
 from ssmlx.shapes import to_int, to_list
 from ssmlx.tree import Tree, root_tree

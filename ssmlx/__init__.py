@@ -23,8 +23,14 @@ if TYPE_CHECKING:
     from .api import stream_generate as stream_generate
     from .bundled import bundled_adapters as bundled_adapters
     from .chat_session import ChatSession as ChatSession
+    from .config import AcceptanceConfig as AcceptanceConfig
+    from .config import DraftModelConfig as DraftModelConfig
+    from .config import LookaheadConfig as LookaheadConfig
+    from .config import PromptLookupConfig as PromptLookupConfig
     from .config import PruneConfig as PruneConfig
     from .config import TreeConfig as TreeConfig
+    from .drafters.draft_model import DraftModel as DraftModel
+    from .drafters.draft_model import load_draft_model as load_draft_model
     from .errors import InputError as InputError
     from .loading import load as load
     from .loading import swap_adapter as swap_adapter
@@ -43,6 +49,12 @@ _HOMES = {
     "GenerateConfig": "api",
     "GenerationResponse": "api",
     "ChatSession": "chat_session",
+    "DraftModel": "drafters.draft_model",
+    "load_draft_model": "drafters.draft_model",
+    "AcceptanceConfig": "config",
+    "DraftModelConfig": "config",
+    "LookaheadConfig": "config",
+    "PromptLookupConfig": "config",
     "TreeConfig": "config",
     "PruneConfig": "config",
     "InputError": "errors",

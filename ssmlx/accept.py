@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .config import AcceptanceConfig
 from .shapes import expect_shape
-from .tree import Tree
+from .tree import PAD_TOKEN, Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,3 +54,35 @@ def accept(tree: Tree, target_tokens: mx.array) -> Acceptance:
     last = mx.where(accepted, tree.depths, -1).argmax(keepdims=True)
     path = tree.paths[last][0]
     return Acceptance(path, target_tokens[path], tree.depths[last])
+
+
+def accept_typical(
+    tree: Tree, target_tokens: mx.array, logprobs: mx.array, config: AcceptanceConfig
+) -> Acceptance:
+    """Walk along children that the target finds likely enough: LOSSY (Medusa, section 3.3.1).
+
+    A drafted token is accepted where its probability exceeds min(epsilon, delta * exp(-H)), H
+    being the entropy of its distribution. The deepest path wins, of equally deep ones the
+    likeliest, and the target's own token follows it.
+
+    Args:
+        tree: M nodes.
+        target_tokens: [M] the target's own token after each node.
+        logprobs: [M, V] log probabilities that it was drawn from.
+        config: epsilon and delta.
+    """
+    expect_shape("target tokens", target_tokens, tree.num_nodes)
+    expect_shape("log probabilities", logprobs, tree.num_nodes, None)
+    parents, drafted = tree.parents, mx.maximum(tree.tokens, 0)
+    entropy = -mx.where(logprobs > -mx.inf, mx.exp(logprobs) * logprobs, 0.0).sum(axis=1)
+    bound = mx.minimum(config.epsilon, config.delta * mx.exp(-entropy))
+    edges = logprobs[parents, drafted]
+    likely = (mx.exp(edges) > bound[parents]) & (tree.tokens != PAD_TOKEN)
+    accepted = (likely | (tree.depths == 0))[tree.paths].all(axis=1)
+    likelihood = mx.exp(tree.path_sums(edges))
+    last = mx.where(accepted, tree.depths + likelihood / 2, -1).argmax(keepdims=True)
+    path, num_accepted = tree.paths[last][0], tree.depths[last]
+    correction = target_tokens[last]
+    following = mx.concatenate([tree.tokens[path[1:]], correction])
+    new_tokens = mx.where(mx.arange(path.shape[0]) < num_accepted, following, correction)
+    return Acceptance(path, new_tokens, num_accepted)

@@ -10,68 +10,122 @@ from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
-from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .cache import TreeCache
-from .config import PruneConfig, TreeConfig
-from .decode import PREFILL_STEP_SIZE, Progress, Sampler, greedy, plain_decode, streaming_decode
-from .draft import StreamDrafter
+from .config import (
+    DRAFTERS,
+    AcceptanceConfig,
+    DrafterKind,
+    DraftModelConfig,
+    LookaheadConfig,
+    PromptLookupConfig,
+    PruneConfig,
+    SamplingConfig,
+    TreeConfig,
+)
+from .decode import PREFILL_STEP_SIZE, Progress, plain_decode, streaming_decode
+from .draft import Drafter
+from .drafters.draft_model import DraftModel, DraftModelDrafter
+from .drafters.lookahead import LookaheadDrafter
+from .drafters.prompt_lookup import PromptLookupDrafter
+from .drafters.streams import StreamDrafter
 from .errors import InputError
 from .model import StreamFusedModel
 from .prompts import encode
+from .sampling import Sampling
 
 Decoding = Literal["streaming", "plain"]
 FinishReason = Literal["stop", "length", "context"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """How to generate; the same settings for every command.
+class GenerateConfig(SamplingConfig):
+    """How to generate; the same settings for every command. Those of sampling are inherited.
 
     Attributes:
-        decoding: "streaming" or "plain"; None streams where the model has streams.
+        decoding: "streaming", verify what a drafter proposes, or "plain"; None streams where
+            there is a drafter.
         max_tokens: most tokens to generate.
-        tree, prune: the draft tree and its pruning.
+        drafter: "streams", "prompt-lookup", "lookahead" or "draft-model"; None takes the draft
+            model where one is given, else the model's streams where it has any.
+        tree: the tree that streams draft.
+        prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter.
         num_streams: streams to use, at most as many as were trained; None for all.
-        temp: sampling temperature; 0 is greedy.
-        seed: of the sampler; None leaves MLX's random state as it is.
+        prompt_lookup, lookahead, draft: settings of the other drafters.
+        draft_model: the loaded draft model, see `ssmlx.load_draft_model`.
+        acceptance: when a drafted token counts; all but the default is lossy.
         prefill_step_size: prompt tokens per forward pass.
     """
 
     decoding: Decoding | None = None
     max_tokens: int = 256
+    drafter: DrafterKind | None = None
     tree: TreeConfig = field(default_factory=TreeConfig)
     prune: PruneConfig = field(default_factory=PruneConfig)
     num_streams: int | None = None
-    temp: float = 0.0
-    seed: int | None = None
+    prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
+    lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
+    draft: DraftModelConfig = field(default_factory=DraftModelConfig)
+    draft_model: DraftModel | None = None
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     prefill_step_size: int = PREFILL_STEP_SIZE
 
     def __post_init__(self) -> None:
-        least = {"max_tokens": 1, "prefill_step_size": 1, "temp": 0}
-        for name, minimum in least.items():
+        super().__post_init__()
+        for name in ("max_tokens", "prefill_step_size"):
             value = getattr(self, name)
-            if not value >= minimum:
+            if not value >= 1:
                 raise InputError(
                     f"--{name.replace('_', '-')} {value}",
-                    expected=f"{minimum} or more",
+                    expected="1 or more",
                     do="give a larger value",
                 )
+        if self.drafter is not None and self.drafter not in DRAFTERS:
+            raise InputError(
+                f"--drafter {self.drafter}",
+                expected="one of " + ", ".join(DRAFTERS),
+                do="choose one of them",
+            )
+        if self.acceptance.kind == "typical" and self.temp == 0:
+            raise InputError(
+                "--acceptance typical, which greedy decoding has no use for",
+                expected="--temp above 0",
+                do="give --temp, or --acceptance exact",
+            )
+
+    def resolved_drafter(self, model: StreamFusedModel) -> DrafterKind | None:
+        """What drafts for `model`; None for plain decoding.
+
+        Raises:
+            InputError: a drafter is asked for, and what it drafts with is missing.
+        """
+        if self.decoding == "plain":
+            return None
+        own: DrafterKind | None = "streams" if model.num_streams else None
+        drafter = self.drafter or ("draft-model" if self.draft_model else own)
+        if drafter == "draft-model" and self.draft_model is None:
+            raise InputError(
+                "--drafter draft-model without a draft model",
+                expected="--draft-model",
+                do="give --draft-model MODEL, or choose another --drafter",
+            )
+        if (drafter == "streams" and own is None) or (drafter is None and self.decoding):
+            asked = f"--drafter {drafter}" if drafter else "streaming"
+            raise InputError(
+                f"{asked} was asked for, but the model has no streams",
+                expected="an adapter",
+                do="give --adapter FOLDER, another --drafter, or --decoding plain",
+            )
+        return drafter
 
     def resolved_decoding(self, model: StreamFusedModel) -> Decoding:
         """The decoding that `model` gets.
 
         Raises:
-            InputError: streaming is asked of a model without streams.
+            InputError: as `resolved_drafter`.
         """
-        if self.decoding == "streaming" and model.num_streams == 0:
-            raise InputError(
-                "streaming was asked for, but the model has no streams",
-                expected="an adapter",
-                do="give --adapter FOLDER, or --decoding plain",
-            )
-        return self.decoding or ("streaming" if model.num_streams else "plain")
+        return "plain" if self.resolved_drafter(model) is None else "streaming"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +143,8 @@ class GenerationResponse:
         prefill_seconds: until the first call's token.
         decode_seconds: from then on.
         peak_memory: GB, as `mx.get_peak_memory`.
+        draft_calls: forward passes of a draft model so far.
+        lossy: whether tokens were accepted that the target might not have written.
     """
 
     text: str
@@ -100,6 +156,8 @@ class GenerationResponse:
     prefill_seconds: float
     decode_seconds: float
     peak_memory: float
+    draft_calls: int = 0
+    lossy: bool = False
 
     @property
     def tokens_per_call(self) -> float:
@@ -118,16 +176,20 @@ class GenerationResponse:
 
 
 def required_scratch(model: StreamFusedModel, config: GenerateConfig) -> int:
-    """Rows that a step may have, for sizing a cache once."""
-    streams = check_streams(model, config)
-    return config.tree.num_nodes(streams) * (1 + streams)
+    """Rows that a step may have, for sizing a cache once; 0 for plain decoding.
+
+    Raises:
+        InputError: the settings do not fit the model.
+    """
+    drafter = make_drafter(model, config)
+    return drafter.max_nodes * (1 + drafter.num_streams) if drafter else 0
 
 
 def check_streams(model: StreamFusedModel, config: GenerateConfig) -> int:
     """G, the streams to use.
 
     Raises:
-        InputError: more than were trained, none, or pruning without a pruning adapter.
+        InputError: more than were trained, or none.
     """
     streams = model.num_streams if config.num_streams is None else config.num_streams
     if not 1 <= streams <= model.num_streams:
@@ -136,19 +198,50 @@ def check_streams(model: StreamFusedModel, config: GenerateConfig) -> int:
             expected=f"1 to {model.num_streams}, as many as the adapter was trained with",
             do="choose a number in that range",
         )
-    if config.prune.kind != "off" and (model.streams is None or model.streams.prune is None):
-        raise InputError(
-            f"--prune {config.prune.kind}, but the adapter has no pruning adapter",
-            expected="prune_adapter.* among its stream weights",
-            do="use --prune off, or train one",
-        )
     return streams
 
 
-def _sampler(config: GenerateConfig) -> Sampler:
-    if config.seed is not None:
-        mx.random.seed(config.seed)
-    return greedy if config.temp == 0 else make_sampler(temp=config.temp)
+def _check_prune(model: StreamFusedModel, config: GenerateConfig, drafter: DrafterKind) -> None:
+    kind = config.prune.kind
+    if kind != "off" and drafter == "lookahead":
+        raise InputError(
+            f"--prune {kind} with --drafter lookahead, whose window must reach the target whole",
+            expected="--prune off",
+            do="drop --prune",
+        )
+    if kind != "off" and (model.streams is None or model.streams.prune is None):
+        raise InputError(
+            f"--prune {kind}, but the adapter has no pruning adapter",
+            expected="prune_adapter.* among its stream weights",
+            do="use --prune off, or train one",
+        )
+
+
+def make_drafter(
+    model: StreamFusedModel, config: GenerateConfig, sampling: Sampling | None = None
+) -> Drafter | None:
+    """The drafter that `config` asks for; None for plain decoding.
+
+    Args:
+        model: the target.
+        config: the settings.
+        sampling: how the target decides, for drafters that follow it.
+
+    Raises:
+        InputError: the settings do not fit the model.
+    """
+    kind = config.resolved_drafter(model)
+    if kind is None:
+        return None
+    _check_prune(model, config, kind)
+    if kind == "prompt-lookup":
+        return PromptLookupDrafter(config.prompt_lookup)
+    if kind == "lookahead":
+        return LookaheadDrafter(config.lookahead)
+    if kind == "draft-model":
+        assert config.draft_model is not None
+        return DraftModelDrafter(config.draft_model, config.draft, sampling)
+    return StreamDrafter(model, config.tree, check_streams(model, config))
 
 
 def token_steps(
@@ -157,23 +250,57 @@ def token_steps(
     cache: TreeCache,
     config: GenerateConfig,
     progress: Progress | None = None,
+    *,
+    context: Sequence[int] = (),
 ) -> Iterator[list[int]]:
     """The endless decoding loop that `config` asks for; see `decode`."""
-    sampler, step_size = _sampler(config), config.prefill_step_size
-    if config.resolved_decoding(model) == "plain":
-        return plain_decode(
-            model, prompt, cache, sampler=sampler, prefill_step_size=step_size, progress=progress
+    return _token_steps(model, prompt, cache, config, progress, context)[0]
+
+
+def _token_steps(
+    model: StreamFusedModel,
+    prompt: list[int],
+    cache: TreeCache,
+    config: GenerateConfig,
+    progress: Progress | None,
+    context: Sequence[int],
+) -> tuple[Iterator[list[int]], Drafter | None]:
+    """The decoding loop, and its drafter if it has one."""
+    sampling = Sampling(config, model.backbone.vocab_size)
+    drafter = make_drafter(model, config, sampling)
+    reads_text = sampling.context_size > 0 or config.resolved_drafter(model) in DRAFTERS[1:]
+    if len(context) != cache.offset and (context or reads_text):
+        raise ValueError(
+            f"{len(context)} tokens of context for a cache of {cache.offset}: "
+            "drafters and penalties read the whole text"
         )
-    return streaming_decode(
+    size = config.prefill_step_size
+    if drafter is None:
+        steps = plain_decode(
+            model,
+            prompt,
+            cache,
+            context=context,
+            sampler=sampling,
+            prefill_step_size=size,
+            progress=progress,
+        )
+        return steps, None
+    # Now, while the cache may be empty: its buffers would be copied as trees grow.
+    cache.reserve(tokens=0, scratch=drafter.max_nodes * (1 + drafter.num_streams))
+    steps = streaming_decode(
         model,
         prompt,
         cache,
-        drafter=StreamDrafter(model, config.tree, check_streams(model, config)),
+        drafter=drafter,
+        context=context,
         prune=config.prune,
-        sampler=sampler,
-        prefill_step_size=step_size,
+        sampler=sampling,
+        acceptance=config.acceptance,
+        prefill_step_size=size,
         progress=progress,
     )
+    return steps, drafter
 
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
@@ -225,6 +352,7 @@ def stream_generate(
     config: GenerateConfig | None = None,
     *,
     cache: TreeCache | None = None,
+    context: Sequence[int] = (),
     progress: Progress | None = None,
     **settings: Any,
 ) -> Iterator[GenerationResponse]:
@@ -236,6 +364,8 @@ def stream_generate(
         config: settings; `GenerateConfig()` unless given.
         cache: holds what comes before the prompt, and is left holding prompt and answer but
             for the last token, or more; a fresh one unless given.
+        context: the tokens that `cache` holds; penalties, and all drafters but streams, read
+            them.
         progress: told (tokens processed, tokens in all) while the prompt is processed.
         settings: single fields of `GenerateConfig`, such as `max_tokens=100`.
 
@@ -250,8 +380,9 @@ def stream_generate(
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
     budget = _Budget(end_token_ids(model, tokenizer), config.max_tokens, room)
-    steps = token_steps(model, tokens, cache, config, progress)
-    return _responses(model, tokenizer, steps, budget, num_prompt)
+    steps, drafter = _token_steps(model, tokens, cache, config, progress, context)
+    lossy = drafter is not None and config.acceptance.kind != "exact"
+    return _responses(model, tokenizer, steps, budget, num_prompt, drafter, lossy)
 
 
 def _responses(
@@ -260,6 +391,8 @@ def _responses(
     steps: Iterator[list[int]],
     budget: _Budget,
     num_prompt: int,
+    drafter: Drafter | None,
+    lossy: bool,
 ) -> Iterator[GenerationResponse]:
     detokenizer = tokenizer.detokenizer
     generated = 0
@@ -284,6 +417,8 @@ def _responses(
                 prefill_seconds=first_done - started,
                 decode_seconds=now - first_done,
                 peak_memory=mx.get_peak_memory() / 1e9,
+                draft_calls=drafter.draft_calls if drafter else 0,
+                lossy=lossy,
             )
             if reason:
                 return
@@ -321,7 +456,8 @@ def generate(
 
 def summary(response: GenerationResponse, plain_tps: float | None = None) -> str:
     """One quiet line about an answer: tokens/s, tokens per target call, speed-up if known."""
-    parts = [
+    parts = ["LOSSY (typical acceptance)"] if response.lossy else []
+    parts += [
         f"{response.generation_tokens} tokens",
         f"{response.generation_tps:.1f} tokens/s",
         f"{response.tokens_per_call:.2f} tokens per target call",

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .api import (
-    Decoding,
     GenerateConfig,
     GenerationResponse,
     required_scratch,
@@ -20,6 +20,7 @@ from .errors import InputError
 from .loading import swap_adapter
 from .model import StreamFusedModel
 from .prompts import Message, chat_tokens
+from .shapes import to_int
 
 
 @dataclass
@@ -108,8 +109,7 @@ class ChatSession:
 
     def _scratch(self, model: StreamFusedModel) -> int:
         """Rows that a step may have. Raises InputError where the settings do not fit `model`."""
-        streams = self.config.resolved_decoding(model) == "streaming"
-        return required_scratch(model, self.config) if streams else 0
+        return required_scratch(model, self.config)
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
         """Go on with the same base model and conversation under another adapter.
@@ -153,6 +153,7 @@ class ChatSession:
             prompt[reused:],
             self.config,
             cache=self._cache,
+            context=prompt[:reused],
             progress=progress,
         )
         return self._answer(question, prompt, reused, responses)
@@ -194,6 +195,8 @@ class ChatSession:
     def compare(self) -> Comparison:
         """Answer the last message twice more, streaming and plain, beside the conversation.
 
+        Sampled answers get the same seed.
+
         Raises:
             InputError: nothing was said yet.
         """
@@ -203,15 +206,19 @@ class ChatSession:
                 "nothing was said yet", expected="a message to answer", do="say something first"
             )
         prompt = chat_tokens(self.tokenizer, self.messages[: users[-1] + 1])
-        streamed, streaming = self._answer_beside(prompt, "streaming")
-        plain_tokens, plain = self._answer_beside(prompt, "plain")
+        # The same noise for both, or two samples would be compared.
+        seed = self.config.seed
+        if seed is None and self.config.temp > 0:
+            seed = to_int(mx.random.randint(0, 2**31 - 1))
+        config = replace(self.config, seed=seed)
+        streamed, streaming = self._answer_beside(prompt, replace(config, decoding="streaming"))
+        plain_tokens, plain = self._answer_beside(prompt, replace(config, decoding="plain"))
         self.plain_tps = plain.generation_tps
         return Comparison(streamed == plain_tokens, streaming, plain)
 
     def _answer_beside(
-        self, prompt: list[int], decoding: Decoding
+        self, prompt: list[int], config: GenerateConfig
     ) -> tuple[list[int], GenerationResponse]:
-        config = replace(self.config, decoding=decoding)
         responses = list(stream_generate(self.model, self.tokenizer, prompt, config))
         return [token for response in responses for token in response.tokens], responses[-1]
 

@@ -16,18 +16,38 @@ StreamDesign = Literal["embeddings", "value_rotation"]
 AdapterScope = Literal["all", "streams"]
 TreeKind = Literal["full", "best"]
 PruneKind = Literal["off", "budget", "threshold"]
+DrafterKind = Literal["streams", "prompt-lookup", "lookahead", "draft-model"]
+AcceptanceKind = Literal["exact", "typical"]
 
 STREAM_INITS = ("identity", "low_rank", "residual")
 STREAM_DESIGNS = ("embeddings", "value_rotation")
 ADAPTER_SCOPES = ("all", "streams")
+DRAFTERS = ("streams", "prompt-lookup", "lookahead", "draft-model")
+ACCEPTANCES = ("exact", "typical")
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
 MAX_TREE_NODES = 1024
+MAX_DRAFT_TOKENS = 256
 
 
 def _require(ok: bool, found: str, *, expected: str, do: str) -> None:
     if not ok:
         raise InputError(found, expected=expected, do=do)
+
+
+def _require_count(flag: str, value: object, least: int, most: int | None = None) -> None:
+    """A whole number from `least` to `most`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(
+        whole and value >= least and (most is None or value <= most),  # type: ignore[operator]
+        f"{flag} {value}",
+        expected=f"{least} or more" if most is None else f"{least} to {most}",
+        do="choose a whole number in that range",
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +294,191 @@ class PruneConfig:
             expected="a probability from 0 to 1",
             do="choose a value in that range",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLookupConfig:
+    """What prompt lookup drafts.
+
+    Attributes:
+        ngram: most tokens at the text's end that are looked up; shorter ends follow, down to one.
+        num_draft_tokens: tokens that are drafted of each place where they stood before.
+        size: nodes of the tree that the places make together, the root included.
+    """
+
+    ngram: int = 3
+    num_draft_tokens: int = 8
+    size: int = 16
+
+    def __post_init__(self) -> None:
+        _require_count("--lookup-ngram", self.ngram, 1, 32)
+        _require_count("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        _require_count("--lookup-size", self.size, 2, MAX_TREE_NODES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookaheadConfig:
+    """The window and the pool of lookahead decoding (Fu et al. 2024).
+
+    Attributes:
+        window: W, guesses that one Jacobi iteration improves at once.
+        ngram: N, tokens of an n-gram, the first one included.
+        guesses: G, n-grams that a step verifies at most, and that the pool keeps a first token.
+        pool_from_prompt: whether the prompt's own n-grams are in the pool from the start.
+    """
+
+    window: int = 5
+    ngram: int = 4
+    guesses: int = 5
+    pool_from_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        _require_count("--lookahead-window", self.window, 1, 128)
+        _require_count("--lookahead-ngram", self.ngram, 2, 16)
+        _require_count("--lookahead-guesses", self.guesses, 1, 128)
+        nodes = 1 + (self.window + self.guesses) * (self.ngram - 1)
+        _require(
+            nodes <= MAX_TREE_NODES,
+            f"lookahead with these settings verifies {nodes} nodes a step",
+            expected=f"at most {MAX_TREE_NODES}",
+            do="lower --lookahead-window, --lookahead-ngram or --lookahead-guesses",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelConfig:
+    """What a draft model drafts.
+
+    Attributes:
+        num_draft_tokens: tokens of the chain, each a forward pass of the draft model.
+        width: candidates a level; those beside the chain's are leaves, at no further pass.
+    """
+
+    num_draft_tokens: int = 3
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        _require_count("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        _require_count("--draft-width", self.width, 1, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceConfig:
+    """When a drafted token counts as the target's.
+
+    Attributes:
+        kind: "exact", where it is the target's own token: the answer's distribution is the
+            target's. "typical", where the target finds it likely enough (Medusa, section 3.3.1):
+            LOSSY, the answer is no longer distributed as the target's.
+        epsilon: most probability that typical acceptance asks of a token.
+        delta: it asks for delta * exp(-entropy) where that is less than epsilon.
+    """
+
+    kind: AcceptanceKind = "exact"
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        _require(
+            self.kind in ACCEPTANCES,
+            f"--acceptance {self.kind}",
+            expected="exact or typical",
+            do="choose one of them",
+        )
+        for name in ("epsilon", "delta"):
+            value = getattr(self, name)
+            _require(
+                0.0 < value <= 1.0,
+                f"--typical-{name} {value}",
+                expected="more than 0 and at most 1",
+                do="choose a value in that range",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the target decides on a token; the names are mlx-lm's, and so is the order of steps.
+
+    Attributes:
+        temp: temperature; 0 is greedy, and leaves top_p, min_p, top_k and seed without effect.
+        top_p: sample from the likeliest tokens that together have this probability; 0 and 1 for
+            all.
+        min_p: and that have at least this share of the likeliest token's probability.
+        top_k: and that are among the `top_k` likeliest; 0 for all.
+        seed: of the noise that stands for chance. The noise of a place in the text depends on
+            seed and place alone, so the same seed gives the same text plain and streaming, with
+            whatever drafter, tree and pruning. None takes a new one from MLX's random state.
+        repetition_penalty: divides (negative: multiplies) the logits of recent tokens.
+        repetition_context_size: recent tokens that it looks at.
+        presence_penalty: taken from the logit of every recent token.
+        presence_context_size: recent tokens that it looks at.
+        frequency_penalty: taken from a token's logit for every time that it stands among them.
+        frequency_context_size: recent tokens that it looks at.
+        logit_bias: added to the logits of single tokens, by id.
+    """
+
+    temp: float = 0.0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    top_k: int = 0
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int = 20
+    presence_penalty: float | None = None
+    presence_context_size: int = 20
+    frequency_penalty: float | None = None
+    frequency_context_size: int = 20
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.temp >= 0, f"--temp {self.temp}", expected="0 or more", do="give a larger value"
+        )
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            _require(
+                0.0 <= value <= 1.0,
+                f"{_flag(name)} {value}",
+                expected="0 to 1",
+                do="choose a value in that range",
+            )
+        _require_count("--top-k", self.top_k, 0)
+        if self.seed is not None:
+            _require_count("--seed", self.seed, 0, 2**64 - 1)
+        penalty = self.repetition_penalty
+        _require(
+            penalty is None or 0 < penalty < math.inf,
+            f"--repetition-penalty {penalty}",
+            expected="more than 0",
+            do="give a larger value; above 1 discourages repetition",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(
+                value is None or math.isfinite(value),
+                f"{_flag(name)} {value}",
+                expected="a number",
+                do="choose one",
+            )
+        for name in ("repetition", "presence", "frequency"):
+            _require_count(f"--{name}-context-size", getattr(self, f"{name}_context_size"), 1)
+        for token, bias in (self.logit_bias or {}).items():
+            _require(
+                token >= 0 and not math.isnan(bias),
+                f"--logit-bias {token}={bias}",
+                expected="a token id and a number",
+                do="write TOKEN=BIAS",
+            )
+
+    @property
+    def context_size(self) -> int:
+        """Recent tokens that a decision depends on beside the model."""
+        sizes = [
+            getattr(self, f"{name}_context_size")
+            for name in ("repetition", "presence", "frequency")
+            if getattr(self, f"{name}_penalty")
+        ]
+        return max(sizes, default=0)
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

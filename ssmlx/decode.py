@@ -10,27 +10,30 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .accept import Acceptance, accept
+from .accept import Acceptance, accept, accept_typical
 from .cache import TreeCache
-from .config import PruneConfig
+from .config import AcceptanceConfig, PruneConfig
 from .draft import Drafter, Verified
 from .model import StreamFusedModel
 from .prune import is_pruned, surviving_nodes
+from .sampling import (
+    Places,
+    Sampler,
+    Sampling,
+    TargetSampler,
+    greedy,
+    last_tokens,
+    places_of,
+    target_sampler,
+)
 from .shapes import to_int, to_list
 from .tree import Tree, root_tree
-
-Sampler = Callable[[mx.array], mx.array]
-"""Log probabilities [R, V] to tokens [R], as mlx-lm's samplers."""
 
 Progress = Callable[[int, int], None]
 """Told (prompt tokens processed, prompt tokens in all)."""
 
 PREFILL_STEP_SIZE = 2048
-
-
-def greedy(logprobs: mx.array) -> mx.array:
-    """[R] the likeliest token of each row of `logprobs` [R, V]."""
-    return mx.argmax(logprobs, axis=-1)
+EXACT = AcceptanceConfig()
 
 
 def prefill(
@@ -52,12 +55,34 @@ def prefill(
         report(first + len(chunk), len(tokens))
 
 
-def choose(model: StreamFusedModel, hidden: mx.array, sampler: Sampler) -> mx.array:
+def choose(
+    model: StreamFusedModel, hidden: mx.array, sampler: TargetSampler, places: Places
+) -> mx.array:
     """[R] the target's token after each row of `hidden` [1, R, D]."""
-    logits = model.backbone.logits(hidden)
-    if sampler is not greedy:
-        logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    return sampler(logits).astype(mx.int32)
+    return sampler.choose(model.backbone.logits(hidden), places)
+
+
+def verify(
+    model: StreamFusedModel,
+    tree: Tree,
+    hidden: mx.array,
+    sampler: TargetSampler,
+    places: Places,
+    acceptance: AcceptanceConfig,
+) -> tuple[mx.array, Acceptance]:
+    """The target's token after each node [M], and how far the tree holds.
+
+    Args:
+        hidden: [1, M, D] last hidden states of the nodes.
+    """
+    if acceptance.kind == "exact":
+        target_tokens = choose(model, hidden, sampler, places)
+        return target_tokens, accept(tree, target_tokens)
+    if not isinstance(sampler, Sampling) or sampler.config.temp == 0:
+        raise ValueError("typical acceptance needs a `Sampling` with a temperature above 0")
+    logprobs = sampler.logprobs(model.backbone.logits(hidden), places)
+    target_tokens = mx.argmax(sampler.perturb(logprobs, places), axis=-1).astype(mx.int32)
+    return target_tokens, accept_typical(tree, target_tokens, logprobs, acceptance)
 
 
 def prune_tree(
@@ -79,16 +104,24 @@ def stream_rows_of(rows: mx.array, node: mx.array, num_nodes: int, num_streams: 
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What one target call leaves on the device: what was accepted, and the next tree."""
+    """What one target call leaves on the device.
+
+    Attributes:
+        acceptance: how far the tree held.
+        next_tree: the tree to verify next.
+        tail: [C] the last tokens before its root, as the sampler needs them.
+    """
 
     acceptance: Acceptance
     next_tree: Tree
+    tail: mx.array
 
     def arrays(self) -> list[mx.array]:
         """All that the next step and the host will read."""
         tree = self.next_tree
         accepted = self.acceptance
-        return [accepted.new_tokens, accepted.num_accepted, tree.tokens, tree.depths, tree.paths]
+        drafted = [tree.tokens, tree.depths, tree.paths]
+        return [accepted.new_tokens, accepted.num_accepted, *drafted, self.tail]
 
 
 def step(
@@ -97,10 +130,18 @@ def step(
     cache: TreeCache,
     drafter: Drafter,
     prune: PruneConfig,
-    sampler: Sampler = greedy,
+    sampler: Sampler | TargetSampler = greedy,
+    *,
+    acceptance: AcceptanceConfig = EXACT,
+    tail: mx.array | None = None,
 ) -> StepResult:
-    """One target call: verify `tree` and draft the next (sections 3.2.1 to 3.2.3, figure 7)."""
+    """One target call: verify `tree` and draft the next (sections 3.2.1 to 3.2.3, figure 7).
+
+    `tail` [C] holds the last tokens before the tree's root, for samplers that need them.
+    """
     num_streams, split = drafter.num_streams, model.insertion_layer
+    sampler = target_sampler(sampler)
+    tail = last_tokens((), sampler.context_size) if tail is None else tail
     cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
 
     hidden = model.lower(tree, cache)
@@ -108,12 +149,12 @@ def step(
     rows = model.insert(hidden, num_streams)
     rows = model.upper(rows, kept, cache, num_streams)
     node_hidden = rows[:, : kept.num_nodes]
-    target_tokens = choose(model, node_hidden, sampler)
-    accepted = accept(kept, target_tokens)
+    places = places_of(kept, cache.offset, tail)
+    target_tokens, accepted = verify(model, kept, node_hidden, sampler, places, acceptance)
     cache.commit(kept_index[accepted.path], accepted.path, split)
     own_streams = stream_rows_of(rows, accepted.last, kept.num_nodes, num_streams)
     verified = Verified(kept, target_tokens, accepted, node_hidden, own_streams)
-    return StepResult(accepted, drafter.propose(verified))
+    return StepResult(accepted, drafter.propose(verified), places.recent[accepted.last][0])
 
 
 def streaming_decode(
@@ -124,7 +165,8 @@ def streaming_decode(
     drafter: Drafter,
     context: Sequence[int] = (),
     prune: PruneConfig | None = None,
-    sampler: Sampler = greedy,
+    sampler: Sampler | TargetSampler = greedy,
+    acceptance: AcceptanceConfig = EXACT,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     progress: Progress | None = None,
 ) -> Iterator[list[int]]:
@@ -135,23 +177,26 @@ def streaming_decode(
         prompt: one token or more; they follow what `cache` already holds.
         cache: left holding the prompt and every yielded token but the last.
         drafter: proposes each next tree.
-        context: the tokens that `cache` holds, for drafters that read the text.
+        context: the tokens that `cache` holds, for drafters and samplers that read the text.
         prune: which nodes to drop half-way up; off unless told.
-        sampler: decides the target's tokens; greedy unless told.
+        sampler: decides the target's tokens: `sampling.Sampling`, or a sampler of mlx-lm's;
+            greedy unless told.
+        acceptance: when a drafted token counts as the target's; exact unless told.
 
     The prompt's last token is the first tree: a bare root, whose step drafts like any other.
     """
-    prune = prune or PruneConfig()
+    prune, sampler = prune or PruneConfig(), target_sampler(sampler)
     drafter.start([*context, *prompt])
+    tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)
     tree = root_tree(mx.array(prompt[-1:], mx.int32))
     while True:
-        result = step(model, tree, cache, drafter, prune, sampler)
+        result = step(model, tree, cache, drafter, prune, sampler, acceptance=acceptance, tail=tail)
         mx.eval(result.arrays(), cache.state)
         num_new = to_int(result.acceptance.num_accepted) + 1
         cache.advance(num_new)
         yield to_list(result.acceptance.new_tokens)[:num_new]
-        tree = result.next_tree
+        tree, tail = result.next_tree, result.tail
 
 
 def plain_decode(
@@ -159,24 +204,28 @@ def plain_decode(
     prompt: list[int],
     cache: TreeCache,
     *,
-    sampler: Sampler = greedy,
+    context: Sequence[int] = (),
+    sampler: Sampler | TargetSampler = greedy,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     progress: Progress | None = None,
 ) -> Iterator[list[int]]:
     """Yield one token for each target call, endlessly: the same model without drafting.
 
     As in mlx-lm, the next call is under way while its predecessor's token is read; a call whose
-    token nobody asks for is wasted, and not counted.
+    token nobody asks for is wasted, and not counted. The arguments are `streaming_decode`'s.
     """
+    sampler = target_sampler(sampler)
+    tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)
 
-    def call(token: mx.array) -> mx.array:
-        chosen = choose(model, model.backbone.append(token, cache), sampler)
+    def call(token: mx.array, tail: mx.array) -> tuple[mx.array, mx.array]:
+        places = places_of(root_tree(token), cache.offset, tail)
+        chosen = choose(model, model.backbone.append(token, cache), sampler, places)
         mx.async_eval(chosen)
-        return chosen
+        return chosen, places.recent[0]
 
-    token = call(mx.array(prompt[-1:], mx.int32))
+    token, tail = call(mx.array(prompt[-1:], mx.int32), tail)
     while True:
-        next_token = call(token)
+        next_token, tail = call(token, tail)
         yield to_list(token)
         token = next_token

@@ -1,18 +1,19 @@
-"""Drafters: what proposes the next tree (here the model's own streams)."""
+"""What every drafter is given, and what it must give: the decoding loop knows no more of it.
+
+The drafters themselves are the files of `ssmlx/drafters/`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
 from .accept import Acceptance
-from .config import TreeConfig
-from .model import StreamFusedModel
-from .shapes import expect_shape
-from .tree import Tree, draft_topology, grow_tree
+from .shapes import to_list
+from .tree import Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,17 +44,41 @@ class Verified:
         """[1, 1, D] last hidden state of the last accepted node, which predicted `root`."""
         return self.node_hidden[:, self.acceptance.last]
 
+    def read(self, *more: mx.array) -> list[list[int]]:
+        """The tokens that the call advanced by, and each of `more` [*], on the host.
+
+        One read, which waits for the target.
+        """
+        accepted = self.acceptance
+        arrays = [accepted.num_accepted, accepted.new_tokens, *more]
+        flat = to_list(mx.concatenate([array.astype(mx.int32) for array in arrays]))
+        parts, first = [], 1
+        for array in arrays[1:]:
+            parts.append(flat[first : first + array.size])
+            first += array.size
+        parts[0] = parts[0][: flat[0] + 1]
+        return parts
+
 
 class Drafter(Protocol):
     """Proposes the tree that the next step verifies.
 
+    The first four attributes never change. Siblings of a tree carry different tokens; a node of
+    token `tree.PAD_TOKEN` fills a tree up to a usual size and is never accepted.
+
     Attributes:
         num_streams: streams that a step must carry for this drafter.
         num_levels: levels below the root of the trees that it proposes, at most.
+        max_nodes: nodes of the trees that it proposes, at most, padding included.
+        num_parameters: parameters that it needs beside the target's and LoRA's.
+        draft_calls: forward passes of a model other than the target, since `start`.
     """
 
     num_streams: int
     num_levels: int
+    max_nodes: int
+    num_parameters: int
+    draft_calls: int
 
     def start(self, tokens: Sequence[int]) -> None:
         """Begin a sequence: `tokens` are all that precede the answer."""
@@ -62,39 +87,6 @@ class Drafter(Protocol):
     def propose(self, verified: Verified) -> Tree:
         """The tree below `verified.root`. What reads values of `verified` waits for the target."""
         ...
-
-
-class StreamDrafter:
-    """Drafts from the model's speculative streams (section 3.2.2).
-
-    Args:
-        model: a model with streams.
-        tree: the shape of the tree.
-        num_streams: G, at most as many as were trained.
-    """
-
-    def __init__(self, model: StreamFusedModel, tree: TreeConfig, num_streams: int) -> None:
-        self.num_streams = self.num_levels = num_streams
-        # A stream cannot rank more candidates than there are tokens that it may draft.
-        most = model.draft_vocab_size
-        width = tree.full_width if tree.kind == "full" else tree.width or most
-        tree = replace(tree, width=min(width, most))
-        self._model, self._tree = model, tree
-        self._num_candidates = draft_topology(tree, num_streams).num_candidates
-
-    def start(self, tokens: Sequence[int]) -> None:
-        """Nothing to do: all that streams know is in the model's own rows."""
-
-    def propose(self, verified: Verified) -> Tree:
-        """See `Drafter.propose`."""
-        stream_hidden = verified.stream_hidden
-        expect_shape("stream hidden states", stream_hidden, 1, self.num_streams, None)
-        logits = self._model.draft_logits(stream_hidden)
-        tokens, logprobs = rank_candidates(logits, self._num_candidates)
-        vocab = self._model.draft_vocab
-        if vocab is not None:
-            tokens = vocab[tokens]
-        return grow_tree(verified.root, tokens, logprobs, self._tree)
 
 
 def rank_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:

@@ -8,11 +8,13 @@ import mlx.core as mx
 
 from .config import PruneConfig
 from .shapes import expect_shape, to_int
-from .tree import Tree, clip_edges, top_nodes
+from .tree import PAD_TOKEN, Tree, clip_edges, top_nodes
 
 
 def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
     """[N] early-exit log probability of each node's token given its parent; 0 for the root.
+
+    A node that only fills the tree up is impossible.
 
     Args:
         tree: N nodes.
@@ -23,6 +25,7 @@ def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
     exit_logits = exit_logits.astype(mx.float32)
     of_child = exit_logits[tree.parents, tree.tokens]
     logprobs = of_child - mx.logsumexp(exit_logits, axis=-1)[tree.parents]
+    logprobs = mx.where(tree.tokens == PAD_TOKEN, -math.inf, logprobs)
     return mx.where(tree.depths == 0, 0.0, logprobs)
 
 

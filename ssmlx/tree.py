@@ -22,6 +22,9 @@ from .shapes import expect_shape
 # that a child always scores less than its parent and the best nodes are closed under ancestors.
 MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB = -20.0, -1e-3
 
+# The token of nodes that only fill a tree up to a usual size: no target token equals it.
+PAD_TOKEN = -1
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -172,6 +175,13 @@ def contender_topology(size: int, width: int | None, levels: int) -> Topology:
     """The nodes among which the best `size` are, whatever the probabilities turn out to be."""
     limit = max(1, min(width or size - 1, size - 1))
     return _topology(list(_contending_ranks(size, limit, levels)), limit)
+
+
+@lru_cache(maxsize=64)
+def comb_topology(width: int, levels: int) -> Topology:
+    """A chain of each level's first candidate, with its other `width` - 1 candidates as leaves."""
+    ranks = [(0,) * depth + (rank,) for depth in range(levels) for rank in range(width)]
+    return _topology([(), *ranks], width)
 
 
 def draft_topology(config: TreeConfig, num_streams: int) -> Topology:

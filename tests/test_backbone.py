@@ -23,7 +23,7 @@ from ssmlx.api import stream_generate
 from ssmlx.backbone import Backbone, PositionedRope
 from ssmlx.config import TreeConfig
 from ssmlx.decode import plain_decode, streaming_decode
-from ssmlx.draft import StreamDrafter
+from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.lora import LoraWeights, RowLora, RowScope, merged
 

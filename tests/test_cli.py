@@ -15,7 +15,7 @@ from ssmlx.cli import chat, generate
 PROG = "ssmlx.generate"
 KEYS = [
     "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens",
-    "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds",
+    "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds", "draft_calls", "lossy",
 ]  # fmt: skip
 
 

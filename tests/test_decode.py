@@ -28,7 +28,7 @@ from ssmlx.backbone import Backbone
 from ssmlx.cache import TreeCache
 from ssmlx.config import PruneConfig, TreeConfig
 from ssmlx.decode import plain_decode, streaming_decode
-from ssmlx.draft import StreamDrafter
+from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.model import StreamFusedModel
 

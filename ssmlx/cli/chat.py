@@ -19,6 +19,7 @@ from .options import (
     add_decoding_options,
     add_model_options,
     generate_config,
+    load_drafter,
     load_from,
     make_parser,
     run,
@@ -36,7 +37,7 @@ NO_DEFAULT = (
 EPILOG = """examples:
   python -m ssmlx.chat
   python -m ssmlx.chat --adapter adapters/sql --tree best --tree-size 16
-  python -m ssmlx.chat --adapter none
+  python -m ssmlx.chat --adapter none --drafter prompt-lookup
   echo "What is a monsoon?" | python -m ssmlx.chat
 
 Ctrl-C stops a reply and keeps the chat; Ctrl-D or /quit leaves. Replies go to standard output,
@@ -199,8 +200,9 @@ def adapter(rest: str, chat: Chat) -> str:
 def current_adapter(chat: Chat) -> str:
     """The adapter in use and what it does to the answers, in one line."""
     session, config = chat.session, chat.session.model.config
+    drafter = session.config.resolved_drafter(session.model)
     if config is None:
-        return "no adapter: plain decoding"
+        return f"no adapter: {f'{drafter} drafts' if drafter else 'plain decoding'}"
     own = chat.adapter is None
     name = "the model's own streams" if own else f"adapter {chat.adapter}"
     how = "the adapter is part of the model"
@@ -209,8 +211,8 @@ def current_adapter(chat: Chat) -> str:
     elif own:
         how = "the model was fine-tuned with them"
     drafts = f"{config.num_streams} streams draft"
-    if session.config.decoding == "plain":
-        drafts = "plain decoding, as --decoding says"
+    if drafter != "streams":
+        drafts = f"{drafter} drafts" if drafter else "plain decoding, as --decoding says"
     if _trained_on_another_form(session):
         how += "; it was trained on prompts of another form than this chat's"
     return f"{name}: {drafts}; {how}"
@@ -288,13 +290,14 @@ def _main(args: argparse.Namespace) -> None:
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
     model, tokenizer = load_from(args, DEFAULT_ADAPTER)
+    config = load_drafter(args, config, model, tokenizer)
 
     from ..chat_session import ChatSession
     from ..registry import cache_dir
 
     session = ChatSession(model, tokenizer, config, system=args.system)
     chat = Chat(session, screen, args.adapter)
-    if args.adapter is None and args.decoding is None and model.num_streams == 0:
+    if args.adapter is None and args.decoding is None and config.resolved_drafter(model) is None:
         screen.note(NO_DEFAULT)
     if screen.interactive:
         screen.note(_greeting(args, chat))

@@ -14,6 +14,7 @@ from .options import (
     add_decoding_options,
     add_model_options,
     generate_config,
+    load_drafter,
     load_from,
     make_parser,
     run,
@@ -27,11 +28,13 @@ EPILOG = """examples:
   python -m ssmlx.generate --prompt "Name three primary colours."
   python -m ssmlx.generate --adapter adapters/sql --prompts questions.jsonl --jsonl > answers.jsonl
   python -m ssmlx.generate --adapter adapters/sql --tree full --tree-width 2 --prompt "..."
+  python -m ssmlx.generate --drafter prompt-lookup --temp 0.7 --top-k 40 --seed 1 --prompt "..."
+  python -m ssmlx.generate --model org/large --draft-model org/small --prompt "..."
 
 With --jsonl each line holds prompt, text, tokens, finish_reason (stop, length or context),
-prompt_tokens, generation_tokens, target_calls, tokens_per_call, prefill_seconds, decode_seconds.
-target_calls counts forward passes of the model, the prompt's as one: plain decoding has exactly
-one token a call."""
+prompt_tokens, generation_tokens, target_calls, tokens_per_call, prefill_seconds, decode_seconds,
+draft_calls and lossy. target_calls counts forward passes of the model, the prompt's as one: plain
+decoding has exactly one token a call. draft_calls counts those of a draft model."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -107,6 +110,8 @@ def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
         "tokens_per_call": round(last.tokens_per_call, 4),
         "prefill_seconds": round(last.prefill_seconds, 6),
         "decode_seconds": round(last.decode_seconds, 6),
+        "draft_calls": last.draft_calls,
+        "lossy": last.lossy,
     }
 
 
@@ -126,6 +131,7 @@ def _main(args: argparse.Namespace) -> None:
     prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
     config = generate_config(args)
     model, tokenizer = load_from(args)
+    config = load_drafter(args, config, model, tokenizer)
 
     from ..api import check_prompt, stream_generate
     from ..prompts import prompt_tokens

@@ -8,10 +8,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..bundled import bundled_adapters
-from ..config import DEFAULT_MODEL, DTYPES, PruneConfig, TreeConfig
+from ..config import (
+    ACCEPTANCES,
+    DEFAULT_MODEL,
+    DRAFTERS,
+    DTYPES,
+    AcceptanceConfig,
+    DraftModelConfig,
+    LookaheadConfig,
+    PromptLookupConfig,
+    PruneConfig,
+    SamplingConfig,
+    TreeConfig,
+)
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -75,17 +88,125 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument(
         "--decoding",
         choices=("streaming", "plain"),
-        help="streaming: draft with the adapter's streams, same answer in fewer forward passes; "
-        "plain: one token a pass (default: streaming with an adapter, else plain)",
+        help="streaming: verify what a drafter proposes, same answer in fewer forward passes; "
+        "plain: one token a pass (default: streaming with an adapter or a drafter, else plain)",
     )
     group.add_argument(
         "--max-tokens", type=int, default=max_tokens, help="longest answer (default: %(default)s)"
     )
+    add_sampling_options(parser.add_argument_group("sampling (exact with every drafter)"))
+    add_drafter_options(parser.add_argument_group("drafting (streaming only)"))
+    add_tree_options(parser.add_argument_group("draft tree (streams only; --prune: most drafters)"))
+
+
+def add_sampling_options(group: argparse._ArgumentGroup) -> None:
+    """How the target decides on tokens: mlx-lm's names."""
     group.add_argument(
         "--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)"
     )
-    group.add_argument("--seed", type=int, help="seed of the sampler (default: a new one each run)")
-    add_tree_options(parser.add_argument_group("draft tree (streaming only)"))
+    group.add_argument(
+        "--top-p", type=float, metavar="P",
+        help="sample from the likeliest tokens that together have probability P (default: all)",
+    )  # fmt: skip
+    group.add_argument(
+        "--min-p", type=float, metavar="P",
+        help="sample from tokens with at least P of the likeliest one's probability "
+        "(default: all)",
+    )  # fmt: skip
+    group.add_argument(
+        "--top-k", type=int, metavar="K",
+        help="sample from the K likeliest tokens (default: all)",
+    )  # fmt: skip
+    group.add_argument(
+        "--seed", type=int,
+        help="seed of the sampler; the same one gives the same answer plain and streaming, with "
+        "any drafter, in float32 (default: a new one each run)",
+    )  # fmt: skip
+    default = SamplingConfig().repetition_context_size
+    for name, what in (
+        ("repetition", "divides the logits of recent tokens (above 1 discourages them)"),
+        ("presence", "taken from the logits of recent tokens"),
+        ("frequency", "taken from a recent token's logit once for every time it stands there"),
+    ):
+        group.add_argument(
+            f"--{name}-penalty", type=float, metavar="X", help=f"{what} (default: none)"
+        )
+        group.add_argument(
+            f"--{name}-context-size", type=int, metavar="N",
+            help=f"recent tokens that --{name}-penalty looks at (default: {default})",
+        )  # fmt: skip
+    group.add_argument(
+        "--logit-bias", type=_token_bias, action="append", metavar="TOKEN=BIAS",
+        help="add BIAS to the logit of the token with this id; may be given several times",
+    )  # fmt: skip
+
+
+def _token_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    return int(token), float(bias)
+
+
+def add_drafter_options(group: argparse._ArgumentGroup) -> None:
+    """What drafts. Options that another one makes meaningless have no default."""
+    lookup, lookahead, draft = PromptLookupConfig(), LookaheadConfig(), DraftModelConfig()
+    group.add_argument(
+        "--drafter",
+        choices=DRAFTERS,
+        help="streams: the adapter's; prompt-lookup: what followed the last tokens where they "
+        "stood before; lookahead: Jacobi iterations and their n-grams; draft-model: a smaller "
+        "model (default: draft-model with --draft-model, else streams with an adapter)",
+    )
+    group.add_argument(
+        "--draft-model", metavar="MODEL",
+        help="a model with the same vocabulary, named as for --model",
+    )  # fmt: skip
+    group.add_argument(
+        "--num-draft-tokens", type=int, metavar="K",
+        help="tokens to draft ahead, for prompt-lookup and draft-model "
+        f"(default: {lookup.num_draft_tokens} and {draft.num_draft_tokens})",
+    )  # fmt: skip
+    group.add_argument(
+        "--draft-width", type=int, metavar="N",
+        help="the draft model's candidates a level; those beside its first are leaves "
+        f"(default: {draft.width}, a chain)",
+    )  # fmt: skip
+    group.add_argument(
+        "--lookup-ngram", type=int, metavar="N",
+        help=f"most tokens that prompt-lookup looks up (default: {lookup.ngram})",
+    )  # fmt: skip
+    group.add_argument(
+        "--lookup-size", type=int, metavar="N",
+        help=f"nodes of prompt-lookup's tree (default: {lookup.size})",
+    )  # fmt: skip
+    group.add_argument(
+        "--lookahead-window", type=int, metavar="W",
+        help=f"guesses that an iteration improves at once (default: {lookahead.window})",
+    )  # fmt: skip
+    group.add_argument(
+        "--lookahead-ngram", type=int, metavar="N",
+        help=f"tokens of an n-gram, the first one included (default: {lookahead.ngram})",
+    )  # fmt: skip
+    group.add_argument(
+        "--lookahead-guesses", type=int, metavar="G",
+        help=f"n-grams to verify a step, at most (default: {lookahead.guesses})",
+    )  # fmt: skip
+    group.add_argument(
+        "--acceptance",
+        choices=ACCEPTANCES,
+        help="exact: the answer is distributed as the target's own; typical: LOSSY, accept what "
+        "the target finds likely enough (Medusa), so the answer is not the target's "
+        "(default: exact)",
+    )
+    typical = AcceptanceConfig()
+    group.add_argument(
+        "--typical-epsilon", type=float, metavar="P",
+        help=f"LOSSY: probability that is always enough (default: {typical.epsilon})",
+    )  # fmt: skip
+    group.add_argument(
+        "--typical-delta", type=float, metavar="X",
+        help="LOSSY: X * exp(-entropy) is enough where that is less "
+        f"(default: {typical.delta})",
+    )  # fmt: skip
 
 
 def add_tree_options(group: argparse._ArgumentGroup) -> None:
@@ -135,7 +256,7 @@ def add_tree_options(group: argparse._ArgumentGroup) -> None:
 
 
 def generate_config(args: argparse.Namespace) -> GenerateConfig:
-    """The settings that the options ask for.
+    """The settings that the options ask for; a draft model is loaded by `load_drafter`.
 
     Raises:
         InputError: a value is out of range, or an option could have no effect.
@@ -143,45 +264,100 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
     from ..api import GenerateConfig
 
     _reject_idle_options(args)
-    tree = TreeConfig(**_given(kind=args.tree, width=args.tree_width, size=args.tree_size))
-    prune = PruneConfig(
-        **_given(kind=args.prune, keep=args.prune_to, threshold=args.prune_threshold)
-    )
+    bias = getattr(args, "logit_bias", None)
     return GenerateConfig(
-        decoding=args.decoding,
-        max_tokens=args.max_tokens,
-        tree=tree,
-        prune=prune,
-        num_streams=args.num_streams,
-        temp=args.temp,
-        seed=args.seed,
+        tree=TreeConfig(**_taken(args, kind="tree", width="tree_width", size="tree_size")),
+        prune=PruneConfig(**_taken(args, kind="prune", keep="prune_to", threshold=_THRESHOLD)),
+        prompt_lookup=PromptLookupConfig(
+            **_taken(args, ngram="lookup_ngram", size="lookup_size", num_draft_tokens=_LENGTH)
+        ),
+        lookahead=LookaheadConfig(
+            **_taken(
+                args,
+                window="lookahead_window",
+                ngram="lookahead_ngram",
+                guesses="lookahead_guesses",
+            )
+        ),
+        draft=DraftModelConfig(**_taken(args, num_draft_tokens=_LENGTH, width="draft_width")),
+        acceptance=AcceptanceConfig(
+            **_taken(args, kind="acceptance", epsilon="typical_epsilon", delta="typical_delta")
+        ),
+        logit_bias=dict(bias) if bias else None,
+        **_taken(args, **{name: name for name in (*_SAMPLING_OPTIONS, *_OTHER_OPTIONS)}),
     )
 
 
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _taken(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
+    """The settings whose option is given; a command need not have every option."""
+    found = {name: getattr(args, source, None) for name, source in sources.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-_TREE_OPTIONS = (
-    "num_streams", "tree", "tree_width", "tree_size", "prune", "prune_to", "prune_threshold",
-)  # fmt: skip
+_THRESHOLD, _LENGTH = "prune_threshold", "num_draft_tokens"
+_OTHER_OPTIONS = ("decoding", "max_tokens", "num_streams", "drafter")
+_STREAM_OPTIONS = ("num_streams", "tree", "tree_width", "tree_size")
+_PRUNE_OPTIONS = ("prune", "prune_to", "prune_threshold")
+_TREE_OPTIONS = (*_STREAM_OPTIONS, *_PRUNE_OPTIONS)
+_DRAFT_OPTIONS = {
+    "draft_model": ("draft-model",),
+    "num_draft_tokens": ("prompt-lookup", "draft-model"),
+    "draft_width": ("draft-model",),
+    "lookup_ngram": ("prompt-lookup",),
+    "lookup_size": ("prompt-lookup",),
+    "lookahead_window": ("lookahead",),
+    "lookahead_ngram": ("lookahead",),
+    "lookahead_guesses": ("lookahead",),
+    **{name: ("streams",) for name in _STREAM_OPTIONS},
+    **{name: ("streams", "prompt-lookup", "draft-model") for name in _PRUNE_OPTIONS},
+}
+_PENALTIES = ("repetition", "presence", "frequency")
+_CHANCE_OPTIONS = ("top_p", "min_p", "top_k", "seed")
+_SAMPLING_OPTIONS = (
+    "temp",
+    *_CHANCE_OPTIONS,
+    *(f"{name}_{what}" for name in _PENALTIES for what in ("penalty", "context_size")),
+)
+_ACCEPTANCE_OPTIONS = ("acceptance", "typical_epsilon", "typical_delta")
+
+
+def _drafter_of(args: argparse.Namespace) -> str | None:
+    """The drafter that the options name; None leaves it to the model."""
+    named = getattr(args, "drafter", None)
+    return named or ("draft-model" if getattr(args, "draft_model", None) else None)
 
 
 def _reject_idle_options(args: argparse.Namespace) -> None:
     """An option that could change nothing is a mistake, not a no-op."""
     if args.decoding == "plain":
-        _reject(args, _TREE_OPTIONS, "streaming decoding")
+        names = ("drafter", *_ACCEPTANCE_OPTIONS, *_DRAFT_OPTIONS)
+        _reject(args, names, "streaming decoding")
+    drafter = _drafter_of(args)
+    for name, drafters in _DRAFT_OPTIONS.items():
+        # The model may yet turn out to have streams.
+        if (drafter or "streams") not in drafters:
+            _reject(args, (name,), "--drafter " + " or ".join(drafters))
     if args.tree == "full":
         _reject(args, ("tree_size",), "--tree best")
-    if args.prune != "budget":
-        _reject(args, ("prune_to",), "--prune budget")
-    if args.prune != "threshold":
-        _reject(args, ("prune_threshold",), "--prune threshold")
+    for kind, name in (("budget", "prune_to"), ("threshold", "prune_threshold")):
+        if args.prune != kind:
+            _reject(args, (name,), f"--prune {kind}")
+    _reject_idle_sampling(args)
+
+
+def _reject_idle_sampling(args: argparse.Namespace) -> None:
+    if not getattr(args, "temp", 0.0):
+        _reject(args, _CHANCE_OPTIONS, "--temp above 0")
+    for name in _PENALTIES:
+        if not getattr(args, f"{name}_penalty", None):
+            _reject(args, (f"{name}_context_size",), f"--{name}-penalty")
+    if getattr(args, "acceptance", None) != "typical":
+        _reject(args, _ACCEPTANCE_OPTIONS[1:], "--acceptance typical")
 
 
 def _reject(args: argparse.Namespace, names: tuple[str, ...], needs: str) -> None:
     for name in names:
-        if getattr(args, name) is not None:
+        if getattr(args, name, None) is not None:
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag} would do nothing here", expected=needs, do=f"drop {flag}")
 
@@ -192,19 +368,44 @@ def load_from(args: argparse.Namespace, default_adapter: str | None = None) -> A
     Args:
         args: the options.
         default_adapter: a bundled adapter to use where none is named, the model brings no
-            streams, and the adapter belongs to the model; `args.adapter` then names it.
+            streams, nothing else is to draft, and the adapter belongs to the model;
+            `args.adapter` then names it.
     """
     from ..loading import adapters_for, load, swap_adapter
 
     model, tokenizer = load(args.model, adapter=args.adapter, dtype=args.dtype)
-    if args.adapter is None and default_adapter is not None and model.num_streams == 0:
+    drafter = _drafter_of(args)
+    wants_streams = drafter in (None, "streams")
+    if args.adapter is None and default_adapter and wants_streams and model.num_streams == 0:
         folder = adapters_for(model).get(default_adapter)
         if folder is not None:
             model = swap_adapter(model, folder)
             args.adapter = default_adapter
     if model.num_streams == 0:
         _reject(args, _TREE_OPTIONS, "a model with streams, that is an --adapter")
+        if drafter is None:
+            _reject(args, _ACCEPTANCE_OPTIONS, "a drafter: an --adapter, or --drafter")
     return model, tokenizer
+
+
+def load_drafter(
+    args: argparse.Namespace, config: GenerateConfig, model: Any, tokenizer: Any
+) -> GenerateConfig:
+    """`config` with the draft model that the options name, loaded, if any; checked on `model`.
+
+    Raises:
+        InputError: it cannot be loaded, has another vocabulary, or the settings do not fit.
+    """
+    from ..api import required_scratch
+
+    if args.draft_model is not None:
+        from ..drafters.draft_model import load_draft_model
+
+        vocab_size = model.backbone.vocab_size
+        draft = load_draft_model(args.draft_model, tokenizer, vocab_size, dtype=args.dtype)
+        config = replace(config, draft_model=draft)
+    required_scratch(model, config)
+    return config
 
 
 def run(main: Callable[[], int | None], prog: str) -> int:

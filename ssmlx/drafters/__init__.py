@@ -1,0 +1,11 @@
+"""What proposes the next tree: one drafter a file, none with a loop of its own.
+
+| drafter | file | trained | reads the text |
+|---|---|---|---|
+| the model's own streams | `streams.py` | yes | no |
+| prompt lookup | `prompt_lookup.py` | no | yes |
+| lookahead decoding | `lookahead.py` | no | yes |
+| a separate model | `draft_model.py` | elsewhere | yes |
+
+`ssmlx.draft` says what the loop expects of them.
+"""

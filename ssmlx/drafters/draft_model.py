@@ -1,0 +1,246 @@
+"""Drafts from a second, smaller model with the same vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import get_total_parameters, load_model
+
+from ..config import DraftModelConfig
+from ..draft import Verified
+from ..errors import InputError
+from ..sampling import Places, Sampling, last_tokens
+from ..tree import Tree, comb_topology
+
+PREFILL_STEP_SIZE = 2048
+
+
+class DraftModel:
+    """A model that drafts for another, with the cache of the text that it drafts for.
+
+    The cache outlives an answer, so a chat's next turn processes its new tokens alone. It belongs
+    to one drafter at a time; another one that starts takes it over.
+
+    Args:
+        model: a model as `mlx_lm.load` returns it.
+        name: what the user calls it.
+
+    Raises:
+        InputError: its cache cannot take tokens back.
+
+    Attributes:
+        owner: the drafter that the cache follows.
+    """
+
+    def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
+        self.model, self.name = model, name
+        self._cache: list[Any] = make_prompt_cache(model)
+        for layer, cache in enumerate(self._cache):
+            if type(cache) is not KVCache:
+                raise InputError(
+                    f"{name} keeps a {type(cache).__name__} in layer {layer}, from which rejected "
+                    "tokens cannot be taken back",
+                    expected="a model with plain key/value caches",
+                    do="choose another --draft-model",
+                )
+        self._text: list[int] = []
+        self.owner: object = None
+
+    @property
+    def num_parameters(self) -> int:
+        """All its parameters."""
+        return get_total_parameters(self.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Vd, tokens of its embedding."""
+        return int(self.model.args.vocab_size)
+
+    @property
+    def offset(self) -> int:
+        """Tokens in the cache."""
+        return int(self._cache[0].offset)
+
+    def keep(self, count: int) -> None:
+        """Forget all but the first `count` tokens."""
+        trim_prompt_cache(self._cache, self.offset - count)
+
+    def start(self, tokens: Sequence[int], owner: object) -> int:
+        """Make the cache hold `tokens`, as much of it as it can keep; the forward passes taken."""
+        common = 0
+        for held, token in zip(self._text[: self.offset], tokens, strict=False):
+            if held != token:
+                break
+            common += 1
+        self.keep(common)
+        calls = 0
+        for first in range(common, len(tokens), PREFILL_STEP_SIZE):
+            self.logits(mx.array(list(tokens[first : first + PREFILL_STEP_SIZE])))
+            mx.eval([cache.state for cache in self._cache])
+            calls += 1
+        self._text, self.owner = list(tokens), owner
+        return calls
+
+    def logits(self, tokens: mx.array) -> mx.array:
+        """[1, V] logits after the last of `tokens` [R], which join the cache."""
+        return self.model(tokens[None], cache=self._cache)[:, -1]
+
+    def note(self, tokens: Sequence[int], held: int) -> None:
+        """The text has gone on by `tokens`; keep `held` of all its tokens in the cache."""
+        self._text.extend(tokens)
+        self.keep(held)
+
+
+class DraftModelDrafter:
+    """Drafts a chain of K tokens, and optionally the runners-up beside each of them.
+
+    The K forward passes are one graph: no drafted token is read by the host while drafting.
+    Where the target samples, so does the draft model, under the same settings and the same noise
+    of each place: where both distributions are alike, so are the draws.
+
+    Args:
+        model: the draft model.
+        config: what to draft.
+        sampling: how the target decides; None drafts the likeliest tokens.
+    """
+
+    num_streams = 0
+
+    def __init__(
+        self, model: DraftModel, config: DraftModelConfig, sampling: Sampling | None = None
+    ) -> None:
+        width, levels = min(config.width, model.vocab_size), config.num_draft_tokens
+        self._model, self._sampling = model, sampling
+        self._width, self.num_levels = width, levels
+        self._topology = comb_topology(width, levels)
+        self.max_nodes = self._topology.num_nodes
+        self.num_parameters = model.num_parameters
+        self.draft_calls = 0
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """See `Drafter.start`."""
+        self._text = list(tokens)
+        self._chain = mx.zeros(0, mx.int32)
+        self.draft_calls = self._model.start(tokens, self)
+
+    def propose(self, verified: Verified) -> Tree:
+        """See `Drafter.propose`. Waits for the target, to know how much of the cache holds."""
+        new_tokens, chain = verified.read(self._chain)
+        unseen = self._catch_up(new_tokens, chain)
+        rows = self._draft(mx.array(unseen))
+        self._chain = mx.concatenate([row[:1] for row in rows])
+        topology = self._topology
+        tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
+        return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
+
+    def _catch_up(self, new_tokens: list[int], chain: list[int]) -> list[int]:
+        """Keep what the cache holds of the text, and give the tokens that it lacks.
+
+        It holds the text that it last drafted from and all of its chain but the last token. At
+        least the newest token is left, whose logits are needed.
+        """
+        known = len(self._text)
+        self._text.extend(new_tokens)
+        if self._model.owner is not self:
+            self.draft_calls += self._model.start(self._text[:known], self)
+            chain = []
+        common = 0
+        for drafted, token in zip(chain[:-1], new_tokens[:-1], strict=False):
+            if drafted != token:
+                break
+            common += 1
+        self._model.note(new_tokens, known + common)
+        return new_tokens[common:]
+
+    def _draft(self, tokens: mx.array) -> list[mx.array]:
+        """The candidates [W] of each level, best first, after `tokens` [R]."""
+        size = self._sampling.context_size if self._sampling else 0
+        recent = last_tokens(self._text, size)[None]
+        rows: list[mx.array] = []
+        for level in range(self.num_levels):
+            logits = self._model.logits(tokens)
+            self.draft_calls += 1
+            places = Places(len(self._text) - 1 + level, mx.zeros(1, mx.int32), 1, recent)
+            scores = self._sampling.scores(logits, places) if self._sampling else logits
+            row = _best(scores[0], self._width)
+            rows.append(row)
+            tokens = row[:1]
+            if size:
+                recent = mx.concatenate([recent[:, 1:], tokens[None]], axis=1)
+        return rows
+
+
+def _best(scores: mx.array, count: int) -> mx.array:
+    """[count] the largest of `scores` [V], best first."""
+    if count == 1:
+        return mx.argmax(scores, keepdims=True).astype(mx.int32)
+    found = mx.argpartition(-scores, count - 1)[:count]
+    return found[mx.argsort(-scores[found])].astype(mx.int32)
+
+
+def load_draft_model(
+    name: str, tokenizer: TokenizerWrapper, vocab_size: int, *, dtype: str = "auto"
+) -> DraftModel:
+    """Load a model that drafts for another.
+
+    Args:
+        name: as `ssmlx.load` takes it.
+        tokenizer, vocab_size: those of the target.
+        dtype: as `ssmlx.load` takes it.
+
+    Raises:
+        InputError: it cannot be loaded, or its vocabulary is another than the target's.
+    """
+    from ..loading import cast_model, flat_rope_settings, load_words, own_classes, resolve_dtype
+    from ..registry import resolve_model
+
+    path, dtype = resolve_model(name), resolve_dtype(dtype)
+    try:
+        settings = flat_rope_settings(path)
+        model, config = load_model(path, lazy=True, model_config=settings, **own_classes(path))
+        model = cast_model(model, dtype)
+        mx.eval(model.parameters())
+    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
+        if isinstance(error, InputError):
+            raise
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"--draft-model {name} cannot be loaded ({message})",
+            expected="a whole model folder that mlx-lm can load",
+            do="download or convert it again",
+        ) from error
+    draft = DraftModel(model, f"--draft-model {name}")
+    check_vocabulary(draft, load_words(path, config), tokenizer, vocab_size)
+    return draft
+
+
+def check_vocabulary(
+    draft: DraftModel, own: TokenizerWrapper, tokenizer: TokenizerWrapper, vocab_size: int
+) -> None:
+    """Check that a drafted token means to the target what it means to the draft model.
+
+    Raises:
+        InputError: the vocabularies differ; the message says in what.
+    """
+    do = "choose a --draft-model of the same family"
+    if draft.vocab_size != vocab_size:
+        raise InputError(
+            f"{draft.name} has a vocabulary of {draft.vocab_size} tokens",
+            expected=f"the target's {vocab_size}",
+            do=do,
+        )
+    ours, theirs = own.get_vocab(), tokenizer.get_vocab()
+    if ours != theirs:
+        words = [word for word in {**ours, **theirs} if ours.get(word) != theirs.get(word)]
+        word = min(words)
+        raise InputError(
+            f"{draft.name} has another token map: {len(words)} tokens differ, such as {word!r} "
+            f"({ours.get(word)} there, {theirs.get(word)} in the target)",
+            expected="the same tokens under the same ids",
+            do=do,
+        )

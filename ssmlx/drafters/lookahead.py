@@ -1,0 +1,127 @@
+"""Lookahead decoding (Fu et al. 2024): Jacobi iterations that feed a pool of n-grams.
+
+A window of W columns and N - 1 levels guesses what comes: the token at level l, column i is a
+guess for the place i + l + 1 after the root. Level 0 is a chain below the root; level l of a
+column hangs below level l - 1 of the same column. With W = 3 and N = 3 (a tree of two levels):
+
+    root - a0 - a1 - a2
+            |    |    |
+            b0   b1   b2
+
+So a guess sees the root, level 0 up to its own column, and its own column above it: exactly the
+paper's attention pattern, as a draft tree. The target's tokens after the last level complete W
+new n-grams (a0 b0 c0, a1 b1 c1, ...), which join the pool, and are the next window's last level.
+
+The pool's n-grams that begin with the root are verified beside the window. Both are put into
+one trie, in which equal guesses at the same place are one node. Siblings therefore differ, every
+node is what the target would have to write, and acceptance stays the same walk as for any other
+drafter; the window's own guesses are accepted too where they turn out right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from ..config import LookaheadConfig
+from ..draft import Verified
+from ..tree import Tree
+from .trie import Trie, padded_size
+
+MAX_KEYS = 1 << 16  # first tokens whose n-grams are kept
+
+
+class NgramPool:
+    """N-grams by their first token; those that were seen longest ago are forgotten.
+
+    Args:
+        per_key: n-grams kept of each first token.
+        max_keys: first tokens kept.
+    """
+
+    def __init__(self, per_key: int, max_keys: int = MAX_KEYS) -> None:
+        self._per_key, self._max_keys = per_key, max_keys
+        self._ngrams: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(kept) for kept in self._ngrams.values())
+
+    def add(self, ngram: Sequence[int]) -> None:
+        """Remember `ngram` as the newest one of its first token."""
+        first, *rest = ngram
+        kept = self._ngrams.setdefault(first, OrderedDict())
+        self._ngrams.move_to_end(first)
+        kept[tuple(rest)] = None
+        kept.move_to_end(tuple(rest))
+        if len(kept) > self._per_key:
+            kept.popitem(last=False)
+        if len(self._ngrams) > self._max_keys:
+            self._ngrams.popitem(last=False)
+
+    def after(self, first: int) -> Iterator[tuple[int, ...]]:
+        """What follows `first` in its n-grams, the newest first."""
+        return reversed(self._ngrams.get(first, OrderedDict()))
+
+
+class LookaheadDrafter:
+    """Drafts from a window of Jacobi iterations and the n-grams that it left.
+
+    Its trees must reach the target whole: pruning would stop the iterations.
+    """
+
+    num_streams, num_parameters, draft_calls = 0, 0, 0
+
+    def __init__(self, config: LookaheadConfig) -> None:
+        self._config, self._num_rows = config, config.ngram - 1
+        self.num_levels = config.window + config.ngram - 2
+        self._max_nodes = 1 + (config.window + config.guesses) * self._num_rows
+        self.max_nodes = padded_size(self._max_nodes)
+        self.start((0,))
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """See `Drafter.start`. The first window is drawn from the text, always the same."""
+        config, rng = self._config, random.Random(0)
+        self._pool = NgramPool(config.guesses)
+        if config.pool_from_prompt:
+            for first in range(len(tokens) - config.ngram + 1):
+                self._pool.add(tokens[first : first + config.ngram])
+        self._window = [rng.choices(tokens, k=config.window) for _ in range(self._num_rows)]
+        self._tree: Tree | None = None
+        self._nodes: list[list[int]] = []
+
+    def propose(self, verified: Verified) -> Tree:
+        """See `Drafter.propose`. Waits for the target, whose tokens are the next iterates."""
+        new_tokens, target_tokens = verified.read(verified.target_tokens)
+        if self._tree is not None:
+            if verified.tree is not self._tree:
+                raise ValueError("lookahead's tree was pruned, so its iterations cannot go on")
+            self._advance([target_tokens[node] for node in self._nodes[-1]])
+        self._tree = self._draft(new_tokens[-1])
+        return self._tree
+
+    def _advance(self, iterates: list[int]) -> None:
+        """One Jacobi step: every level takes the place of the one above it.
+
+        Args:
+            iterates: [W] the target's tokens after the last level.
+        """
+        rows = [*self._window, iterates]
+        for ngram in zip(*rows, strict=True):
+            self._pool.add(ngram)
+        self._window = rows[1:]
+
+    def _draft(self, root: int) -> Tree:
+        trie = Trie(root, self._max_nodes)
+        # The window's nodes first: each has its place, however many guesses there are.
+        nodes, node = [[0] * self._config.window for _ in range(self._num_rows)], 0
+        for column in range(self._config.window):
+            below = node
+            for level, row in enumerate(self._window):
+                below = nodes[level][column] = trie.add(row[column : column + 1], below)
+            node = nodes[0][column]
+        for rest in self._pool.after(root):
+            trie.add(rest)
+        tree, index = trie.tree(self.num_levels)
+        self._nodes = [[index[node] for node in row] for row in nodes]
+        return tree

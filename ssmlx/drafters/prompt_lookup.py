@@ -1,0 +1,71 @@
+"""Prompt lookup: what followed the last few tokens where they stood before is likely to follow."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..config import PromptLookupConfig
+from ..draft import Verified
+from ..tree import Tree
+from .trie import Trie, padded_size
+
+MAX_MATCHES = 8  # places that are remembered of each n-gram, the newest ones
+
+
+class PromptLookupDrafter:
+    """Drafts what followed the text's last n tokens where they stood earlier.
+
+    The longest n first, and for each the newest place first; every match's continuation is a
+    chain, and chains with a common beginning share its nodes. A continuation that reaches the
+    end of the text goes on in itself, so a text with a period is drafted at full length.
+    """
+
+    num_streams, num_parameters, draft_calls = 0, 0, 0
+
+    def __init__(self, config: PromptLookupConfig) -> None:
+        self.num_levels = config.num_draft_tokens
+        self.max_nodes = padded_size(config.size)
+        self._config = config
+        self.start(())
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """See `Drafter.start`."""
+        self._text: list[int] = []
+        self._ends: dict[tuple[int, ...], deque[int]] = defaultdict(
+            lambda: deque(maxlen=MAX_MATCHES + 1)
+        )
+        self._extend(tokens)
+
+    def propose(self, verified: Verified) -> Tree:
+        """See `Drafter.propose`. Waits for the target, for its tokens are what is looked up."""
+        (new_tokens,) = verified.read()
+        self._extend(new_tokens)
+        trie = Trie(self._text[-1], self._config.size)
+        for end in self._matches():
+            trie.add(self._continuation(end))
+            if trie.is_full:
+                break
+        tree, _ = trie.tree(self.num_levels if len(trie.tokens) > 1 else 0)
+        return tree
+
+    def _extend(self, tokens: Iterable[int]) -> None:
+        """Note each new token, and where the n-grams that it completes end."""
+        text = self._text
+        for token in tokens:
+            text.append(token)
+            for n in range(1, min(self._config.ngram, len(text)) + 1):
+                self._ends[tuple(text[-n:])].append(len(text))
+
+    def _matches(self) -> Iterator[int]:
+        """Where the text's last tokens ended before: the likeliest places first."""
+        text = self._text
+        for n in range(min(self._config.ngram, len(text)), 0, -1):
+            ends = self._ends[tuple(text[-n:])]
+            yield from (end for end in reversed(ends) if end < len(text))
+
+    def _continuation(self, end: int) -> list[int]:
+        """The `num_draft_tokens` tokens after place `end`; beyond the text, its own."""
+        period = len(self._text) - end
+        known = self._text[end : end + self.num_levels]
+        return [known[index % period] for index in range(self.num_levels)]

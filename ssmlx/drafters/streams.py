@@ -1,0 +1,49 @@
+"""Drafts from the model's own speculative streams (section 3.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..config import TreeConfig
+from ..draft import Verified, rank_candidates
+from ..model import StreamFusedModel
+from ..shapes import expect_shape
+from ..tree import Tree, draft_topology, grow_tree
+
+
+class StreamDrafter:
+    """Drafts from the model's speculative streams.
+
+    Args:
+        model: a model with streams.
+        tree: the shape of the tree.
+        num_streams: G, at most as many as were trained.
+    """
+
+    draft_calls = 0
+
+    def __init__(self, model: StreamFusedModel, tree: TreeConfig, num_streams: int) -> None:
+        self.num_streams = self.num_levels = num_streams
+        # A stream cannot rank more candidates than there are tokens that it may draft.
+        most = model.draft_vocab_size
+        width = tree.full_width if tree.kind == "full" else tree.width or most
+        tree = replace(tree, width=min(width, most))
+        self._model, self._tree = model, tree
+        self._num_candidates = draft_topology(tree, num_streams).num_candidates
+        self.max_nodes = tree.num_nodes(num_streams)
+        self.num_parameters = model.streams.num_parameters if model.streams else 0
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """Nothing to do: all that streams know is in the model's own rows."""
+
+    def propose(self, verified: Verified) -> Tree:
+        """See `Drafter.propose`."""
+        stream_hidden = verified.stream_hidden
+        expect_shape("stream hidden states", stream_hidden, 1, self.num_streams, None)
+        logits = self._model.draft_logits(stream_hidden)
+        tokens, logprobs = rank_candidates(logits, self._num_candidates)
+        vocab = self._model.draft_vocab
+        if vocab is not None:
+            tokens = vocab[tokens]
+        return grow_tree(verified.root, tokens, logprobs, self._tree)

@@ -1,0 +1,78 @@
+"""Draft trees that are put together on the host, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import mlx.core as mx
+import numpy as np
+
+from ..tree import PAD_TOKEN, Tree
+
+
+class Trie:
+    """A tree of tokens in which siblings always differ: what is added twice is there once.
+
+    Args:
+        root: the newest token.
+        max_nodes: nodes that it may have, the root included; what goes beyond is left out.
+    """
+
+    def __init__(self, root: int, max_nodes: int) -> None:
+        self.tokens, self.parents, self.depths = [root], [0], [0]
+        self._max_nodes = max_nodes
+        self._children: dict[tuple[int, int], int] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further node fits."""
+        return len(self.tokens) == self._max_nodes
+
+    def add(self, tokens: Iterable[int], node: int = 0) -> int:
+        """The node at the end of the path of `tokens` below `node`, adding what is missing."""
+        for token in tokens:
+            child = self._children.get((node, token))
+            if child is None:
+                if self.is_full:
+                    break
+                child = self._children[node, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(node)
+                self.depths.append(self.depths[node] + 1)
+            node = child
+        return node
+
+    def tree(self, num_levels: int) -> tuple[Tree, list[int]]:
+        """The tree, and where each node of the trie stands in it.
+
+        Few shapes: paths have `num_levels` levels below the root whatever was added, and nodes
+        are filled up to a `padded_size` with children of the root that no target token equals.
+        """
+        count = len(self.tokens)
+        order = sorted(range(count), key=self.depths.__getitem__)
+        index = np.empty(count, np.int32)
+        index[order] = np.arange(count)
+        size = padded_size(count)
+        tokens = np.full(size, PAD_TOKEN, np.int32)
+        depths = np.ones(size, np.int32)
+        paths = np.repeat(np.arange(size, dtype=np.int32)[:, None], num_levels + 1, axis=1)
+        paths[:, 0] = 0
+        for new, old in enumerate(order):
+            above, depth = index[self.parents[old]], self.depths[old]
+            tokens[new], depths[new] = self.tokens[old], depth
+            paths[new, :depth] = paths[above, :depth]
+        internal = 1 + int(index[self.parents].max())
+        tree = Tree(mx.array(tokens), mx.array(depths), mx.array(paths), internal)
+        return tree, index.tolist()
+
+
+def padded_size(count: int) -> int:
+    """The least usual number of nodes that holds `count`.
+
+    1, 2, 4, 8, then steps of 8 to 32, of 16 to 64, of 32 beyond: masks and kernels meet few
+    shapes.
+    """
+    if count <= 8:
+        return 1 << (count - 1).bit_length()
+    step = 8 if count <= 32 else 16 if count <= 64 else 32
+    return -(-count // step) * step

@@ -1,0 +1,482 @@
+"""Every drafter against plain decoding: exact tokens, constructed step counts, and statistics."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from real import write_base
+from tiny import (
+    VOCAB,
+    first_tokens,
+    make_base,
+    make_model,
+    make_tokenizer,
+    tree_from_parents,
+)
+
+import ssmlx
+from ssmlx import decode
+from ssmlx.accept import Acceptance, accept
+from ssmlx.api import GenerateConfig, make_drafter, required_scratch, stream_generate, token_steps
+from ssmlx.backbone import Backbone
+from ssmlx.cli import generate
+from ssmlx.config import (
+    DraftModelConfig,
+    LookaheadConfig,
+    PromptLookupConfig,
+    PruneConfig,
+    TreeConfig,
+)
+from ssmlx.draft import Verified
+from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter, check_vocabulary
+from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
+from ssmlx.drafters.prompt_lookup import PromptLookupDrafter
+from ssmlx.drafters.trie import Trie, padded_size
+from ssmlx.errors import InputError
+from ssmlx.model import StreamFusedModel
+from ssmlx.prune import surviving_nodes
+from ssmlx.sampling import filter_logprobs, log_softmax
+from ssmlx.tree import PAD_TOKEN, comb_topology
+
+BUDGET = PruneConfig(kind="budget", keep=4)
+THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)
+SMALL_LOOKAHEAD = LookaheadConfig(window=3, ngram=3, guesses=3)
+
+
+@lru_cache(maxsize=8)
+def bare_model(seed=0):
+    return StreamFusedModel(Backbone(make_base(seed=seed)))
+
+
+@lru_cache(maxsize=8)
+def streams_model(seed=0):
+    return make_model("llama", "streams", seed=seed)
+
+
+def drafter_settings(seed=0):
+    """Settings of `GenerateConfig` by name; the draft model is another than the target."""
+    draft = DraftModel(make_base(seed=seed + 50))
+    return {
+        "streams": {"drafter": "streams", "tree": TreeConfig(size=8)},
+        "streams, budget": {"drafter": "streams", "prune": BUDGET},
+        "prompt-lookup": {"drafter": "prompt-lookup"},
+        "prompt-lookup, threshold": {"drafter": "prompt-lookup", "prune": THRESHOLD},
+        "lookahead": {"drafter": "lookahead", "lookahead": SMALL_LOOKAHEAD},
+        "draft-model": {"draft_model": draft},
+        "draft-model, wide": {"draft_model": draft, "draft": DraftModelConfig(width=3)},
+        "draft-model, budget": {"draft_model": draft, "prune": BUDGET},
+    }
+
+
+DRAFTERS = tuple(drafter_settings())
+
+
+def written(model, prompt, count, config):
+    return first_tokens(token_steps(model, prompt, model.make_cache(), config), count)
+
+
+# --- Exact tokens ---
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temp": 1.0, "seed": 3},
+        {"temp": 0.8, "top_k": 6, "seed": 1, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    ],
+    ids=["greedy", "sampled", "penalised"],
+)
+def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
+    """Greedy, and sampled under the same seed: token for token."""
+    rng = random.Random(name)
+    for seed in range(2):
+        model, settings = streams_model(seed), drafter_settings(seed)[name]
+        for _ in range(2):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
+            plain = GenerateConfig(decoding="plain", **sampling)
+            expected, _ = written(model, prompt, 18, plain)
+            tokens, _ = written(model, prompt, 18, replace(plain, decoding=None, **settings))
+            assert tokens == expected, (seed, prompt)
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "lookahead", "draft-model"])
+def test_a_model_without_streams_gets_a_drafter(name):
+    model, settings = bare_model(), drafter_settings()[name]
+    expected, _ = written(model, [3, 1, 4], 16, GenerateConfig())
+    tokens, lengths = written(model, [3, 1, 4], 16, GenerateConfig(**settings))
+    assert tokens == expected
+    drafter = make_drafter(model, GenerateConfig(**settings))
+    assert max(lengths) <= 1 + drafter.num_levels
+    assert required_scratch(model, GenerateConfig(**settings)) == drafter.max_nodes
+    assert (drafter.num_parameters > 0) == (name == "draft-model")
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "lookahead", "draft-model"])
+def test_turns_share_cache_text_and_draft_model(name):
+    """What a cache holds is told as context; a draft model's cache is kept as far as it holds."""
+    model, cache, history = bare_model(), bare_model().make_cache(), []
+    config = GenerateConfig(**drafter_settings()[name], repetition_penalty=1.2)
+    tokenizer = make_tokenizer()
+    for turn, count in enumerate((4, 5, 3)):
+        history += [(5 * turn + i) % VOCAB for i in range(turn + 1)]
+        context, unseen = history[: cache.offset], history[cache.offset :]
+        asked = stream_generate(
+            model, tokenizer, unseen, config, cache=cache, context=context, max_tokens=count
+        )
+        tokens = [token for response in asked for token in response.tokens]
+        plain = GenerateConfig(decoding="plain", repetition_penalty=1.2)
+        assert tokens == written(model, history, count, plain)[0]
+        history += tokens
+        cache.trim(min(cache.offset, len(history) - 1))
+    with pytest.raises(ValueError, match="tokens of context"):
+        stream_generate(model, tokenizer, [1], config, cache=cache)
+
+
+# --- Models whose next token depends on the last one alone ---
+
+
+def markov_base(seed=0, cycle=False):
+    """Attention and MLP add nothing. With `cycle`, t is followed by (t + 1) % VOCAB."""
+    model = make_base(seed=seed)
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
+        layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
+    if cycle:
+        model.model.embed_tokens.weight = mx.eye(VOCAB, model.args.hidden_size)
+        model.model.norm.weight = mx.ones(model.args.hidden_size)
+        after = [(token - 1) % VOCAB for token in range(VOCAB)]
+        model.lm_head.weight = 5 * mx.eye(VOCAB, model.args.hidden_size)[mx.array(after)]
+    return model
+
+
+def cycle_model():
+    return StreamFusedModel(Backbone(markov_base(cycle=True)))
+
+
+def test_prompt_lookup_in_a_text_with_a_period():
+    """Nothing to look up in the first round; from then on every draft holds, beyond one period."""
+    model, start = cycle_model(), 4
+    config = GenerateConfig(
+        drafter="prompt-lookup",
+        prompt_lookup=PromptLookupConfig(num_draft_tokens=20, size=21),
+    )
+    tokens, lengths = written(model, [start], VOCAB + 3 * 21, config)
+    assert tokens == [(start + 1 + index) % VOCAB for index in range(len(tokens))]
+    # `start` itself comes again as the 13th token, and then the first match is found.
+    assert lengths == [1] * VOCAB + [21] * 3
+    _, lengths = written(model, [*range(VOCAB), 0, 1], 1 + 2 * 21, config)
+    assert lengths == [1, 21, 21]
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_target_as_its_own_draft_model(num_draft_tokens, width):
+    """Every draft holds, greedy and sampled: K + 1 tokens a call, and K draft calls."""
+    model = bare_model()
+    draft = DraftModelConfig(num_draft_tokens=num_draft_tokens, width=width)
+    for sampling in ({}, {"temp": 1.0, "seed": 2, "repetition_penalty": 1.5}):
+        config = GenerateConfig(draft_model=DraftModel(make_base()), draft=draft, **sampling)
+        count = 1 + 4 * (num_draft_tokens + 1)
+        responses = list(stream_generate(model, make_tokenizer(), [3, 1], config, max_tokens=count))
+        assert [len(r.tokens) for r in responses] == [1] + [num_draft_tokens + 1] * 4
+        # The prompt, and a draft after each of the five calls.
+        assert responses[-1].draft_calls == 1 + 5 * num_draft_tokens
+        assert not responses[-1].lossy
+
+
+def test_lookahead_learns_a_cycle():
+    """Once its window has gone round, every step advances by a whole n-gram or more."""
+    model = cycle_model()
+    lookahead = LookaheadConfig(window=4, ngram=4, guesses=4, pool_from_prompt=False)
+    config = GenerateConfig(drafter="lookahead", lookahead=lookahead)
+    tokens, lengths = written(model, [4], 60, config)
+    assert tokens == [(5 + index) % VOCAB for index in range(60)]
+    assert lengths[0] == 1
+    assert len(lengths) < 30
+    assert min(lengths[-8:]) >= 1 + 3  # the n-gram's other tokens, and the correction
+    pooled = replace(config, lookahead=replace(lookahead, pool_from_prompt=True))
+    _, lengths = written(model, [*range(VOCAB), 0], 1 + 4 * 2, pooled)
+    assert lengths[0] == 1 and min(lengths[1:]) >= 4  # the prompt's n-grams hold at once
+
+
+# --- The pieces ---
+
+
+def test_a_trie_merges_what_is_equal():
+    trie = Trie(9, 8)
+    assert trie.add([1, 2, 3]) == 3
+    assert trie.add([1, 2, 4]) == 4
+    assert trie.add([1, 2, 3]) == 3
+    assert trie.add([5], 1) == 5
+    tree, index = trie.tree(4)
+    assert tree.tokens.tolist() == [9, 1, 2, 5, 3, 4, PAD_TOKEN, PAD_TOKEN]
+    assert tree.depths.tolist() == [0, 1, 2, 2, 3, 3, 1, 1]
+    assert tree.parents.tolist() == [0, 0, 1, 1, 2, 2, 0, 0]
+    assert tree.paths.tolist()[5] == [0, 1, 2, 5, 5]
+    assert index == [0, 1, 2, 4, 5, 3]
+    assert tree.num_internal == 3
+    found = accept(tree, mx.array([1, 2, 4, 0, 0, 7, 0, 0]))
+    assert (found.num_accepted.item(), found.correction.item()) == (3, 7)
+    assert trie.add([1, 2, 3, 6, 7, 8]) == 7 and trie.is_full
+    assert trie.tokens[6:] == [6, 7]
+
+
+def test_padding_is_never_kept_before_a_node():
+    trie = Trie(0, 8)
+    trie.add([1, 2, 3, 4])
+    tree, _ = trie.tree(5)
+    assert tree.num_nodes == 8
+    kept = surviving_nodes(tree, mx.zeros((4, VOCAB)), PruneConfig(kind="budget", keep=5))
+    assert kept.tolist() == [0, 1, 2, 3, 4]
+    kept = surviving_nodes(tree, mx.zeros((4, VOCAB)), PruneConfig(kind="threshold", threshold=0.0))
+    assert set(range(5)) <= set(kept.tolist())
+
+
+def test_padded_sizes_are_few():
+    sizes = {padded_size(count) for count in range(1, 129)}
+    assert sizes == {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128}
+    assert all(padded_size(count) >= count for count in range(1, 400))
+
+
+def test_a_comb():
+    comb = comb_topology(3, 2)
+    assert comb.depths.tolist() == [0, 1, 1, 1, 2, 2, 2]
+    assert comb.paths.tolist()[4:] == [[0, 1, 4], [0, 1, 5], [0, 1, 6]]
+    assert comb.slots.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def verified_root(token):
+    """What a call on a bare root leaves that `token` follows."""
+    target = mx.array([token])
+    accepted = Acceptance(mx.array([0]), target, mx.array([0]))
+    hidden = mx.zeros((1, 1, 2))
+    return Verified(tree_from_parents([0], [0]), target, accepted, hidden, hidden[:, :0])
+
+
+def test_prompt_lookup_takes_the_longest_then_the_newest():
+    drafter = PromptLookupDrafter(PromptLookupConfig(ngram=2, num_draft_tokens=2, size=7))
+    drafter.start([1, 2, 3, 4, 5, 2, 6, 7, 1])
+    tree = drafter.propose(verified_root(2))  # ... 1 2: first after "1 2", then after "2"
+    assert tree.tokens.tolist()[:5] == [2, 3, 6, 4, 7]
+    assert tree.tokens.tolist()[5:] == [PAD_TOKEN] * 3
+    nothing = drafter.propose(verified_root(11))
+    assert nothing.tokens.tolist() == [11]
+
+
+def test_the_pool_forgets_the_oldest():
+    pool = NgramPool(2, max_keys=2)
+    for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7]):
+        pool.add(ngram)
+    assert list(pool.after(1)) == [(6, 7), (2, 3)]
+    pool.add([2, 0, 0])
+    pool.add([3, 0, 0])
+    assert list(pool.after(1)) == [] and len(pool) == 2
+
+
+def test_the_window_sees_what_the_paper_says():
+    drafter = LookaheadDrafter(LookaheadConfig(window=3, ngram=3, guesses=2))
+    drafter.start([7])
+    drafter._window = [[1, 2, 3], [4, 5, 6]]
+    drafter._pool.add([9, 1, 8])
+    tree = drafter.propose(verified_root(9))
+    tokens, ancestors = tree.tokens.tolist(), np.array(tree.ancestors)
+    seen = {
+        tokens[node]: {tokens[other] for other in np.flatnonzero(ancestors[node])}
+        for node in range(tree.num_nodes)
+        if tokens[node] != PAD_TOKEN
+    }
+    assert seen == {
+        9: {9}, 1: {9, 1}, 2: {9, 1, 2}, 3: {9, 1, 2, 3},
+        4: {9, 1, 4}, 5: {9, 1, 2, 5}, 6: {9, 1, 2, 3, 6},
+        8: {9, 1, 8},  # the pool's n-gram shares the window's node 1
+    }  # fmt: skip
+    depths = dict(zip(tokens, tree.depths.tolist(), strict=True))
+    assert [depths[token] for token in (1, 2, 3, 4, 5, 6)] == [1, 2, 3, 2, 3, 4]
+
+
+# --- What is refused ---
+
+
+def test_what_does_not_fit_is_refused():
+    bare = bare_model()
+    cases = {
+        "no streams": {"drafter": "streams"},
+        "without a draft model": {"drafter": "draft-model"},
+        "no pruning adapter": {"drafter": "prompt-lookup", "prune": BUDGET},
+        "reach the target whole": {"drafter": "lookahead", "prune": BUDGET},
+    }
+    for said, settings in cases.items():
+        with pytest.raises(InputError, match=said):
+            required_scratch(bare, GenerateConfig(**settings))
+    for make in (
+        lambda: GenerateConfig(drafter="oracle"),
+        lambda: PromptLookupConfig(ngram=0),
+        lambda: LookaheadConfig(ngram=1),
+        lambda: LookaheadConfig(window=128, ngram=16),
+        lambda: DraftModelConfig(num_draft_tokens=0),
+    ):
+        with pytest.raises(InputError):
+            make()
+
+
+def test_another_vocabulary_is_refused():
+    draft, tokenizer = DraftModel(make_base(), "--draft-model x"), make_tokenizer()
+    check_vocabulary(draft, make_tokenizer(), tokenizer, VOCAB)
+    with pytest.raises(InputError, match="a vocabulary of 13 tokens; expected the target's 14"):
+        check_vocabulary(draft, tokenizer, tokenizer, 14)
+    with pytest.raises(InputError, match="another token map: 1 tokens differ, such as 'w13'"):
+        check_vocabulary(draft, make_tokenizer(VOCAB + 1), tokenizer, VOCAB)
+
+
+# --- Statistics: one long text of a model whose next token depends on the last one alone ---
+
+DRAWS = 3000
+DISTRIBUTIONS = {"T=1": {"temp": 1.0}, "T=0.7, top-k 10": {"temp": 0.7, "top_k": 10}}
+
+
+def transition_probs(settings):
+    """[V, V] what the target writes after each token, by mlx-lm's model and filters."""
+    logits = markov_base()(mx.arange(VOCAB)[:, None])[:, 0]
+    config = GenerateConfig(**settings)
+    kept = filter_logprobs(log_softmax(logits), config)
+    return np.array(mx.softmax(kept / config.temp, axis=-1))
+
+
+def p_value(texts, probs):
+    """Chi-square of the texts' transitions; cells of fewer than 5 expected are put together."""
+    torch = pytest.importorskip("torch")
+    counts = np.zeros((VOCAB, VOCAB))
+    for text in texts:
+        np.add.at(counts, (text[:-1], text[1:]), 1)
+    statistic, freedom = 0.0, 0
+    for observed, row in zip(counts, probs, strict=True):
+        expected = row * observed.sum()
+        assert not observed[row == 0].any()
+        rare = expected < 5
+        cells = [*zip(observed[~rare], expected[~rare], strict=True)]
+        if expected[rare].sum() > 0:
+            cells.append((observed[rare].sum(), expected[rare].sum()))
+        if len(cells) > 1:
+            statistic += sum((o - e) ** 2 / e for o, e in cells)
+            freedom += len(cells) - 1
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def sampled_text(name, settings, count, seed=5):
+    """`count` tokens, and the target calls that they took."""
+    model = make_model("llama", "streams", base=markov_base())
+    more = drafter_settings()[name]
+    if "draft_model" in more:
+        more["draft_model"] = DraftModel(markov_base(7))
+    config = GenerateConfig(**more, **settings, seed=seed)
+    tokens, lengths = written(model, [1], count, config)
+    return [1, *tokens], len(lengths)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", [n for n in DRAFTERS if n != "draft-model, budget"])
+def test_every_drafter_samples_from_the_target(name, distribution):
+    settings = DISTRIBUTIONS[distribution]
+    # One seed would give one text, whatever drafts.
+    text, calls = sampled_text(name, settings, DRAWS, DRAFTERS.index(name))
+    assert calls < DRAWS  # drafts were accepted
+    found = p_value([text], transition_probs(settings))
+    print(f"{name}, {distribution}: p = {found:.3f}, {DRAWS / calls:.2f} tokens a call")
+    assert found > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["prompt-lookup", "draft-model"])
+def test_a_hundred_thousand_draws(name):
+    probs = transition_probs({"temp": 1.0})
+    texts = [sampled_text(name, {"temp": 1.0}, 2000, seed)[0] for seed in range(50)]
+    found = p_value(texts, probs)
+    print(f"{name}: p = {found:.3f}")
+    assert found > 1e-3
+
+
+def accept_first_child(tree, target_tokens):
+    """Wrong: takes the first draft whatever the target says."""
+    if tree.num_nodes == 1 or tree.tokens[1].item() == PAD_TOKEN:
+        return accept(tree, target_tokens)
+    path = mx.array([0, 1] + [1] * (tree.paths.shape[1] - 2))
+    tokens = mx.concatenate([tree.tokens[1:2], target_tokens[path[1:]]])
+    return Acceptance(path, tokens, tree.depths[path[-1:]])
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "draft-model"])
+def test_a_wrong_acceptance_is_found(name, monkeypatch):
+    monkeypatch.setattr(decode, "accept", accept_first_child)
+    text, _ = sampled_text(name, {"temp": 1.0}, 600)
+    assert p_value([text], transition_probs({"temp": 1.0})) < 1e-6
+
+
+def test_a_drafter_needs_no_more_than_the_protocol_says():
+    """`DraftModelDrafter` states what it costs, and starts again from any text."""
+    drafter = DraftModelDrafter(DraftModel(make_base()), DraftModelConfig(num_draft_tokens=2))
+    drafter.start([1, 2, 3])
+    assert drafter.draft_calls == 1
+    drafter.propose(verified_root(4))
+    assert drafter.draft_calls == 3
+    drafter.start([1, 2, 3, 4, 5])
+    assert drafter.draft_calls == 1
+    other = DraftModelDrafter(drafter._model, DraftModelConfig())
+    other.start([1, 2, 3, 4, 5])
+    assert other.draft_calls == 0  # the cache holds them all
+    first = drafter.propose(verified_root(6)).tokens.tolist()
+    alone = DraftModelDrafter(DraftModel(make_base()), DraftModelConfig(num_draft_tokens=2))
+    alone.start([1, 2, 3, 4, 5])
+    assert alone.propose(verified_root(6)).tokens.tolist() == first
+
+
+# --- The command ---
+
+
+def test_the_command_takes_every_drafter(tmp_path, capsys):
+    base = str(write_base(tmp_path / "base"))
+    ask = ["--model", base, "--prompt", "w1 w2 w1", "--jsonl", "--max-tokens", "10"]
+
+    def answer(*more):
+        code = generate.main([*ask, *more])
+        out, err = capsys.readouterr()
+        return (code, json.loads(out)) if code == 0 else (code, err)
+
+    _, plain = answer("--decoding", "plain")
+    for drafter in ("prompt-lookup", "lookahead"):
+        code, record = answer("--drafter", drafter)
+        assert (code, record["tokens"]) == (0, plain["tokens"])
+    code, record = answer("--draft-model", base, "--num-draft-tokens", "2")
+    assert (code, record["tokens"]) == (0, plain["tokens"])
+    assert (record["target_calls"], record["draft_calls"]) == (4, 1 + 4 * 2)  # 1 + 3 + 3 + 3
+    code, said = answer("--drafter", "draft-model")
+    assert code == 2 and "give --draft-model MODEL" in said
+    code, said = answer("--draft-model", str(tmp_path / "nowhere"))
+    assert code == 2 and said.count("\n") == 1 and "does not exist" in said
+
+
+def test_a_chat_keeps_the_draft_models_cache(tmp_path):
+    base = str(write_base(tmp_path / "base"))
+    model, tokenizer = ssmlx.load(base, dtype="float32")
+    vocab_size = model.backbone.vocab_size
+    draft = ssmlx.load_draft_model(base, tokenizer, vocab_size, dtype="float32")
+    config = GenerateConfig(draft_model=draft, max_tokens=6, temp=1.0, seed=1)
+    session = ssmlx.ChatSession(model, tokenizer, config)
+    plain = ssmlx.ChatSession(model, tokenizer, replace(config, decoding="plain"))
+    for text in ("w1 w2", "w3", "w4 w5"):
+        held = draft.offset
+        *_, last = session.reply(text)
+        *_, same = plain.reply(text)
+        assert last.target_calls < same.target_calls == 6
+        assert session.messages == plain.messages
+        assert draft.offset > held
+    result = session.compare()  # sampled, and the same text all the same
+    assert result.same_tokens and result.speed_up > 0
