@@ -435,7 +435,7 @@ def test_a_real_process(base, checkpoint, tmp_path):
     assert f"{LORA} does not exist" in one_line(result.stderr, "convert")
     result = run_module("convert", "--out", "x")
     assert (result.returncode, result.stdout) == (2, "")
-    assert "arguments are required: --lora" in one_line(result.stderr, "convert")
+    assert "--lora --heads is required" in one_line(result.stderr, "convert")
     assert not (tmp_path / "new").exists()
 
 
