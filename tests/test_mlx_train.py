@@ -357,7 +357,8 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
     batch = collate(examples, np.array([3, 44, 9]))
     found, expected = store().get(batch), lower(batch)
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
-        assert mx.allclose(found[row, pad : pad + length], expected[row, pad : pad + length])
+        span = slice(pad, pad + length)
+        assert mx.allclose(found[row, span], expected[row, span], atol=1e-4)
     store("another model").fill(objective, lambda batches: batches)
     assert sum(calls) == 140
 
