@@ -16,19 +16,10 @@ from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
 
 from .chat_lists import FOLLOW_UPS, PLAIN, SLOTS, TEMPLATES
-from .continuations import (
-    Sampling,
-    add_generator_options,
-    check_batch_size,
-    encode_prompts,
-    end_tokens,
-    generate_batch,
-    load_generator,
-    plan_batches,
-    read_prompts,
-    write_jsonl,
-)
+from .continuations import add_generator_options, check_batch_size, plan_batches, write_jsonl
+from .generation import Sampling, end_tokens, generate_batch, load_generator
 from .magpie import normalised, sample_prompts
+from .prompt_file import encode_prompts, read_prompts
 
 PROG = "convert.chat_prompts"
 EPILOG = """examples:

@@ -28,7 +28,7 @@ from ssmlx.medusa import MedusaConfig, model_classes
 from ssmlx.mlp_speculator import MODEL_TYPE, MlpSpeculatorConfig
 from ssmlx.mlp_speculator import PREFIX as SPECULATOR_PREFIX
 
-from .checkpoint import _read_pickle
+from .checkpoint import read_pickle
 
 if TYPE_CHECKING:
     import torch
@@ -307,7 +307,7 @@ def _read_medusa(
     if safe.is_file():
         source, tensors = safe, read_tensors(safe, "Medusa heads")
     elif pickled.is_file():
-        source, tensors = pickled, _read_pickle(pickled)
+        source, tensors = pickled, read_pickle(pickled)
     else:
         found = _lazy_tensors(folder)
         source = folder
@@ -324,9 +324,7 @@ def _read_speculator(folder: Path) -> tuple[MlpSpeculatorConfig, dict[str, mx.ar
         tensors |= read_tensors(path, "an MLP speculator's weights")
     if not tensors:
         path = folder / "pytorch_model.bin"
-        tensors = (
-            _read_pickle(path) if path.is_file() else read_tensors(folder / _WEIGHTS, _WEIGHTS)
-        )
+        tensors = read_pickle(path) if path.is_file() else read_tensors(folder / _WEIGHTS, _WEIGHTS)
     return config, without_duplicates(tensors, config, folder), folder
 
 

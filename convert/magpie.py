@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .continuations import Answer, Sampling, end_tokens, generate_batch
+from .generation import Answer, Sampling, end_tokens, generate_batch
 
 SHORTEST, LONGEST = 8, 400  # characters of a prompt
 LEAST_ASCII = 0.97

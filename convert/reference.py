@@ -46,6 +46,7 @@ from .checkpoint import (
 )
 
 EMBEDDING_STD = 0.02
+_WEIGHTS = (ADAPTER_WEIGHTS, STREAMS_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -722,6 +723,22 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     return model.eval()
 
 
+def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
+    """`load_reference` of a checkpoint that changes what the model says.
+
+    Raises:
+        InputError: its LoRA acts on streams alone, or it is broken.
+    """
+    model = load_reference(base, lora)
+    if model.config.adapter_scope != "all":
+        raise InputError(
+            f"--lora {lora} acts on streams alone",
+            expected="scope all: LoRA that changes what the model says",
+            do="drop --lora, as the model is the base model then",
+        )
+    return model
+
+
 def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
     """Write what `load_reference` reads; PEFT can load the LoRA part."""
     folder = Path(checkpoint_dir)
@@ -733,6 +750,55 @@ def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> N
         modules = model.lora.modules or {path.split(".", 2)[2] for path in model.adapters}
         settings = peft_settings(model.lora, modules, model.config.base_model)
         _write_json(settings, folder / ADAPTER_CONFIG)
+
+
+@torch.no_grad()
+def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
+    """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them.
+
+    The checkpoint may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary
+    is left aside.
+
+    Raises:
+        InputError: the checkpoint has a weight that the model has not, or none at all.
+    """
+    folder = Path(checkpoint_dir)
+    read_stream_config(folder / STREAMS_CONFIG)
+    parameters = {**_lora_parameters(model), **_stream_parameters(model)}
+    files = [path for name in _WEIGHTS if (path := folder / name).is_file()]
+    tensors = {name: tensor for path in files for name, tensor in _read_tensors(path).items()}
+    tensors.pop("draft_vocab", None)
+    if not tensors:
+        raise InputError(
+            f"{folder} has no weights", expected=" or ".join(_WEIGHTS), do="check --init"
+        )
+    for name, tensor in tensors.items():
+        found = list(tensor.shape)
+        wanted = list(parameters[name].shape) if name in parameters else None
+        if found != wanted:
+            raise InputError(
+                f"{folder} has {name} of shape {found}",
+                expected="none of that name" if wanted is None else f"{wanted}",
+                do="give this run the settings of that checkpoint",
+            )
+        parameters[name].copy_(tensor)
+
+
+@torch.no_grad()
+def merge_lora(model: StreamFusedReference) -> nn.Module:
+    """The base model, its linear modules as they were but with LoRA added to their weights.
+
+    The reference is of no use afterwards. Its scope must be "all".
+    """
+    for path, wrapped in model.adapters.items():
+        low = wrapped.adapter
+        wrapped.linear.weight += wrapped.scale * (low.lora_B.weight @ low.lora_A.weight)
+        _, index, place = path.split(".", 2)
+        parent, _, name = place.rpartition(".")
+        layer = model.decoder.layers[int(index)]
+        setattr(layer.get_submodule(parent), name, wrapped.linear)
+    model.adapters = {}
+    return model.base
 
 
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmlx.cli.options import run
 from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
 from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_settings
-from ssmlx.training.options import run_options, train_config, training_parser
+from ssmlx.training.options import add_cache_option, run_options, train_config, training_parser
+
+from .checkpoint import checkpoint_digest
 
 if TYPE_CHECKING:
     from .training import Objective
@@ -34,6 +37,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = training_parser(
         "convert.train", "Train a model to draft for itself, in PyTorch.", EPILOG
     )
+    parser.add_argument(
+        "--init", type=Path, metavar="FOLDER",
+        help="a checkpoint whose weights this run starts from; what it lacks starts anew",
+    )  # fmt: skip
+    add_machine_options(parser, "the frozen lower layers' results")
+    return parser.parse_args(argv)
+
+
+def add_machine_options(parser: argparse.ArgumentParser, cached: str) -> None:
+    """What PyTorch runs on, and in; `cached` is what it keeps on disk."""
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--device", choices=("auto", "cuda", "mps", "cpu"), default="auto",
@@ -44,12 +57,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="of the frozen weights and the arithmetic; what is trained stays in float32 "
         "(default: %(default)s)",
     )  # fmt: skip
-    group.add_argument(
-        "--cache-gb", type=float, default=8.0, metavar="X",
-        help="disk that the frozen lower layers' results may take; beyond it they are computed "
-        "anew every step (default: %(default)s)",
-    )  # fmt: skip
-    return parser.parse_args(argv)
+    add_cache_option(group, cached)
 
 
 def _lower_of(job: Job, objective: Objective, cache_gb: float) -> Any:
@@ -70,11 +78,11 @@ def _lower_of(job: Job, objective: Objective, cache_gb: float) -> Any:
 def _main(args: argparse.Namespace) -> None:
     import torch
 
-    from ssmlx.training.record import LOG_FILE, PICTURE_FILE, Record, draw_curves, read_record
+    from ssmlx.training.record import LOG_FILE, PICTURE_FILE, Record
     from ssmlx.training.validation import Validation
 
     from .base import load_base
-    from .reference import save_reference
+    from .reference import save_reference, start_from
     from .stream_attention import use_stream_attention
     from .training import Objective, Run, build_model, choose_device, freeze_base
 
@@ -84,12 +92,14 @@ def _main(args: argparse.Namespace) -> None:
     make_out(options.out)
     base = load_base(path, attn_implementation="sdpa")
     model = build_model(base, job.config, train, job.draft_vocab).to(device)
+    if args.init is not None:
+        start_from(model, args.init)
     freeze_base(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
     objective = Objective(model, train, job.draft_vocab, device, dtype)
     state = Run(objective, job.num_steps)
-    identity = job.identity(args.dtype)
+    identity = job.identity(args.dtype, *([checkpoint_digest(args.init)] if args.init else []))
     state.resume(options.out / STATE_FILE, identity)
     record = Record(options.out / LOG_FILE, state.step)
     write_settings(job, PROG, args.dtype)
@@ -100,8 +110,7 @@ def _main(args: argparse.Namespace) -> None:
         save=lambda: state.save(options.out / STATE_FILE, identity),
     )  # fmt: skip
     save_reference(model, options.out)
-    entries = read_record(options.out / LOG_FILE)
-    draw_curves(entries, options.out / PICTURE_FILE, options.out.name)
+    record.draw(options.out / PICTURE_FILE, options.out.name)
     print(f"{options.out}: step {state.step} of {job.num_steps}", file=sys.stderr)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +13,10 @@ from ssmlx.config import read_json
 from ssmlx.errors import InputError
 from ssmlx.training.config import SCHEDULES, TrainConfig
 from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_settings
-from ssmlx.training.options import _add_run_options, run_options
+from ssmlx.training.options import add_run_options, run_options
+
+from .checkpoint import checkpoint_digest
+from .train import add_machine_options
 
 if TYPE_CHECKING:
     from .head_training import HeadModel, HeadObjective
@@ -116,7 +118,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options. Those that only one kind has are None unless given."""
     parser = make_parser(PROG, "Train drafting heads on a frozen model, in PyTorch.", EPILOG)
     parser.add_argument("--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="which heads")
-    _add_run_options(parser)
+    add_run_options(parser)
     _add_head_options(parser)
     group = parser.add_argument_group("optimisation")
     for name, (kind, default, text) in _OPTIMISATION.items():
@@ -127,7 +129,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--schedule", choices=SCHEDULES, default="cosine",
         help="course of the rate after its warm-up (default: %(default)s)",
     )  # fmt: skip
-    _add_machine_options(parser)
+    add_machine_options(parser, "the frozen model's hidden states")
     return parser.parse_args(argv)
 
 
@@ -172,24 +174,6 @@ def _add_head_options(parser: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--widths", type=int, nargs="+", metavar="N",
         help="branches of the draft tree at each stage (default: 6 3 2, then 1)",
-    )  # fmt: skip
-
-
-def _add_machine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("machine")
-    group.add_argument(
-        "--device", choices=("auto", "cuda", "mps", "cpu"), default="auto",
-        help="auto: CUDA, then Apple's GPU, then the CPU (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16",
-        help="of the frozen weights and the arithmetic; what is trained stays in float32 "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--cache-gb", type=float, default=8.0, metavar="X",
-        help="disk that the frozen model's hidden states may take; beyond it they are computed "
-        "anew every step (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -327,7 +311,7 @@ def load_frozen(path: Path, lora: Path | None) -> Any:
     from ssmlx.config import StreamConfig
 
     from .base import load_base
-    from .reference import StreamFusedReference, load_reference
+    from .reference import StreamFusedReference, load_fine_tuned
 
     base = load_base(path, attn_implementation="sdpa")
     if lora is None:
@@ -336,14 +320,7 @@ def load_frozen(path: Path, lora: Path | None) -> Any:
             "hidden_size": base.config.hidden_size,
         }
         return StreamFusedReference(base, StreamConfig(num_streams=0, num_msa_layers=1, **sizes))
-    frozen = load_reference(base, lora)
-    if frozen.config.adapter_scope != "all":
-        raise InputError(
-            f"--lora {lora} acts on streams alone",
-            expected="scope all: LoRA that changes what the model says",
-            do="drop --lora, as the model is the base model then",
-        )
-    return frozen
+    return load_fine_tuned(base, lora)
 
 
 def check_continuations(path: Path) -> None:
@@ -380,15 +357,6 @@ class _Plan:
     model: Any
     frozen: Any
     lm_head: Any
-
-
-def _digest(folder: Path | None) -> str:
-    """Of the files that heads or LoRA are read from."""
-    digest = hashlib.sha256()
-    if folder is not None:
-        for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*config.json"))):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _states_of(args: argparse.Namespace, job: Job, objective: HeadObjective, lora: str) -> Any:
@@ -438,7 +406,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
 def _main(args: argparse.Namespace) -> None:
     import torch
 
-    from ssmlx.training.record import LOG_FILE, PICTURE_FILE, Record, draw_curves, read_record
+    from ssmlx.training.record import LOG_FILE, PICTURE_FILE, Record
 
     from .head_training import HeadObjective, HeadValidation
     from .heads import save_published
@@ -450,8 +418,8 @@ def _main(args: argparse.Namespace) -> None:
     make_out(out)
     widths = plan.settings.widths or getattr(plan.model.config, "widths", ())
     objective = HeadObjective(plan.model, plan.frozen, job.train, widths, device, dtype)
-    lora = _digest(args.lora)
-    identity = job.identity(args.dtype, asdict(plan.settings), lora, _digest(args.init))
+    lora = checkpoint_digest(args.lora)
+    identity = job.identity(args.dtype, asdict(plan.settings), lora, checkpoint_digest(args.init))
     state = Run(objective, job.num_steps)  # type: ignore[arg-type]
     state.resume(out / STATE_FILE, identity)
     record = Record(out / LOG_FILE, state.step)
@@ -460,7 +428,7 @@ def _main(args: argparse.Namespace) -> None:
     validation = HeadValidation(objective, job.valid, job.options.tree_size)
     learn(job, state, states, validation, record, lambda: state.save(out / STATE_FILE, identity))
     save_published(plan.model, out, job.options.model, plan.lm_head)
-    draw_curves(read_record(out / LOG_FILE), out / PICTURE_FILE, out.name)
+    record.draw(out / PICTURE_FILE, out.name)
     print(f"{out}: step {state.step} of {job.num_steps}", file=sys.stderr)
 
 

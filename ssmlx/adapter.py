@@ -71,6 +71,23 @@ class BaseIdentity:
             tuple(round(value, 6) for value in to_list(probe)),
         )
 
+    @classmethod
+    def read(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
+        """The identity in the settings `values` of the file `path`.
+
+        Raises:
+            InputError: they do not hold one.
+        """
+        base = values.get("base", {})
+        try:
+            return cls(**{**base, "norm_probe": tuple(base["norm_probe"])})
+        except (TypeError, KeyError) as error:
+            raise InputError(
+                f"{path} does not say which base model it is for",
+                expected="an entry `base`",
+                do="convert it again",
+            ) from error
+
     def difference(self, other: BaseIdentity) -> str | None:
         """What tells `other` apart, in words; None if they are one model."""
         for name in ("model_type", "num_layers", "hidden_size", "vocab_size"):
@@ -255,7 +272,10 @@ def load_adapter(folder: Path) -> Adapter:
         InputError: a file is missing, truncated, of another format, or does not fit the rest.
     """
     values = _read_settings(folder)
-    config, identity = StreamConfig.from_dict(values), _identity(folder, values)
+    config, identity = (
+        StreamConfig.from_dict(values),
+        BaseIdentity.read(folder / CONFIG_FILE, values),
+    )
     streams = read_streams(folder / STREAMS_FILE, config, identity.vocab_size)
     lora = {} if values.get("fused") else _read_lora(folder, config, values.get("lora_scale"))
     return Adapter(config, streams, identity, lora)
@@ -267,7 +287,7 @@ def read_identity(folder: Path) -> BaseIdentity:
     Raises:
         InputError: the settings are missing, of another format, or do not say it.
     """
-    return _identity(folder, _read_settings(folder))
+    return BaseIdentity.read(folder / CONFIG_FILE, _read_settings(folder))
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -280,18 +300,6 @@ def _read_settings(folder: Path) -> dict[str, Any]:
             do="turn a PyTorch checkpoint into an adapter with `python -m convert` first",
         )
     return values
-
-
-def _identity(folder: Path, values: Mapping[str, Any]) -> BaseIdentity:
-    base = values.get("base", {})
-    try:
-        return BaseIdentity(**{**base, "norm_probe": tuple(base["norm_probe"])})
-    except (TypeError, KeyError) as error:
-        raise InputError(
-            f"{folder / CONFIG_FILE} does not say which base model it is for",
-            expected="an entry `base`",
-            do="convert the checkpoint again",
-        ) from error
 
 
 def _check_folder(folder: Path) -> None:

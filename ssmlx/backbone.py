@@ -94,6 +94,7 @@ class Backbone:
             place; the model itself works as before.
 
     Attributes:
+        final_norm: what last hidden states pass before the LM head.
         replaced: the modules that an attached adapter's LoRA stands in for, by path;
             `adapter.fuse_streams` fills it and `adapter.unfuse_streams` puts them back.
 
@@ -138,7 +139,7 @@ class Backbone:
     def final_norm_weight(self) -> mx.array:
         """[D] weight of the final norm; where there is none, of the norm next to it."""
         own = getattr(self._decoder, "final_norm_weight", None)
-        return self._norm.weight if own is None else own
+        return self.final_norm.weight if own is None else own
 
     @property
     def embeds_positions(self) -> bool:
@@ -177,12 +178,13 @@ class Backbone:
             hidden: [1, R, D]
             head: one that `draft_head` made, for the logits [R, Vd] of its tokens alone.
         """
-        normed = self._norm(hidden)
-        if head is not None:
-            return head(normed)[0]
-        if self._head is None:
-            return self._decoder.embed_tokens.as_linear(normed)[0]
-        return self._head(normed)[0]
+        normed = self.final_norm(hidden)
+        return (head or self.lm_head)(normed)[0]
+
+    @property
+    def lm_head(self) -> LMHead:
+        """[..., D] to [..., V], tied, packed or plain, without the final norm before it."""
+        return self._decoder.embed_tokens.as_linear if self._head is None else self._head
 
     def draft_head(self, tokens: mx.array) -> LMHead:
         """The LM head of `tokens` [Vd] alone, with its own copy of their rows.
@@ -226,7 +228,7 @@ class Backbone:
         norm = getattr(decoder, "norm", None) or getattr(decoder, "final_layernorm", None)
         if norm is None:
             raise _unsupported(self.model, "it has no final norm")
-        self._norm = norm
+        self.final_norm = norm
         self._head = getattr(self.model, "lm_head", None)
 
     def _check_caches(self) -> None:

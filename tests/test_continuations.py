@@ -6,13 +6,16 @@ import json
 import random
 
 import pytest
+from real import one_line
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
-from convert import chat_prompts, continuations, magpie  # noqa: E402
-from convert.continuations import PartFile, Sampling, generate_batch  # noqa: E402
+from convert import chat_prompts, continuations, generation, magpie, prompt_file  # noqa: E402
+from convert.continuations import PartFile  # noqa: E402
+from convert.generation import Sampling, generate_batch  # noqa: E402
+from ssmlx.config import StreamConfig  # noqa: E402
 from ssmlx.errors import InputError  # noqa: E402
 
 WORDS = ["[U]", "<s>", "</s>", "user", "assistant", "system", ":"]
@@ -106,7 +109,7 @@ def test_batches_say_what_one_prompt_after_the_other_says(folder, prompts, tmp_p
     assert len(rows) == len(PROMPTS)
     for prompt, row in zip(PROMPTS, rows, strict=True):
         tokens = tokenizer.apply_chat_template(
-            continuations.as_messages(prompt), add_generation_prompt=True, return_dict=False
+            prompt_file.as_messages(prompt), add_generation_prompt=True, return_dict=False
         )
         answer = greedy(model, list(tokens), 9, {2})
         reasons.add(row["finish_reason"])
@@ -119,6 +122,60 @@ def test_batches_say_what_one_prompt_after_the_other_says(folder, prompts, tmp_p
         }
     assert reasons == {"stop", "length"}  # else the model tests one of the two only
     assert not out.with_name("out.jsonl.part").exists()
+
+
+def checkpoint_of(model, folder, **settings):
+    """A trained-looking checkpoint; returns the reference that it was written from."""
+    from convert.reference import StreamFusedReference, save_reference
+
+    config = StreamConfig(num_streams=1, num_msa_layers=1, num_layers=2, hidden_size=32, **settings)
+    reference = StreamFusedReference(model, config, lora_rank=2).eval()
+    torch.manual_seed(3)
+    for adapter in reference.adapters.values():
+        torch.nn.init.normal_(adapter.adapter.lora_B.weight, std=1.0)
+    save_reference(reference, folder)
+    return reference
+
+
+def test_a_fine_tuned_model_answers_under_its_own_template(folder, tmp_path):
+    template, lora = "w9 {prompt} :", tmp_path / "lora"
+    reference = checkpoint_of(make_model(), lora, prompt_template=template)
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    texts = ["w1 w2 w3", "w4", "w7 w7", "w4", "w30"]
+    prompts.write_text("".join(json.dumps({"prompt": t, "completion": "-"}) + "\n" for t in texts))
+    assert continuations.main([*command(folder, prompts, out), "--lora", str(lora)]) == 0
+    rows, words, plain = read(out), make_tokenizer(), make_model()
+    assert [row["prompt"] for row in rows] == ["w1 w2 w3", "w4", "w7 w7", "w30"]  # each once
+    for row in rows:
+        tokens = words.encode(template.replace("{prompt}", row["prompt"]))
+        assert row["prompt_tokens"] == tokens
+        assert row["completion_tokens"] == greedy(reference.base, tokens, 9, {2})
+    assert any(
+        row["completion_tokens"] != greedy(plain, row["prompt_tokens"], 9, {2}) for row in rows
+    )
+
+
+def test_a_checkpoint_that_does_not_change_the_answers_is_refused(
+    folder, prompts, tmp_path, capsys
+):
+    lora, out = tmp_path / "lora", tmp_path / "out.jsonl"
+    checkpoint_of(make_model(), lora, adapter_scope="streams")
+    assert continuations.main([*command(folder, prompts, out), "--lora", str(lora)]) == 2
+    assert "acts on streams alone" in one_line(capsys.readouterr().err, continuations.PROG)
+    checkpoint_of(make_model(), tmp_path / "one", prompt_template="{prompt} :")
+    options = [*command(folder, prompts, out), "--lora", str(tmp_path / "one")]
+    assert continuations.main(options) == 2
+    assert "has 2 turns" in one_line(capsys.readouterr().err, continuations.PROG)
+    assert not out.exists()
+
+
+def test_sampling_answers_a_prompt_as_often_as_it_is_asked(folder, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt": "w1 w2"}) + "\n" + json.dumps({"prompt": "w1 w2"}))
+    assert continuations.main(command(folder, prompts, out, temp=1.0, seed=1)) == 0
+    assert len(read(out)) == 2
+    assert continuations.main(command(folder, prompts, out)) == 0
+    assert len(read(out)) == 1
 
 
 @pytest.mark.parametrize("temp", [0, 0.8])
@@ -237,7 +294,7 @@ def test_top_p_keeps_the_likeliest_tokens():
     generator = torch.Generator().manual_seed(0)
     for top_p, kept in ((0.1, {0}), (0.7, {0, 1}), (1.0, {0, 1, 2, 3})):
         sampling = Sampling(temp=1.0, top_p=top_p)
-        assert set(continuations.choose_tokens(logits, sampling, generator).tolist()) == kept
+        assert set(generation.choose_tokens(logits, sampling, generator).tolist()) == kept
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -249,11 +306,11 @@ def test_grouped_attention_is_sdpa(masked):
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, enable_gqa=True
     )
-    found, _ = continuations.grouped_attention(None, query, key, value, mask)
+    found, _ = generation.grouped_attention(None, query, key, value, mask)
     torch.testing.assert_close(found, expected.transpose(1, 2))
     if mask is not None:
         additive = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-        found, _ = continuations.grouped_attention(None, query, key, value, additive)
+        found, _ = generation.grouped_attention(None, query, key, value, additive)
         torch.testing.assert_close(found, expected.transpose(1, 2))
 
 

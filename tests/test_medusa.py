@@ -36,14 +36,13 @@ from ssmlx.errors import InputError  # noqa: E402
 from ssmlx.heads import (  # noqa: E402  # noqa: E402
     CONFIG_FILE,
     WEIGHTS_FILE,
-    final_norm,
     is_heads_folder,
     load_heads,
     read_heads,
     write_heads,
 )
 from ssmlx.loading import load_base  # noqa: E402
-from ssmlx.medusa import MedusaConfig, lm_head  # noqa: E402
+from ssmlx.medusa import MedusaConfig  # noqa: E402
 
 SAFE, PICKLED = MEDUSA_FILES
 
@@ -174,10 +173,10 @@ def test_shared_heads_use_any_lm_head(tmp_path, tied, quantised, reduced):
     expected = backbone.logits(hidden[None])
     if reduced:
         expected = expected[:, mx.array(vocab)]
-    logits = found.medusa_logits(final_norm(backbone)(hidden))
+    logits = found.medusa_logits(backbone.final_norm(hidden))
     for head in range(2):
         assert mx.allclose(logits[head], expected[0], atol=1e-5)
-    assert mx.allclose(lm_head(backbone)(final_norm(backbone)(hidden)[None])[0],
+    assert mx.allclose(backbone.lm_head(backbone.final_norm(hidden)[None])[0],
                        backbone.logits(hidden[None]), atol=1e-5)  # fmt: skip
 
 

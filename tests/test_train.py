@@ -301,6 +301,50 @@ def test_lora_alone_is_the_baseline(base, data, tmp_path):
     assert ssmlx.generate(model, tokenizer, words(3), max_tokens=3)
 
 
+def test_a_run_starts_from_another_runs_weights(base, data, tmp_path):
+    """From a LoRA alone: its LoRA at step 0, streams anew; a stopped run still goes on."""
+    lora, out, twin = (tmp_path / name for name in ("lora", "out", "twin"))
+    alone = ("--num-streams", "0", "--prune-rank", "0", "--max-steps", "4")
+    assert main(argv(base, data, lora, *alone)) == 0
+    still = ("--init", str(lora), "--learning-rate", "1e-30", "--max-steps", "1")
+    assert main(argv(base, data, out, *still)) == 0
+    first, started = load_reference(load_base(base), lora), load_reference(load_base(base), out)
+    for path, module in first.adapters.items():
+        assert module.adapter.lora_B.weight.abs().sum() > 0
+        assert torch.allclose(
+            module.adapter.lora_B.weight, started.adapters[path].adapter.lora_B.weight
+        )
+    assert started.stream_embeddings.abs().sum() > 0
+    whole = tmp_path / "whole"
+    for folder, stops in ((whole, ("6",)), (twin, ("3", "6"))):
+        for stop in stops:
+            assert main(argv(base, data, folder, "--init", str(lora), "--max-steps", stop)) == 0
+    left, right = weights(whole), weights(twin)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--lora-rank", "8"), "of shape [4,"),
+        (("--num-streams", "3"), "stream_embeddings of shape [2,"),
+        (("--prune-rank", "0"), "expected none of that name"),
+        (("--num-msa-layers", "1"), "expected none of that name"),
+    ],
+)
+def test_a_start_of_other_settings_is_refused(base, data, tmp_path, capsys, more, said):
+    first = tmp_path / "first"
+    assert main(argv(base, data, first, "--max-steps", "1")) == 0
+    capsys.readouterr()
+    options = argv(base, data, tmp_path / "run", "--init", str(first), *more)
+    assert main(options) == 2
+    assert said in one_line(capsys.readouterr().err, PROG)
+    options = argv(base, data, tmp_path / "run", "--init", str(tmp_path / "nowhere"))
+    assert main(options) == 2
+    assert "does not exist" in one_line(capsys.readouterr().err, PROG)
+    assert not (tmp_path / "run" / STATE_FILE).exists()
+
+
 def test_without_room_for_the_store_the_layers_run_every_step(base, data, tmp_path):
     assert main(argv(base, data, tmp_path / "run", "--epochs", "1", "--cache-gb", "0")) == 0
     assert not (tmp_path / "run" / STORE_FILE).exists()

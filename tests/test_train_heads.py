@@ -42,7 +42,7 @@ from convert.train_heads import (  # noqa: E402
     main,
 )
 from convert.training import Run  # noqa: E402
-from ssmlx.heads import final_norm, load_heads  # noqa: E402
+from ssmlx.heads import load_heads  # noqa: E402
 from ssmlx.loading import load_base as load_mlx_base  # noqa: E402
 from ssmlx.training.batches import BatchPlan, collate  # noqa: E402
 from ssmlx.training.config import TrainConfig  # noqa: E402
@@ -240,7 +240,7 @@ def test_a_replay_is_what_mlx_would_draft(base, tmp_path, kind, reduced):
             place += 1 + longest(tree, answer[place + 1 :])
             calls += 1
     assert (found.num_calls, found.num_tokens) == (calls, sum(e.num_answer for e in examples))
-    assert final_norm(backbone) is backbone.model.model.norm
+    assert backbone.final_norm is backbone.model.model.norm
 
 
 def longest(tree, following):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..training.options import run_options, train_config, training_parser
+from ..training.options import add_cache_option, run_options, train_config, training_parser
 from .options import run
 
 if TYPE_CHECKING:
@@ -49,11 +49,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "as they are, 4-bit weights packed. auto: on a GPU, packed weights as stored and others in "
         "bfloat16; on the CPU float32 (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument(
-        "--cache-gb", type=float, default=8.0, metavar="X",
-        help="disk that the frozen lower layers' results may take; beyond it they are computed "
-        "anew every step (default: %(default)s)",
-    )  # fmt: skip
+    add_cache_option(group, "the frozen lower layers' results")
     return parser.parse_args(argv)
 
 
@@ -99,7 +95,7 @@ def _main(args: argparse.Namespace) -> None:
     from ..training.job import learn, make_out, prepare, write_settings
     from ..training.mlx_model import TrainedModel, new_adapter
     from ..training.mlx_run import Objective, Run, load_frozen
-    from ..training.record import LOG_FILE, PICTURE_FILE, Record, draw_curves, read_record
+    from ..training.record import LOG_FILE, PICTURE_FILE, Record
     from ..training.validation import Validation
 
     job, path = prepare(options, train)
@@ -120,8 +116,7 @@ def _main(args: argparse.Namespace) -> None:
             save=lambda: state.save(options.out / STATE_FILE, identity),
         )  # fmt: skip
     _write_adapter(options.out / ADAPTER_FOLDER, state)
-    entries = read_record(options.out / LOG_FILE)
-    draw_curves(entries, options.out / PICTURE_FILE, options.out.name)
+    record.draw(options.out / PICTURE_FILE, options.out.name)
     print(f"{options.out / ADAPTER_FOLDER}: step {state.step} of {job.num_steps}", file=sys.stderr)
 
 

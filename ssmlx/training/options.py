@@ -96,7 +96,7 @@ class RunOptions:
 def training_parser(module: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """A parser with every option that the trainers share."""
     parser = make_parser(module, description, epilog)
-    _add_run_options(parser)
+    add_run_options(parser)
     defaults = TrainConfig()
     for title, options in _GROUPS.items():
         group = parser.add_argument_group(title)
@@ -120,7 +120,8 @@ def _add_option(group: argparse._ArgumentGroup, name: str, text: str, default: A
         group.add_argument(flag, type=type(default), metavar="X", **settings)
 
 
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Data, folder, model, template, and how often to save and to validate."""
     group = parser.add_argument_group("run")
     group.add_argument(
         "--data", type=Path, required=True, metavar="FOLDER",
@@ -150,6 +151,15 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-steps", type=int, metavar="N", help="stop here, and save (default: the whole run)"
     )
+
+
+def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
+    """How much of the disk `what` may take."""
+    group.add_argument(
+        "--cache-gb", type=float, default=8.0, metavar="X",
+        help=f"disk that {what} may take; beyond it they are computed anew every step "
+        "(default: %(default)s)",
+    )  # fmt: skip
 
 
 def train_config(args: argparse.Namespace) -> TrainConfig:

@@ -27,6 +27,10 @@ class Record:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
+    def draw(self, picture: Path, title: str) -> None:
+        """Draw what was recorded, where matplotlib is installed."""
+        draw_curves(read_record(self._path), picture, title)
+
 
 def read_record(path: Path) -> list[dict[str, Any]]:
     """Every whole entry of a log; a last line that was cut off is left out."""

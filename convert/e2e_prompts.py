@@ -1,0 +1,125 @@
+"""`python -m convert.e2e_prompts`: more meaning representations in the form of the E2E task.
+
+The task's training file has some 500 different ones. A fine-tuned model can answer any others, and
+its answers teach the streams (`convert.continuations --lora`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from ssmlx.cli.options import make_parser, run
+from ssmlx.errors import InputError
+
+from .continuations import write_jsonl
+from .prompt_file import read_prompts
+
+PROG = "convert.e2e_prompts"
+EPILOG = """examples:
+  python -m convert.e2e_prompts --data data/e2e --out prompts.jsonl
+  python -m convert.continuations --lora runs/e2e --prompts prompts.jsonl --out own/train.jsonl
+
+A new prompt has the attributes of one of the training file's, and for each of them a value that
+the training file has somewhere. The training file's own prompts come first; none is one of
+valid.jsonl or test.jsonl."""
+
+DRY_ROUNDS = 10_000  # draws without a new prompt, until there are no more
+_ATTRIBUTE = re.compile(r"([^,\[\]]+)\[([^\[\]]*)\](?:, |$)")
+
+Attributes = tuple[tuple[str, str], ...]
+"""Names and values in their order: (("name", "Aromi"), ("area", "riverside"))."""
+
+
+def parse_attributes(text: str) -> Attributes:
+    """`name[Aromi], area[riverside]` as pairs.
+
+    Raises:
+        InputError: the text is of another form.
+    """
+    found = tuple(_ATTRIBUTE.findall(text))
+    if not found or spell(found) != text:
+        raise InputError(
+            f"the prompt {text!r}",
+            expected="attributes such as name[Aromi], area[riverside]",
+            do="give the E2E task's folder",
+        )
+    return found
+
+
+def spell(attributes: Attributes) -> str:
+    """Pairs as the task writes them."""
+    return ", ".join(f"{name}[{value}]" for name, value in attributes)
+
+
+def recombine(
+    known: Sequence[Attributes], count: int, taken: Collection[str], seed: int
+) -> list[str]:
+    """Prompts that are not `taken`, the attributes of one known prompt and values of any.
+
+    Args:
+        known: what attributes go together, and which values they have, each as often as known.
+        count: how many; fewer come where there are no more.
+        taken: prompts that may not come.
+        seed: of the draws.
+    """
+    draw, seen = random.Random(seed), set(taken)
+    values: dict[str, list[str]] = {}
+    for attributes in known:
+        for name, value in attributes:
+            values.setdefault(name, []).append(value)
+    found: list[str] = []
+    dry = 0
+    while len(found) < count and dry < DRY_ROUNDS:
+        names = [name for name, _ in draw.choice(known)]
+        text = spell(tuple((name, draw.choice(values[name])) for name in names))
+        dry = dry + 1 if text in seen else 0
+        if not dry:
+            seen.add(text)
+            found.append(text)
+    return found
+
+
+def _texts(path: Path) -> list[str]:
+    """The different prompts of a file, in their order."""
+    return list(dict.fromkeys(prompt.get("prompt", "") for prompt in read_prompts(path)))
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = make_parser(PROG, "Make more prompts of the E2E task.", EPILOG)
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the task")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="what to write, JSON lines"
+    )
+    for flag, default, text in (("--count", 4000, "new prompts"), ("--seed", 0, "of the draws")):
+        parser.add_argument(
+            flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    return parser.parse_args(argv)
+
+
+def _main(args: argparse.Namespace) -> None:
+    if args.count < 1:
+        raise InputError(f"--count {args.count}", expected="1 or more", do="raise it")
+    own = _texts(args.data / "train.jsonl")
+    held_out = [text for name in ("valid", "test") for text in _texts(args.data / f"{name}.jsonl")]
+    known = [parse_attributes(text) for text in own]
+    new = recombine(known, args.count, {*own, *held_out}, args.seed)
+    prompts = [text for text in own if text not in held_out] + new
+    write_jsonl(args.out, ({"prompt": text} for text in prompts))
+    print(f"{args.out}: {len(prompts):,} prompts, {len(new):,} of them new", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,71 @@
+"""New prompts of the E2E task: of the task's form, none held out, the same for a seed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from real import one_line
+
+from convert.e2e_prompts import PROG, main, parse_attributes, spell
+from ssmlx.errors import InputError
+
+TRAIN = [
+    "name[Aromi], eatType[pub], area[riverside]",
+    "name[Clowns], food[Fast food], near[Clare Hall]",
+    "name[Aromi], eatType[coffee shop], customer rating[5 out of 5]",
+    "name[Aromi], eatType[pub], area[riverside]",
+]
+HELD_OUT = "name[Clowns], eatType[pub], area[riverside]"
+
+
+@pytest.fixture
+def task(tmp_path):
+    folder = tmp_path / "task"
+    folder.mkdir()
+    for name, texts in (("train", TRAIN), ("valid", [HELD_OUT]), ("test", [TRAIN[1]])):
+        lines = [json.dumps({"prompt": text, "completion": "It is."}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def made(task, out, *more):
+    assert main(["--data", str(task), "--out", str(out), *more]) == 0
+    return [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
+
+
+def test_new_prompts_recombine_the_known_ones(task, tmp_path):
+    prompts = made(task, tmp_path / "out.jsonl", "--count", "100")
+    assert prompts[:2] == [TRAIN[0], TRAIN[2]]  # its own, each once, and not the held-out one
+    assert len(set(prompts)) == len(prompts)
+    assert HELD_OUT not in prompts and TRAIN[1] not in prompts
+    # All that 2 names, 2 kinds and the single other values allow, but for those that were there:
+    # 2 x 2 of either of the first and third form, 2 of the second, less 2 own and 2 held out.
+    assert len(prompts) == 4 + 4 + 2 - 2
+    names = {tuple(name for name, _ in parse_attributes(text)) for text in prompts}
+    assert names == {tuple(name for name, _ in parse_attributes(text)) for text in TRAIN}
+
+
+def test_a_seed_gives_the_same_prompts(task, tmp_path):
+    first, second, other = (
+        made(task, tmp_path / name, "--count", "3", "--seed", seed)
+        for name, seed in (("a", "1"), ("b", "1"), ("c", "2"))
+    )
+    assert first == second != other
+
+
+@pytest.mark.parametrize("text", ["What is it?", "name[Aromi] area[x]", "name[Aromi], and", ""])
+def test_other_texts_are_refused(text):
+    with pytest.raises(InputError):
+        parse_attributes(text)
+    assert spell(parse_attributes(TRAIN[1])) == TRAIN[1]
+
+
+def test_bad_input_is_told_in_one_line(task, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert main(["--data", str(task), "--out", str(out), "--count", "0"]) == 2
+    assert "--count 0" in one_line(capsys.readouterr().err, PROG)
+    (task / "train.jsonl").write_text(json.dumps({"prompt": "Who are you?"}))
+    assert main(["--data", str(task), "--out", str(out)]) == 2
+    assert "Who are you?" in one_line(capsys.readouterr().err, PROG)
+    assert not out.exists()
