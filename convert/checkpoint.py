@@ -13,7 +13,6 @@ Nothing here needs PyTorch but the reading of a .bin file.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -66,15 +65,6 @@ class LoraSettings:
         """Whether LoRA acts on the linear module `path` of a layer, as PEFT decides it."""
         names = self.modules
         return not names or any(path == name or path.endswith("." + name) for name in names)
-
-
-def checkpoint_digest(folder: Path | None) -> str:
-    """Of the settings and weights in a folder; of nothing where there is no folder."""
-    digest = hashlib.sha256()
-    if folder is not None:
-        for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*config.json"))):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def read_stream_config(path: Path) -> StreamConfig:

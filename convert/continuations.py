@@ -15,8 +15,9 @@ from typing import Any
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import DEFAULT_MODEL
 from ssmlx.errors import InputError
+from ssmlx.files import folder_digest
 
-from .checkpoint import STREAMS_CONFIG, checkpoint_digest, read_stream_config
+from .checkpoint import STREAMS_CONFIG, read_stream_config
 from .generation import Answer, Sampling, end_tokens, generate_batch, load_generator
 from .prompt_file import distinct, encode_prompts, read_prompts
 
@@ -294,7 +295,7 @@ def _main(args: argparse.Namespace) -> None:
         {
             "prompts": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),
             "model": args.model,
-            "lora": checkpoint_digest(args.lora),
+            "lora": folder_digest(args.lora),
             "batch_size": args.batch_size,
             "dtype": args.dtype,
             "device": model.device.type,

@@ -31,6 +31,7 @@ from torch import nn
 from ssmlx.adapter import check_draft_vocab
 from ssmlx.config import StreamConfig
 from ssmlx.errors import InputError
+from ssmlx.training.options import check_scale
 
 from .checkpoint import (
     ADAPTER_CONFIG,
@@ -763,7 +764,10 @@ def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
         InputError: the checkpoint has a weight that the model has not, or none at all.
     """
     folder = Path(checkpoint_dir)
-    read_stream_config(folder / STREAMS_CONFIG)
+    config = read_stream_config(folder / STREAMS_CONFIG)
+    if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
+        lora = read_lora_settings(folder / ADAPTER_CONFIG, config)
+        check_scale(folder, lora.scale, model.lora.scale)
     parameters = {**_lora_parameters(model), **_stream_parameters(model)}
     files = [path for name in _WEIGHTS if (path := folder / name).is_file()]
     tensors = {name: tensor for path in files for name, tensor in _read_tensors(path).items()}

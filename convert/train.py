@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmlx.cli.options import run
+from ssmlx.files import folder_digest
 from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
 from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_settings
-from ssmlx.training.options import add_cache_option, run_options, train_config, training_parser
-
-from .checkpoint import checkpoint_digest
+from ssmlx.training.options import (
+    add_cache_option,
+    add_init_option,
+    run_options,
+    train_config,
+    training_parser,
+)
 
 if TYPE_CHECKING:
     from .training import Objective
@@ -37,10 +41,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = training_parser(
         "convert.train", "Train a model to draft for itself, in PyTorch.", EPILOG
     )
-    parser.add_argument(
-        "--init", type=Path, metavar="FOLDER",
-        help="a checkpoint whose weights this run starts from; what it lacks starts anew",
-    )  # fmt: skip
+    add_init_option(parser, "a checkpoint")
     add_machine_options(parser, "the frozen lower layers' results")
     return parser.parse_args(argv)
 
@@ -99,7 +100,7 @@ def _main(args: argparse.Namespace) -> None:
         use_stream_attention(base, train.num_streams)
     objective = Objective(model, train, job.draft_vocab, device, dtype)
     state = Run(objective, job.num_steps)
-    identity = job.identity(args.dtype, *([checkpoint_digest(args.init)] if args.init else []))
+    identity = job.identity(args.dtype, *([folder_digest(args.init)] if args.init else []))
     state.resume(options.out / STATE_FILE, identity)
     record = Record(options.out / LOG_FILE, state.step)
     write_settings(job, PROG, args.dtype)

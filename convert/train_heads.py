@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
+from ssmlx.files import folder_digest
 from ssmlx.training.config import SCHEDULES, TrainConfig
 from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_settings
 from ssmlx.training.options import add_run_options, run_options
 
-from .checkpoint import checkpoint_digest
 from .train import add_machine_options
 
 if TYPE_CHECKING:
@@ -418,8 +418,8 @@ def _main(args: argparse.Namespace) -> None:
     make_out(out)
     widths = plan.settings.widths or getattr(plan.model.config, "widths", ())
     objective = HeadObjective(plan.model, plan.frozen, job.train, widths, device, dtype)
-    lora = checkpoint_digest(args.lora)
-    identity = job.identity(args.dtype, asdict(plan.settings), lora, checkpoint_digest(args.init))
+    lora = folder_digest(args.lora)
+    identity = job.identity(args.dtype, asdict(plan.settings), lora, folder_digest(args.init))
     state = Run(objective, job.num_steps)  # type: ignore[arg-type]
     state.resume(out / STATE_FILE, identity)
     record = Record(out / LOG_FILE, state.step)

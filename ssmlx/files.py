@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,15 @@ def _swap(work: Path, target: Path) -> None:
         old.rename(target)
         raise
     shutil.rmtree(old)
+
+
+def folder_digest(folder: Path | None) -> str:
+    """Of the settings and weights in a folder; of nothing where there is no folder."""
+    digest = hashlib.sha256()
+    if folder is not None:
+        for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*config.json"))):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def read_tensors(path: Path, what: str) -> dict[str, mx.array]:

@@ -19,6 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from real import ROOT, VOCAB, WIDTH, one_line, words, write_base
 
+from ssmlx.adapter import load_adapter
 from ssmlx.backbone import Backbone
 from ssmlx.cli.train import ADAPTER_FOLDER, PROG, STATE_FILE, STORE_FILE, main
 from ssmlx.config import StreamConfig
@@ -473,6 +474,48 @@ def test_a_packed_model_trains_and_decodes(packed_base, data, tmp_path):
     adapter = run / ADAPTER_FOLDER
     model, tokenizer = ssmlx.load(str(packed_base), adapter=adapter, dtype="stored")
     assert ssmlx.generate(model, tokenizer, words(3), max_tokens=3)
+
+
+def test_a_run_starts_from_another_runs_weights(base, data, tmp_path):
+    """From a LoRA alone: its LoRA at step 0, streams anew; a stopped run still goes on."""
+    lora, out, whole, twin = (tmp_path / name for name in ("lora", "out", "whole", "twin"))
+    alone = ("--num-streams", "0", "--prune-rank", "0", "--max-steps", "4")
+    assert main(argv(base, data, lora, *alone)) == 0
+    init = ("--init", str(lora / ADAPTER_FOLDER))
+    still = ("--learning-rate", "1e-30", "--max-steps", "1")
+    assert main(argv(base, data, out, *init, *still)) == 0
+    first, started = (load_adapter(run / ADAPTER_FOLDER) for run in (lora, out))
+    for path, weights_there in first.lora.items():
+        assert mx.abs(weights_there.b).sum() > 0
+        assert mx.allclose(weights_there.b, started.lora[path].b)
+    assert first.streams.embeddings is None
+    assert mx.abs(started.streams.embeddings).sum() > 0
+    for folder, stops in ((whole, ("6",)), (twin, ("3", "6"))):
+        for stop in stops:
+            assert main(argv(base, data, folder, *init, "--max-steps", stop)) == 0
+    assert_same(weights(whole), weights(twin))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--lora-rank", "8", "--lora-alpha", "64"), "of shape ["),
+        (("--lora-rank", "8"), "has the scale alpha / rank 8"),
+        (("--num-streams", "3"), "stream_embeddings of shape [2,"),
+        (("--prune-rank", "0"), "expected none of that name"),
+        (("--num-msa-layers", "1"), "expected no LoRA there"),
+    ],
+)
+def test_a_start_of_other_settings_is_refused(base, data, tmp_path, capsys, more, said):
+    first = tmp_path / "first"
+    assert main(argv(base, data, first, "--max-steps", "1")) == 0
+    capsys.readouterr()
+    init = ("--init", str(first / ADAPTER_FOLDER))
+    assert main(argv(base, data, tmp_path / "run", *init, *more)) == 2
+    assert said in one_line(capsys.readouterr().err, PROG)
+    assert main(argv(base, data, tmp_path / "run", "--init", str(tmp_path / "nowhere"))) == 2
+    assert "no adapter folder" in one_line(capsys.readouterr().err, PROG)
+    assert not (tmp_path / "run" / STATE_FILE).exists()
 
 
 def test_without_room_for_the_store_the_layers_run_every_step(base, data, tmp_path):

@@ -326,7 +326,8 @@ def test_a_run_starts_from_another_runs_weights(base, data, tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--lora-rank", "8"), "of shape [4,"),
+        (("--lora-rank", "8", "--lora-alpha", "64"), "of shape [4,"),
+        (("--lora-rank", "8"), "has the scale alpha / rank 8"),
         (("--num-streams", "3"), "stream_embeddings of shape [2,"),
         (("--prune-rank", "0"), "expected none of that name"),
         (("--num-msa-layers", "1"), "expected none of that name"),

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..training.options import add_cache_option, run_options, train_config, training_parser
+from ..training.options import (
+    add_cache_option,
+    add_init_option,
+    run_options,
+    train_config,
+    training_parser,
+)
 from .options import run
 
 if TYPE_CHECKING:
@@ -42,6 +48,7 @@ call would advance on held-out text; training pays where that is well above 1.""
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = training_parser(PROG, "Train a model to draft for itself, with MLX.", EPILOG)
+    add_init_option(parser, "an adapter")
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--dtype", choices=DTYPES, default="auto",
@@ -92,18 +99,23 @@ def _main(args: argparse.Namespace) -> None:
 
     from mlx_lm.generate import wired_limit
 
+    from ..adapter import load_adapter
+    from ..files import folder_digest
     from ..training.job import learn, make_out, prepare, write_settings
-    from ..training.mlx_model import TrainedModel, new_adapter
+    from ..training.mlx_model import TrainedModel, new_adapter, start_from
     from ..training.mlx_run import Objective, Run, load_frozen
     from ..training.record import LOG_FILE, PICTURE_FILE, Record
     from ..training.validation import Validation
 
     job, path = prepare(options, train)
     backbone = load_frozen(path, args.dtype)
-    adapter = new_adapter(backbone, job.config, train, job.draft_vocab)
-    objective = Objective(TrainedModel(backbone, adapter), train, job.draft_vocab)
+    model = TrainedModel(backbone, new_adapter(backbone, job.config, train, job.draft_vocab))
+    if args.init is not None:
+        start_from(model, load_adapter(args.init), args.init)
+    objective = Objective(model, train, job.draft_vocab)
     state = Run(objective, job.num_steps)
-    identity = job.identity(*_base_of(objective))
+    start = [] if args.init is None else [folder_digest(args.init)]
+    identity = job.identity(*_base_of(objective), *start)
     make_out(options.out)
     state.resume(options.out / STATE_FILE, identity)
     record = Record(options.out / LOG_FILE, state.step)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -30,6 +31,7 @@ from ..model import LowRank, StreamWeights
 from ..rotation import ValueRotation
 from .batches import Batch
 from .config import TrainConfig
+from .options import check_scale
 
 EMBEDDING_STD = 0.02
 _CARRIERS_AT_ONCE = 64
@@ -243,6 +245,38 @@ def trained_weights(adapter: Adapter) -> Weights:
     for path, lora in adapter.lora.items():
         weights |= {f"{path}.lora_a": lora.a, f"{path}.lora_b": lora.b}
     return {name: array.astype(mx.float32) for name, array in weights.items()}
+
+
+def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
+    """Give a model the weights of an adapter, LoRA and streams, as far as that has them.
+
+    The adapter may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary is
+    left aside.
+
+    Raises:
+        InputError: the adapter is another model's, or has a weight that the model has not.
+    """
+    check_base(adapter, model.backbone)
+    scales = {lora.scale for lora in model.adapter.lora.values()}
+    for path, lora in adapter.lora.items():
+        check_scale(source, lora.scale, max(scales, default=lora.scale))
+        if path not in model.adapter.lora:
+            raise _misfit(source, path, "no LoRA there")
+    weights = dict(model.weights)
+    for name, array in trained_weights(adapter).items():
+        wanted = weights[name].shape if name in weights else None
+        if array.shape != wanted:
+            expected = "none of that name" if wanted is None else f"{list(wanted)}"
+            raise _misfit(source, f"{name} of shape {list(array.shape)}", expected)
+        weights[name] = array
+    mx.eval(weights)
+    model.bind(weights)
+
+
+def _misfit(source: Path, found: str, expected: str) -> InputError:
+    return InputError(
+        f"{source} has {found}", expected=expected, do="give this run the settings of that adapter"
+    )
 
 
 def new_adapter(

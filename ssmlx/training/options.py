@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,28 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-steps", type=int, metavar="N", help="stop here, and save (default: the whole run)"
     )
+
+
+def add_init_option(parser: argparse.ArgumentParser, what: str) -> None:
+    """The weights that a run starts from; `what` is the folder that holds them."""
+    parser.add_argument(
+        "--init", type=Path, metavar="FOLDER",
+        help=f"{what} whose weights this run starts from; what it lacks starts anew",
+    )  # fmt: skip
+
+
+def check_scale(source: Path, found: float, expected: float) -> None:
+    """Check that LoRA weights to start from act as strongly in the new run.
+
+    Raises:
+        InputError: their scale alpha / rank is another.
+    """
+    if not math.isclose(found, expected, rel_tol=1e-6):
+        raise InputError(
+            f"the LoRA in {source} has the scale alpha / rank {found:g}",
+            expected=f"{expected:g}, this run's",
+            do="set --lora-alpha to that scale times --lora-rank",
+        )
 
 
 def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
