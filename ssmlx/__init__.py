@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from .config import LookaheadConfig as LookaheadConfig
     from .config import PromptLookupConfig as PromptLookupConfig
     from .config import PruneConfig as PruneConfig
+    from .config import SpeculatorTreeConfig as SpeculatorTreeConfig
     from .config import TreeConfig as TreeConfig
     from .drafters.draft_model import DraftModel as DraftModel
     from .drafters.draft_model import load_draft_model as load_draft_model
     from .errors import InputError as InputError
+    from .heads import load_heads as load_heads
     from .loading import load as load
     from .loading import swap_adapter as swap_adapter
 
@@ -51,10 +53,12 @@ _HOMES = {
     "ChatSession": "chat_session",
     "DraftModel": "drafters.draft_model",
     "load_draft_model": "drafters.draft_model",
+    "load_heads": "heads",
     "AcceptanceConfig": "config",
     "DraftModelConfig": "config",
     "LookaheadConfig": "config",
     "PromptLookupConfig": "config",
+    "SpeculatorTreeConfig": "config",
     "TreeConfig": "config",
     "PruneConfig": "config",
     "InputError": "errors",

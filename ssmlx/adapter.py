@@ -365,14 +365,15 @@ def fuse_streams(
         backbone: the base model; its layers are changed in place, until `unfuse_streams`.
         adapter: what to attach.
         merge_lora: add LoRA of scope "all" into the weights of layers that are not quantised.
-            The original weights of these layers are kept beside them.
+            The original weights are dropped where the backbone can read them again.
         check: called with the new model before any layer is changed; may refuse it by raising.
 
     Raises:
         InputError: the adapter is another model's. No layer is changed then.
     """
     check_base(adapter, backbone)
-    modules = {**dict(backbone.model.named_modules()), **backbone.replaced}
+    kept = {path: module for path, module in backbone.replaced.items() if module is not None}
+    modules = {**dict(backbone.model.named_modules()), **kept}
     _check_fit(modules, adapter.lora, Path("the adapter"))
     every_row = adapter.config.adapter_scope == "all"
     scope = RowScope(0 if every_row else None)
@@ -381,13 +382,25 @@ def fuse_streams(
     if check is not None:
         check(fused)
     unfuse_streams(backbone)
-    backbone.replaced = attach_lora(backbone.model, adapter.lora, scope, merge=merge, dtype=dtype)
+    replaced = attach_lora(backbone.model, adapter.lora, scope, merge=merge, dtype=dtype)
+    can_drop = merge and backbone.reload is not None
+    backbone.replaced = {
+        path: None if can_drop and isinstance(module, nn.Linear) else module
+        for path, module in replaced.items()
+    }
     return fused
 
 
 def unfuse_streams(backbone: Backbone) -> None:
-    """Take off what `fuse_streams` attached: the very weights of the base model come back."""
-    detach_lora(backbone.model, backbone.replaced)
+    """Take off what `fuse_streams` attached: the base model's own weights come back.
+
+    Raises:
+        InputError: weights have to be read again, and cannot be. Nothing is changed then.
+    """
+    dropped = [path for path, module in backbone.replaced.items() if module is None]
+    read = backbone.reload(dropped) if dropped and backbone.reload is not None else {}
+    kept = {path: module for path, module in backbone.replaced.items() if module is not None}
+    detach_lora(backbone.model, {**kept, **read})
     backbone.replaced = {}
 
 

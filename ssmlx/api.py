@@ -15,6 +15,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .cache import TreeCache
 from .config import (
     DRAFTERS,
+    HEAD_DRAFTERS,
+    STREAM_SCHEDULES,
+    TEXT_DRAFTERS,
     AcceptanceConfig,
     DrafterKind,
     DraftModelConfig,
@@ -22,15 +25,21 @@ from .config import (
     PromptLookupConfig,
     PruneConfig,
     SamplingConfig,
+    SpeculatorTreeConfig,
+    StreamSchedule,
     TreeConfig,
 )
 from .decode import PREFILL_STEP_SIZE, Progress, plain_decode, streaming_decode
 from .draft import Drafter
 from .drafters.draft_model import DraftModel, DraftModelDrafter
 from .drafters.lookahead import LookaheadDrafter
+from .drafters.medusa import MedusaDrafter
+from .drafters.mlp_speculator import MlpSpeculatorDrafter
 from .drafters.prompt_lookup import PromptLookupDrafter
 from .drafters.streams import StreamDrafter
 from .errors import InputError
+from .heads import DraftingHeads
+from .medusa import MedusaHeads
 from .model import StreamFusedModel
 from .prompts import encode
 from .sampling import Sampling
@@ -47,13 +56,15 @@ class GenerateConfig(SamplingConfig):
         decoding: "streaming", verify what a drafter proposes, or "plain"; None streams where
             there is a drafter.
         max_tokens: most tokens to generate.
-        drafter: "streams", "prompt-lookup", "lookahead" or "draft-model"; None takes the draft
-            model where one is given, else the model's streams where it has any.
-        tree: the tree that streams draft.
+        drafter: one of `ssmlx.config.DRAFTERS`; None takes the draft model where one is given,
+            else the heads, else the model's streams where it has any.
+        tree: the tree that streams and Medusa heads draft.
         prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter.
         num_streams: streams to use, at most as many as were trained; None for all.
-        prompt_lookup, lookahead, draft: settings of the other drafters.
+        stream_schedule: when they run, see `StreamDrafter`: "fused" or "second-pass".
+        prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
         draft_model: the loaded draft model, see `ssmlx.load_draft_model`.
+        heads: the loaded Medusa heads or MLP speculator, see `ssmlx.load_heads`.
         acceptance: when a drafted token counts; all but the default is lossy.
         prefill_step_size: prompt tokens per forward pass.
     """
@@ -64,10 +75,13 @@ class GenerateConfig(SamplingConfig):
     tree: TreeConfig = field(default_factory=TreeConfig)
     prune: PruneConfig = field(default_factory=PruneConfig)
     num_streams: int | None = None
+    stream_schedule: StreamSchedule = "second-pass"
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
     draft_model: DraftModel | None = None
+    speculator_tree: SpeculatorTreeConfig = field(default_factory=SpeculatorTreeConfig)
+    heads: DraftingHeads | None = None
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     prefill_step_size: int = PREFILL_STEP_SIZE
 
@@ -81,12 +95,14 @@ class GenerateConfig(SamplingConfig):
                     expected="1 or more",
                     do="give a larger value",
                 )
-        if self.drafter is not None and self.drafter not in DRAFTERS:
-            raise InputError(
-                f"--drafter {self.drafter}",
-                expected="one of " + ", ".join(DRAFTERS),
-                do="choose one of them",
-            )
+        for name, known in (("drafter", DRAFTERS), ("stream_schedule", STREAM_SCHEDULES)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise InputError(
+                    f"--{name.replace('_', '-')} {value}",
+                    expected="one of " + ", ".join(known),
+                    do="choose one of them",
+                )
         if self.acceptance.kind == "typical" and self.temp == 0:
             raise InputError(
                 "--acceptance typical, which greedy decoding has no use for",
@@ -103,13 +119,15 @@ class GenerateConfig(SamplingConfig):
         if self.decoding == "plain":
             return None
         own: DrafterKind | None = "streams" if model.num_streams else None
-        drafter = self.drafter or ("draft-model" if self.draft_model else own)
+        drafter = self.drafter or self._loaded_drafter() or own
         if drafter == "draft-model" and self.draft_model is None:
             raise InputError(
                 "--drafter draft-model without a draft model",
                 expected="--draft-model",
                 do="give --draft-model MODEL, or choose another --drafter",
             )
+        if drafter in HEAD_DRAFTERS:
+            self._check_heads(drafter)
         if (drafter == "streams" and own is None) or (drafter is None and self.decoding):
             asked = f"--drafter {drafter}" if drafter else "streaming"
             raise InputError(
@@ -118,6 +136,26 @@ class GenerateConfig(SamplingConfig):
                 do="give --adapter FOLDER, another --drafter, or --decoding plain",
             )
         return drafter
+
+    def _loaded_drafter(self) -> DrafterKind | None:
+        """What the draft model or the heads are for, where either is given."""
+        if self.draft_model is not None:
+            return "draft-model"
+        return None if self.heads is None else self.heads.drafter
+
+    def _check_heads(self, drafter: str) -> None:
+        if self.heads is None:
+            raise InputError(
+                f"--drafter {drafter} without heads",
+                expected="--heads",
+                do="give --heads FOLDER, or choose another --drafter",
+            )
+        if self.heads.drafter != drafter:
+            raise InputError(
+                f"--drafter {drafter} with heads for another drafter",
+                expected=f"--drafter {self.heads.drafter} with them",
+                do="drop --drafter, or give other --heads",
+            )
 
     def resolved_decoding(self, model: StreamFusedModel) -> Decoding:
         """The decoding that `model` gets.
@@ -241,7 +279,18 @@ def make_drafter(
     if kind == "draft-model":
         assert config.draft_model is not None
         return DraftModelDrafter(config.draft_model, config.draft, sampling)
-    return StreamDrafter(model, config.tree, check_streams(model, config))
+    if kind in HEAD_DRAFTERS:
+        return _head_drafter(model, config)
+    streams = check_streams(model, config)
+    return StreamDrafter(model, config.tree, streams, config.stream_schedule)
+
+
+def _head_drafter(model: StreamFusedModel, config: GenerateConfig) -> Drafter:
+    heads = config.heads
+    if isinstance(heads, MedusaHeads):
+        return MedusaDrafter(model.backbone, heads, config.tree)
+    assert heads is not None
+    return MlpSpeculatorDrafter(model.backbone, heads, config.speculator_tree)
 
 
 def token_steps(
@@ -268,7 +317,7 @@ def _token_steps(
     """The decoding loop, and its drafter if it has one."""
     sampling = Sampling(config, model.backbone.vocab_size)
     drafter = make_drafter(model, config, sampling)
-    reads_text = sampling.context_size > 0 or config.resolved_drafter(model) in DRAFTERS[1:]
+    reads_text = sampling.context_size > 0 or config.resolved_drafter(model) in TEXT_DRAFTERS
     if len(context) != cache.offset and (context or reads_text):
         raise ValueError(
             f"{len(context)} tokens of context for a cache of {cache.offset}: "
@@ -364,8 +413,8 @@ def stream_generate(
         config: settings; `GenerateConfig()` unless given.
         cache: holds what comes before the prompt, and is left holding prompt and answer but
             for the last token, or more; a fresh one unless given.
-        context: the tokens that `cache` holds; penalties, and all drafters but streams, read
-            them.
+        context: the tokens that `cache` holds; penalties and some drafters read them
+            (`ssmlx.config.TEXT_DRAFTERS`).
         progress: told (tokens processed, tokens in all) while the prompt is processed.
         settings: single fields of `GenerateConfig`, such as `max_tokens=100`.
 

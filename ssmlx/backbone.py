@@ -12,7 +12,7 @@ node's position, and gets no other: its stream embedding alone says how far ahea
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -72,6 +72,10 @@ def _unsupported(model: nn.Module, why: str) -> InputError:
     )
 
 
+Reload = Callable[[Collection[str]], dict[str, nn.Module]]
+"""Paths of modules to the modules as the base model has them."""
+
+
 def take_rows(layer: nn.Module, rows: mx.array) -> nn.Module:
     """A linear layer or embedding, packed or not, of `rows` of its outputs alone."""
     taken = copy.copy(layer)
@@ -92,19 +96,22 @@ class Backbone:
     Args:
         model: a model as `mlx_lm.load` returns it. Its layers' rotary embeddings are wrapped in
             place; the model itself works as before.
+        reload: reads modules, given by path, once more as the model was loaded. Without it,
+            weights that an adapter is merged into are kept beside the merged ones.
 
     Attributes:
         final_norm: what last hidden states pass before the LM head.
-        replaced: the modules that an attached adapter's LoRA stands in for, by path;
-            `adapter.fuse_streams` fills it and `adapter.unfuse_streams` puts them back.
+        replaced: the modules that an attached adapter's LoRA stands in for, by path; None for
+            those that `reload` gives. `adapter.fuse_streams` fills it and
+            `adapter.unfuse_streams` puts them back.
 
     Raises:
         InputError: the model is not regular; the message says in what.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.replaced: dict[str, nn.Module] = {}
+    def __init__(self, model: nn.Module, reload: Reload | None = None) -> None:
+        self.model, self.reload = model, reload
+        self.replaced: Mapping[str, nn.Module | None] = {}
         self._decoder: Any = model
         for name in decoder_path(model).split("."):
             self._decoder = getattr(self._decoder, name, None)

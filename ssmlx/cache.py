@@ -1,4 +1,4 @@
-"""The key/value cache of a step that verifies a tree: the only file that changes a cache.
+"""The key/value caches of a step that verifies a tree: the only file that changes a cache.
 
 A layer has one buffer for keys and values:
 
@@ -180,6 +180,16 @@ class TreeCache:
             rows = path + (self.scratch - self._tree_rows[layer])
             self._accepted.append(mx.take(buffer, rows, axis=2))
 
+    def accepted_rows(self, layer: int) -> mx.array:
+        """[2, Hkv, P, Dh] what the last `commit` took of a layer, until `advance` is called."""
+        return self._accepted[layer]
+
+    def committed_rows(self, layer: int) -> mx.array:
+        """[2, Hkv, L, Dh] view of a layer's committed tokens."""
+        buffer = self._buffers[layer]
+        assert buffer is not None, "no row was written yet"
+        return buffer[:, :, self.scratch : self.scratch + self._offset]
+
     def _write(self, layer: int, first: int, last: int, keys: mx.array, values: mx.array) -> None:
         buffer = self._buffers[layer]
         if buffer is None:
@@ -195,6 +205,103 @@ class TreeCache:
     def _read(self, layer: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         buffer = self._buffers[layer]
         assert buffer is not None
+        return buffer[:1, :, first:last], buffer[1:, :, first:last]
+
+
+class _StreamView:
+    """What a decoder layer sees of a `StreamCache` while the streams of one node run."""
+
+    def __init__(
+        self, cache: StreamCache, layer: int, positions: mx.array, map_values: ValueMap | None
+    ) -> None:
+        self._cache, self._layer, self._map_values = cache, layer, map_values
+        self.offset = positions
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self._map_values is not None:
+            values = self._map_values(values)
+        return self._cache._write_and_read(self._layer, keys, values)
+
+
+class StreamCache:
+    """Keys and values of the upper layers for a second pass, that of one node's streams.
+
+    A layer's buffer holds what these streams see, once more:
+
+        [2, Hkv, S + capacity, Dh]:   | room | G streams | P path | committed L, then free room |
+
+    The streams run in the same evaluation as the pass that verified the tree, whose attention
+    still reads the rows of `TreeCache`. MLX would copy a whole buffer to write into it then; a
+    buffer of its own is always written in place. It costs Ns / N of the cache's memory, and one
+    copy of these layers when an answer begins; it follows one `TreeCache` through one answer.
+
+    Args:
+        layers: the layers with multi-stream attention.
+    """
+
+    def __init__(self, layers: range) -> None:
+        self.layers = layers
+        self._scratch = self.capacity = self._offset = 0
+        self._buffers: list[mx.array] = []
+        self._rows: list[mx.array] = []
+
+    @property
+    def offset(self) -> int:
+        """L, the committed tokens that it holds."""
+        return self._offset
+
+    def follow(self, cache: TreeCache, num_streams: int) -> None:
+        """Take over what `cache` has committed, and the path that its last `commit` took.
+
+        Args:
+            cache: between `commit` and `advance` of a step.
+            num_streams: G, the stream rows to come.
+        """
+        rows = [cache.accepted_rows(layer) for layer in self.layers]
+        scratch = rows[0].shape[2] + num_streams
+        if not self._buffers or scratch > self._scratch:
+            self._copy(cache, scratch)
+        else:
+            self._grow(cache.capacity)
+            self._append(cache.offset - self._offset)
+        self._rows, self._offset = rows, cache.offset
+
+    def view(self, layer: int, positions: mx.array, map_values: ValueMap | None = None) -> Any:
+        """The cache object to hand to decoder layer `layer`, one of `layers`.
+
+        Args:
+            positions: [G] rotary position of each stream.
+            map_values: what becomes of the streams' values before attention, if anything.
+        """
+        return _StreamView(self, layer, positions, map_values)
+
+    def _copy(self, cache: TreeCache, scratch: int) -> None:
+        self._scratch, self.capacity, self._buffers = scratch, cache.capacity, []
+        room = cache.capacity - cache.offset
+        for layer in self.layers:
+            committed = cache.committed_rows(layer)
+            self._buffers.append(_pad(committed, scratch, room))
+
+    def _grow(self, capacity: int) -> None:
+        if capacity > self.capacity:
+            more = capacity - self.capacity
+            self._buffers = [_pad(buffer, 0, more) for buffer in self._buffers]
+            self.capacity = capacity
+
+    def _append(self, num_tokens: int) -> None:
+        """Write the first rows of the path before, which are committed by now."""
+        first = self._scratch + self._offset
+        for buffer, rows in zip(self._buffers, self._rows, strict=True):
+            buffer[:, :, first : first + num_tokens] = rows[:, :, :num_tokens]
+
+    def _write_and_read(
+        self, layer: int, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        index = layer - self.layers.start
+        buffer, path = self._buffers[index], self._rows[index]
+        own = mx.concatenate([keys, values], axis=0)
+        first, last = self._scratch - own.shape[2] - path.shape[2], self._scratch + self._offset
+        buffer[:, :, first : self._scratch] = mx.concatenate([own, path], axis=2)
         return buffer[:1, :, first:last], buffer[1:, :, first:last]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -14,15 +14,21 @@ from .errors import InputError
 StreamInit = Literal["identity", "low_rank", "residual"]
 StreamDesign = Literal["embeddings", "value_rotation"]
 AdapterScope = Literal["all", "streams"]
+StreamSchedule = Literal["fused", "second-pass"]
 TreeKind = Literal["full", "best"]
 PruneKind = Literal["off", "budget", "threshold"]
-DrafterKind = Literal["streams", "prompt-lookup", "lookahead", "draft-model"]
+DrafterKind = Literal[
+    "streams", "prompt-lookup", "lookahead", "draft-model", "medusa", "mlp-speculator"
+]
 AcceptanceKind = Literal["exact", "typical"]
 
 STREAM_INITS = ("identity", "low_rank", "residual")
 STREAM_DESIGNS = ("embeddings", "value_rotation")
 ADAPTER_SCOPES = ("all", "streams")
-DRAFTERS = ("streams", "prompt-lookup", "lookahead", "draft-model")
+STREAM_SCHEDULES = ("fused", "second-pass")
+TEXT_DRAFTERS = ("prompt-lookup", "lookahead", "draft-model")  # those that read the text
+HEAD_DRAFTERS = ("medusa", "mlp-speculator")
+DRAFTERS = ("streams", *TEXT_DRAFTERS, *HEAD_DRAFTERS)
 ACCEPTANCES = ("exact", "typical")
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
@@ -249,7 +255,7 @@ class TreeConfig:
             nodes <= MAX_TREE_NODES,
             f"a full tree of {self.full_width} children and {num_streams} levels has {nodes} nodes",
             expected=f"at most {MAX_TREE_NODES}",
-            do="lower --tree-width or --num-streams, or use --tree best",
+            do="lower --tree-width, or use --tree best",
         )
         return nodes
 
@@ -360,6 +366,37 @@ class DraftModelConfig:
     def __post_init__(self) -> None:
         _require_count("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         _require_count("--draft-width", self.width, 1, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculatorTreeConfig:
+    """The tree that an MLP speculator drafts.
+
+    Attributes:
+        widths: branches at each stage, of as many stages as are given; None for the speculator's
+            own.
+        candidates: k, the likeliest whole paths, which are kept with what they pass through;
+            None for the speculator's own, unless `size` is given.
+        size: nodes that are kept instead, the likeliest ones, the root included.
+    """
+
+    widths: Sequence[int] | None = None
+    candidates: int | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        for width in self.widths or ():
+            _require_count("--speculator-widths", width, 1)
+        if self.candidates is not None:
+            _require_count("--speculator-candidates", self.candidates, 1)
+        if self.size is not None:
+            _require_count("--speculator-size", self.size, 1, MAX_TREE_NODES)
+        _require(
+            self.candidates is None or self.size is None,
+            f"--speculator-size {self.size} beside --speculator-candidates {self.candidates}",
+            expected="one of them",
+            do="drop the other",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

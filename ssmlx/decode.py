@@ -153,7 +153,7 @@ def step(
     target_tokens, accepted = verify(model, kept, node_hidden, sampler, places, acceptance)
     cache.commit(kept_index[accepted.path], accepted.path, split)
     own_streams = stream_rows_of(rows, accepted.last, kept.num_nodes, num_streams)
-    verified = Verified(kept, target_tokens, accepted, node_hidden, own_streams)
+    verified = Verified(kept, target_tokens, accepted, node_hidden, own_streams, hidden, cache)
     return StepResult(accepted, drafter.propose(verified), places.recent[accepted.last][0])
 
 

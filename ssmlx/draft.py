@@ -5,13 +5,14 @@ The drafters themselves are the files of `ssmlx/drafters/`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
 from .accept import Acceptance
+from .cache import TreeCache
 from .shapes import to_list
 from .tree import Tree
 
@@ -25,7 +26,10 @@ class Verified:
         target_tokens: [M] the target's token after each of them.
         acceptance: how far the tree held.
         node_hidden: [1, M, D] last hidden states of the nodes, before the final norm.
-        stream_hidden: [1, G, D] those of the last accepted node's streams.
+        stream_hidden: [1, G, D] those of the last accepted node's streams, where the step
+            carried streams.
+        insertion_hidden: [1, M, D] hidden states of the nodes before the insertion layer.
+        cache: holds the accepted path as committed, before it is advanced.
     """
 
     tree: Tree
@@ -33,6 +37,8 @@ class Verified:
     acceptance: Acceptance
     node_hidden: mx.array
     stream_hidden: mx.array
+    insertion_hidden: mx.array
+    cache: TreeCache
 
     @property
     def root(self) -> mx.array:
@@ -87,6 +93,11 @@ class Drafter(Protocol):
     def propose(self, verified: Verified) -> Tree:
         """The tree below `verified.root`. What reads values of `verified` waits for the target."""
         ...
+
+
+def num_trained(tensors: Mapping[str, mx.array]) -> int:
+    """Numbers in the tensors of drafting heads; the ids of a draft vocabulary are no weights."""
+    return sum(array.size for name, array in tensors.items() if name != "draft_vocab")
 
 
 def rank_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:

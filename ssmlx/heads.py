@@ -8,7 +8,7 @@ heads.safetensors    the tensors under their published names (without a common p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,20 +16,27 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 
 from .adapter import BaseIdentity, check_draft_vocab
-from .backbone import Backbone, decoder_path
-from .config import read_json
+from .backbone import Backbone
+from .config import DrafterKind, read_json
+from .draft import num_trained
 from .errors import InputError
 from .files import account_for, read_tensors
 from .medusa import MedusaConfig, MedusaHeads
 from .mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
+from .model import StreamFusedModel
 
 FORMAT = "ssmlx-heads/1"
 CONFIG_FILE, WEIGHTS_FILE = "heads_config.json", "heads.safetensors"
 HeadKind = Literal["medusa", "mlp_speculator"]
 HeadConfig = MedusaConfig | MlpSpeculatorConfig
+DraftingHeads = MedusaHeads | MlpSpeculator
 _CONFIGS: dict[HeadKind, type[MedusaConfig] | type[MlpSpeculatorConfig]] = {
     "medusa": MedusaConfig,
     "mlp_speculator": MlpSpeculatorConfig,
+}
+_DRAFTERS: dict[HeadKind, DrafterKind] = {
+    "medusa": MedusaHeads.drafter,
+    "mlp_speculator": MlpSpeculator.drafter,
 }
 
 
@@ -57,7 +64,7 @@ class Heads:
     @property
     def num_parameters(self) -> int:
         """Trained numbers."""
-        return sum(array.size for name, array in self.tensors.items() if name != "draft_vocab")
+        return num_trained(self.tensors)
 
 
 def is_heads_folder(folder: Path) -> bool:
@@ -88,7 +95,7 @@ def read_heads(folder: Path) -> Heads:
         InputError: a file is missing, truncated, of another format, or does not fit the rest.
     """
     values = _read_settings(folder)
-    config, base = _config(folder, values), _identity(folder, values)
+    config, base = _config(folder, values), BaseIdentity.read(folder / CONFIG_FILE, values)
     path = folder / WEIGHTS_FILE
     tensors = read_tensors(path, "drafting heads")
     check_heads(config, tensors, path)
@@ -101,19 +108,34 @@ def read_heads_identity(folder: Path) -> BaseIdentity:
     Raises:
         InputError: the settings are missing, of another format, or do not say it.
     """
-    return _identity(folder, _read_settings(folder))
+    return BaseIdentity.read(folder / CONFIG_FILE, _read_settings(folder))
 
 
-def load_heads(folder: Path, backbone: Backbone) -> MedusaHeads | MlpSpeculator:
-    """The heads of a folder, ready to draft for `backbone`, in its dtype.
+def read_drafter(folder: str | Path) -> DrafterKind:
+    """The drafter that a heads folder serves, from its settings alone.
+
+    Raises:
+        InputError: the settings are missing or of another format.
+    """
+    return _DRAFTERS[cast("HeadKind", _read_settings(Path(folder))["kind"])]
+
+
+def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> DraftingHeads:
+    """The heads of a folder, ready to draft for `model`, in its dtype.
+
+    Args:
+        folder: as `python -m convert --heads` wrote it.
+        model: as `ssmlx.load` returns it, or its backbone. Of an adapter on it, the heads know
+            nothing: those that were trained with one draft best with it.
 
     Raises:
         InputError: the folder is broken, or its heads are another model's.
     """
-    return attach_heads(read_heads(folder), backbone)
+    backbone = model if isinstance(model, Backbone) else model.backbone
+    return attach_heads(read_heads(Path(folder)), backbone)
 
 
-def attach_heads(heads: Heads, backbone: Backbone) -> MedusaHeads | MlpSpeculator:
+def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
     """Heads in memory, ready to draft for `backbone`, in its dtype.
 
     Raises:
@@ -131,18 +153,6 @@ def attach_heads(heads: Heads, backbone: Backbone) -> MedusaHeads | MlpSpeculato
     if isinstance(heads.config, MedusaConfig):
         return MedusaHeads(heads.config, tensors, backbone)
     return MlpSpeculator(heads.config, tensors)
-
-
-def final_norm(backbone: Backbone) -> Callable[[mx.array], mx.array]:
-    """What a base model does to last hidden states [..., D] before its LM head.
-
-    Heads of both kinds take its result.
-    """
-    decoder: Any = backbone.model
-    for name in decoder_path(backbone.model).split("."):
-        decoder = getattr(decoder, name)
-    norm = getattr(decoder, "norm", None)
-    return decoder.final_layernorm if norm is None else norm
 
 
 def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
@@ -212,17 +222,5 @@ def _config(folder: Path, values: Mapping[str, Any]) -> HeadConfig:
         raise InputError(
             f"{folder / CONFIG_FILE} lacks settings ({error})",
             expected=", ".join(sorted(names)),
-            do="convert the heads again",
-        ) from error
-
-
-def _identity(folder: Path, values: Mapping[str, Any]) -> BaseIdentity:
-    base = values.get("base", {})
-    try:
-        return BaseIdentity(**{**base, "norm_probe": tuple(base["norm_probe"])})
-    except (TypeError, KeyError) as error:
-        raise InputError(
-            f"{folder / CONFIG_FILE} does not say which base model it is for",
-            expected="an entry `base`",
             do="convert the heads again",
         ) from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from .backbone import Backbone
 from .bundled import CONFIG_FILE, bundled_adapters, resolve_adapter
 from .config import DEFAULT_MODEL, DTYPES, read_json
 from .errors import InputError
+from .medusa import carries_heads
+from .medusa import model_classes as classes_without_heads
 from .model import StreamFusedModel
 from .models import model_classes
 from .registry import resolve_model
@@ -79,10 +83,15 @@ def flat_rope_settings(path: Path) -> dict[str, Any]:
 
 
 def own_classes(path: Path) -> dict[str, Any]:
-    """What tells mlx-lm's loader of a folder's architecture, where mlx-lm itself lacks it."""
+    """What tells mlx-lm's loader of a folder's architecture, where mlx-lm's own would not do.
+
+    Either mlx-lm lacks it, or the weights hold Medusa heads beside the model.
+    """
     config = read_json(path / "config.json", "a model's settings")
     classes = model_classes(config.get("model_type", ""))
-    return {} if classes is None else {"get_model_classes": lambda config: classes}
+    if classes is not None:
+        return {"get_model_classes": lambda config: classes}
+    return {"get_model_classes": classes_without_heads} if carries_heads(path) else {}
 
 
 def load_base(path: Path, dtype: str = "auto") -> tuple[Backbone, dict[str, Any]]:
@@ -98,22 +107,62 @@ def load_base(path: Path, dtype: str = "auto") -> tuple[Backbone, dict[str, Any]
     Raises:
         InputError: the folder cannot be loaded, or the model is not a regular decoder.
     """
+    model, config = load_weights(path, dtype, f"{path} cannot be loaded as a model")
+    return Backbone(model, partial(load_modules, path, dtype)), config
+
+
+def load_modules(path: Path, dtype: str, names: Collection[str]) -> dict[str, nn.Module]:
+    """Modules of a model folder, by their paths in the model, as `load_base` has them.
+
+    Only their own weights are read.
+
+    Raises:
+        InputError: the folder cannot be loaded any more.
+    """
+    failure = f"{path} cannot be read again"
+    model, _ = _lazy_weights(path, dtype, failure)
+    modules = dict(model.named_modules())
+    found = {name: modules[name] for name in names}
+    with _refusing(failure):
+        mx.eval([module.parameters() for module in found.values()])
+    return found
+
+
+def load_weights(path: Path, dtype: str, failure: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model by mlx-lm's loader, its weights of `dtype`, and its config.json.
+
+    Raises:
+        InputError: the folder cannot be loaded; the message starts with `failure`.
+    """
+    model, config = _lazy_weights(path, dtype, failure)
+    with _refusing(failure):
+        mx.eval(model.parameters())
+    return model, config
+
+
+def _lazy_weights(path: Path, dtype: str, failure: str) -> tuple[nn.Module, dict[str, Any]]:
+    """`load_weights` without reading the weights yet."""
     dtype = resolve_dtype(dtype)
-    try:
+    with _refusing(failure):
         settings = flat_rope_settings(path)
         model, config = load_model(path, lazy=True, model_config=settings, **own_classes(path))
-        model = cast_model(model, dtype)
-        mx.eval(model.parameters())
+        return cast_model(model, dtype), config
+
+
+@contextmanager
+def _refusing(failure: str) -> Iterator[None]:
+    """Tell in one line what mlx-lm's loader stumbles over."""
+    try:
+        yield
     except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
         if isinstance(error, InputError):
             raise
         message = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"{path} cannot be loaded as a model ({message})",
+            f"{failure} ({message})",
             expected="a whole model folder that mlx-lm can load",
             do="download or convert it again",
         ) from error
-    return Backbone(model), config
 
 
 def load_words(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
@@ -150,9 +199,8 @@ def load(
         dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU,
             float32 on the CPU backend. Quantised weights are unpacked for the float types.
         merge_lora: add LoRA of scope "all" into unquantised weights, which makes it free at
-            run time. The original weights of these layers are kept beside the merged ones, for
-            `swap_adapter`: such layers take their memory twice. False keeps the LoRA apart,
-            and every weight once.
+            run time; `swap_adapter` reads the original weights of these layers again. False
+            keeps the LoRA apart.
 
     Raises:
         InputError: something given is missing, broken, or does not fit the rest.
@@ -177,6 +225,8 @@ def swap_adapter(
     check: Callable[[StreamFusedModel], object] | None = None,
 ) -> StreamFusedModel:
     """The same base model with another adapter, without loading the base again.
+
+    Only the layers that LoRA was merged into are read again, from the model's folder.
 
     The new adapter is read and checked first: where it does not fit, `model` stays as it was.
     Otherwise `model` is used up, for the weights that it reads are the new one's now; so are

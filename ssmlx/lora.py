@@ -119,8 +119,8 @@ def attach_lora(
         dtype: type of the activations, to which LoRA that is not merged is cast.
 
     Returns:
-        The modules that it replaced, by path, for `detach_lora`. While they are kept, merged
-        ones exist twice in memory.
+        The modules that it replaced, by path, for `detach_lora`. While those of merged layers
+        are kept, their weights are in memory twice.
     """
     modules = dict(model.named_modules())
     updates: list[tuple[str, nn.Module]] = []

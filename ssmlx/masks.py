@@ -49,42 +49,59 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
     return mx.concatenate([node_rows, stream_rows], axis=0)
 
 
+def second_pass_visibility(num_accepted: mx.array, length: int, num_streams: int) -> mx.array:
+    """[G, G + P] bool: which stream of the last accepted node sees which stream and path node.
+
+    As in `stream_visibility`, a stream sees the node, its ancestors, and streams up to itself.
+
+    Args:
+        num_accepted: [1] accepted nodes below the root; later entries of the path are idle.
+        length: P, entries of the accepted path.
+        num_streams: G.
+    """
+    stream = mx.arange(num_streams)
+    path = mx.broadcast_to(mx.arange(length) <= num_accepted, (num_streams, length))
+    return mx.concatenate([stream[:, None] >= stream, path], axis=1)
+
+
 class MaskBuffer:
     """Masks over [a step's own rows | every committed token], kept from step to step.
 
     Row r sees every committed token and those of the step's own rows that its visibility names.
     The cache holds the step's rows directly before the committed ones (see `cache.TreeCache`),
-    so the part that changes is the first R columns. They are written in place, and not at all
+    so the part that changes is the first C columns. They are written in place, and not at all
     while the same fixed topology comes again: a step costs a slice, however long the context.
     """
 
     def __init__(self, max_sizes: int = 8) -> None:
-        self._buffers: OrderedDict[int, mx.array] = OrderedDict()
-        self._written: dict[int, object] = {}
+        self._buffers: OrderedDict[tuple[int, int], mx.array] = OrderedDict()
+        self._written: dict[tuple[int, int], object] = {}
         self._max_sizes = max_sizes
 
     def mask(self, visible: mx.array, committed: int, capacity: int, key: object) -> mx.array:
-        """[R, R + committed] bool view.
+        """[R, C + committed] bool view.
 
         Args:
-            visible: [R, R] bool, the step's rows among themselves.
+            visible: [R, C] bool, the step's rows among themselves; C is R unless some rows only
+                are seen.
             committed: L, tokens in the cache.
             capacity: tokens that the cache has room for; the mask grows with it.
             key: names the content of `visible`; None if it may differ every time.
         """
-        rows = visible.shape[0]
-        buffer = self._buffer(rows, rows + capacity)
-        if key is None or self._written.get(rows) is not key:
-            buffer[:, :rows] = visible
-            self._written[rows] = key
-        self._buffers[rows] = buffer
-        return buffer[:, : rows + committed]
+        rows, columns = visible.shape
+        shape = rows, columns
+        buffer = self._buffer(shape, columns + capacity)
+        if key is None or self._written.get(shape) is not key:
+            buffer[:, :columns] = visible
+            self._written[shape] = key
+        self._buffers[shape] = buffer
+        return buffer[:, : columns + committed]
 
-    def _buffer(self, rows: int, columns: int) -> mx.array:
-        buffer = self._buffers.pop(rows, None)
-        if buffer is None or buffer.shape[1] < columns:
-            buffer = mx.ones((rows, columns), mx.bool_)
-            self._written.pop(rows, None)
+    def _buffer(self, shape: tuple[int, int], width: int) -> mx.array:
+        buffer = self._buffers.pop(shape, None)
+        if buffer is None or buffer.shape[1] < width:
+            buffer = mx.ones((shape[0], width), mx.bool_)
+            self._written.pop(shape, None)
         while len(self._buffers) >= self._max_sizes:
             dropped, _ = self._buffers.popitem(last=False)
             self._written.pop(dropped, None)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .backbone import Backbone, LMHead, decoder_path
-from .config import TreeConfig
-from .draft import rank_candidates
+from .backbone import Backbone, LMHead
+from .config import DrafterKind, TreeConfig
+from .draft import num_trained, rank_candidates
 from .errors import InputError
 from .shapes import expect_shape
 from .tree import Tree, draft_topology, grow_tree
@@ -94,13 +95,18 @@ class MedusaHeads:
     Attributes:
         config: as given.
         draft_vocab: [Vd] int32, the token of each column of the logits; None for all.
+        drafter: the name under which they draft.
+        num_parameters: weights of their own.
     """
+
+    drafter: DrafterKind = "medusa"
 
     def __init__(
         self, config: MedusaConfig, tensors: Mapping[str, mx.array], backbone: Backbone
     ) -> None:
         self.config = config
         self.draft_vocab = tensors.get("draft_vocab")
+        self.num_parameters = num_trained(tensors)
         heads, layers = range(config.num_heads), range(config.num_layers)
         self._shared = list(config.shared_heads)
         self._own = [head for head in heads if head not in self._shared]
@@ -119,7 +125,7 @@ class MedusaHeads:
         self._lm_head: LMHead | None = None
         if self._shared:
             vocab = self.draft_vocab
-            self._lm_head = lm_head(backbone) if vocab is None else backbone.draft_head(vocab)
+            self._lm_head = backbone.lm_head if vocab is None else backbone.draft_head(vocab)
         order = [*self._own, *self._shared]
         self._places = None if order == sorted(order) else mx.array([order.index(h) for h in heads])
         mx.eval(self._blocks, self._matrices, self._places)
@@ -175,6 +181,15 @@ class MedusaHeads:
         return replace(tree, width=min(width, self.draft_vocab_size))
 
 
+def carries_heads(folder: Path) -> bool:
+    """Whether a model's own weights hold Medusa heads (Medusa-2). Reads their names alone."""
+    for path in folder.glob("model*.safetensors"):
+        tensors: Any = mx.load(str(path))
+        if any(name.startswith(PREFIX) for name in tensors):
+            return True
+    return False
+
+
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     """mlx-lm's classes of a model that may carry Medusa heads in its own weights (Medusa-2).
 
@@ -191,14 +206,3 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
             return super().sanitize(kept) if hasattr(model, "sanitize") else kept
 
     return WithoutHeads, args
-
-
-def lm_head(backbone: Backbone) -> LMHead:
-    """The base model's LM head, tied, packed or plain, without the final norm before it."""
-    model: Any = backbone.model
-    head = getattr(model, "lm_head", None)
-    if head is not None:
-        return head
-    for name in decoder_path(model).split("."):
-        model = getattr(model, name)
-    return model.embed_tokens.as_linear

@@ -22,14 +22,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from .config import MAX_TREE_NODES
-from .draft import rank_candidates
+from .config import MAX_TREE_NODES, DrafterKind
+from .draft import num_trained, rank_candidates
 from .errors import InputError
 from .shapes import expect_shape
 from .tree import Topology, Tree, clip_edges, top_nodes
 
 DEFAULT_WIDTHS = (6, 3, 2)
 """Branches at each stage in the paper's experiments (section 4.1)."""
+
+DEFAULT_CANDIDATES = 5
+"""Of the published format."""
 
 MODEL_TYPE, PREFIX = "mlp_speculator", "speculator."
 """Of the published format: what config.json calls it, and what its tensors' names begin with."""
@@ -104,6 +107,11 @@ class MlpSpeculatorConfig:
         return self.top_k_tokens_per_head or default[: self.n_predict]
 
     @property
+    def candidates(self) -> int:
+        """k, whole candidates to keep: as the settings say, or the format's default."""
+        return self.n_candidates or DEFAULT_CANDIDATES
+
+    @property
     def state_weight(self) -> float:
         """By which a stage multiplies the state before it."""
         return 0.5 ** (0.5 / self.n_predict)
@@ -157,11 +165,16 @@ class MlpSpeculator:
     Attributes:
         config: as given.
         draft_vocab: [Vd] int32, the token of each column of the logits; None for all.
+        drafter: the name under which it drafts.
+        num_parameters: weights, those that stages share counted once.
     """
+
+    drafter: DrafterKind = "mlp-speculator"
 
     def __init__(self, config: MlpSpeculatorConfig, tensors: Mapping[str, mx.array]) -> None:
         self.config = config
         self.draft_vocab = tensors.get("draft_vocab")
+        self.num_parameters = num_trained(tensors)
         self._tensors = tensors
 
     @property

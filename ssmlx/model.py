@@ -11,11 +11,17 @@ from typing import Any
 
 import mlx.core as mx
 
+from .accept import Acceptance
 from .backbone import Backbone, LMHead
-from .cache import TreeCache
+from .cache import StreamCache, TreeCache
 from .config import StreamConfig
 from .lora import RowScope
-from .masks import MaskBuffer, stream_positions, stream_visibility
+from .masks import (
+    MaskBuffer,
+    second_pass_visibility,
+    stream_positions,
+    stream_visibility,
+)
 from .rotation import ValueRotation
 from .shapes import expect_shape
 from .tree import Tree
@@ -86,6 +92,7 @@ class StreamFusedModel:
         self.streams = streams
         self._scope = scope or RowScope()
         self._lower_masks, self._upper_masks = MaskBuffer(), MaskBuffer()
+        self._second_masks = MaskBuffer()
         self._rotation: ValueRotation | None = None
         self._draft_head: LMHead | None = None
         if config is not None and streams is not None:
@@ -163,6 +170,10 @@ class StreamFusedModel:
         """
         if num_streams == 0:
             return hidden
+        return mx.concatenate([hidden, self.start_streams(hidden, num_streams)], axis=1)
+
+    def start_streams(self, hidden: mx.array, num_streams: int) -> mx.array:
+        """[1, M * G, D] the streams' rows alone of `hidden` [1, M, D]; see `insert`."""
         assert self.streams is not None and self.config is not None
         _, num_nodes, size = hidden.shape
         start = hidden
@@ -174,8 +185,7 @@ class StreamFusedModel:
             rows = mx.repeat(start, num_streams, axis=1)
         else:
             rows = start[:, :, None, :] + self.streams.embeddings[:num_streams]
-        rows = rows.reshape(1, num_nodes * num_streams, size).astype(hidden.dtype)
-        return mx.concatenate([hidden, rows], axis=1)
+        return rows.reshape(1, num_nodes * num_streams, size).astype(hidden.dtype)
 
     def upper(self, rows: mx.array, tree: Tree, cache: TreeCache, num_streams: int) -> mx.array:
         """[1, M * (1 + G), D] last hidden states of nodes and streams (eqs. 1 and 2).
@@ -197,4 +207,39 @@ class StreamFusedModel:
         if self._scope.first == 0:
             return self.backbone.run(rows, layers.start, layers.stop, mask, views)
         with self._scope.starting_at(num_nodes):
+            return self.backbone.run(rows, layers.start, layers.stop, mask, views)
+
+    def second_pass(
+        self,
+        hidden: mx.array,
+        acceptance: Acceptance,
+        cache: TreeCache,
+        stream_cache: StreamCache,
+        num_streams: int,
+    ) -> mx.array:
+        """[1, G, D] last hidden states of the streams of the last accepted node alone (eq. 2).
+
+        What `upper` computes for them beside every node's, in a pass of its own after the tree
+        is verified. Call it between the cache's `commit` and its `advance`.
+
+        Args:
+            hidden: [1, M, D] the nodes before the insertion layer.
+            acceptance: how far the tree held.
+            cache: where the accepted path was committed.
+            stream_cache: of the layers from `insertion_layer` on.
+            num_streams: G, at most as many as were trained.
+        """
+        stream_cache.follow(cache, num_streams)
+        rows = self.start_streams(hidden[:, acceptance.last], num_streams)
+        ahead = mx.arange(1, num_streams + 1)
+        positions = acceptance.num_accepted + (cache.offset + ahead)
+        length = acceptance.path.shape[0]
+        visible = second_pass_visibility(acceptance.num_accepted, length, num_streams)
+        mask = self._second_masks.mask(visible, cache.offset, cache.capacity, None)
+        layers = stream_cache.layers
+        rotate = None
+        if self._rotation is not None:
+            rotate = partial(self._rotation.turn, num_streams=num_streams)
+        views = [stream_cache.view(layer, positions, rotate) for layer in layers]
+        with self._scope.starting_at(0):
             return self.backbone.run(rows, layers.start, layers.stop, mask, views)

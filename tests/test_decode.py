@@ -378,7 +378,7 @@ def test_sampling_draws_from_the_target(monkeypatch):
     assert p_value(sampled_counts(seed=0, draws=150)[0], probs) < 1e-6
 
 
-@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+@pytest.mark.parametrize("decoding", ["plain", "fused", "second-pass"])
 def test_neither_loop_copies_the_cache(decoding):
     model = make_model("llama")
     cache = model.make_cache(64)
@@ -386,7 +386,8 @@ def test_neither_loop_copies_the_cache(decoding):
     if decoding == "plain":
         steps = plain_decode(model, [1, 2, 3], cache)
     else:
-        drafter = StreamDrafter(model, TreeConfig(kind="full", width=2), model.num_streams)
+        tree = TreeConfig(kind="full", width=2)
+        drafter = StreamDrafter(model, tree, model.num_streams, decoding)
         steps = streaming_decode(model, [1, 2, 3], cache, drafter=drafter)
     for _ in range(3):
         next(steps)

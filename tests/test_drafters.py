@@ -19,18 +19,21 @@ from tiny import (
     make_tokenizer,
     tree_from_parents,
 )
+from tiny_heads import make_heads
 
 import ssmlx
 from ssmlx import decode
 from ssmlx.accept import Acceptance, accept
 from ssmlx.api import GenerateConfig, make_drafter, required_scratch, stream_generate, token_steps
 from ssmlx.backbone import Backbone
+from ssmlx.cache import TreeCache
 from ssmlx.cli import generate
 from ssmlx.config import (
     DraftModelConfig,
     LookaheadConfig,
     PromptLookupConfig,
     PruneConfig,
+    SpeculatorTreeConfig,
     TreeConfig,
 )
 from ssmlx.draft import Verified
@@ -46,6 +49,7 @@ from ssmlx.tree import PAD_TOKEN, comb_topology
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)
+FEW_TOKENS = (0, 1, 2, 4, 7, 8, 12)
 SMALL_LOOKAHEAD = LookaheadConfig(window=3, ngram=3, guesses=3)
 
 
@@ -61,7 +65,10 @@ def streams_model(seed=0):
 
 def drafter_settings(seed=0):
     """Settings of `GenerateConfig` by name; the draft model is another than the target."""
-    draft = DraftModel(make_base(seed=seed + 50))
+    draft, backbone = DraftModel(make_base(seed=seed + 50)), bare_model(seed).backbone
+    medusa = make_heads("medusa", backbone, num_layers=2, shared_heads=(1,))
+    speculator = make_heads("mlp-speculator", backbone, top_k_tokens_per_head=(4, 3, 2))
+    few = make_heads("mlp-speculator", backbone, vocab=FEW_TOKENS, tie_weights=True)
     return {
         "streams": {"drafter": "streams", "tree": TreeConfig(size=8)},
         "streams, budget": {"drafter": "streams", "prune": BUDGET},
@@ -71,10 +78,21 @@ def drafter_settings(seed=0):
         "draft-model": {"draft_model": draft},
         "draft-model, wide": {"draft_model": draft, "draft": DraftModelConfig(width=3)},
         "draft-model, budget": {"draft_model": draft, "prune": BUDGET},
+        "medusa": {"heads": medusa},
+        "medusa, full": {"heads": medusa, "tree": TreeConfig(kind="full", width=2)},
+        "medusa, few tokens": {"heads": make_heads("medusa", backbone, vocab=FEW_TOKENS)},
+        "medusa, budget": {"heads": medusa, "prune": BUDGET},
+        "mlp-speculator": {"heads": speculator},
+        "mlp-speculator, few tokens": {
+            "heads": few,
+            "speculator_tree": SpeculatorTreeConfig(size=9),
+        },
+        "mlp-speculator, threshold": {"heads": speculator, "prune": THRESHOLD},
     }
 
 
 DRAFTERS = tuple(drafter_settings())
+WITHOUT_STREAMS = ("prompt-lookup", "lookahead", "draft-model", "medusa", "mlp-speculator")
 
 
 def written(model, prompt, count, config):
@@ -107,7 +125,7 @@ def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
             assert tokens == expected, (seed, prompt)
 
 
-@pytest.mark.parametrize("name", ["prompt-lookup", "lookahead", "draft-model"])
+@pytest.mark.parametrize("name", WITHOUT_STREAMS)
 def test_a_model_without_streams_gets_a_drafter(name):
     model, settings = bare_model(), drafter_settings()[name]
     expected, _ = written(model, [3, 1, 4], 16, GenerateConfig())
@@ -116,10 +134,10 @@ def test_a_model_without_streams_gets_a_drafter(name):
     drafter = make_drafter(model, GenerateConfig(**settings))
     assert max(lengths) <= 1 + drafter.num_levels
     assert required_scratch(model, GenerateConfig(**settings)) == drafter.max_nodes
-    assert (drafter.num_parameters > 0) == (name == "draft-model")
+    assert (drafter.num_parameters > 0) == (name not in ("prompt-lookup", "lookahead"))
 
 
-@pytest.mark.parametrize("name", ["prompt-lookup", "lookahead", "draft-model"])
+@pytest.mark.parametrize("name", WITHOUT_STREAMS)
 def test_turns_share_cache_text_and_draft_model(name):
     """What a cache holds is told as context; a draft model's cache is kept as far as it holds."""
     model, cache, history = bare_model(), bare_model().make_cache(), []
@@ -257,8 +275,8 @@ def verified_root(token):
     """What a call on a bare root leaves that `token` follows."""
     target = mx.array([token])
     accepted = Acceptance(mx.array([0]), target, mx.array([0]))
-    hidden = mx.zeros((1, 1, 2))
-    return Verified(tree_from_parents([0], [0]), target, accepted, hidden, hidden[:, :0])
+    hidden, tree = mx.zeros((1, 1, 2)), tree_from_parents([0], [0])
+    return Verified(tree, target, accepted, hidden, hidden[:, :0], hidden, TreeCache(1))
 
 
 def test_prompt_lookup_takes_the_longest_then_the_newest():
@@ -310,6 +328,7 @@ def test_what_does_not_fit_is_refused():
     cases = {
         "no streams": {"drafter": "streams"},
         "without a draft model": {"drafter": "draft-model"},
+        "medusa without heads": {"drafter": "medusa"},
         "no pruning adapter": {"drafter": "prompt-lookup", "prune": BUDGET},
         "reach the target whole": {"drafter": "lookahead", "prune": BUDGET},
     }
@@ -339,6 +358,11 @@ def test_another_vocabulary_is_refused():
 # --- Statistics: one long text of a model whose next token depends on the last one alone ---
 
 DRAWS = 3000
+SAMPLED = [
+    name
+    for name in DRAFTERS
+    if name not in ("draft-model, budget", "medusa, full", "medusa, budget")
+]
 DISTRIBUTIONS = {"T=1": {"temp": 1.0}, "T=0.7, top-k 10": {"temp": 0.7, "top_k": 10}}
 
 
@@ -383,7 +407,7 @@ def sampled_text(name, settings, count, seed=5):
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("name", [n for n in DRAFTERS if n != "draft-model, budget"])
+@pytest.mark.parametrize("name", SAMPLED)
 def test_every_drafter_samples_from_the_target(name, distribution):
     settings = DISTRIBUTIONS[distribution]
     # One seed would give one text, whatever drafts.
@@ -395,7 +419,7 @@ def test_every_drafter_samples_from_the_target(name, distribution):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["prompt-lookup", "draft-model"])
+@pytest.mark.parametrize("name", ["prompt-lookup", "draft-model", "medusa", "mlp-speculator"])
 def test_a_hundred_thousand_draws(name):
     probs = transition_probs({"temp": 1.0})
     texts = [sampled_text(name, {"temp": 1.0}, 2000, seed)[0] for seed in range(50)]
@@ -413,7 +437,7 @@ def accept_first_child(tree, target_tokens):
     return Acceptance(path, tokens, tree.depths[path[-1:]])
 
 
-@pytest.mark.parametrize("name", ["prompt-lookup", "draft-model"])
+@pytest.mark.parametrize("name", ["prompt-lookup", "draft-model", "medusa", "mlp-speculator"])
 def test_a_wrong_acceptance_is_found(name, monkeypatch):
     monkeypatch.setattr(decode, "accept", accept_first_child)
     text, _ = sampled_text(name, {"temp": 1.0}, 600)

@@ -422,6 +422,35 @@ def test_folders_and_names_are_swapped_without_loading_the_base_again(base, shel
     assert len(loads) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_merged_weights_are_in_memory_once_and_come_back_from_the_folder(base, shelf, dtype):
+    fresh = leaves(ssmlx.load(str(base), dtype=dtype)[0].backbone)
+    model, _ = ssmlx.load(str(base), adapter="sql", dtype=dtype)
+    merged = leaves(model.backbone)
+    replaced = model.backbone.replaced
+    assert replaced and set(replaced.values()) == {None}
+    assert {name.removesuffix(".weight") for name in fresh if not same(fresh, merged, name)} == set(
+        replaced
+    )
+    back = leaves(ssmlx.swap_adapter(model, None).backbone)
+    assert fresh.keys() == back.keys() and all(same(fresh, back, name) for name in fresh)
+
+
+def same(left, right, name):
+    return bool(mx.array_equal(left[name], right[name]))
+
+
+def test_a_model_whose_folder_is_gone_keeps_its_adapter(base, shelf, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "moved")
+    model, tokenizer = ssmlx.load(str(folder), adapter="sql", dtype="float32")
+    before = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0]
+    shutil.rmtree(folder)
+    for name in ("e2e", None):
+        with pytest.raises(InputError):
+            ssmlx.swap_adapter(model, name)
+        assert answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0] == before
+
+
 @pytest.mark.parametrize("file", ["streams_config.json", "streams.safetensors"])
 def test_a_broken_folder_is_not_swapped_in(base, shelf, tmp_path, file):
     broken = shutil.copytree(shelf / "sql", tmp_path / "broken")

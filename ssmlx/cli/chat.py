@@ -38,6 +38,7 @@ EPILOG = """examples:
   python -m ssmlx.chat
   python -m ssmlx.chat --adapter adapters/sql --tree best --tree-size 16
   python -m ssmlx.chat --adapter none --drafter prompt-lookup
+  python -m ssmlx.chat --heads heads/medusa
   echo "What is a monsoon?" | python -m ssmlx.chat
 
 Ctrl-C stops a reply and keeps the chat; Ctrl-D or /quit leaves. Replies go to standard output,

@@ -17,12 +17,15 @@ from ..config import (
     DEFAULT_MODEL,
     DRAFTERS,
     DTYPES,
+    HEAD_DRAFTERS,
+    STREAM_SCHEDULES,
     AcceptanceConfig,
     DraftModelConfig,
     LookaheadConfig,
     PromptLookupConfig,
     PruneConfig,
     SamplingConfig,
+    SpeculatorTreeConfig,
     TreeConfig,
 )
 from ..errors import InputError
@@ -96,7 +99,10 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     )
     add_sampling_options(parser.add_argument_group("sampling (exact with every drafter)"))
     add_drafter_options(parser.add_argument_group("drafting (streaming only)"))
-    add_tree_options(parser.add_argument_group("draft tree (streams only; --prune: most drafters)"))
+    add_head_options(parser.add_argument_group("drafting heads (streaming only)"))
+    add_tree_options(
+        parser.add_argument_group("draft tree (streams and Medusa heads; --prune: most drafters)")
+    )
 
 
 def add_sampling_options(group: argparse._ArgumentGroup) -> None:
@@ -154,7 +160,8 @@ def add_drafter_options(group: argparse._ArgumentGroup) -> None:
         choices=DRAFTERS,
         help="streams: the adapter's; prompt-lookup: what followed the last tokens where they "
         "stood before; lookahead: Jacobi iterations and their n-grams; draft-model: a smaller "
-        "model (default: draft-model with --draft-model, else streams with an adapter)",
+        "model; medusa and mlp-speculator: small trained heads (default: draft-model with "
+        "--draft-model, what the heads are with --heads, else streams with an adapter)",
     )
     group.add_argument(
         "--draft-model", metavar="MODEL",
@@ -209,13 +216,47 @@ def add_drafter_options(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
+def add_head_options(group: argparse._ArgumentGroup) -> None:
+    """Which heads draft, and what. Options that another one makes meaningless have no default."""
+    group.add_argument(
+        "--heads",
+        metavar="FOLDER",
+        help="Medusa heads, each of which guesses a token further ahead, or an MLP speculator, "
+        "whose stages also see their own last guess; both start from the model's newest hidden "
+        "state, so they fit the model that they were trained on, with the same LoRA if it had "
+        "one. A folder that `python -m convert --heads` wrote",
+    )
+    group.add_argument(
+        "--speculator-widths", type=int, nargs="+", metavar="N",
+        help="the MLP speculator's guesses at each stage, for every guess of the stage before; "
+        "fewer numbers use fewer stages (default: as it was published)",
+    )  # fmt: skip
+    group.add_argument(
+        "--speculator-candidates", type=int, metavar="K",
+        help="keep the K likeliest of its whole paths, and what they pass through "
+        "(default: as it was published)",
+    )  # fmt: skip
+    group.add_argument(
+        "--speculator-size", type=int, metavar="N",
+        help="keep its N likeliest nodes instead, whole paths or not, the root included",
+    )  # fmt: skip
+
+
 def add_tree_options(group: argparse._ArgumentGroup) -> None:
     """What to draft. Options that another one makes meaningless have no default."""
     group.add_argument(
         "--num-streams",
         type=int,
         metavar="G",
-        help="tokens to draft ahead, no more than the adapter was trained with (default: all)",
+        help="tokens that streams draft ahead, no more than the adapter was trained with "
+        "(default: all)",
+    )
+    group.add_argument(
+        "--stream-schedule",
+        choices=STREAM_SCHEDULES,
+        help="second-pass: streams of the accepted node alone, in a pass of the upper layers after "
+        "the tree is verified; fused: of every node while it is verified, as in the paper, with "
+        f"more rows and no second reading of weights (default: {STREAM_SCHEDULES[1]})",
     )
     group.add_argument(
         "--tree",
@@ -256,7 +297,7 @@ def add_tree_options(group: argparse._ArgumentGroup) -> None:
 
 
 def generate_config(args: argparse.Namespace) -> GenerateConfig:
-    """The settings that the options ask for; a draft model is loaded by `load_drafter`.
+    """The settings that the options ask for; `load_drafter` loads a draft model or heads.
 
     Raises:
         InputError: a value is out of range, or an option could have no effect.
@@ -280,6 +321,14 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
             )
         ),
         draft=DraftModelConfig(**_taken(args, num_draft_tokens=_LENGTH, width="draft_width")),
+        speculator_tree=SpeculatorTreeConfig(
+            **_taken(
+                args,
+                widths="speculator_widths",
+                candidates="speculator_candidates",
+                size="speculator_size",
+            )
+        ),
         acceptance=AcceptanceConfig(
             **_taken(args, kind="acceptance", epsilon="typical_epsilon", delta="typical_delta")
         ),
@@ -295,10 +344,11 @@ def _taken(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
 
 
 _THRESHOLD, _LENGTH = "prune_threshold", "num_draft_tokens"
-_OTHER_OPTIONS = ("decoding", "max_tokens", "num_streams", "drafter")
-_STREAM_OPTIONS = ("num_streams", "tree", "tree_width", "tree_size")
+_OTHER_OPTIONS = ("decoding", "max_tokens", "num_streams", "stream_schedule", "drafter")
+_TREE_OPTIONS = ("tree", "tree_width", "tree_size")
 _PRUNE_OPTIONS = ("prune", "prune_to", "prune_threshold")
-_TREE_OPTIONS = (*_STREAM_OPTIONS, *_PRUNE_OPTIONS)
+_STREAM_OPTIONS = ("num_streams", "stream_schedule")
+_ADAPTER_OPTIONS = (*_STREAM_OPTIONS, *_PRUNE_OPTIONS)
 _DRAFT_OPTIONS = {
     "draft_model": ("draft-model",),
     "num_draft_tokens": ("prompt-lookup", "draft-model"),
@@ -308,8 +358,16 @@ _DRAFT_OPTIONS = {
     "lookahead_window": ("lookahead",),
     "lookahead_ngram": ("lookahead",),
     "lookahead_guesses": ("lookahead",),
+    "heads": HEAD_DRAFTERS,
+    "speculator_widths": ("mlp-speculator",),
+    "speculator_candidates": ("mlp-speculator",),
+    "speculator_size": ("mlp-speculator",),
     **{name: ("streams",) for name in _STREAM_OPTIONS},
-    **{name: ("streams", "prompt-lookup", "draft-model") for name in _PRUNE_OPTIONS},
+    **{name: ("streams", "medusa") for name in _TREE_OPTIONS},
+    **{
+        name: tuple(drafter for drafter in DRAFTERS if drafter != "lookahead")
+        for name in _PRUNE_OPTIONS
+    },
 }
 _PENALTIES = ("repetition", "presence", "frequency")
 _CHANCE_OPTIONS = ("top_p", "min_p", "top_k", "seed")
@@ -322,9 +380,21 @@ _ACCEPTANCE_OPTIONS = ("acceptance", "typical_epsilon", "typical_delta")
 
 
 def _drafter_of(args: argparse.Namespace) -> str | None:
-    """The drafter that the options name; None leaves it to the model."""
+    """The drafter that the options name; None leaves it to the model.
+
+    Raises:
+        InputError: --heads names no folder of heads.
+    """
     named = getattr(args, "drafter", None)
-    return named or ("draft-model" if getattr(args, "draft_model", None) else None)
+    if named is not None:
+        return named
+    if getattr(args, "draft_model", None) is not None:
+        return "draft-model"
+    if getattr(args, "heads", None) is None:
+        return None
+    from ..heads import read_drafter
+
+    return read_drafter(args.heads)
 
 
 def _reject_idle_options(args: argparse.Namespace) -> None:
@@ -382,7 +452,9 @@ def load_from(args: argparse.Namespace, default_adapter: str | None = None) -> A
             model = swap_adapter(model, folder)
             args.adapter = default_adapter
     if model.num_streams == 0:
-        _reject(args, _TREE_OPTIONS, "a model with streams, that is an --adapter")
+        _reject(args, _ADAPTER_OPTIONS, "a model with streams, that is an --adapter")
+        if drafter != "medusa":
+            _reject(args, _TREE_OPTIONS, "a model with streams, that is an --adapter, or --heads")
         if drafter is None:
             _reject(args, _ACCEPTANCE_OPTIONS, "a drafter: an --adapter, or --drafter")
     return model, tokenizer
@@ -391,10 +463,10 @@ def load_from(args: argparse.Namespace, default_adapter: str | None = None) -> A
 def load_drafter(
     args: argparse.Namespace, config: GenerateConfig, model: Any, tokenizer: Any
 ) -> GenerateConfig:
-    """`config` with the draft model that the options name, loaded, if any; checked on `model`.
+    """`config` with the draft model or the heads that the options name; checked on `model`.
 
     Raises:
-        InputError: it cannot be loaded, has another vocabulary, or the settings do not fit.
+        InputError: they cannot be loaded, do not fit the model, or the settings do not.
     """
     from ..api import required_scratch
 
@@ -404,6 +476,10 @@ def load_drafter(
         vocab_size = model.backbone.vocab_size
         draft = load_draft_model(args.draft_model, tokenizer, vocab_size, dtype=args.dtype)
         config = replace(config, draft_model=draft)
+    if args.heads is not None:
+        from ..heads import load_heads
+
+        config = replace(config, heads=load_heads(args.heads, model))
     required_scratch(model, config)
     return config
 

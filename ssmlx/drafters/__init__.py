@@ -6,6 +6,8 @@
 | prompt lookup | `prompt_lookup.py` | no | yes |
 | lookahead decoding | `lookahead.py` | no | yes |
 | a separate model | `draft_model.py` | elsewhere | yes |
+| Medusa heads | `medusa.py` | yes | no |
+| an MLP speculator | `mlp_speculator.py` | yes | no |
 
 `ssmlx.draft` says what the loop expects of them.
 """

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import get_total_parameters, load_model
+from mlx_lm.utils import get_total_parameters
 
 from ..config import DraftModelConfig
 from ..draft import Verified
@@ -196,24 +196,11 @@ def load_draft_model(
     Raises:
         InputError: it cannot be loaded, or its vocabulary is another than the target's.
     """
-    from ..loading import cast_model, flat_rope_settings, load_words, own_classes, resolve_dtype
+    from ..loading import load_weights, load_words
     from ..registry import resolve_model
 
-    path, dtype = resolve_model(name), resolve_dtype(dtype)
-    try:
-        settings = flat_rope_settings(path)
-        model, config = load_model(path, lazy=True, model_config=settings, **own_classes(path))
-        model = cast_model(model, dtype)
-        mx.eval(model.parameters())
-    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
-        if isinstance(error, InputError):
-            raise
-        message = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"--draft-model {name} cannot be loaded ({message})",
-            expected="a whole model folder that mlx-lm can load",
-            do="download or convert it again",
-        ) from error
+    path = resolve_model(name)
+    model, config = load_weights(path, dtype, f"--draft-model {name} cannot be loaded")
     draft = DraftModel(model, f"--draft-model {name}")
     check_vocabulary(draft, load_words(path, config), tokenizer, vocab_size)
     return draft

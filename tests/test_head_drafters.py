@@ -1,0 +1,587 @@
+"""Medusa heads and the MLP speculator in the loop: their trees, what is accepted, the commands."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import sys
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+import ssmlx  # first: it prefers OpenBLAS
+
+import mlx.core as mx  # isort: skip
+from real import VOCAB as WORDS
+from real import one_line, words, write_base, write_tiny_adapter
+from tiny import (
+    VOCAB,
+    best_rank_paths,
+    first_tokens,
+    make_base,
+    make_model,
+    make_tokenizer,
+    target_of,
+)
+from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, head_config, make_heads, random_heads
+
+from ssmlx.accept import Acceptance
+from ssmlx.api import GenerateConfig, make_drafter, required_scratch, stream_generate, token_steps
+from ssmlx.backbone import Backbone
+from ssmlx.cli import chat, generate
+from ssmlx.config import PruneConfig, SpeculatorTreeConfig, TreeConfig
+from ssmlx.decode import streaming_decode
+from ssmlx.errors import InputError
+from ssmlx.heads import attach_heads, write_heads
+from ssmlx.lora import RowLora
+from ssmlx.medusa import carries_heads
+from ssmlx.mlp_speculator import num_candidate_nodes
+from ssmlx.model import StreamFusedModel
+from ssmlx.tree import root_tree
+
+PROMPT = [3, 1, 4, 1, 5]
+WIDTHS = (4, 3, 2)
+FEW_TOKENS = (0, 1, 2, 4, 7, 8, 12)
+
+
+@lru_cache(maxsize=8)
+def bare_model(architecture="llama"):
+    return StreamFusedModel(Backbone(make_base(architecture)))
+
+
+def drafted(model, config, prompt, count):
+    """The text that is written, and the tree of each call with the text that it continues."""
+    drafter, trees = make_drafter(model, config), []
+    propose = drafter.propose
+    drafter.propose = lambda verified: trees.append(propose(verified)) or trees[-1]
+    steps = streaming_decode(model, prompt, model.make_cache(), drafter=drafter)
+    tokens, lengths = first_tokens(steps, count)
+    text, seen = list(prompt), []
+    for tree, end in zip(trees, np.cumsum(lengths).tolist(), strict=True):
+        if end <= count:
+            text = [*prompt, *tokens[:end]]
+            seen.append((text, tree))
+    return tokens, seen
+
+
+def plain(model, prompt, count, **settings):
+    config = GenerateConfig(decoding="plain", **settings)
+    return first_tokens(token_steps(model, prompt, model.make_cache(), config), count)[0]
+
+
+def lengths_of(model, config, prompt, count):
+    return first_tokens(token_steps(model, prompt, model.make_cache(), config), count)[1]
+
+
+def token_paths(tree):
+    """Every node but the root, as the tokens that lead to it."""
+    tokens, depths = tree.tokens.tolist(), tree.depths.tolist()
+    rows = zip(tree.paths.tolist(), depths, strict=True)
+    return {tuple(tokens[node] for node in path[1 : depth + 1]) for path, depth in rows} - {()}
+
+
+# --- The trees ---
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("medusa", {}),
+        ("medusa", {"num_layers": 2, "shared_heads": (0, 2)}),
+        ("medusa", {"shared_heads": (0, 1, 2), "vocab": FEW_TOKENS}),
+        ("mlp-speculator", {"scale_input": True}),
+        ("mlp-speculator", {"tie_weights": True, "vocab": FEW_TOKENS}),
+    ],
+)
+def test_every_tree_is_the_heads_own(architecture, kind, settings):
+    """At every call, from mlx-lm's own hidden state of the text so far."""
+    model = bare_model(architecture)
+    heads = make_heads(kind, model.backbone, **settings)
+    tokens, seen = drafted(model, GenerateConfig(heads=heads), PROMPT, 16)
+    assert tokens == plain(model, PROMPT, 16) and len(seen) > 3
+    for text, tree in seen:
+        state = model.backbone.model.model(mx.array(text[:-1])[None])[0, -1:]
+        root = mx.array(text[-1:], mx.int32)
+        if kind == "medusa":
+            expected = heads.propose_tree(root, state, TreeConfig())
+        else:
+            expected = heads.propose_tree(root, state, candidates=5)
+        assert tree.tokens.tolist() == expected.tokens.tolist()
+        assert tree.paths.tolist() == expected.paths.tolist()
+        assert tree.depths.tolist() == expected.depths.tolist()
+        assert set(tree.tokens.tolist()[1:]) <= set(settings.get("vocab", range(VOCAB)))
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_drafting_waits_for_nothing(kind):
+    """MLX refuses to read a value while it traces a function."""
+    model = bare_model()
+    heads = make_heads(kind, model.backbone, vocab=FEW_TOKENS)
+
+    config = GenerateConfig(heads=heads)
+    seen = []
+    drafter = make_drafter(model, config)
+    drafter.propose = lambda verified: seen.append(verified) or root_tree(verified.root)
+    steps = streaming_decode(model, PROMPT, model.make_cache(), drafter=drafter)
+    next(steps)
+
+    def draft(drafter, root, hidden):
+        accepted = Acceptance(mx.array([0]), root, mx.array([0]))
+        tree = drafter.propose(replace(seen[0], acceptance=accepted, node_hidden=hidden))
+        return tree.tokens, tree.depths, tree.paths
+
+    def compiled(drafter):
+        return mx.compile(lambda root, hidden: draft(drafter, root, hidden))
+
+    state = mx.random.normal((1, 1, model.backbone.hidden_size), key=mx.random.key(0))
+    given = mx.array([7], mx.int32), state
+    drafter = make_drafter(model, config)
+    for found, expected in zip(compiled(drafter)(*given), draft(drafter, *given), strict=True):
+        assert found.tolist() == expected.tolist()
+    reader = make_drafter(model, GenerateConfig(drafter="prompt-lookup"))
+    with pytest.raises(ValueError, match="eval"):
+        compiled(reader)(*given)
+
+
+def test_what_the_drafters_say_of_themselves():
+    model = bare_model()
+    size, inner = model.backbone.hidden_size, 24
+    blocks, matrix = size * size + size, VOCAB * size
+    medusa = make_heads("medusa", model.backbone, num_layers=2, shared_heads=(1,))
+    tied = make_heads("mlp-speculator", model.backbone, tie_weights=True, vocab=FEW_TOKENS)
+    once = 2 * inner + (VOCAB + len(FEW_TOKENS) + size + inner) * inner
+    full = TreeConfig(kind="full", width=2)
+    for settings, levels, nodes, parameters in (
+        ({"heads": medusa}, 3, 16, 6 * blocks + 2 * matrix),
+        ({"heads": medusa, "tree": full}, 3, 15, 6 * blocks + 2 * matrix),
+        ({"heads": tied}, 3, 16, once),  # 1 + 5 + 5 + 5 of 6 x 3 x 2
+        (speculator(tied, widths=[2, 2]), 2, 7, once),
+        (speculator(tied, widths=[3, 3], candidates=2), 2, 5, once),
+        (speculator(tied, size=9), 3, 9, once),
+        (speculator(tied, widths=(1,), size=9), 1, 2, once),
+    ):
+        config = GenerateConfig(**settings)
+        drafter = make_drafter(model, config)
+        assert (drafter.num_levels, drafter.max_nodes) == (levels, nodes)
+        assert (drafter.num_parameters, drafter.num_streams) == (parameters, 0)
+        assert required_scratch(model, config) == nodes
+        *_, last = stream_generate(model, make_tokenizer(), PROMPT, config, max_tokens=5)
+        assert drafter.draft_calls == last.draft_calls == 0
+        for _, tree in drafted(model, config, PROMPT, 8)[1]:
+            assert tree.num_nodes == nodes and int(tree.depths.max().item()) <= levels
+
+
+def speculator(heads, **tree):
+    return {"heads": heads, "speculator_tree": SpeculatorTreeConfig(**tree)}
+
+
+def test_published_settings_are_the_default_tree():
+    model = bare_model()
+    heads = make_heads(
+        "mlp-speculator", model.backbone, top_k_tokens_per_head=WIDTHS, n_candidates=8
+    )
+    drafter = make_drafter(model, GenerateConfig(heads=heads))
+    assert drafter.max_nodes == num_candidate_nodes(WIDTHS, 8)
+
+
+# --- Constructed acceptance ---
+
+
+@lru_cache(maxsize=1)
+def cycle_model():
+    """t is followed by (t + 1) % VOCAB, and its hidden state is along axis t."""
+    model = make_base()
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
+        layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
+    size = model.args.hidden_size
+    model.model.embed_tokens.weight = mx.eye(VOCAB, size)
+    model.model.norm.weight = mx.ones(size)
+    model.lm_head.weight = 5 * mx.eye(VOCAB, size)[(mx.arange(VOCAB) - 1) % VOCAB]
+    return StreamFusedModel(Backbone(model))
+
+
+CHAIN = {"tree": TreeConfig(kind="full", width=1), **speculator(None, widths=(1,) * LEVELS)}
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("chain", [False, True])
+def test_heads_that_know_the_target_are_accepted_whole(kind, chain):
+    model = cycle_model()
+    heads = cycle_heads(kind, model.backbone)
+    config = GenerateConfig(**{**(CHAIN if chain else {}), "heads": heads})
+    count = 1 + 6 * (LEVELS + 1)
+    responses = list(stream_generate(model, make_tokenizer(), [4], config, max_tokens=count))
+    assert [len(response.tokens) for response in responses] == [1] + [LEVELS + 1] * 6
+    tokens = [token for response in responses for token in response.tokens]
+    assert tokens == [(5 + index) % VOCAB for index in range(count)]
+    assert responses[-1].tokens_per_call == pytest.approx(count / 7)
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("num_right", range(LEVELS))
+def test_acceptance_ends_where_the_heads_go_wrong(kind, num_right):
+    model = cycle_model()
+    heads = cycle_heads(kind, model.backbone, num_right=num_right)
+    config = GenerateConfig(**{**CHAIN, "heads": heads})
+    assert lengths_of(model, config, [4], 1 + 6 * (num_right + 1)) == [1] + [num_right + 1] * 6
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_acceptance_ends_where_the_draft_vocabulary_does(kind):
+    model = cycle_model()
+    heads = cycle_heads(kind, model.backbone, vocab=FEW_TOKENS)
+    config = GenerateConfig(**{**CHAIN, "heads": heads})
+    lengths, token = [1], 5
+    while sum(lengths) < 40:
+        ahead = [(token + 1 + level) % VOCAB for level in range(LEVELS)]
+        right = next((n for n, t in enumerate(ahead) if t not in FEW_TOKENS), LEVELS)
+        lengths.append(right + 1)
+        token = (token + right + 1) % VOCAB
+    assert len(set(lengths[1:])) > 2
+    assert lengths_of(model, config, [4], sum(lengths)) == lengths
+
+
+# --- Long contexts, adapters ---
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 5, "repetition_penalty": 1.3}])
+def test_a_long_prompt(kind, sampling):
+    model = bare_model()
+    heads = make_heads(kind, model.backbone)
+    prompt = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
+    settings = {**sampling, "prefill_step_size": 64}
+    config = GenerateConfig(heads=heads, **settings)
+    tokens, _ = first_tokens(token_steps(model, prompt, model.make_cache(), config), 60)
+    assert tokens == plain(model, prompt, 60, **settings)
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("merge", [False, True])
+def test_heads_of_an_adapted_model(kind, merge):
+    """LoRA of scope "all": the heads see the adapted model's states, and fit the base's name."""
+    heads = random_heads(kind, bare_model().backbone)
+    model = make_model("llama", "all", merge_lora=merge)
+    kinds = {type(module) for module in model.backbone.model.modules()}
+    assert model.backbone.replaced and (RowLora in kinds) != merge
+    attached = attach_heads(heads, model.backbone)
+    config = GenerateConfig(heads=attached, prune=PruneConfig(kind="budget", keep=6))
+    assert config.resolved_drafter(model) == attached.drafter == kind
+    oracle = StreamFusedModel(Backbone(target_of("llama", "all")))
+    expected = plain(oracle, PROMPT, 20)
+    tokens, seen = drafted(model, config, PROMPT, 20)
+    assert tokens == expected == plain(model, PROMPT, 20) != plain(bare_model(), PROMPT, 20)
+    for text, tree in seen:
+        state = oracle.backbone.model.model(mx.array(text[:-1])[None])[0, -1:]
+        root = mx.array(text[-1:], mx.int32)
+        more = (TreeConfig(),) if kind == "medusa" else (None, None)
+        chosen = {} if kind == "medusa" else {"candidates": 5}
+        assert token_paths(tree) == token_paths(attached.propose_tree(root, state, *more, **chosen))
+
+
+# --- PyTorch, end to end ---
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("heads") / "base")
+
+
+@pytest.fixture(scope="module")
+def loaded(base):
+    return ssmlx.load(str(base), adapter="none", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def folders(loaded, tmp_path_factory):
+    """A folder of random heads by kind."""
+    found = {}
+    for kind in HEAD_KINDS:
+        found[kind] = tmp_path_factory.mktemp("heads") / kind
+        found[kind].mkdir()
+        write_heads(found[kind], random_heads(kind, loaded[0].backbone))
+    return found
+
+
+def reference_state(model, text):
+    """[1, D] PyTorch's hidden state of the text's last token but one, behind the final norm."""
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return model.model(torch.tensor([text[:-1]])).last_hidden_state[:, -1]
+
+
+def convert(model, backbone, folder):
+    """A reference through published files, the converter and the public loader."""
+    from convert.heads import convert_heads, save_published
+
+    save_published(model, folder / "published")
+    (folder / "mlx").mkdir()
+    write_heads(folder / "mlx", convert_heads(folder / "published", backbone, "tiny", "stored"))
+    return folder / "mlx"
+
+
+def random_reference(kind, backbone, vocab):
+    torch = pytest.importorskip("torch")
+    from convert.medusa import MedusaReference
+    from convert.mlp_speculator import MlpSpeculatorReference
+
+    config = head_config(kind, backbone, vocab)
+    make = MedusaReference if kind == "medusa" else MlpSpeculatorReference
+    model = make(config, None if vocab is None else torch.tensor(vocab, dtype=torch.int32))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.4).add_(1.0 if parameter.ndim == 1 else 0.0)
+    return model.eval()
+
+
+def medusa_paths(model, state, size, vocab):
+    """The `size` - 1 likeliest nodes below the root, by brute force."""
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        best = model(state[0]).softmax(-1).sort(dim=-1, descending=True)
+    tokens = best.indices.numpy() if vocab is None else np.array(vocab)[best.indices.numpy()]
+    ranks = best_rank_paths(best.values.numpy(), size, min(size - 1, tokens.shape[1]))
+    return {tuple(int(tokens[n, rank]) for n, rank in enumerate(path)) for path in ranks} - {()}
+
+
+def speculator_paths(model, state, root, size):
+    """The same of the full tree of WIDTHS, of its scores path by path."""
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        tokens, edges = model.rank_paths(torch.tensor([root]), state, WIDTHS)
+    level, scores = [((), 0.0)], {}
+    for width, row, logprobs in zip(WIDTHS, tokens, edges, strict=True):
+        values = zip(row[0].tolist(), logprobs[0].tolist(), strict=True)
+        level = [
+            ((*level[place // width][0], token), level[place // width][1] + logprob)
+            for place, (token, logprob) in enumerate(values)
+        ]
+        scores |= dict(level)
+    return set(sorted(scores, key=lambda path: -scores[path])[: size - 1])
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("size", [4, 14])
+def test_every_tree_is_the_references(base, loaded, tmp_path, kind, reduced, size):
+    """From PyTorch's own hidden states, through published files, at every call of an answer."""
+    pytest.importorskip("torch")
+    from convert.base import load_base
+
+    model, (backbone, torch_base) = loaded[0], (loaded[0].backbone, load_base(base))
+    vocab = tuple(range(1, WORDS, 3)) if reduced else None
+    reference = random_reference(kind, backbone, vocab)
+    heads = ssmlx.load_heads(str(convert(reference, backbone, tmp_path)), model)
+    config = GenerateConfig(
+        heads=heads,
+        tree=TreeConfig(size=size),
+        speculator_tree=SpeculatorTreeConfig(widths=WIDTHS, size=size),
+    )
+    _, seen = drafted(model, config, [9, 30, 21, 45], 14)
+    assert len(seen) > 3
+    for text, tree in seen:
+        state = reference_state(torch_base, text)
+        if kind == "medusa":
+            expected = medusa_paths(reference, state, size, vocab)
+        else:
+            expected = speculator_paths(reference, state, text[-1], size)
+        assert int(tree.tokens[0].item()) == text[-1]
+        assert token_paths(tree) == expected
+
+
+# --- Medusa-2: heads among the model's own weights ---
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, sharded, capsys):
+    folder = shutil.copytree(base, tmp_path / "medusa2")
+    assert not carries_heads(folder)
+    heads = random_heads("medusa", loaded[0].backbone)
+    carried = {f"medusa_head.{name}": array for name, array in heads.tensors.items()}
+    weights = mx.load(str(base / "model.safetensors"))
+    if sharded:
+        (folder / "model.safetensors").unlink()
+        files = {"model-1-of-2.safetensors": weights, "model-2-of-2.safetensors": carried}
+        index = {name: file for file, tensors in files.items() for name in tensors}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        files = {"model.safetensors": weights | carried}
+    for file, tensors in files.items():
+        mx.save_safetensors(str(folder / file), tensors)
+    assert carries_heads(folder)
+    model, _ = ssmlx.load(str(folder), adapter="none", dtype="float32")
+    prompt = [9, 30, 21]
+    assert plain(model, prompt, 12) == plain(loaded[0], prompt, 12)
+    pytest.importorskip("torch")
+    from convert.__main__ import main
+
+    out = tmp_path / "heads"
+    command = ["--heads", str(folder), "--base", str(folder), "--out", str(out)]
+    assert main([*command, "--dtype", "float32"]) == 0
+    ask = ["--prompt", words(3), "--jsonl", "--max-tokens", "12", "--adapter", "none"]
+    capsys.readouterr()
+    answers = []
+    for more in (["--model", str(folder), "--heads", str(out)], ["--model", str(base)]):
+        assert generate.main([*ask, *more]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert answers[0] == answers[1]
+
+
+# --- What is refused ---
+
+
+def test_what_does_not_fit_is_refused():
+    model = bare_model()
+    medusa, other = (make_heads(kind, model.backbone) for kind in HEAD_KINDS)
+    cases = {
+        "--drafter mlp-speculator without heads": {"drafter": "mlp-speculator"},
+        "with heads for another drafter; expected --drafter medusa": {
+            "drafter": "mlp-speculator", "heads": medusa,
+        },
+        "with heads for another drafter; expected --drafter mlp-speculator": {
+            "drafter": "medusa", "heads": other,
+        },
+        "no pruning adapter": {"heads": other, "prune": PruneConfig(kind="budget")},
+        "2380 nodes": {"heads": medusa, "tree": TreeConfig(kind="full", width=13)},
+        "tree widths 2 x 2 x 2 x 2; expected 1 to 3": speculator(other, widths=[2] * 4),
+        "tree widths of no stage": speculator(other, widths=()),
+    }  # fmt: skip
+    for said, settings in cases.items():
+        with pytest.raises(InputError, match=said) as caught:
+            required_scratch(model, GenerateConfig(**settings))
+        assert "\n" not in str(caught.value)
+    for tree, said in (
+        ({"widths": (3, 0)}, "--speculator-widths 0; expected 1 or more"),
+        ({"candidates": 0}, "--speculator-candidates 0"),
+        ({"size": 2000}, "--speculator-size 2000; expected 1 to 1024"),
+        ({"size": 8, "candidates": 3}, "--speculator-size 8 beside --speculator-candidates 3"),
+    ):
+        with pytest.raises(InputError, match=said):
+            SpeculatorTreeConfig(**tree)
+
+
+def test_the_drafter_follows_from_what_is_loaded():
+    model = bare_model()
+    heads = make_heads("medusa", model.backbone)
+    for target in (model, make_model("llama", "streams")):
+        assert GenerateConfig(heads=heads).resolved_drafter(target) == "medusa"
+        assert GenerateConfig(heads=heads, decoding="plain").resolved_drafter(target) is None
+        lookup = GenerateConfig(heads=heads, drafter="prompt-lookup")
+        assert lookup.resolved_drafter(target) == "prompt-lookup"
+
+
+# --- The commands ---
+
+
+@pytest.fixture
+def run(base, capsys):
+    """Answer a prompt; gives the record, or the line of a refusal."""
+
+    def run(*args, model=base, prompt="w1 w2"):
+        ask = ["--model", str(model), "--prompt", prompt, "--jsonl", "--max-tokens", "10"]
+        code = generate.main([*ask, *map(str, args)])
+        out, err = capsys.readouterr()
+        return json.loads(out) if code == 0 else (code, one_line(err, "ssmlx.generate"))
+
+    return run
+
+
+def test_the_command_drafts_with_heads(run, folders, base, tmp_path):
+    expected = run("--decoding", "plain")["tokens"]
+    for kind, options in (
+        ("medusa", ("--tree", "full", "--tree-width", 2)),
+        ("medusa", ("--drafter", "medusa", "--tree-size", 9)),
+        ("mlp-speculator", ("--speculator-widths", 3, 2, "--speculator-candidates", 4)),
+        ("mlp-speculator", ("--drafter", "mlp-speculator", "--speculator-size", 7)),
+    ):
+        record = run("--heads", folders[kind], *options)
+        assert record["tokens"] == expected and record["draft_calls"] == 0
+        assert record["target_calls"] <= 10
+    adapter = write_tiny_adapter(tmp_path / "adapter", base)
+    adapted = run("--adapter", adapter, "--decoding", "plain")["tokens"]
+    assert adapted != expected
+    for kind, folder in folders.items():
+        record = run(
+            "--adapter", adapter, "--heads", folder, "--drafter", kind, "--prune", "budget"
+        )
+        assert record["tokens"] == adapted
+
+
+IDLE = {
+    "--drafter streams": "--heads would do nothing here; expected --drafter medusa or mlp-spec",
+    "--draft-model x": "--heads would do nothing here; expected --drafter medusa or mlp-spec",
+    "--decoding plain": "--heads would do nothing here; expected streaming decoding",
+    "--num-streams 2": "--num-streams would do nothing here; expected --drafter streams",
+    "--speculator-size 3": "--speculator-size would do nothing here; expected --drafter mlp-spec",
+    "--speculator-widths 3 2": "--speculator-widths would do nothing here",
+    "--lookup-size 4": "--lookup-size would do nothing here; expected --drafter prompt-lookup",
+    "--prune budget": "--prune would do nothing here; expected a model with streams",
+}
+
+
+@pytest.mark.parametrize("options", IDLE)
+def test_idle_options_are_refused(run, folders, options):
+    code, said = run("--heads", folders["medusa"], *options.split())
+    assert code == 2 and IDLE[options] in said
+
+
+def test_wrong_heads_are_refused(run, folders, tmp_path):
+    speculators = folders["mlp-speculator"]
+    other = write_base(tmp_path / "other", norm=1.5)
+    for (code, said), expected in (
+        (run("--drafter", "medusa"), "--drafter medusa without heads; expected --heads; give"),
+        (run("--heads", tmp_path / "nowhere"), "no heads folder"),
+        (run("--heads", other), "heads_config.json does not exist"),
+        (run("--heads", speculators, "--tree-size", 4), "--tree-size would do nothing here"),
+        (run("--heads", speculators, "--drafter", "medusa"), "with heads for another drafter"),
+        (run("--heads", speculators, "--speculator-size", 0), "--speculator-size 0"),
+        (
+            run("--heads", speculators, "--speculator-widths", 9, 9, 9, 9),
+            "tree widths 9 x 9 x 9 x 9; expected 1 to 3 widths",
+        ),
+        (run("--heads", speculators, model=other), "the heads belong to another base model: "),
+    ):
+        assert code == 2 and expected in said, said
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_a_chat_with_heads(base, folders, kind, tmp_path, monkeypatch, capsys):
+    adapter = write_tiny_adapter(tmp_path / "adapter", base)
+
+    def chatted(*more):
+        lines = ["w1 w2", "/compare", f"/adapter {adapter}", "w3", "/adapter", "/stats"]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+        command = ["--model", str(base), "--max-tokens", "9", "--dtype", "float32"]
+        assert chat.main([*command, *more]) == 0
+        return capsys.readouterr()
+
+    out, err = chatted("--heads", str(folders[kind]))
+    assert out == chatted("--drafter", "prompt-lookup")[0] and out.count("\n") == 2
+    first, compared, swapped, _, current, _, stats, _ = err.splitlines()
+    assert first.startswith("[9 tokens · ") and "tokens per target call" in first
+    assert "the same tokens" in compared
+    assert swapped.startswith(f"adapter {adapter}: {kind} drafts; ") and current in swapped
+    assert stats.startswith("2 answers · 18 tokens in ")
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_a_session_reuses_its_cache(loaded, folders, kind):
+    model, tokenizer = loaded
+    heads = ssmlx.load_heads(folders[kind], model)
+    config = GenerateConfig(heads=heads, max_tokens=8, temp=1.0, seed=1)
+    session = ssmlx.ChatSession(model, tokenizer, config)
+    bare = ssmlx.ChatSession(model, tokenizer, GenerateConfig(max_tokens=8, temp=1.0, seed=1))
+    for text in ("w1 w2", "w3", "w4 w5"):
+        *_, last = session.reply(text)
+        *_, same = bare.reply(text)
+        assert session.messages == bare.messages
+        assert last.target_calls <= same.target_calls == 8
+    assert session.totals.reused_tokens > 0 and math.isfinite(session.compare().speed_up)
+    assert session.compare().same_tokens
