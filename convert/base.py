@@ -132,10 +132,15 @@ def write_safetensors(source: Path, target: Path) -> None:
             size += sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-        for pattern in ("*.json", "*.txt", "*.jinja", "tokenizer.model"):
-            for file in source.glob(pattern):
-                if not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, folder / file.name)
+        copy_settings(source, folder)
+
+
+def copy_settings(source: Path, target: Path) -> None:
+    """Copy what a model folder holds beside its weights: settings and tokenizer."""
+    for pattern in ("*.json", "*.txt", "*.jinja", "tokenizer.model"):
+        for file in source.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, target / file.name)
 
 
 def _read_pickle(path: Path) -> dict[str, torch.Tensor]:

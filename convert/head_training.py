@@ -17,9 +17,8 @@ from torch import nn
 from ssmlx.config import TreeConfig
 from ssmlx.errors import InputError
 from ssmlx.medusa import MedusaConfig
-from ssmlx.training.batches import Batch, in_order
+from ssmlx.training.batches import Batch
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import Example
 from ssmlx.training.draft_vocab import draft_indices
 from ssmlx.training.replay import Guesses, Replay, num_candidates, replay
 from ssmlx.training.validation import answers
@@ -32,7 +31,6 @@ from .reference import StreamFusedReference
 from .training import Layout, precision
 
 _CHUNK_LOGITS = 1 << 24
-_VALIDATION_BATCH = 16
 
 HeadModel = MedusaReference | MlpSpeculatorReference
 
@@ -296,35 +294,6 @@ def accepted_depth(
             break
         beam, depth = int(agreeing[0]), depth + 1
     return depth
-
-
-class HeadValidation:
-    """Held-out examples: their losses, and the target calls that decoding them would take.
-
-    Args:
-        objective: the heads.
-        examples: held out.
-        tree_size: nodes of the trees that the replay drafts.
-    """
-
-    def __init__(
-        self, objective: HeadObjective, examples: Sequence[Example], tree_size: int
-    ) -> None:
-        self._objective, self._tree_size = objective, tree_size
-        batches = in_order(examples, _VALIDATION_BATCH)
-        self._batches = [(batch, objective.lower(batch)) for batch in batches]
-
-    def __call__(self) -> dict[str, float]:
-        """Mean losses, and tokens per call."""
-        entry: dict[str, float] = {}
-        tokens = calls = 0
-        for batch, lower in self._batches:
-            for name, value in self._objective.parts(batch, lower).items():
-                entry[f"valid_{name}"] = entry.get(f"valid_{name}", 0.0) + value
-            found = self._objective.replay(batch, lower, self._tree_size)
-            tokens, calls = tokens + found.num_tokens, calls + found.num_calls
-        entry = {name: round(value / len(self._batches), 4) for name, value in entry.items()}
-        return {**entry, "tokens_per_call": round(Replay(tokens, calls).tokens_per_call, 4)}
 
 
 def check_fits(model: HeadModel, frozen: StreamFusedReference) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ssmlx.cli.options import run
 from ssmlx.files import folder_digest
+from ssmlx.training.config import SCHEDULES
 from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
 from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_settings
 from ssmlx.training.options import (
@@ -35,6 +37,19 @@ The run saves its state as it goes. Stop it when you like: the same command goes
 with the same weights. OUT then holds a checkpoint for `python -m convert`, log.jsonl, and
 curves.png."""
 
+OPTIMISATION: dict[str, tuple[type, Any, str]] = {
+    "epochs": (float, 3.0, "passes over the data"),
+    "batch_size": (int, 16, "examples a step"),
+    "learning_rate": (float, 1e-3, "AdamW's peak rate"),
+    "warmup": (float, 0.05, "share of the steps in which the rate rises"),
+    "weight_decay": (float, 0.0, "AdamW's decay"),
+    "clip_norm": (float, 1.0, "largest gradient norm"),
+    "max_length": (int, 512, "tokens of an example; longer answers are cut, longer prompts left "
+                   "out"),
+    "seed": (int, 0, "of the weights and of the order of the data"),
+}  # fmt: skip
+"""Type, default and help of what trainers other than this one choose of `TrainConfig`."""
+
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
@@ -46,8 +61,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def add_machine_options(parser: argparse.ArgumentParser, cached: str) -> None:
-    """What PyTorch runs on, and in; `cached` is what it keeps on disk."""
+def add_optimisation_options(
+    parser: argparse.ArgumentParser, options: Mapping[str, tuple[type, Any, str]]
+) -> None:
+    """Options such as `OPTIMISATION`, and the schedule. Without a default the help says it."""
+    group = parser.add_argument_group("optimisation")
+    for name, (kind, default, text) in options.items():
+        shown = "" if default is None else " (default: %(default)s)"
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, type=kind, default=default, metavar="X", help=text + shown)
+    group.add_argument(
+        "--schedule", choices=SCHEDULES, default="cosine",
+        help="course of the rate after its warm-up (default: %(default)s)",
+    )  # fmt: skip
+
+
+def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = None) -> None:
+    """What PyTorch runs on, and in; `cached` is what it keeps on disk, if anything."""
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--device", choices=("auto", "cuda", "mps", "cpu"), default="auto",
@@ -58,7 +88,8 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str) -> None:
         help="of the frozen weights and the arithmetic; what is trained stays in float32 "
         "(default: %(default)s)",
     )  # fmt: skip
-    add_cache_option(group, cached)
+    if cached is not None:
+        add_cache_option(group, cached)
 
 
 def _lower_of(job: Job, objective: Objective, cache_gb: float) -> Any:

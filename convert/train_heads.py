@@ -12,11 +12,11 @@ from ssmlx.cli.options import make_parser, run
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
 from ssmlx.files import folder_digest
-from ssmlx.training.config import SCHEDULES, TrainConfig
+from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_settings
 from ssmlx.training.options import add_run_options, run_options
 
-from .train import add_machine_options
+from .train import OPTIMISATION, add_machine_options, add_optimisation_options
 
 if TYPE_CHECKING:
     from .head_training import HeadModel, HeadObjective
@@ -101,16 +101,12 @@ _MEDUSA_ONLY = ("num_layers", "share_lm_head", "decay")
 _SPECULATOR_ONLY = ("inner_dim", "tie_weights", "scale_input", "widths", "stage")
 _SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights", "scale_input",
           "draft_vocab_size")  # fmt: skip
-_OPTIMISATION: dict[str, tuple[type, Any, str]] = {
-    "epochs": (float, 3.0, "passes over the data"),
+_OPTIMISATION = {
+    **OPTIMISATION,
     "batch_size": (int, None, "examples a step (default: 16; 64 in stage 2)"),
     "learning_rate": (float, None, "AdamW's peak rate (default: 1e-3; 1e-4 in stage 2)"),
-    "warmup": (float, 0.05, "share of the steps in which the rate rises"),
-    "weight_decay": (float, 0.0, "AdamW's decay"),
-    "clip_norm": (float, 1.0, "largest gradient norm"),
     "max_length": (int, None, "tokens of an example; longer answers are cut, longer prompts left "
                    "out (default: 512; 256 in stage 2)"),
-    "seed": (int, 0, "of the weights and of the order of the data"),
 }  # fmt: skip
 
 
@@ -120,15 +116,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="which heads")
     add_run_options(parser)
     _add_head_options(parser)
-    group = parser.add_argument_group("optimisation")
-    for name, (kind, default, text) in _OPTIMISATION.items():
-        shown = "" if default is None else " (default: %(default)s)"
-        flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, type=kind, default=default, metavar="X", help=text + shown)
-    group.add_argument(
-        "--schedule", choices=SCHEDULES, default="cosine",
-        help="course of the rate after its warm-up (default: %(default)s)",
-    )  # fmt: skip
+    add_optimisation_options(parser, _OPTIMISATION)
     add_machine_options(parser, "the frozen model's hidden states")
     return parser.parse_args(argv)
 
@@ -408,9 +396,9 @@ def _main(args: argparse.Namespace) -> None:
 
     from ssmlx.training.record import LOG_FILE, PICTURE_FILE, Record
 
-    from .head_training import HeadObjective, HeadValidation
+    from .head_training import HeadObjective
     from .heads import save_published
-    from .training import Run, choose_device
+    from .training import ReplayValidation, Run, choose_device
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     plan = _plan(args)
@@ -425,7 +413,7 @@ def _main(args: argparse.Namespace) -> None:
     record = Record(out / LOG_FILE, state.step)
     write_settings(job, PROG, args.dtype)
     states = _states_of(args, job, objective, lora)
-    validation = HeadValidation(objective, job.valid, job.options.tree_size)
+    validation = ReplayValidation(objective, job.valid, job.options.tree_size)
     learn(job, state, states, validation, record, lambda: state.save(out / STATE_FILE, identity))
     save_published(plan.model, out, job.options.model, plan.lm_head)
     record.draw(out / PICTURE_FILE, out.name)

@@ -7,10 +7,10 @@ killed goes on from its last saved state to the same result.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from torch import nn
 
 from ssmlx.config import StreamConfig
 from ssmlx.errors import InputError
-from ssmlx.training.batches import Batch
+from ssmlx.training.batches import Batch, in_order
 from ssmlx.training.config import TrainConfig
+from ssmlx.training.data import Example
 from ssmlx.training.draft_vocab import draft_indices
-from ssmlx.training.replay import Guesses
+from ssmlx.training.replay import Guesses, Replay
 from ssmlx.training.validation import answers
 
 from .losses import linear_cross_entropy, mean_scales
@@ -29,6 +30,8 @@ from .reference import StreamFusedReference
 
 PRUNE_STRIDE = 4
 """One carrier in so many, a different one each step, teaches the pruning adapter."""
+
+_VALIDATION_BATCH = 16
 
 Lower = Callable[[Batch], torch.Tensor]
 """A batch to [B, T, D] hidden states before layer N - Ns."""
@@ -221,6 +224,49 @@ class Objective:
             Guesses(tokens[row, : len(answer)], logprobs[row, : len(answer)], answer)
             for row, answer in enumerate(answers(batch))
         ]
+
+
+class Replayed(Protocol):
+    """An objective that knows how decoding would go."""
+
+    def lower(self, batch: Batch) -> torch.Tensor:
+        """[B, T, D] what the frozen layers say."""
+        ...
+
+    def parts(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
+        """Each part of the loss in nats a token, without learning."""
+        ...
+
+    def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay:
+        """The target calls that decoding the answers would take."""
+        ...
+
+
+class ReplayValidation:
+    """Held-out examples: their losses, and the target calls that decoding them would take.
+
+    Args:
+        objective: what is trained.
+        examples: held out.
+        size: of what the replay drafts: nodes of a tree, or tokens of a chain.
+    """
+
+    def __init__(self, objective: Replayed, examples: Sequence[Example], size: int) -> None:
+        self._objective, self._size = objective, size
+        batches = in_order(examples, _VALIDATION_BATCH)
+        self._batches = [(batch, objective.lower(batch)) for batch in batches]
+
+    def __call__(self) -> dict[str, float]:
+        """Mean losses, and tokens per call."""
+        entry: dict[str, float] = {}
+        tokens = calls = 0
+        for batch, lower in self._batches:
+            for name, value in self._objective.parts(batch, lower).items():
+                entry[f"valid_{name}"] = entry.get(f"valid_{name}", 0.0) + value
+            found = self._objective.replay(batch, lower, self._size)
+            tokens, calls = tokens + found.num_tokens, calls + found.num_calls
+        entry = {name: round(value / len(self._batches), 4) for name, value in entry.items()}
+        return {**entry, "tokens_per_call": round(Replay(tokens, calls).tokens_per_call, 4)}
 
 
 class Run:

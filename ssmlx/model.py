@@ -213,33 +213,30 @@ class StreamFusedModel:
         self,
         hidden: mx.array,
         acceptance: Acceptance,
-        cache: TreeCache,
-        stream_cache: StreamCache,
+        cache: StreamCache,
         num_streams: int,
     ) -> mx.array:
         """[1, G, D] last hidden states of the streams of the last accepted node alone (eq. 2).
 
         What `upper` computes for them beside every node's, in a pass of its own after the tree
-        is verified. Call it between the cache's `commit` and its `advance`.
+        is verified.
 
         Args:
             hidden: [1, M, D] the nodes before the insertion layer.
             acceptance: how far the tree held.
-            cache: where the accepted path was committed.
-            stream_cache: of the layers from `insertion_layer` on.
+            cache: of the layers from `insertion_layer` on; it followed this step's `commit`.
             num_streams: G, at most as many as were trained.
         """
-        stream_cache.follow(cache, num_streams)
         rows = self.start_streams(hidden[:, acceptance.last], num_streams)
         ahead = mx.arange(1, num_streams + 1)
         positions = acceptance.num_accepted + (cache.offset + ahead)
         length = acceptance.path.shape[0]
         visible = second_pass_visibility(acceptance.num_accepted, length, num_streams)
         mask = self._second_masks.mask(visible, cache.offset, cache.capacity, None)
-        layers = stream_cache.layers
+        layers = cache.layers
         rotate = None
         if self._rotation is not None:
             rotate = partial(self._rotation.turn, num_streams=num_streams)
-        views = [stream_cache.view(layer, positions, rotate) for layer in layers]
+        views = [cache.view(layer, positions, rotate) for layer in layers]
         with self._scope.starting_at(0):
             return self.backbone.run(rows, layers.start, layers.stop, mask, views)

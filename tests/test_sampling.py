@@ -259,9 +259,12 @@ IDLE = (
     ("--lookahead-window 2 --drafter prompt-lookup", "--drafter lookahead"),
     ("--draft-width 2", "--drafter draft-model"),
     ("--draft-model x --drafter lookahead", "--drafter draft-model"),
-    ("--drafter lookahead --tree full", "--drafter streams"),
-    ("--draft-model x --tree-size 4", "--drafter streams"),
-    ("--drafter lookahead --prune budget", "--drafter streams or prompt-lookup or draft-model"),
+    ("--drafter lookahead --tree full", "--drafter streams or medusa"),
+    ("--draft-model x --tree-size 4", "--drafter streams or medusa"),
+    (
+        "--drafter lookahead --prune budget",
+        "--drafter streams or prompt-lookup or draft-model or medusa or mlp-speculator",
+    ),
     ("--decoding plain --drafter lookahead", "streaming decoding"),
     ("--decoding plain --acceptance typical --temp 1", "streaming decoding"),
 )

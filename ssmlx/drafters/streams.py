@@ -67,10 +67,7 @@ class StreamDrafter:
 
     def _run(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
+        self._cache.follow(verified.cache, self.num_levels)
         return self._model.second_pass(
-            verified.insertion_hidden,
-            verified.acceptance,
-            verified.cache,
-            self._cache,
-            self.num_levels,
+            verified.insertion_hidden, verified.acceptance, self._cache, self.num_levels
         )

@@ -121,8 +121,13 @@ def _add_option(group: argparse._ArgumentGroup, name: str, text: str, default: A
         group.add_argument(flag, type=type(default), metavar="X", **settings)
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Data, folder, model, template, and how often to save and to validate."""
+def add_run_options(parser: argparse.ArgumentParser, *, with_trees: bool = True) -> None:
+    """Data, folder, model, template, and how often to save and to validate.
+
+    Args:
+        parser: takes the options.
+        with_trees: whether a validation replays trees, whose size is an option then.
+    """
     group = parser.add_argument_group("run")
     group.add_argument(
         "--data", type=Path, required=True, metavar="FOLDER",
@@ -140,11 +145,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="chat, the model's chat template; raw; or a text with {prompt}, with \\n for a new "
         "line. It travels with the adapter (default: %(default)s)",
     )  # fmt: skip
+    trees = ("--tree-size", 16, "nodes of the best tree that a validation replays")
+    parser.set_defaults(tree_size=trees[1])
     for flag, default, text in (
         ("--save-every", 50, "steps between saved states"),
         ("--valid-every", 200, "steps between validations"),
         ("--valid-count", 64, "held-out examples that a validation replays"),
-        ("--tree-size", 16, "nodes of the best tree that a validation replays"),
+        *([trees] if with_trees else []),
     ):
         group.add_argument(
             flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})"

@@ -1,0 +1,120 @@
+"""`python -m convert.train_draft`: make a draft model of a base model's first layers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ssmlx.cli.options import make_parser, run
+from ssmlx.config import DraftModelConfig, read_json
+from ssmlx.errors import InputError
+from ssmlx.training.config import TrainConfig
+from ssmlx.training.job import learn, make_out, prepare, write_settings
+from ssmlx.training.options import add_run_options, run_options
+
+from .train import OPTIMISATION, add_machine_options, add_optimisation_options
+
+PROG = "convert.train_draft"
+STATE_FILE, MODEL_FOLDER = "state.pt", "model"
+EPILOG = """examples:
+  python -m convert.continuations --prompts prompts.jsonl --out data/own/train.jsonl
+  python -m convert.train_draft --data data/own --out runs/draft
+  python -m ssmlx.generate --draft-model runs/draft/model --prompt "..."
+
+The draft model has the base model's embedding and LM head, and its first layers and final norm,
+which are trained. The run saves its state as it goes. Stop it when you like: the same command
+goes on, and ends with the same weights. OUT then holds the folder `model`, log.jsonl and
+curves.png."""
+
+_OPTIMISATION = {**OPTIMISATION, "learning_rate": (float, 5e-4, "AdamW's peak rate")}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    description = "Make a small model that drafts for a model of the same vocabulary, in PyTorch."
+    parser = make_parser(PROG, description, EPILOG)
+    add_run_options(parser, with_trees=False)
+    group = parser.add_argument_group("draft model")
+    group.add_argument(
+        "--layers", type=int, default=4, metavar="K",
+        help="its layers, the first of the base model (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
+        "--num-draft-tokens", type=int, default=DraftModelConfig().num_draft_tokens, metavar="N",
+        help="tokens of the chains that a validation replays (default: %(default)s)",
+    )  # fmt: skip
+    add_optimisation_options(parser, _OPTIMISATION)
+    add_machine_options(parser)
+    return parser.parse_args(argv)
+
+
+def draft_train_config(args: argparse.Namespace) -> TrainConfig:
+    """The settings that all trainers share: no streams, and every layer trained.
+
+    Raises:
+        InputError: one of them makes no sense, or the model has fewer layers.
+    """
+    from ssmlx.registry import resolve_model
+
+    path = resolve_model(args.model) / "config.json"
+    most = read_json(path, "a model folder")["num_hidden_layers"]
+    if not 1 <= args.layers <= most:
+        raise InputError(
+            f"--layers {args.layers}",
+            expected=f"1 to {most}, the layers of {args.model}",
+            do="correct the option",
+        )
+    values = {name: getattr(args, name) for name in (*OPTIMISATION, "schedule")}
+    return TrainConfig(num_streams=0, num_msa_layers=args.layers, prune_rank=0, **values)
+
+
+def _check_out(out: Path) -> None:
+    """Refuse to replace a model that no run in this folder wrote."""
+    if (out / MODEL_FOLDER).exists() and not (out / STATE_FILE).exists():
+        raise InputError(
+            f"{out / MODEL_FOLDER} exists, and {STATE_FILE} beside it does not",
+            expected="a new folder, or one of a stopped run",
+            do="choose another --out",
+        )
+
+
+def _main(args: argparse.Namespace) -> None:
+    import torch
+
+    from ssmlx.training.record import LOG_FILE, PICTURE_FILE, Record
+
+    from .draft_training import DraftObjective, build_draft, trained_weights, write_draft
+    from .training import ReplayValidation, Run, choose_device, freeze_base
+
+    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
+    length = DraftModelConfig(num_draft_tokens=args.num_draft_tokens).num_draft_tokens
+    job, path = prepare(run_options(args), draft_train_config(args))
+    out = job.options.out
+    _check_out(out)
+    make_out(out)
+    model = build_draft(path, job.config, args.layers).to(device)
+    freeze_base(model, dtype)
+    objective = DraftObjective(model, job.train, None, device, dtype)
+    state, identity = Run(objective, job.num_steps), job.identity(args.dtype, PROG)
+    state.resume(out / STATE_FILE, identity)
+    record = Record(out / LOG_FILE, state.step)
+    write_settings(job, PROG, args.dtype)
+    validation = ReplayValidation(objective, job.valid, length)
+    learn(
+        job, state, objective.lower, validation, record,
+        save=lambda: state.save(out / STATE_FILE, identity),
+    )  # fmt: skip
+    write_draft(trained_weights(model), path, args.layers, out / MODEL_FOLDER)
+    record.draw(out / PICTURE_FILE, out.name)
+    print(f"{out}: step {state.step} of {job.num_steps}", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,66 @@
+"""Random and rigged drafting heads for the models of `tiny`."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from ssmlx.adapter import BaseIdentity
+from ssmlx.heads import HeadConfig, Heads, attach_heads
+from ssmlx.medusa import MedusaConfig
+from ssmlx.mlp_speculator import MlpSpeculatorConfig
+
+HEAD_KINDS = ("medusa", "mlp-speculator")
+LEVELS = 3
+
+
+def head_config(kind: str, backbone, vocab=None, **changes) -> HeadConfig:
+    """Settings of heads that guess LEVELS tokens ahead, among `vocab` if given."""
+    both = {"vocab_size": backbone.vocab_size, "draft_vocab_size": len(vocab or ())}
+    size = backbone.hidden_size
+    if kind == "medusa":
+        own = {"num_heads": LEVELS, "num_layers": 1, "hidden_size": size}
+        return MedusaConfig(**{**own, **both, **changes})
+    own = {"emb_dim": size, "n_predict": LEVELS, "inner_dim": 24}
+    return MlpSpeculatorConfig(**{**own, **both, **changes})
+
+
+def random_heads(kind: str, backbone, *, vocab=None, seed: int = 0, **changes) -> Heads:
+    """Heads of `backbone` of which every number does something."""
+    config = head_config(kind, backbone, vocab, **changes)
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in config.expected_tensors().items():
+        mean = 1.0 if name.startswith("ln") and name.endswith("weight") else 0.0
+        tensors[name] = mx.array(rng.normal(mean, 0.4, shape), mx.float32)
+    if vocab:
+        tensors["draft_vocab"] = mx.array(vocab, mx.int32)
+    return Heads(config, tensors, BaseIdentity.of(backbone), "tiny")
+
+
+def make_heads(kind: str, backbone, **settings):
+    """Random heads, attached to `backbone`."""
+    return attach_heads(random_heads(kind, backbone, **settings), backbone)
+
+
+def cycle_heads(kind: str, backbone, *, vocab=None, num_right: int = LEVELS):
+    """Heads for a model that says t + 1 after t, whose hidden state of t is along axis t.
+
+    The first `num_right` levels guess what the model will say, the others always another token.
+    """
+    whole = {} if kind == "medusa" else {"inner_dim": 0}
+    heads = random_heads(kind, backbone, vocab=vocab, **whole)
+    count, size = backbone.vocab_size, backbone.hidden_size
+    tokens = np.arange(count) if vocab is None else np.array(vocab)
+    tensors = {name: mx.zeros_like(array) for name, array in heads.tensors.items()}
+    tensors |= {name: array for name, array in heads.tensors.items() if name == "draft_vocab"}
+    for level in range(LEVELS):
+        ahead = (level + 2 if kind == "medusa" else 1) + (level >= num_right)
+        matrix = 5 * mx.eye(count, size)[mx.array((tokens - ahead) % count)]
+        if kind == "medusa":
+            tensors[f"{level}.1.weight"] = matrix
+        else:  # the state is the path's last token alone
+            tensors[f"emb.{level}.weight"] = mx.eye(count, size)
+            tensors[f"ln.{level}.weight"] = mx.ones(size)
+            tensors[f"head.{level}.weight"] = matrix
+    return attach_heads(Heads(heads.config, tensors, heads.base), backbone)
