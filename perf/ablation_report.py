@@ -13,7 +13,7 @@ from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.training.record import LOG_FILE, read_record
 
-from .quality_report import aligned
+from .tables import aligned
 
 VARIED = ("num_msa_layers", "stream_design", "rotation_step", "stream_init", "stream_init_rank")
 COLOURS = {"embeddings": "#0b6e4f", "value_rotation": "#b06f10"}

@@ -1,12 +1,12 @@
-"""What the measurements share: timed answers, a record of the machine, results on disk."""
+"""What the measurements share: timed answers, and results on disk."""
 
 from __future__ import annotations
 
 import json
-import platform
+import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-import ssmlx
 from ssmlx.api import GenerateConfig, stream_generate
-from ssmlx.blas import HINT
+from ssmlx.errors import InputError
 from ssmlx.model import StreamFusedModel
+
+from .machine import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "perf" / "results"
@@ -32,11 +33,22 @@ class Answer:
         tokens: ids, the end token included.
         target_calls: forward passes, the prompt's counted as one.
         decode_seconds: from the first token to the last.
+        prefill_seconds: until the first token.
+        draft_calls: forward passes of a draft model.
+        peak_bytes: most memory in use on top of what was there before; 0 where not measured.
     """
 
     tokens: list[int]
     target_calls: int
     decode_seconds: float
+    prefill_seconds: float = 0.0
+    draft_calls: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """From the prompt to the last token."""
+        return self.prefill_seconds + self.decode_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -50,40 +62,61 @@ def ssmlx_answer(
     """Answer with ssmlx."""
     responses = list(stream_generate(model, tokenizer, prompt, config))
     tokens = [token for response in responses for token in response.tokens]
-    return Answer(tokens, responses[-1].target_calls, responses[-1].decode_seconds)
+    last = responses[-1]
+    return Answer(
+        tokens, last.target_calls, last.decode_seconds, last.prefill_seconds, last.draft_calls
+    )
 
 
 def mlx_lm_answer(
-    model: Any, tokenizer: TokenizerWrapper, prompt: list[int], max_tokens: int
+    model: Any,
+    tokenizer: TokenizerWrapper,
+    prompt: list[int],
+    max_tokens: int,
+    sampler: Callable[[mx.array], mx.array] | None = None,
 ) -> Answer:
-    """Answer with mlx-lm's own `stream_generate`, timed from its first token to its last."""
-    tokens, first = [], 0.0
-    for response in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=max_tokens):
-        first = first or time.perf_counter()
+    """Answer with mlx-lm's own `stream_generate`, greedily unless `sampler` is given."""
+    tokens, times = [], [time.perf_counter()]
+    responses = mlx_lm.stream_generate(
+        model, tokenizer, prompt, max_tokens=max_tokens, sampler=sampler
+    )
+    for response in responses:
+        times.append(time.perf_counter())
         tokens.append(response.token)
-    return Answer(tokens, len(tokens), time.perf_counter() - first)
+    started, first, last = times[0], times[1], times[-1]
+    return Answer(tokens, len(tokens), last - first, first - started)
 
 
-def machine() -> dict[str, str]:
-    """Where and with what a figure was measured."""
-    names = ("mlx", "mlx-lm", "transformers", "numpy")
-    return {
-        "machine": f"{platform.system()} {platform.machine()}, {_processor()}",
-        "device": str(mx.default_device()),
-        "python": platform.python_version(),
-        "blas": "OpenBLAS or Accelerate" if ssmlx.has_fast_blas else f"reference ({HINT})",
-        **{name: version(name) for name in names},
-    }
+def in_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """Every label for every prompt; the order of labels rotates from prompt to prompt."""
+    for index, prompt in enumerate(prompts):
+        turn = index % len(labels)
+        for label in (*labels[turn:], *labels[:turn]):
+            yield prompt, label
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = {
-            x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x
-        }
-        return ", ".join(sorted(names)) or platform.processor()
-    return platform.processor()
+def text_of(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
+    """The text of an answer, without its end token."""
+    detokenizer = tokenizer.detokenizer
+    for token in tokens:
+        if token not in tokenizer.eos_token_ids:
+            detokenizer.add_token(token)
+    detokenizer.finalize()
+    return detokenizer.text
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder for the results, unless it is there.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--out {path} ({error.strerror})", expected="a folder", do="choose another place"
+        ) from error
 
 
 def save(name: str, result: dict[str, Any]) -> Path:
@@ -92,3 +125,18 @@ def save(name: str, result: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
     return path
+
+
+def publish(
+    result: Mapping[str, Any], target: Path, text: str, draw: Callable[[Any, Path], None]
+) -> None:
+    """Print a result's text, and write `target`.json, .txt and .png."""
+    print(text)
+    saved = json.dumps(result, indent=1, ensure_ascii=False)
+    target.with_suffix(".json").write_text(saved + "\n", encoding="utf-8")
+    target.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+    print("saved", target.with_suffix(".json"), file=sys.stderr)
+    try:
+        draw(result, target.with_suffix(".png"))
+    except ImportError:
+        print("no picture: pip install matplotlib", file=sys.stderr)

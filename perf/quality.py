@@ -8,17 +8,15 @@ the untouched base, token for token. Each figure has a 95 % bootstrap interval o
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from ssmlx.cli.options import add_tree_options, make_parser, run
 
 from .answers import answer_system
-from .common import BASE, RESULTS, ROOT, machine
+from .common import BASE, RESULTS, ROOT, publish
+from .machine import machine
 from .quality_plan import make_plan
 from .quality_report import draw, report
 from .quality_summary import is_lossless, result_of
@@ -128,22 +126,9 @@ def _main(args: argparse.Namespace) -> int:
         answers[system.name] = answer_system(plan, system, fresh=args.fresh)
         mx.clear_cache()
     result = result_of(plan, answers)
-    show(result, plan.out / f"quality-{plan.task.name}")
+    target = plan.out / f"quality-{plan.task.name}"
+    publish({"machine": machine(), **result}, target, report(result), draw)
     return 0 if is_lossless(result) else 1
-
-
-def show(result: dict[str, Any], target: Path) -> None:
-    """Print the result, and write `target`.json, .txt and .png."""
-    text = report(result)
-    print(text)
-    saved = json.dumps({"machine": machine(), **result}, indent=1, ensure_ascii=False)
-    target.with_suffix(".json").write_text(saved + "\n", encoding="utf-8")
-    target.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
-    print("saved", target.with_suffix(".json"), file=sys.stderr)
-    try:
-        draw(result, target.with_suffix(".png"))
-    except ImportError:
-        print("no picture: pip install matplotlib", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

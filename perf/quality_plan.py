@@ -19,7 +19,7 @@ from ssmlx.model import StreamFusedModel
 from ssmlx.prompts import prompt_tokens
 from ssmlx.registry import resolve_model
 
-from .metrics import rouge_scorer
+from .common import make_folder
 from .systems import (
     System,
     adapter_system,
@@ -28,7 +28,7 @@ from .systems import (
     named_adapters,
     with_mlx_lm,
 )
-from .tasks import TASKS, Example, Task, read_examples
+from .tasks import TASKS, Example, Task, data_file, read_examples, scorer_of
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
     Raises:
         InputError: something is missing, broken, or does not fit the rest.
     """
-    task, data = TASKS[args.task], data_file(args)
+    task = TASKS[args.task]
+    data = data_file(task, args.data, args.data_dir)
     streaming = streaming_variants(args)
     folders = named_adapters(args.adapter)
     examples = read_examples(data, task, args.count)
-    if task.name != "sql":
-        rouge_scorer()
+    scorer_of(task)
     path = resolve_model(args.model)
     backbone, settings = load_base(path, "float32")
     tokenizer = load_words(path, settings)
@@ -93,36 +93,6 @@ def check_prompts(
         for example in examples:
             tokens = prompt_tokens(example.prompt, model, tokenizer, system.template)
             check_prompt(model, len(tokens))
-
-
-def make_folder(path: Path) -> None:
-    """Make the folder for the results, unless it is there.
-
-    Raises:
-        InputError: it cannot be made.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--out {path} ({error.strerror})", expected="a folder", do="choose another place"
-        ) from error
-
-
-def data_file(args: argparse.Namespace) -> Path:
-    """The data file that the options name.
-
-    Raises:
-        InputError: it is not there.
-    """
-    path = args.data or args.data_dir / args.task / "test.jsonl"
-    if not path.is_file():
-        raise InputError(
-            f"no data file {path}",
-            expected="a JSON object a line: prompt, and completion or references",
-            do="give --data FILE.jsonl" if args.data else "give --data FILE.jsonl or --data-dir",
-        )
-    return path
 
 
 def streaming_variants(args: argparse.Namespace) -> dict[str, GenerateConfig]:

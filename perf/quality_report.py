@@ -3,54 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .metrics import Estimate
+from .paper import PAPER
+from .pictures import bars, new_figure, paper_band
+from .tables import FEW, aligned, estimate
 
-FEW = 30  # prompts below which a bootstrap interval says too little
-Span = tuple[float, float]
-
-
-@dataclass(frozen=True)
-class Paper:
-    """Speculative Streaming in table 1, from least to most over its models of 1.3B to 7B.
-
-    Attributes:
-        name: of the data set there.
-        metric: the first figure.
-        call_reduction: tokens per target call.
-    """
-
-    name: str
-    metric: Span
-    call_reduction: Span
-
-
-PAPER = {
-    "sql": Paper("SqlContext", (87.40, 91.70), (3.53, 4.13)),
-    "e2e": Paper("E2E-NLG", (67.40, 69.32), (3.55, 3.72)),
-    "dialogsum": Paper("DialogSum", (43.36, 44.07), (2.34, 2.62)),
-}
 COLOURS = {"mlx-lm": "#2b2d42", "base": "#8d99ae", "baseline": "#8d99ae", "adapter": "#0b6e4f"}
-PAPER_COLOUR = "#e09f3e"
-
-
-def estimate(values: Mapping[str, float]) -> Estimate:
-    """A figure of a result."""
-    return Estimate(values["value"], values["low"], values["high"])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines: the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def system_cells(row: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
@@ -172,36 +132,6 @@ def report(result: Mapping[str, Any]) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _bars(axes: Any, places: Any, rows: Sequence[Any], digits: int, **style: Any) -> None:
-    """Bars with intervals, and each figure written behind its interval."""
-    estimates = [estimate(row) for row in rows]
-    values = [e.value for e in estimates]
-    # A resampled interval need not hold the value, with very few prompts.
-    errors = [
-        [max(0.0, e.value - e.low) for e in estimates],
-        [max(0.0, e.high - e.value) for e in estimates],
-    ]
-    axes.barh(places, values, **style)
-    axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
-    for place, one in zip(places, estimates, strict=True):
-        spot = (max(one.high, one.value), place)
-        axes.annotate(
-            f"{one.value:.{digits}f}", spot, (6, 0), textcoords="offset points", va="center",
-            fontsize=9, bbox={"facecolor": "white", "alpha": 0.75, "pad": 0.6, "edgecolor": "none"},
-        )  # fmt: skip
-
-
-def _paper_band(axes: Any, span: Span, digits: int) -> None:
-    low, high = span
-    axes.axvspan(low, high, color=PAPER_COLOUR, alpha=0.3, lw=0, zorder=0)
-    for value in span:
-        axes.axvline(value, color=PAPER_COLOUR, lw=1, ls="--", zorder=0)
-    axes.annotate(
-        f"paper {low:.{digits}f} to {high:.{digits}f}", ((low + high) / 2, 1.01),
-        xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=8, color="#9a6410",
-    )  # fmt: skip
-
-
 def row_label(row: Mapping[str, Any]) -> str:
     """A system's name and how it decoded, on two lines."""
     if row["role"] in ("base", "baseline"):
@@ -211,28 +141,24 @@ def row_label(row: Mapping[str, Any]) -> str:
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """The picture: the metric beside the tokens per call, each system a row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows, figures = result["systems"], result["figures"]
     colours = [COLOURS[row["role"]] for row in rows]
     paper = PAPER.get(result["task"])
-    figure = Figure(figsize=(10, 1.9 + 0.75 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 1.9 + 0.75 * len(rows))
     panels = figure.subplots(1, 2 if figures else 1, sharey=True, squeeze=False)[0]
     for offset, alpha, name in zip((-0.19, 0.19), (1.0, 0.45), figures, strict=False):
         values = [row["figures"][name] for row in rows]
         places = [index + offset for index in range(len(rows))]
-        _bars(panels[0], places, values, 1, height=0.34, color=colours, alpha=alpha)
+        bars(panels[0], places, values, 1, height=0.34, color=colours, alpha=alpha)
     if figures:
         panels[0].set_xlabel(f"{figures[0]}, %   (pale: {figures[1]})")
     calls = [row["tokens_per_call"] for row in rows]
-    _bars(panels[-1], range(len(rows)), calls, 2, height=0.6, color=colours)
+    bars(panels[-1], range(len(rows)), calls, 2, height=0.6, color=colours)
     panels[-1].set_xlabel("tokens per target call")
     if paper:
-        _paper_band(panels[-1], paper.call_reduction, 2)
+        paper_band(panels[-1], paper.call_reduction, 2)
         if figures:
-            _paper_band(panels[0], paper.metric, 1)
+            paper_band(panels[0], paper.metric, 1)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0, 1.13 * axes.dataLim.x1 or 1)

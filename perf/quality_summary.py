@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from .answers import Kept
-from .metrics import Scores, exact_match, mean, paired_difference, ratio, rouge_scorer, score_all
+from .metrics import Scores, mean, paired_difference, ratio
 from .quality_plan import Plan
 from .systems import MLX_LM, System
+from .tasks import score_texts
 
 
 def result_of(plan: Plan, answers: Mapping[str, Mapping[str, list[Kept]]]) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def result_of(plan: Plan, answers: Mapping[str, Mapping[str, list[Kept]]]) -> di
         "prompts": len(plan.examples),
         "max_tokens": plan.max_tokens,
         "most_references": max(len(example.references) for example in plan.examples),
-        "figures": list(plan.task.figures) if references_of(plan) is not None else [],
+        "figures": list(plan.task.figures) if all(e.references for e in plan.examples) else [],
         "systems": shown,
         **comparisons(plan, rows, answers),
     }
@@ -48,11 +49,19 @@ def system_row(plan: Plan, system: System, answers: Mapping[str, list[Kept]]) ->
         **variants[best],
     }
     if len(variants) > 1:
+        row |= drafting(system, best)
         row["trees"] = [
             {"tree": label, "same_answers": same(kept, own[best]), **variants[label]}
             for label, kept in own.items()
         ]
     return row
+
+
+def drafting(system: System, label: str) -> dict[str, Any]:
+    """What the trees of a system have in common."""
+    config = system.variants[label]
+    assert config is not None
+    return {"num_streams": config.num_streams, "prune": asdict(config.prune)}
 
 
 def mlx_lm_rows(
@@ -137,17 +146,7 @@ def summarise(plan: Plan, kept: Sequence[Kept]) -> dict[str, Any]:
 
 def scores_of(plan: Plan, kept: Sequence[Kept]) -> Scores | None:
     """[figures, prompts] what the answers are worth; None where there are no references."""
-    references = references_of(plan)
-    if references is None:
-        return None
-    scorer = exact_match if plan.task.name == "sql" else rouge_scorer()
-    return score_all(scorer, [answer.text.strip() for answer in kept], references)
-
-
-def references_of(plan: Plan) -> list[tuple[str, ...]] | None:
-    """Every example's references; None where not all have some."""
-    references = [example.references for example in plan.examples]
-    return references if all(references) else None
+    return score_texts(plan.task, plan.examples, [answer.text for answer in kept])
 
 
 def same(ours: Sequence[Kept], theirs: Sequence[Kept]) -> int:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from huggingface_hub.utils import tqdm
 
+from ssmlx.accept import Acceptance
 from ssmlx.api import GenerateConfig
-from ssmlx.cache import TreeCache
+from ssmlx.cache import StreamCache, TreeCache
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import PruneConfig, TreeConfig
 from ssmlx.decode import greedy, prefill, step
@@ -29,7 +29,9 @@ from ssmlx.model import StreamFusedModel
 from ssmlx.shapes import to_int, to_list
 from ssmlx.tree import Tree, root_tree
 
-from .common import RESULTS, Answer, machine, mlx_lm_answer, save, ssmlx_answer
+from .common import RESULTS, Answer, in_turns, mlx_lm_answer, save, ssmlx_answer
+from .machine import machine
+from .metrics import ratio_interval
 from .samples import Sample, add_sample_options, load_sample
 
 PROG = "perf.speed"
@@ -56,35 +58,29 @@ def time_all(systems: dict[str, Answerer], prompts: list[list[int]]) -> dict[str
     for name in names:
         systems[name](prompts[0])
     answers: dict[str, list[Answer]] = {name: [] for name in names}
-    for index, prompt in enumerate(tqdm(prompts, desc="prompts", disable=None)):
-        for name in names[index % 3 :] + names[: index % 3]:
-            answers[name].append(systems[name](prompt))
+    for prompt, name in in_turns(tqdm(prompts, desc="prompts", disable=None), names):
+        answers[name].append(systems[name](prompt))
     return answers
-
-
-def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
-    """Ratio of medians and its 95 % interval, by resampling prompts."""
-    pairs, rng = np.array([ours, theirs]), np.random.default_rng(0)
-    picks = rng.integers(0, pairs.shape[1], (2000, pairs.shape[1]))
-    medians = np.median(pairs[:, picks], axis=2)
-    low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
-    middle = np.median(pairs, axis=1)
-    return float(middle[0] / middle[1]), float(low), float(high)
 
 
 def bare_forward(
     model: StreamFusedModel, tree: Tree, cache: TreeCache, num_streams: int
 ) -> Callable[[], None]:
-    """The forward of a step alone: layers and both heads, on the same rows."""
-    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
+    """The forward of a step alone: layers, second pass and both heads, on the same rows."""
+    streams = StreamCache(range(model.insertion_layer, model.num_layers))
+    path, split = tree.paths[-1], model.insertion_layer
+    fixed = Acceptance(path, tree.tokens[path], tree.depths[-1:])
 
     def forward() -> None:
-        rows = model.insert(model.lower(tree, cache), num_streams)
-        rows = model.upper(rows, tree, cache, num_streams)
-        nodes = model.backbone.logits(rows[:, : tree.num_nodes])
-        streams = model.draft_logits(rows[:, tree.num_nodes : tree.num_nodes + num_streams])
-        mx.eval(nodes, streams)
+        hidden = model.lower(tree, cache)
+        nodes = model.upper(hidden, tree, cache, 0)
+        if not streams.capacity:
+            cache.commit(path, path, split)
+            streams.follow(cache, num_streams)
+        own = model.second_pass(hidden, fixed, streams, num_streams)
+        mx.eval(model.backbone.logits(nodes), model.draft_logits(own))
 
+    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes)
     return forward
 
 

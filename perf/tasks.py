@@ -1,13 +1,16 @@
-"""What `perf.quality` asks: tasks, and examples with the answers that would be right."""
+"""What is asked: tasks, examples with the answers that would be right, and their scores."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ssmlx.cli.generate import read_prompts
 from ssmlx.errors import InputError
+
+from .metrics import Scorer, Scores, exact_match, rouge_scorer, score_all
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,22 @@ class Example:
     references: tuple[str, ...]
 
 
+def data_file(task: Task, data: Path | None, folder: Path) -> Path:
+    """The data of a task: the file `data`, or the task's own in `folder`.
+
+    Raises:
+        InputError: it is not there.
+    """
+    path = data or folder / task.name / "test.jsonl"
+    if not path.is_file():
+        raise InputError(
+            f"no data file {path}",
+            expected="a JSON object a line: prompt, and completion or references",
+            do="give --data FILE.jsonl" if data else "give --data FILE.jsonl or --data-dir",
+        )
+    return path
+
+
 def read_examples(path: Path, task: Task, count: int | None) -> list[Example]:
     """The first `count` examples of a data file; all for None.
 
@@ -58,3 +77,20 @@ def read_examples(path: Path, task: Task, count: int | None) -> list[Example]:
             )
         examples.append(Example(prompt, () if bad else tuple(references)))
     return examples[:count]
+
+
+def scorer_of(task: Task) -> Scorer:
+    """How a task's answers are judged.
+
+    Raises:
+        InputError: what it needs is not installed.
+    """
+    return exact_match if task.name == "sql" else rouge_scorer()
+
+
+def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> Scores | None:
+    """[figures, prompts] what answers are worth; None where not all examples have references."""
+    references = [example.references for example in examples]
+    if not all(references):
+        return None
+    return score_all(scorer_of(task), [text.strip() for text in texts], references)
