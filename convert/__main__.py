@@ -106,9 +106,10 @@ def _report(adapter: Adapter, args: argparse.Namespace) -> str:
 def _convert_heads(args: argparse.Namespace) -> None:
     from ssmlx.files import new_folder
     from ssmlx.heads import write_heads
+    from ssmlx.loading import load_base
     from ssmlx.registry import resolve_model
 
-    from .heads import convert_heads, load_base_with_heads
+    from .heads import convert_heads
 
     for name in ("streams", "scope", "fuse"):
         if getattr(args, name):
@@ -118,7 +119,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
                 do=f"drop --{name}",
             )
     _check_target(args.out)
-    backbone = load_base_with_heads(resolve_model(args.base))
+    backbone, _ = load_base(resolve_model(args.base), "stored")
     heads = convert_heads(args.heads, backbone, args.base, args.dtype)
     with new_folder(args.out) as folder:
         write_heads(folder, heads)

@@ -24,7 +24,7 @@ from ssmlx.errors import InputError
 from ssmlx.files import read_tensors
 from ssmlx.heads import HeadConfig, HeadKind, Heads, cast_heads, check_base_sizes, check_heads
 from ssmlx.medusa import PREFIX as MEDUSA_PREFIX
-from ssmlx.medusa import MedusaConfig, model_classes
+from ssmlx.medusa import MedusaConfig
 from ssmlx.mlp_speculator import MODEL_TYPE, MlpSpeculatorConfig
 from ssmlx.mlp_speculator import PREFIX as SPECULATOR_PREFIX
 
@@ -69,23 +69,6 @@ def detect_kind(folder: Path) -> HeadKind:
 def carries_medusa(folder: Path) -> bool:
     """Whether a model's own weights hold Medusa heads, as Medusa-2 models' do."""
     return any(name.startswith(MEDUSA_PREFIX) for name in _lazy_tensors(folder))
-
-
-def load_base_with_heads(path: Path) -> Backbone:
-    """The base model of a folder as it is stored, whose weights may hold Medusa heads too.
-
-    Raises:
-        InputError: it cannot be loaded.
-    """
-    from mlx_lm.utils import load_model
-
-    from ssmlx.loading import flat_rope_settings, load_base
-
-    if not carries_medusa(path):
-        return load_base(path, "stored")[0]
-    settings = flat_rope_settings(path)
-    model, _ = load_model(path, lazy=True, model_config=settings, get_model_classes=model_classes)
-    return Backbone(model)
 
 
 def read_published(
