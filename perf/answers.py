@@ -11,7 +11,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import GenerateConfig
 from ssmlx.model import StreamFusedModel
-from ssmlx.prompts import prompt_tokens
 
 from .common import Answer, in_turns, mlx_lm_answer, ssmlx_answer, text_of
 from .quality_plan import Plan
@@ -23,7 +22,7 @@ def answer_system(plan: Plan, system: System, *, fresh: bool) -> dict[str, list[
     """A system's answers by variant; variants take turns, so that their speeds compare."""
     stores = open_stores(plan, system, fresh=fresh)
     model, tokenizer = load_system(plan.weights, system)
-    prompts = [prompt_tokens(e.prompt, model, tokenizer, system.template) for e in plan.examples]
+    prompts = [e.tokens(model, tokenizer, system.template) for e in plan.examples]
     answerers = {
         label: answerer(model, tokenizer, config, plan.max_tokens)
         for label, config in system.variants.items()

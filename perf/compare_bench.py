@@ -23,7 +23,6 @@ from ssmlx.config import SamplingConfig, StreamConfig
 from ssmlx.loading import load_base, load_words
 from ssmlx.lora import RowScope, attach_lora
 from ssmlx.model import StreamFusedModel
-from ssmlx.prompts import prompt_tokens
 
 from .common import Answer, mlx_lm_answer, ssmlx_answer
 from .compare_drafting import Drafting, config_of, load_drafting, same_arrays
@@ -83,7 +82,7 @@ def load_bench(plan: Plan, task: TaskPlan) -> Bench:
     """
     target, tokenizer, config = load_target(plan, task.adapter)
     template = config.prompt_template if config else None
-    prompts = [prompt_tokens(e.prompt, target, tokenizer, template) for e in task.examples]
+    prompts = [e.tokens(target, tokenizer, template) for e in task.examples]
     for prompt in prompts:
         check_prompt(target, len(prompt))
     gc.collect()  # the memory that each kind of drafting takes is measured from here on

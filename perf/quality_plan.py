@@ -16,7 +16,6 @@ from ssmlx.config import TreeConfig
 from ssmlx.errors import InputError
 from ssmlx.loading import load_base, load_words
 from ssmlx.model import StreamFusedModel
-from ssmlx.prompts import prompt_tokens
 from ssmlx.registry import resolve_model
 
 from .common import make_folder
@@ -91,7 +90,7 @@ def check_prompts(
     """Check that every system has room for every prompt."""
     for system in systems:
         for example in examples:
-            tokens = prompt_tokens(example.prompt, model, tokenizer, system.template)
+            tokens = example.tokens(model, tokenizer, system.template)
             check_prompt(model, len(tokens))
 
 

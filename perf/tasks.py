@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssmlx.cli.generate import read_prompts
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from convert.prompt_file import as_messages, read_prompts
 from ssmlx.errors import InputError
+from ssmlx.model import StreamFusedModel
+from ssmlx.prompts import chat_tokens, prompt_tokens
 
 from .metrics import Scorer, Scores, exact_match, rouge_scorer, score_all
 
@@ -32,10 +36,29 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and the answers that would be right; none where only tokens are counted."""
+    """What is asked, and the answers that would be right; none where only tokens are counted.
 
-    prompt: str
+    Attributes:
+        turns: role and text of each turn of a chat, the user's last; mostly one.
+        references: right answers.
+    """
+
+    turns: tuple[tuple[str, str], ...]
     references: tuple[str, ...]
+
+    @property
+    def prompt(self) -> str:
+        """The user's last turn."""
+        return self.turns[-1][1]
+
+    def tokens(
+        self, model: StreamFusedModel, tokenizer: TokenizerWrapper, template: str | None
+    ) -> list[int]:
+        """Under a template; a chat of several turns under the model's own chat template."""
+        if len(self.turns) == 1:
+            return prompt_tokens(self.prompt, model, tokenizer, template)
+        messages = [{"role": role, "content": text} for role, text in self.turns]
+        return chat_tokens(tokenizer, messages)
 
 
 def data_file(task: Task, data: Path | None, folder: Path) -> Path:
@@ -75,7 +98,8 @@ def read_examples(path: Path, task: Task, count: int | None) -> list[Example]:
                 expected="`completion`, a text, or `references`, a list of texts",
                 do="correct the line",
             )
-        examples.append(Example(prompt, () if bad else tuple(references)))
+        turns = tuple((turn["role"], turn["content"]) for turn in as_messages(prompt))
+        examples.append(Example(turns, () if bad else tuple(references)))
     return examples[:count]
 
 

@@ -460,3 +460,29 @@ def test_the_command_as_users_run_it():
     done = run_module("perf.quality", "--task", "poems", "--adapter", "x")
     assert done.returncode == 2
     assert "invalid choice: 'poems'" in one_line(done.stderr, "perf.quality")
+
+
+def test_a_chat_of_several_turns_is_asked_under_the_chat_template(tmp_path):
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Who are you?"},
+    ]
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"prompt": "Hi"}))
+    first, second = read_examples(data, TASKS["chat"], None)
+    asked = []
+
+    class Words:
+        has_chat_template = True
+
+        def apply_chat_template(self, messages, add_generation_prompt):
+            asked.append((messages, add_generation_prompt))
+            return [1, 2]
+
+    assert first.tokens(None, Words(), None) == [1, 2] and asked == [(turns, True)]
+    assert (first.prompt, second.prompt) == ("Who are you?", "Hi")
+    with pytest.raises(InputError, match='bad "messages"'):
+        data.write_text(json.dumps({"messages": turns[:3]}))
+        read_examples(data, TASKS["chat"], None)
