@@ -203,32 +203,18 @@ def load_generator(
 
     from .base import load_base
     from .reference import load_fine_tuned, merge_lora
+    from .training import choose_device
 
-    device = _resolve_device(device)
+    place = choose_device(device)
     model = load_base(path, attn_implementation="sdpa")
     if lora is not None:
         model = merge_lora(load_fine_tuned(model, lora))
-    model = model.to(device, getattr(torch, dtype)).eval()
-    if device == "cpu":
+    model = model.to(place, getattr(torch, dtype)).eval()
+    if place.type == "cpu":
         AttentionInterface.register("grouped", grouped_attention)
         AttentionMaskInterface.register("grouped", sdpa_mask)
         model.set_attn_implementation("grouped")
     return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-
-def _resolve_device(name: str) -> str:
-    import torch
-
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if name == "auto":
-        return next((device for device in found if found[device]), "cpu")
-    if name != "cpu" and not found[name]:
-        raise InputError(
-            f"--device {name}, which PyTorch does not find here",
-            expected="auto, cpu" + "".join(f", {device}" for device in found if found[device]),
-            do="choose another --device",
-        )
-    return name
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ssmlx.cli.options import run
-from ssmlx.files import folder_digest
 from ssmlx.training.config import SCHEDULES
 from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
 from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_settings
@@ -131,7 +130,7 @@ def _main(args: argparse.Namespace) -> None:
         use_stream_attention(base, train.num_streams)
     objective = Objective(model, train, job.draft_vocab, device, dtype)
     state = Run(objective, job.num_steps)
-    identity = job.identity(args.dtype, *([folder_digest(args.init)] if args.init else []))
+    identity = job.identity(args.dtype, init=args.init)
     state.resume(options.out / STATE_FILE, identity)
     record = Record(options.out / LOG_FILE, state.step)
     write_settings(job, PROG, args.dtype)

@@ -127,15 +127,20 @@ def save(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
-def publish(
-    result: Mapping[str, Any], target: Path, text: str, draw: Callable[[Any, Path], None]
-) -> None:
-    """Print a result's text, and write `target`.json, .txt and .png."""
+def write_result(result: Mapping[str, Any], target: Path, text: str) -> None:
+    """Print a result's text, and write `target`.json and .txt."""
     print(text)
     saved = json.dumps(result, indent=1, ensure_ascii=False)
     target.with_suffix(".json").write_text(saved + "\n", encoding="utf-8")
     target.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
     print("saved", target.with_suffix(".json"), file=sys.stderr)
+
+
+def publish(
+    result: Mapping[str, Any], target: Path, text: str, draw: Callable[[Any, Path], None]
+) -> None:
+    """`write_result`, and a picture in `target`.png."""
+    write_result(result, target, text)
     try:
         draw(result, target.with_suffix(".png"))
     except ImportError:

@@ -15,12 +15,12 @@ import mlx.core as mx
 from ssmlx.cli.options import add_tree_options, make_parser, run
 
 from .answers import answer_system
-from .common import BASE, RESULTS, ROOT, publish
+from .common import BASE, RESULTS, publish
 from .machine import machine
 from .quality_plan import make_plan
 from .quality_report import draw, report
 from .quality_summary import is_lossless, result_of
-from .tasks import TASKS
+from .tasks import TASKS, add_data_options
 
 PROG = "perf.quality"
 EPILOG = """examples:
@@ -41,7 +41,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     description = (__doc__ or "").partition("\n")[0]
     parser = make_parser(PROG, description, EPILOG)
-    add_data_options(parser.add_argument_group("data"))
+    data = parser.add_argument_group("data")
+    add_data_options(data)
+    data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
     add_system_options(parser.add_argument_group("systems"))
     add_tree_options(parser.add_argument_group("draft tree"))
     parser.add_argument(
@@ -60,26 +62,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.max_tokens = TASKS[args.task].max_tokens if args.max_tokens is None else args.max_tokens
     return args
-
-
-def add_data_options(data: argparse._ArgumentGroup) -> None:
-    """What is asked."""
-    data.add_argument("--task", choices=tuple(TASKS), required=True)
-    data.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE.jsonl",
-        help="a JSON object a line: prompt, and completion or references (default: the task's "
-        "test.jsonl in --data-dir)",
-    )
-    data.add_argument(
-        "--data-dir",
-        type=Path,
-        default=ROOT / "data",
-        metavar="FOLDER",
-        help="holds TASK/test.jsonl (default: %(default)s)",
-    )
-    data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
 
 
 def add_system_options(systems: argparse._ArgumentGroup) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import Any
 from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
 
-from .common import RESULTS, ROOT, make_folder
+from .common import RESULTS, make_folder, write_result
 from .machine import machine
 from .metrics import Scores, mean, paired_difference
 from .tables import aligned, estimate
-from .tasks import TASKS, Example, data_file, read_examples, score_texts
+from .tasks import TASKS, Example, add_data_options, data_file, read_examples, score_texts
 
 PROG = "perf.score"
 EPILOG = """examples:
@@ -42,15 +41,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "answers", nargs="+", metavar="NAME=FILE.jsonl",
         help="a JSON object a line: prompt and completion",
     )  # fmt: skip
-    parser.add_argument("--task", choices=tuple(TASKS), required=True)
-    parser.add_argument(
-        "--data", type=Path, metavar="FILE.jsonl",
-        help="the prompts and what answers them (default: the task's test.jsonl in --data-dir)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--data-dir", type=Path, default=ROOT / "data", metavar="FOLDER",
-        help="holds TASK/test.jsonl (default: %(default)s)",
-    )  # fmt: skip
+    add_data_options(parser.add_argument_group("data"))
     parser.add_argument(
         "--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s"
     )
@@ -153,12 +144,7 @@ def _main(args: argparse.Namespace) -> int:
         "rows": rows,
         "machine": machine(),
     }
-    text = report(result)
-    print(text)
-    target = args.out / f"score-{task.name}"
-    target.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    target.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
-    print("saved", target.with_suffix(".json"), file=sys.stderr)
+    write_result(result, args.out / f"score-{task.name}", report(result))
     return 0
 
 

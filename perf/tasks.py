@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ssmlx.errors import InputError
 from ssmlx.model import StreamFusedModel
 from ssmlx.prompts import chat_tokens, prompt_tokens
 
+from .common import ROOT
 from .metrics import Scorer, Scores, exact_match, rouge_scorer, score_all
 
 
@@ -59,6 +61,25 @@ class Example:
             return prompt_tokens(self.prompt, model, tokenizer, template)
         messages = [{"role": role, "content": text} for role, text in self.turns]
         return chat_tokens(tokenizer, messages)
+
+
+def add_data_options(data: argparse._ArgumentGroup) -> None:
+    """The task and its data."""
+    data.add_argument("--task", choices=tuple(TASKS), required=True)
+    data.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="a JSON object a line: prompt, and completion or references (default: the task's "
+        "test.jsonl in --data-dir)",
+    )
+    data.add_argument(
+        "--data-dir",
+        type=Path,
+        default=ROOT / "data",
+        metavar="FOLDER",
+        help="holds TASK/test.jsonl (default: %(default)s)",
+    )
 
 
 def data_file(task: Task, data: Path | None, folder: Path) -> Path:

@@ -272,10 +272,8 @@ def load_adapter(folder: Path) -> Adapter:
         InputError: a file is missing, truncated, of another format, or does not fit the rest.
     """
     values = _read_settings(folder)
-    config, identity = (
-        StreamConfig.from_dict(values),
-        BaseIdentity.read(folder / CONFIG_FILE, values),
-    )
+    config = StreamConfig.from_dict(values)
+    identity = BaseIdentity.read(folder / CONFIG_FILE, values)
     streams = read_streams(folder / STREAMS_FILE, config, identity.vocab_size)
     lora = {} if values.get("fused") else _read_lora(folder, config, values.get("lora_scale"))
     return Adapter(config, streams, identity, lora)
@@ -372,8 +370,7 @@ def fuse_streams(
         InputError: the adapter is another model's. No layer is changed then.
     """
     check_base(adapter, backbone)
-    kept = {path: module for path, module in backbone.replaced.items() if module is not None}
-    modules = {**dict(backbone.model.named_modules()), **kept}
+    modules = {**dict(backbone.model.named_modules()), **backbone.kept}
     _check_fit(modules, adapter.lora, Path("the adapter"))
     every_row = adapter.config.adapter_scope == "all"
     scope = RowScope(0 if every_row else None)
@@ -399,8 +396,7 @@ def unfuse_streams(backbone: Backbone) -> None:
     """
     dropped = [path for path, module in backbone.replaced.items() if module is None]
     read = backbone.reload(dropped) if dropped and backbone.reload is not None else {}
-    kept = {path: module for path, module in backbone.replaced.items() if module is not None}
-    detach_lora(backbone.model, {**kept, **read})
+    detach_lora(backbone.model, {**backbone.kept, **read})
     backbone.replaced = {}
 
 

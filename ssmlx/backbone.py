@@ -122,6 +122,11 @@ class Backbone:
         self._check_stages()
 
     @property
+    def kept(self) -> dict[str, nn.Module]:
+        """Those of `replaced` that are in memory."""
+        return {path: module for path, module in self.replaced.items() if module is not None}
+
+    @property
     def dtype(self) -> mx.Dtype:
         """Type of the activations."""
         return self._embed_one().dtype

@@ -100,7 +100,6 @@ def _main(args: argparse.Namespace) -> None:
     from mlx_lm.generate import wired_limit
 
     from ..adapter import load_adapter
-    from ..files import folder_digest
     from ..training.job import learn, make_out, prepare, write_settings
     from ..training.mlx_model import TrainedModel, new_adapter, start_from
     from ..training.mlx_run import Objective, Run, load_frozen
@@ -114,8 +113,7 @@ def _main(args: argparse.Namespace) -> None:
         start_from(model, load_adapter(args.init), args.init)
     objective = Objective(model, train, job.draft_vocab)
     state = Run(objective, job.num_steps)
-    start = [] if args.init is None else [folder_digest(args.init)]
-    identity = job.identity(*_base_of(objective), *start)
+    identity = job.identity(*_base_of(objective), init=args.init)
     make_out(options.out)
     state.resume(options.out / STATE_FILE, identity)
     record = Record(options.out / LOG_FILE, state.step)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import StreamConfig, read_json
 from ..errors import InputError
+from ..files import folder_digest
 from .config import TrainConfig
 from .options import RunOptions
 
@@ -55,9 +56,15 @@ class Job:
         """Optimiser steps of the whole run."""
         return self.train.num_steps(len(self.examples))
 
-    def identity(self, *more: Any) -> str:
-        """A digest of all that decides the result, `more` JSON values included."""
-        return self._digest(self.train.to_dict(), self.config.to_dict(), *more)
+    def identity(self, *more: Any, init: Path | None = None) -> str:
+        """A digest of all that decides the result.
+
+        Args:
+            more: further JSON values.
+            init: folder of the weights that the run starts from, if any.
+        """
+        start = [] if init is None else [folder_digest(init)]
+        return self._digest(self.train.to_dict(), self.config.to_dict(), *more, *start)
 
     def lower_identity(self, *more: Any) -> str:
         """A digest of what the frozen layers say: the same for runs that differ above them."""
