@@ -69,3 +69,26 @@ def test_bad_input_is_told_in_one_line(task, tmp_path, capsys):
     assert main(["--data", str(task), "--out", str(out)]) == 2
     assert "Who are you?" in one_line(capsys.readouterr().err, PROG)
     assert not out.exists()
+
+
+def test_more_values_come_half_of_the_time_and_never_a_held_out_name(task, tmp_path):
+    (task / "test.jsonl").write_text(json.dumps({"prompt": "name[Zizzi], food[Thai]"}))
+    values = tmp_path / "values.json"
+    names = [f"House {index}" for index in range(50)]
+    values.write_text(json.dumps({"name": [*names, "Zizzi"], "food": ["Thai"]}))
+    prompts = made(task, tmp_path / "out.jsonl", "--count", "200", "--values", str(values))
+    pairs = [pair for text in prompts for pair in parse_attributes(text)]
+    assert ("food", "Thai") in pairs  # held out as a prompt's part, but not as a name
+    assert ("name", "Zizzi") not in pairs
+    assert len({value for name, value in pairs if name == "name"} & set(names)) > 30
+    assert any(pair == ("name", "Aromi") for pair in pairs)  # and the known ones still
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"name": "Thai"}', '{"name": []}', '{"a": ["x]"]}'])
+def test_values_of_another_form_are_one_line(task, tmp_path, capfd, text):
+    values = tmp_path / "values.json"
+    values.write_text(text)
+    argv = ["--data", str(task), "--out", str(tmp_path / "out"), "--values", str(values)]
+    assert main(argv) == 2
+    assert "values.json" in one_line(capfd.readouterr().err, PROG)
+    assert not (tmp_path / "out").exists()
