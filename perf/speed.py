@@ -18,7 +18,6 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.accept import Acceptance
 from ssmlx.api import GenerateConfig
 from ssmlx.cache import StreamCache, TreeCache
 from ssmlx.cli.options import make_parser, run
@@ -26,7 +25,6 @@ from ssmlx.config import PruneConfig, TreeConfig
 from ssmlx.decode import greedy, prefill, step
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.model import StreamFusedModel
-from ssmlx.shapes import to_int, to_list
 from ssmlx.tree import Tree, root_tree
 
 from .common import RESULTS, Answer, in_turns, mlx_lm_answer, save, ssmlx_answer
@@ -69,15 +67,16 @@ def bare_forward(
     """The forward of a step alone: layers, second pass and both heads, on the same rows."""
     streams = StreamCache(range(model.insertion_layer, model.num_layers))
     path, split = tree.paths[-1], model.insertion_layer
-    fixed = Acceptance(path, tree.tokens[path], tree.depths[-1:])
+    last, position = path[-1:], cache.length + tree.depths[-1:]
 
     def forward() -> None:
         hidden = model.lower(tree, cache)
         nodes = model.upper(hidden, tree, cache, 0)
         if not streams.capacity:
-            cache.commit(path, path, split)
+            cache.commit(path, path, split, tree.depths[-1:] + 1)
             streams.follow(cache, num_streams)
-        own = model.second_pass(hidden, fixed, streams, num_streams)
+            cache.trim(cache.offset)
+        own = model.second_pass(hidden, last, position, streams, num_streams)
         mx.eval(model.backbone.logits(nodes), model.draft_logits(own))
 
     cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes)
@@ -111,11 +110,9 @@ def step_cost(
     def whole() -> None:
         result = step(model, tree, cache, drafter, off, greedy)
         mx.eval(result.arrays(), cache.state)
-        num_new = to_int(result.acceptance.num_accepted) + 1
-        to_list(result.acceptance.new_tokens)
         # Forgotten again, so that every repeat verifies the same tree at the same place.
         before = cache.offset
-        cache.advance(num_new)
+        cache.advance(len(result.read()))
         cache.trim(before)
 
     calls = {"step": whole, "forward": bare_forward(model, tree, cache, model.num_streams)}

@@ -2,21 +2,28 @@
 
 A layer has one buffer for keys and values:
 
-    [2, Hkv, S + capacity, Dh]:   | scratch S        | committed                |
-                                         ^ R rows    ^ L tokens, then free room
+    [2, Hkv, S + capacity, Dh]:   | scratch S                   | committed                |
+                                       ^ R rows       ^ P path    ^ L tokens, then free room
                                     of the step in hand
 
 A step's rows (tree nodes, and in the upper layers the streams) are written at the end of the
 scratch, directly before the committed tokens, so attention reads [R rows | L tokens] as one
 strided slice; keys are stored after rotary, so their order does not matter. `commit` takes the
-accepted rows, a handful, and `advance` writes them behind the committed ones. Nothing else is
-ever moved: the rows that were not accepted, and all stream rows, are simply overwritten by the
+accepted path's rows, a handful, and `advance` writes them behind the committed ones. Nothing else
+is ever moved: the rows that were not accepted, and all stream rows, are simply overwritten by the
 next step.
+
+How many rows of a path count is known to the device at once and to the host when it has read the
+result. A step may be built before that: it sees the path's rows between its own and the committed
+ones, and a mask hides those that do not count. So nothing has to wait for the host, and a buffer
+is only ever written when no work in flight reads it: MLX would copy it otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +32,50 @@ from .shapes import expect_shape
 
 ValueMap = Callable[[mx.array], mx.array]
 """The values of a step's rows [1, Hkv, R, Dh], to those that attention sees."""
+
+
+@dataclass(eq=False)
+class Path:
+    """An accepted path that a step left.
+
+    Attributes:
+        rows: [2, Hkv, P, Dh] keys and values of its nodes, a layer each.
+        count: [1] how many of the P rows count.
+        num_tokens: the same on the host, once it has learned it.
+    """
+
+    rows: list[mx.array]
+    count: mx.array
+    num_tokens: int | None = None
+
+    @property
+    def length(self) -> int:
+        """P."""
+        return int(self.rows[0].shape[2])
+
+
+@dataclass(frozen=True)
+class PathColumns:
+    """The columns of a mask that stand for paths whose count the host does not know yet.
+
+    Attributes:
+        counts: [1] rows that count, of each path.
+        lengths: P of each path.
+    """
+
+    counts: tuple[mx.array, ...] = field(default_factory=tuple)
+    lengths: tuple[int, ...] = field(default_factory=tuple)
+
+    def visible(self, num_rows: int) -> list[mx.array]:
+        """[num_rows, P] bool of each path: every row sees the nodes that count."""
+        return [
+            mx.broadcast_to(mx.arange(length) < count, (num_rows, length))
+            for count, length in zip(self.counts, self.lengths, strict=True)
+        ]
+
+
+def _columns(paths: Sequence[Path]) -> PathColumns:
+    return PathColumns(tuple(p.count for p in paths), tuple(p.length for p in paths))
 
 
 class _AppendView:
@@ -37,40 +88,41 @@ class _AppendView:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         first = self._cache.scratch + self.offset
         last = first + keys.shape[2]
-        self._cache._accepted = []  # of a step that was abandoned
-        self._cache._write(self._layer, first, last, keys, values)
+        self._cache._paths = []  # of a step that was abandoned
+        self._cache._write(self._layer, first, mx.concatenate([keys, values], axis=0))
         return self._cache._read(self._layer, self._cache.scratch, last)
 
 
-class _TreeView:
-    """What a decoder layer sees of the cache while a step's rows are verified.
+class _RowsView:
+    """What a decoder layer sees of a cache while a step's rows run.
 
     `offset` is the rows' positions [R], which `backbone.PositionedRope` understands.
     """
 
-    def __init__(self, cache: TreeCache, layer: int, positions: mx.array) -> None:
-        self._cache, self._layer = cache, layer
+    def __init__(
+        self,
+        cache: TreeCache | StreamCache,
+        layer: int,
+        positions: mx.array,
+        map_values: ValueMap | None,
+    ) -> None:
+        self._cache, self._layer, self._map_values = cache, layer, map_values
         self.offset = positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        cache, rows = self._cache, keys.shape[2]
-        first = cache.scratch - rows
-        cache._write(self._layer, first, cache.scratch, keys, values)
-        cache._tree_rows[self._layer] = rows
-        return cache._read(self._layer, first, cache.scratch + cache.offset)
+        if self._map_values is not None:
+            values = self._map_values(values)
+        return self._cache._write_front(self._layer, mx.concatenate([keys, values], axis=0))
 
 
-class _MappedTreeView(_TreeView):
-    """A tree view that stores other values than the layer computed."""
+@dataclass(frozen=True, eq=False)
+class CacheState:
+    """What a cache held at some time; see `TreeCache.hold`."""
 
-    def __init__(
-        self, cache: TreeCache, layer: int, positions: mx.array, map_values: ValueMap
-    ) -> None:
-        super().__init__(cache, layer, positions)
-        self._map_values = map_values
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return super().update_and_fetch(keys, self._map_values(values))
+    buffers: tuple[mx.array | None, ...]
+    paths: tuple[Path, ...]
+    scratch: int
+    capacity: int
 
 
 class TreeCache:
@@ -78,7 +130,8 @@ class TreeCache:
 
     Args:
         num_layers: layers of the model.
-        scratch: S, the most rows that a step will have. Grows when a step needs more.
+        scratch: S, the most rows that a step will have, paths of the step before included. Grows
+            when a step needs more.
         step: tokens by which the room for committed ones grows.
     """
 
@@ -88,13 +141,31 @@ class TreeCache:
         self._step = step
         self._offset = 0
         self._buffers: list[mx.array | None] = [None] * num_layers
-        self._tree_rows = [0] * num_layers
-        self._accepted: list[mx.array] = []
+        self._first_rows = [0] * num_layers
+        self._paths: list[Path] = []
 
     @property
     def offset(self) -> int:
-        """L, the committed tokens."""
+        """L, the committed tokens that the host knows of."""
         return self._offset
+
+    @property
+    def length(self) -> mx.array:
+        """[1] tokens before the next step's root: the committed ones and those of `paths`."""
+        length = mx.array([self._offset], mx.int32)
+        for path in self._paths:
+            length = length + path.count
+        return length
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Accepted paths that are not counted yet, the oldest first."""
+        return tuple(self._paths)
+
+    @property
+    def path_columns(self) -> PathColumns:
+        """What a mask over the next step's rows has between them and the committed tokens."""
+        return _columns(self._paths)
 
     @property
     def nbytes(self) -> int:
@@ -104,17 +175,20 @@ class TreeCache:
     @property
     def state(self) -> list[mx.array]:
         """The buffers and the rows taken from them, for `mx.eval`."""
-        return [*(buffer for buffer in self._buffers if buffer is not None), *self._accepted]
+        taken = [row for path in self._paths for row in path.rows]
+        return [*(buffer for buffer in self._buffers if buffer is not None), *taken]
 
     def reserve(self, *, tokens: int, scratch: int = 0) -> None:
         """Make room for `tokens` more committed tokens and a step of `scratch` rows.
 
-        Buffers are copied only when they grow: once in `step` tokens.
+        Paths that are not counted yet are provided for. Buffers are copied only when they grow:
+        once in `step` tokens.
         """
-        capacity, needed = self.capacity, self._offset + tokens
+        uncounted = sum(path.length for path in self._paths)
+        capacity, needed = self.capacity, self._offset + tokens + uncounted
         if needed > capacity:
             capacity = -(-needed // self._step) * self._step
-        scratch = max(scratch, self.scratch)
+        scratch = max(scratch + uncounted, self.scratch)
         front, back = scratch - self.scratch, capacity - self.capacity
         if front or back:
             self._buffers = [
@@ -129,60 +203,71 @@ class TreeCache:
     def tree_view(self, layer: int, positions: mx.array, map_values: ValueMap | None = None) -> Any:
         """The cache object to hand to decoder layer `layer` for a step's rows.
 
+        Attention then reads [R rows | P of each of `paths` | L tokens].
+
         Args:
             positions: [R] rotary position of each row.
             map_values: what becomes of the rows' values before attention, if anything.
         """
-        if map_values is not None:
-            return _MappedTreeView(self, layer, positions, map_values)
-        return _TreeView(self, layer, positions)
+        return _RowsView(self, layer, positions, map_values)
 
-    def advance(self, num_tokens: int) -> None:
-        """Count as committed `num_tokens` rows: those appended, or those of the last `commit`.
-
-        After a commit, evaluate `state` first: MLX writes into a buffer in place only when no
-        work in flight still reads it, and copies the whole of it otherwise.
-        """
-        first = self.scratch + self._offset
-        if self._offset + num_tokens > self.capacity:
-            raise ValueError(
-                f"{self._offset + num_tokens} tokens in a cache with room for {self.capacity}"
-            )
-        for buffer, rows in zip(self._buffers, self._accepted, strict=bool(self._accepted)):
-            assert buffer is not None
-            buffer[:, :, first : first + num_tokens] = rows[:, :, :num_tokens]
-        self._accepted = []
-        self._offset += num_tokens
-
-    def trim(self, num_tokens: int) -> None:
-        """Forget all but the first `num_tokens` committed tokens."""
-        if not 0 <= num_tokens <= self._offset:
-            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
-        self._offset = num_tokens
-
-    def commit(self, lower_path: mx.array, upper_path: mx.array, split: int) -> None:
+    def commit(
+        self, lower_path: mx.array, upper_path: mx.array, split: int, count: mx.array
+    ) -> None:
         """Take the accepted path's rows, which `advance` writes behind the committed tokens.
 
         Pruning numbers the nodes anew half-way up, so the same path has two sets of indices.
-        All P rows are taken; `advance` says how many of them count, which the host learns
-        later. Until it does, the committed tokens are what they were.
 
         Args:
             lower_path: [P] rows of the accepted nodes in layers before `split`.
             upper_path: [P] the same nodes' rows from layer `split` on.
             split: the first layer after pruning.
+            count: [1] how many of the P rows count.
         """
         expect_shape("upper path", upper_path, lower_path.shape[0])
-        self._accepted = []
+        rows = []
         for layer, buffer in enumerate(self._buffers):
             assert buffer is not None, "commit before any row was written"
             path = lower_path if layer < split else upper_path
-            rows = path + (self.scratch - self._tree_rows[layer])
-            self._accepted.append(mx.take(buffer, rows, axis=2))
+            rows.append(mx.take(buffer, path + self._first_rows[layer], axis=2))
+        self._paths.append(Path(rows, count))
 
-    def accepted_rows(self, layer: int) -> mx.array:
-        """[2, Hkv, P, Dh] what the last `commit` took of a layer, until `advance` is called."""
-        return self._accepted[layer]
+    def advance(self, num_tokens: int) -> None:
+        """Count as committed `num_tokens` rows: of the oldest path, or of those appended.
+
+        What it writes must not be evaluated together with a step that was built before: that
+        one still reads the buffers. The next step's evaluation does it.
+        """
+        if self._offset + num_tokens > self.capacity:
+            raise ValueError(
+                f"{self._offset + num_tokens} tokens in a cache with room for {self.capacity}"
+            )
+        if self._paths:
+            path = self._paths.pop(0)
+            path.num_tokens = num_tokens
+            for layer, rows in enumerate(path.rows):
+                self._write(layer, self.scratch + self._offset, rows[:, :, :num_tokens])
+        self._offset += num_tokens
+
+    def hold(self) -> CacheState:
+        """What the cache holds now, to `restore` should the step built next not be run.
+
+        MLX cannot write in place into what someone holds: let go of it before evaluating.
+        """
+        buffers = tuple(copy.copy(buffer) for buffer in self._buffers)
+        return CacheState(buffers, self.paths, self.scratch, self.capacity)
+
+    def restore(self, state: CacheState) -> None:
+        """Hold again what the cache held, before anything was advanced since."""
+        self._buffers, self._paths = list(state.buffers), list(state.paths)
+        self.scratch, self.capacity = state.scratch, state.capacity
+
+    def trim(self, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` committed tokens, and every uncounted path."""
+        if not 0 <= num_tokens <= self._offset:
+            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
+        self._paths = []
+        self._offset = num_tokens
 
     def committed_rows(self, layer: int) -> mx.array:
         """[2, Hkv, L, Dh] view of a layer's committed tokens."""
@@ -190,17 +275,25 @@ class TreeCache:
         assert buffer is not None, "no row was written yet"
         return buffer[:, :, self.scratch : self.scratch + self._offset]
 
-    def _write(self, layer: int, first: int, last: int, keys: mx.array, values: mx.array) -> None:
+    def _write(self, layer: int, first: int, rows: mx.array) -> None:
         buffer = self._buffers[layer]
         if buffer is None:
-            _, num_heads, _, head_size = keys.shape
+            _, num_heads, _, head_size = rows.shape
             shape = (2, num_heads, self.scratch + self.capacity, head_size)
-            buffer = self._buffers[layer] = mx.zeros(shape, keys.dtype)
+            buffer = self._buffers[layer] = mx.zeros(shape, rows.dtype)
+        last = first + rows.shape[2]
         if first < 0 or last > buffer.shape[2]:
             raise ValueError(
                 f"rows {first} to {last} of a cache of {buffer.shape[2]}: reserve more"
             )
-        buffer[:, :, first:last] = mx.concatenate([keys, values], axis=0)
+        buffer[:, :, first:last] = rows
+
+    def _write_front(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
+        rows = mx.concatenate([rows, *(path.rows[layer] for path in self._paths)], axis=2)
+        first = self.scratch - rows.shape[2]
+        self._write(layer, first, rows)
+        self._first_rows[layer] = first
+        return self._read(layer, first, self.scratch + self._offset)
 
     def _read(self, layer: int, first: int, last: int) -> tuple[mx.array, mx.array]:
         buffer = self._buffers[layer]
@@ -208,79 +301,79 @@ class TreeCache:
         return buffer[:1, :, first:last], buffer[1:, :, first:last]
 
 
-class _StreamView:
-    """What a decoder layer sees of a `StreamCache` while the streams of one node run."""
-
-    def __init__(
-        self, cache: StreamCache, layer: int, positions: mx.array, map_values: ValueMap | None
-    ) -> None:
-        self._cache, self._layer, self._map_values = cache, layer, map_values
-        self.offset = positions
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._map_values is not None:
-            values = self._map_values(values)
-        return self._cache._write_and_read(self._layer, keys, values)
-
-
 class StreamCache:
     """Keys and values of the upper layers for a second pass, that of one node's streams.
 
     A layer's buffer holds what these streams see, once more:
 
-        [2, Hkv, S + capacity, Dh]:   | room | G streams | P path | committed L, then free room |
+        [2, Hkv, S + capacity, Dh]:   | room | G streams | P paths | committed L, then free room |
 
     The streams run in the same evaluation as the pass that verified the tree, whose attention
     still reads the rows of `TreeCache`. MLX would copy a whole buffer to write into it then; a
     buffer of its own is always written in place. It costs Ns / N of the cache's memory, and one
-    copy of these layers when an answer begins; it follows one `TreeCache` through one answer.
+    copy of these layers when it begins to follow, or has not followed for a while.
 
     Args:
         layers: the layers with multi-stream attention.
+        scratch: S, the most rows that streams and paths will have. Grows when they have more.
     """
 
-    def __init__(self, layers: range) -> None:
+    def __init__(self, layers: range, *, scratch: int = 0) -> None:
         self.layers = layers
-        self._scratch = self.capacity = self._offset = 0
+        self._scratch, self.capacity, self._offset = scratch, 0, 0
         self._buffers: list[mx.array] = []
-        self._rows: list[mx.array] = []
+        self._paths: list[Path] = []
 
     @property
     def offset(self) -> int:
         """L, the committed tokens that it holds."""
         return self._offset
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def path_columns(self) -> PathColumns:
+        """What a mask over the streams has between them and the committed tokens."""
+        return _columns(self._paths)
+
     def follow(self, cache: TreeCache, num_streams: int) -> None:
-        """Take over what `cache` has committed, and the path that its last `commit` took.
+        """Take over what `cache` has committed, and its paths; the newest holds the streams' node.
 
         Args:
-            cache: between `commit` and `advance` of a step.
+            cache: after `commit` of a step.
             num_streams: G, the stream rows to come.
         """
-        rows = [cache.accepted_rows(layer) for layer in self.layers]
-        scratch = rows[0].shape[2] + num_streams
-        if not self._buffers or scratch > self._scratch:
+        known = [path for path in self._paths if path.num_tokens is not None]
+        behind = self._offset + sum(path.num_tokens or 0 for path in known) != cache.offset
+        scratch = num_streams + sum(path.length for path in cache.paths)
+        if behind or not self._buffers or scratch > self._scratch:
             self._copy(cache, scratch)
         else:
             self._grow(cache.capacity)
-            self._append(cache.offset - self._offset)
-        self._rows, self._offset = rows, cache.offset
+            for path in known:
+                self._append(path)
+        self._paths = list(cache.paths)
 
     def view(self, layer: int, positions: mx.array, map_values: ValueMap | None = None) -> Any:
         """The cache object to hand to decoder layer `layer`, one of `layers`.
+
+        Attention then reads [G streams | P of each of `paths` | L tokens].
 
         Args:
             positions: [G] rotary position of each stream.
             map_values: what becomes of the streams' values before attention, if anything.
         """
-        return _StreamView(self, layer, positions, map_values)
+        return _RowsView(self, layer, positions, map_values)
 
     def _copy(self, cache: TreeCache, scratch: int) -> None:
-        self._scratch, self.capacity, self._buffers = scratch, cache.capacity, []
+        self._scratch = max(scratch, self._scratch)
+        self.capacity, self._offset = cache.capacity, cache.offset
         room = cache.capacity - cache.offset
-        for layer in self.layers:
-            committed = cache.committed_rows(layer)
-            self._buffers.append(_pad(committed, scratch, room))
+        committed = [cache.committed_rows(layer) for layer in self.layers]
+        self._buffers = [_pad(rows, self._scratch, room) for rows in committed]
 
     def _grow(self, capacity: int) -> None:
         if capacity > self.capacity:
@@ -288,20 +381,19 @@ class StreamCache:
             self._buffers = [_pad(buffer, 0, more) for buffer in self._buffers]
             self.capacity = capacity
 
-    def _append(self, num_tokens: int) -> None:
-        """Write the first rows of the path before, which are committed by now."""
+    def _append(self, path: Path) -> None:
+        """Write the rows of a path that count, which the host knows by now."""
+        count = path.num_tokens or 0
         first = self._scratch + self._offset
-        for buffer, rows in zip(self._buffers, self._rows, strict=True):
-            buffer[:, :, first : first + num_tokens] = rows[:, :, :num_tokens]
+        for layer, buffer in zip(self.layers, self._buffers, strict=True):
+            buffer[:, :, first : first + count] = path.rows[layer][:, :, :count]
+        self._offset += count
 
-    def _write_and_read(
-        self, layer: int, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        index = layer - self.layers.start
-        buffer, path = self._buffers[index], self._rows[index]
-        own = mx.concatenate([keys, values], axis=0)
-        first, last = self._scratch - own.shape[2] - path.shape[2], self._scratch + self._offset
-        buffer[:, :, first : self._scratch] = mx.concatenate([own, path], axis=2)
+    def _write_front(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
+        buffer = self._buffers[layer - self.layers.start]
+        rows = mx.concatenate([rows, *(path.rows[layer] for path in self._paths)], axis=2)
+        first, last = self._scratch - rows.shape[2], self._scratch + self._offset
+        buffer[:, :, first : self._scratch] = rows
         return buffer[:1, :, first:last], buffer[1:, :, first:last]
 
 

@@ -26,14 +26,22 @@ from .sampling import (
     places_of,
     target_sampler,
 )
-from .shapes import to_int, to_list
+from .shapes import to_list
 from .tree import Tree, root_tree
 
 Progress = Callable[[int, int], None]
 """Told (prompt tokens processed, prompt tokens in all)."""
 
+Ends = Callable[[list[int]], bool]
+"""Told the tokens that a call advanced by; whether the answer ends with them."""
+
 PREFILL_STEP_SIZE = 2048
 EXACT = AcceptanceConfig()
+
+
+def never(tokens: list[int]) -> bool:
+    """Endless decoding."""
+    return False
 
 
 def prefill(
@@ -110,18 +118,32 @@ class StepResult:
         acceptance: how far the tree held.
         next_tree: the tree to verify next.
         tail: [C] the last tokens before its root, as the sampler needs them.
+        for_host: [1 + P] accepted nodes below the root, then `acceptance.new_tokens`.
     """
 
     acceptance: Acceptance
     next_tree: Tree
     tail: mx.array
+    for_host: mx.array
 
     def arrays(self) -> list[mx.array]:
         """All that the next step and the host will read."""
         tree = self.next_tree
-        accepted = self.acceptance
-        drafted = [tree.tokens, tree.depths, tree.paths]
-        return [accepted.new_tokens, accepted.num_accepted, *drafted, self.tail]
+        return [self.for_host, tree.tokens, tree.depths, tree.paths, self.tail]
+
+    def read(self) -> list[int]:
+        """The tokens that the call advanced by: the step's one read, which waits for it."""
+        num_accepted, *new_tokens = to_list(self.for_host)
+        return new_tokens[: num_accepted + 1]
+
+
+def scratch_rows(drafter: Drafter) -> int:
+    """Rows that a cache needs before the committed ones for the largest step of a drafter.
+
+    A step that is built ahead also has the path of the one before it.
+    """
+    path = 0 if drafter.waits else drafter.num_levels + 1
+    return drafter.max_nodes * (1 + drafter.num_streams) + path
 
 
 def step(
@@ -149,12 +171,17 @@ def step(
     rows = model.insert(hidden, num_streams)
     rows = model.upper(rows, kept, cache, num_streams)
     node_hidden = rows[:, : kept.num_nodes]
-    places = places_of(kept, cache.offset, tail)
+    position = cache.length
+    places = places_of(kept, position, tail)
     target_tokens, accepted = verify(model, kept, node_hidden, sampler, places, acceptance)
-    cache.commit(kept_index[accepted.path], accepted.path, split)
+    cache.commit(kept_index[accepted.path], accepted.path, split, accepted.num_accepted + 1)
     own_streams = stream_rows_of(rows, accepted.last, kept.num_nodes, num_streams)
-    verified = Verified(kept, target_tokens, accepted, node_hidden, own_streams, hidden, cache)
-    return StepResult(accepted, drafter.propose(verified), places.recent[accepted.last][0])
+    verified = Verified(
+        kept, target_tokens, accepted, node_hidden, own_streams, hidden, position, cache
+    )
+    next_tree, next_tail = drafter.propose(verified), places.recent[accepted.last][0]
+    for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
+    return StepResult(accepted, next_tree, next_tail, for_host)
 
 
 def streaming_decode(
@@ -169,8 +196,13 @@ def streaming_decode(
     acceptance: AcceptanceConfig = EXACT,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     progress: Progress | None = None,
+    ends: Ends = never,
 ) -> Iterator[list[int]]:
     """Yield the tokens that each target call advances by, endlessly.
+
+    While a step runs, the next one is built; when it is done, its successor starts, and only then
+    are its tokens given out. Drafters that read the text, and pruning by threshold, have to know
+    them first.
 
     Args:
         model: a model with streams, or with any drafter that needs none.
@@ -182,21 +214,43 @@ def streaming_decode(
         sampler: decides the target's tokens: `sampling.Sampling`, or a sampler of mlx-lm's;
             greedy unless told.
         acceptance: when a drafted token counts as the target's; exact unless told.
+        ends: told the tokens before they are yielded: whether no more will be asked for. The next
+            step is not started then, and is not wasted.
 
     The prompt's last token is the first tree: a bare root, whose step drafts like any other.
     """
     prune, sampler = prune or PruneConfig(), target_sampler(sampler)
     drafter.start([*context, *prompt])
+    cache.trim(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)
-    tree = root_tree(mx.array(prompt[-1:], mx.int32))
+
+    def build(tree: Tree, tail: mx.array) -> StepResult:
+        return step(model, tree, cache, drafter, prune, sampler, acceptance=acceptance, tail=tail)
+
+    def launch(result: StepResult) -> None:
+        mx.async_eval(result.arrays(), cache.state)
+
+    builds_ahead = not drafter.waits and prune.kind != "threshold"
+    result = build(root_tree(mx.array(prompt[-1:], mx.int32)), tail)
+    launch(result)
     while True:
-        result = step(model, tree, cache, drafter, prune, sampler, acceptance=acceptance, tail=tail)
-        mx.eval(result.arrays(), cache.state)
-        num_new = to_int(result.acceptance.num_accepted) + 1
-        cache.advance(num_new)
-        yield to_list(result.acceptance.new_tokens)[:num_new]
-        tree, tail = result.next_tree, result.tail
+        before, upcoming = cache.hold(), None
+        if builds_ahead:
+            upcoming = build(result.next_tree, result.tail)
+        new_tokens = result.read()
+        if upcoming is None or ends(new_tokens):
+            cache.restore(before)
+            cache.advance(len(new_tokens))
+            yield new_tokens
+            upcoming = build(result.next_tree, result.tail)
+            launch(upcoming)
+        else:
+            del before  # MLX writes in place only into what nobody else holds.
+            launch(upcoming)
+            cache.advance(len(new_tokens))
+            yield new_tokens
+        result = upcoming
 
 
 def plain_decode(
@@ -215,11 +269,12 @@ def plain_decode(
     token nobody asks for is wasted, and not counted. The arguments are `streaming_decode`'s.
     """
     sampler = target_sampler(sampler)
+    cache.trim(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)
 
     def call(token: mx.array, tail: mx.array) -> tuple[mx.array, mx.array]:
-        places = places_of(root_tree(token), cache.offset, tail)
+        places = places_of(root_tree(token), cache.length, tail)
         chosen = choose(model, model.backbone.append(token, cache), sampler, places)
         mx.async_eval(chosen)
         return chosen, places.recent[0]

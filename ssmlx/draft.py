@@ -29,7 +29,8 @@ class Verified:
         stream_hidden: [1, G, D] those of the last accepted node's streams, where the step
             carried streams.
         insertion_hidden: [1, M, D] hidden states of the nodes before the insertion layer.
-        cache: holds the accepted path as committed, before it is advanced.
+        position: [1] the root's place in the text.
+        cache: its newest path is the accepted one.
     """
 
     tree: Tree
@@ -38,6 +39,7 @@ class Verified:
     node_hidden: mx.array
     stream_hidden: mx.array
     insertion_hidden: mx.array
+    position: mx.array
     cache: TreeCache
 
     @property
@@ -69,8 +71,8 @@ class Verified:
 class Drafter(Protocol):
     """Proposes the tree that the next step verifies.
 
-    The first four attributes never change. Siblings of a tree carry different tokens; a node of
-    token `tree.PAD_TOKEN` fills a tree up to a usual size and is never accepted.
+    All attributes but `draft_calls` never change. Siblings of a tree carry different tokens; a
+    node of token `tree.PAD_TOKEN` fills a tree up to a usual size and is never accepted.
 
     Attributes:
         num_streams: streams that a step must carry for this drafter.
@@ -78,6 +80,7 @@ class Drafter(Protocol):
         max_nodes: nodes of the trees that it proposes, at most, padding included.
         num_parameters: parameters that it needs beside the target's and LoRA's.
         draft_calls: forward passes of a model other than the target, since `start`.
+        waits: whether `propose` reads what the target decided, which waits for it.
     """
 
     num_streams: int
@@ -85,6 +88,7 @@ class Drafter(Protocol):
     max_nodes: int
     num_parameters: int
     draft_calls: int
+    waits: bool
 
     def start(self, tokens: Sequence[int]) -> None:
         """Begin a sequence: `tokens` are all that precede the answer."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Protocol
 
 import mlx.core as mx
 
+from .cache import PathColumns
 from .shapes import expect_shape
 
 
@@ -49,28 +51,32 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
     return mx.concatenate([node_rows, stream_rows], axis=0)
 
 
-def second_pass_visibility(num_accepted: mx.array, length: int, num_streams: int) -> mx.array:
-    """[G, G + P] bool: which stream of the last accepted node sees which stream and path node.
-
-    As in `stream_visibility`, a stream sees the node, its ancestors, and streams up to itself.
-
-    Args:
-        num_accepted: [1] accepted nodes below the root; later entries of the path are idle.
-        length: P, entries of the accepted path.
-        num_streams: G.
-    """
+def earlier_streams(num_streams: int) -> mx.array:
+    """[G, G] bool: which stream of one node sees which, as in `stream_visibility`."""
     stream = mx.arange(num_streams)
-    path = mx.broadcast_to(mx.arange(length) <= num_accepted, (num_streams, length))
-    return mx.concatenate([stream[:, None] >= stream, path], axis=1)
+    return stream[:, None] >= stream
+
+
+class SeenCache(Protocol):
+    """What a mask must know of a cache; see `cache.TreeCache`."""
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def path_columns(self) -> PathColumns: ...
+
+    capacity: int
 
 
 class MaskBuffer:
-    """Masks over [a step's own rows | every committed token], kept from step to step.
+    """Masks over [a step's own rows | uncounted paths | committed tokens], kept between steps.
 
-    Row r sees every committed token and those of the step's own rows that its visibility names.
-    The cache holds the step's rows directly before the committed ones (see `cache.TreeCache`),
-    so the part that changes is the first C columns. They are written in place, and not at all
-    while the same fixed topology comes again: a step costs a slice, however long the context.
+    Row r sees every committed token, the nodes of uncounted paths that count, and those of the
+    step's own rows that its visibility names. The cache holds the step's rows and the paths
+    directly before the committed tokens (see `cache.TreeCache`), so the part that changes is the
+    first columns. They are written in place, and not at all while the same fixed topology comes
+    again without paths: a step costs a slice, however long the context.
     """
 
     def __init__(self, max_sizes: int = 8) -> None:
@@ -78,24 +84,30 @@ class MaskBuffer:
         self._written: dict[tuple[int, int], object] = {}
         self._max_sizes = max_sizes
 
-    def mask(self, visible: mx.array, committed: int, capacity: int, key: object) -> mx.array:
-        """[R, C + committed] bool view.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all masks that are kept."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def mask(self, visible: mx.array, cache: SeenCache, key: object) -> mx.array:
+        """[R, R + paths + L] bool view.
 
         Args:
-            visible: [R, C] bool, the step's rows among themselves; C is R unless some rows only
-                are seen.
-            committed: L, tokens in the cache.
-            capacity: tokens that the cache has room for; the mask grows with it.
+            visible: [R, R] bool, the step's rows among themselves.
+            cache: says what the rows see beside each other; the mask grows with its capacity.
             key: names the content of `visible`; None if it may differ every time.
         """
-        rows, columns = visible.shape
-        shape = rows, columns
-        buffer = self._buffer(shape, columns + capacity)
+        columns = cache.path_columns
+        if columns.lengths:
+            key = None
+            visible = mx.concatenate([visible, *columns.visible(visible.shape[0])], axis=1)
+        shape = visible.shape[0], visible.shape[1]
+        buffer = self._buffer(shape, shape[1] + cache.capacity)
         if key is None or self._written.get(shape) is not key:
-            buffer[:, :columns] = visible
+            buffer[:, : shape[1]] = visible
             self._written[shape] = key
         self._buffers[shape] = buffer
-        return buffer[:, : columns + committed]
+        return buffer[:, : shape[1] + cache.offset]
 
     def _buffer(self, shape: tuple[int, int], width: int) -> mx.array:
         buffer = self._buffers.pop(shape, None)

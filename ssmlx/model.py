@@ -11,14 +11,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from .accept import Acceptance
 from .backbone import Backbone, LMHead
 from .cache import StreamCache, TreeCache
 from .config import StreamConfig
 from .lora import RowScope
 from .masks import (
     MaskBuffer,
-    second_pass_visibility,
+    earlier_streams,
     stream_positions,
     stream_visibility,
 )
@@ -128,6 +127,17 @@ class StreamFusedModel:
         return self.backbone.vocab_size if vocab is None else vocab.shape[0]
 
     @property
+    def draft_head(self) -> LMHead | None:
+        """The LM head of the draft vocabulary alone; None where streams draft from all tokens."""
+        return self._draft_head
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the masks that are kept from step to step."""
+        masks = (self._lower_masks, self._upper_masks, self._second_masks)
+        return sum(buffer.nbytes for buffer in masks)
+
+    @property
     def num_layers(self) -> int:
         """N, layers of the base model."""
         return len(self.backbone.layers)
@@ -143,9 +153,8 @@ class StreamFusedModel:
 
     def lower(self, tree: Tree, cache: TreeCache) -> mx.array:
         """[1, N, D] hidden states of the tree's nodes before the insertion layer."""
-        positions = tree.depths + cache.offset
-        ancestors = tree.ancestors
-        mask = self._lower_masks.mask(ancestors, cache.offset, cache.capacity, tree.topology)
+        positions = tree.depths + cache.length
+        mask = self._lower_masks.mask(tree.ancestors, cache, tree.topology)
         views = [cache.tree_view(layer, positions) for layer in range(self.insertion_layer)]
         hidden = self.backbone.embed(tree.tokens, positions)
         return self.backbone.run(hidden, 0, self.insertion_layer, mask, views)
@@ -196,9 +205,9 @@ class StreamFusedModel:
         """
         num_nodes = tree.num_nodes
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
-        positions = stream_positions(tree.depths + cache.offset, num_streams)
+        positions = stream_positions(tree.depths + cache.length, num_streams)
         visible = stream_visibility(tree.ancestors, num_streams)
-        mask = self._upper_masks.mask(visible, cache.offset, cache.capacity, tree.topology)
+        mask = self._upper_masks.mask(visible, cache, tree.topology)
         layers = range(self.insertion_layer, self.num_layers)
         rotate = None
         if self._rotation is not None:
@@ -212,7 +221,8 @@ class StreamFusedModel:
     def second_pass(
         self,
         hidden: mx.array,
-        acceptance: Acceptance,
+        last: mx.array,
+        position: mx.array,
         cache: StreamCache,
         num_streams: int,
     ) -> mx.array:
@@ -223,16 +233,14 @@ class StreamFusedModel:
 
         Args:
             hidden: [1, M, D] the nodes before the insertion layer.
-            acceptance: how far the tree held.
+            last: [1] the last accepted node.
+            position: [1] its place in the text.
             cache: of the layers from `insertion_layer` on; it followed this step's `commit`.
             num_streams: G, at most as many as were trained.
         """
-        rows = self.start_streams(hidden[:, acceptance.last], num_streams)
-        ahead = mx.arange(1, num_streams + 1)
-        positions = acceptance.num_accepted + (cache.offset + ahead)
-        length = acceptance.path.shape[0]
-        visible = second_pass_visibility(acceptance.num_accepted, length, num_streams)
-        mask = self._second_masks.mask(visible, cache.offset, cache.capacity, None)
+        rows = self.start_streams(hidden[:, last], num_streams)
+        positions = position + mx.arange(1, num_streams + 1)
+        mask = self._second_masks.mask(earlier_streams(num_streams), cache, num_streams)
         layers = cache.layers
         rotate = None
         if self._rotation is not None:

@@ -34,14 +34,14 @@ class Places:
     """Where in the text rows stand.
 
     Attributes:
-        first: place of the root, the number of tokens before it.
+        first: [1] place of the root, the number of tokens before it.
         depths: [R] how far below the root each row stands.
         num_levels: P, one more than the largest depth.
         recent: [R, C] the last C tokens up to and with each row's own; PAD_TOKEN where the text
             has not so many.
     """
 
-    first: int
+    first: mx.array
     depths: mx.array
     num_levels: int
     recent: mx.array
@@ -53,12 +53,12 @@ def last_tokens(tokens: Sequence[int], size: int) -> mx.array:
     return mx.array([PAD_TOKEN] * (size - len(known)) + known, mx.int32)
 
 
-def places_of(tree: Tree, first: int, tail: mx.array) -> Places:
+def places_of(tree: Tree, first: mx.array, tail: mx.array) -> Places:
     """The places of a tree's nodes.
 
     Args:
         tree: N nodes.
-        first: place of its root.
+        first: [1] place of its root.
         tail: [C] the last tokens before the root.
     """
     num_nodes, num_levels, size = tree.num_nodes, tree.paths.shape[1], tail.shape[0]
@@ -206,10 +206,10 @@ def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
     return counts.at[rows, column].add(1)[:, :vocab_size]
 
 
-def gumbel_noise(seed: int, first: int, count: int, vocab_size: int) -> mx.array:
-    """[count, V] standard Gumbel noise of the `count` places from `first` on."""
-    word = (seed ^ (seed >> 32)) & 0xFFFFFFFF
-    keys = mx.array([[word, first + index] for index in range(count)], mx.uint32)
+def gumbel_noise(seed: int, first: mx.array, count: int, vocab_size: int) -> mx.array:
+    """[count, V] standard Gumbel noise of the `count` places from `first` [1] on."""
+    word = mx.full((count,), (seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
+    keys = mx.stack([word, (first + mx.arange(count)).astype(mx.uint32)], axis=1)
 
     def of_place(key: mx.array) -> mx.array:
         return mx.random.gumbel((vocab_size,), key=key)

@@ -14,18 +14,38 @@ HEADS, SIZE, LAYERS = 2, 3, 3
 
 
 class NaiveCache:
-    """Committed keys and values as lists of rows, [rows, 2, Hkv, Dh] a layer."""
+    """Committed keys and values as lists of rows, [rows, 2, Hkv, Dh] a layer.
+
+    `paths` are those that the host has not counted: (rows a layer, how many count).
+    """
 
     def __init__(self):
         self.committed = [np.zeros((0, 2, HEADS, SIZE), np.float32) for _ in range(LAYERS)]
         self.step = [None] * LAYERS
+        self.paths = []
 
     def append(self, layer, rows):
         self.committed[layer] = np.concatenate([self.committed[layer], rows])
 
-    def commit(self, lower, upper, split):
+    def commit(self, lower, upper, split, count):
+        rows = [self.step[i][lower if i < split else upper] for i in range(LAYERS)]
+        self.paths.append((rows, count))
+
+    def count(self):
+        """The host learns of the oldest path; how many of its rows counted."""
+        rows, count = self.paths.pop(0)
         for layer in range(LAYERS):
-            self.append(layer, self.step[layer][lower if layer < split else upper])
+            self.append(layer, rows[layer][:count])
+        return count
+
+    def seen(self, layer, rows):
+        """What a step's rows find in the cache, those of the paths that do not count included."""
+        paths = [of_layers[layer] for of_layers, _ in self.paths]
+        return np.concatenate([rows, *paths, self.committed[layer]])
+
+    @property
+    def length(self):
+        return len(self.committed[0]) + sum(count for _, count in self.paths)
 
 
 def as_arrays(rows):
@@ -54,15 +74,18 @@ def append(cache, naive, rng, count):
 def write_tree(cache, naive, rng, lower_rows, upper_rows, split):
     for layer in range(LAYERS):
         rows = random_rows(rng, lower_rows if layer < split else upper_rows)
-        view = cache.tree_view(layer, mx.arange(len(rows)) + cache.offset)
-        assert view.offset.tolist() == list(range(cache.offset, cache.offset + len(rows)))
+        view = cache.tree_view(layer, mx.arange(len(rows)) + cache.length)
+        assert view.offset.tolist() == list(range(naive.length, naive.length + len(rows)))
         found = view.update_and_fetch(*as_arrays(rows))
         naive.step[layer] = rows
-        assert np.array_equal(as_rows(*found), np.concatenate([rows, naive.committed[layer]]))
+        assert np.array_equal(as_rows(*found), naive.seen(layer, rows))
 
 
 def one_step(cache, naive, rng, draw):
-    """Verify a tree of N nodes, pruned to M, whose path of P rows has `accepted` real ones."""
+    """Verify a tree of N nodes, pruned to M, whose path of P rows has `accepted` real ones.
+
+    The host counts the path at once, or a step later.
+    """
     split, nodes, streams = draw.randint(0, LAYERS), draw.randint(1, 6), draw.randint(0, 3)
     kept = sorted([0, *draw.sample(range(1, nodes), draw.randint(0, nodes - 1))])
     upper_rows = len(kept) * (1 + streams)
@@ -73,9 +96,10 @@ def one_step(cache, naive, rng, draw):
     cache.reserve(tokens=path_length, scratch=nodes * (1 + streams))
     write_tree(cache, naive, rng, nodes, upper_rows, split)
     lower = [kept[node] for node in padded]
-    cache.commit(mx.array(lower), mx.array(padded), split)
-    cache.advance(accepted)
-    naive.commit([kept[node] for node in path], path, split)
+    cache.commit(mx.array(lower), mx.array(padded), split, mx.array([accepted]))
+    naive.commit(lower, padded, split, accepted)
+    for _ in range(draw.randint(max(len(naive.paths) - 1, 0), len(naive.paths))):
+        cache.advance(naive.count())
 
 
 def check_committed(cache, naive, rng):
@@ -92,6 +116,8 @@ def test_random_sequences_equal_concatenation(seed, scratch):
     for _ in range(12):
         action = draw.choice(["append", "step", "step", "step", "trim"])
         if action == "append":
+            cache.trim(cache.offset)  # a path that nobody counted is forgotten
+            naive.paths = []
             count = draw.randint(1, 6)
             cache.reserve(tokens=count)
             append(cache, naive, rng, count)
@@ -101,6 +127,7 @@ def test_random_sequences_equal_concatenation(seed, scratch):
             keep = draw.randint(cache.offset // 2, cache.offset)
             cache.trim(keep)
             naive.committed = [rows[:keep] for rows in naive.committed]
+            naive.paths = []
         assert cache.offset == len(naive.committed[0])
         check_committed(cache, naive, rng)
         assert cache.capacity % 4 == 0
@@ -113,8 +140,30 @@ def test_commit_moves_nothing_until_it_is_counted():
     append(cache, naive, rng, 3)
     cache.reserve(tokens=2, scratch=4)
     write_tree(cache, naive, rng, 4, 4, 1)
-    cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1)
-    assert cache.offset == 3
+    cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
+    assert cache.offset == 3 and cache.length.tolist() == [5]
+    naive.commit([0, 2], [0, 2], 1, 2)
+    check_committed(cache, naive, rng)
+
+
+def test_a_step_that_is_not_run_is_taken_back():
+    rng, naive = np.random.default_rng(0), NaiveCache()
+    cache = TreeCache(LAYERS, scratch=4, step=4)
+    cache.reserve(tokens=3, scratch=4)
+    append(cache, naive, rng, 3)
+    write_tree(cache, naive, rng, 4, 4, 1)
+    cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
+    naive.commit([0, 2], [0, 2], 1, 2)
+    before = cache.hold()
+    cache.reserve(tokens=2, scratch=9)  # grows, and writes over the rows of the step before
+    for layer in range(LAYERS):
+        view = cache.tree_view(layer, mx.arange(9))
+        view.update_and_fetch(*as_arrays(random_rows(rng, 9)))
+    cache.commit(mx.array([0]), mx.array([0]), 1, mx.array([1]))
+    cache.restore(before)
+    assert len(cache.paths) == 1 and cache.capacity == 4
+    cache.reserve(tokens=0)
+    cache.advance(naive.count())
     check_committed(cache, naive, rng)
 
 
@@ -173,7 +222,7 @@ def test_a_step_copies_no_buffer():
         if before < cache.nbytes:
             pytest.skip("this backend does not report its memory")
         hidden = verify()
-        cache.commit(mx.array([0, 3, 5]), mx.array([0, 3, 5]), 1)
+        cache.commit(mx.array([0, 3, 5]), mx.array([0, 3, 5]), 1, mx.array([2]))
         mx.eval(hidden, cache.state)
         cache.advance(2)
         assert mx.get_peak_memory() - before < buffer / 20

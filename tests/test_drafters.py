@@ -133,7 +133,8 @@ def test_a_model_without_streams_gets_a_drafter(name):
     assert tokens == expected
     drafter = make_drafter(model, GenerateConfig(**settings))
     assert max(lengths) <= 1 + drafter.num_levels
-    assert required_scratch(model, GenerateConfig(**settings)) == drafter.max_nodes
+    path = 0 if drafter.waits else drafter.num_levels + 1
+    assert required_scratch(model, GenerateConfig(**settings)) == drafter.max_nodes + path
     assert (drafter.num_parameters > 0) == (name not in ("prompt-lookup", "lookahead"))
 
 
@@ -276,7 +277,7 @@ def verified_root(token):
     target = mx.array([token])
     accepted = Acceptance(mx.array([0]), target, mx.array([0]))
     hidden, tree = mx.zeros((1, 1, 2)), tree_from_parents([0], [0])
-    return Verified(tree, target, accepted, hidden, hidden[:, :0], hidden, TreeCache(1))
+    return Verified(tree, target, accepted, hidden, hidden[:, :0], hidden, mx.array([0]), TreeCache(1))
 
 
 def test_prompt_lookup_takes_the_longest_then_the_newest():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from tiny import random_tree, tree_from_parents
 
+from ssmlx.cache import PathColumns
 from ssmlx.masks import MaskBuffer, stream_positions, stream_visibility
 
 
@@ -49,8 +51,24 @@ def test_visibility_equals_the_naive_one(num_streams):
         assert np.array_equal(found, naive_visibility(tree, num_streams))
 
 
-def scratch_mask(visible, committed):
-    return np.concatenate([visible, np.ones((len(visible), committed), bool)], axis=1)
+@dataclass
+class Seen:
+    """What a mask needs to know of a cache, with paths given as (count, length)."""
+
+    offset: int
+    capacity: int
+    paths: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def path_columns(self):
+        counts = tuple(mx.array([count]) for count, _ in self.paths)
+        return PathColumns(counts, tuple(length for _, length in self.paths))
+
+
+def scratch_mask(visible, committed, paths=()):
+    parts = [np.arange(length) < count for count, length in paths]
+    columns = np.concatenate([*parts, np.ones(committed, bool)])
+    return np.concatenate([visible, np.broadcast_to(columns, (len(visible), columns.size))], axis=1)
 
 
 def test_mask_buffer_equals_a_mask_built_anew():
@@ -68,28 +86,30 @@ def test_mask_buffer_equals_a_mask_built_anew():
         # An answer grows, is trimmed, or outgrows the cache.
         committed = max(0, committed + rng.choice([-9, 0, 1, 2, 5]))
         capacity = max(capacity, -(-committed // 4) * 4)
-        found = masks.mask(mx.array(visible), committed, capacity, key)
-        assert np.array_equal(np.array(found), scratch_mask(visible, committed))
+        lengths = [rng.randint(1, 3) for _ in range(rng.choice([0, 0, 1, 2]))]
+        paths = tuple((rng.randint(1, length), length) for length in lengths)
+        found = masks.mask(mx.array(visible), Seen(committed, capacity, paths), key)
+        assert np.array_equal(np.array(found), scratch_mask(visible, committed, paths))
 
 
 def test_two_topologies_of_one_size_do_not_read_each_other():
     masks, first, second = MaskBuffer(), object(), object()
     one, other = np.tri(3, dtype=bool), np.eye(3, dtype=bool)
     for visible, key in [(one, first), (other, second), (one, first), (other, None), (one, first)]:
-        found = masks.mask(mx.array(visible), 2, 8, key)
+        found = masks.mask(mx.array(visible), Seen(2, 8), key)
         assert np.array_equal(np.array(found), scratch_mask(visible, 2))
 
 
 def test_an_equal_key_is_not_written_again():
     masks, key = MaskBuffer(), object()
-    masks.mask(mx.array(np.eye(2, dtype=bool)), 1, 8, key)
-    again = masks.mask(mx.zeros((2, 2), mx.bool_), 3, 8, key)
+    masks.mask(mx.array(np.eye(2, dtype=bool)), Seen(1, 8), key)
+    again = masks.mask(mx.zeros((2, 2), mx.bool_), Seen(3, 8), key)
     assert np.array_equal(np.array(again), scratch_mask(np.eye(2, dtype=bool), 3))
 
 
 def test_a_mask_in_hand_outlives_the_next_write():
     """A step may still be running when the next one's mask is written."""
     masks = MaskBuffer()
-    before = masks.mask(mx.array(np.eye(3, dtype=bool)), 2, 8, None)
-    masks.mask(mx.zeros((3, 3), mx.bool_), 2, 8, None)
+    before = masks.mask(mx.array(np.eye(3, dtype=bool)), Seen(2, 8), None)
+    masks.mask(mx.zeros((3, 3), mx.bool_), Seen(2, 8), None)
     assert np.array_equal(np.array(before), scratch_mask(np.eye(3, dtype=bool), 2))

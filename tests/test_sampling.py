@@ -52,7 +52,7 @@ PENALTIES = (
 def places(recent):
     """Places of rows whose recent tokens are `recent`."""
     rows = len(recent)
-    return Places(0, mx.zeros(rows, mx.int32), 1, mx.array(recent, mx.int32))
+    return Places(mx.array([0]), mx.zeros(rows, mx.int32), 1, mx.array(recent, mx.int32))
 
 
 # --- Penalties and bias ---
@@ -102,7 +102,7 @@ def test_a_node_sees_the_text_and_its_own_path():
     text, depths, paths = [8, 6, 7], tree.depths.tolist(), tree.paths.tolist()
     tokens = tree.tokens.tolist()
     for size in (0, 1, 2, 4, 9):
-        found = places_of(tree, 3, last_tokens(text, size))
+        found = places_of(tree, mx.array([3]), last_tokens(text, size))
         assert found.recent.shape == (12, size)
         for node, row in enumerate(found.recent.tolist()):
             whole = [PAD_TOKEN] * size + text
@@ -132,7 +132,7 @@ def test_draws_follow_mlx_lms_distribution(settings):
     logits = mx.array(np.random.default_rng(1).normal(0, 1.5, (1, VOCAB)), mx.float32)
     sampling = Sampling(SamplingConfig(**settings, seed=4), VOCAB)
     rows = 4000
-    spread = Places(0, mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
+    spread = Places(mx.array([0]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
     ours = sampling.choose(mx.broadcast_to(logits, (rows, VOCAB)), spread)
     mx.random.seed(0)
     sampler = mlx_lm.sample_utils.make_sampler(**settings)
@@ -147,12 +147,15 @@ def test_draws_follow_mlx_lms_distribution(settings):
 
 
 def test_noise_belongs_to_seed_and_place():
-    whole = gumbel_noise(7, 100, 6, VOCAB)
-    assert np.array_equal(whole[2:4], gumbel_noise(7, 102, 2, VOCAB))
+    def noise(seed, first, count, size=VOCAB):
+        return gumbel_noise(seed, mx.array([first]), count, size)
+
+    whole = noise(7, 100, 6)
+    assert np.array_equal(whole[2:4], noise(7, 102, 2))
     assert not np.allclose(whole[0], whole[1])
-    assert not np.allclose(whole, gumbel_noise(8, 100, 6, VOCAB))
-    assert not np.allclose(whole[1:], gumbel_noise(8, 100, 5, VOCAB))
-    many = np.array(gumbel_noise(0, 0, 500, 100))
+    assert not np.allclose(whole, noise(8, 100, 6))
+    assert not np.allclose(whole[1:], noise(8, 100, 5))
+    many = np.array(noise(0, 0, 500, 100))
     assert abs(many.mean() - 0.5772) < 0.02 and abs(many.std() - 1.2825) < 0.02
     assert abs(np.corrcoef(many[:-1].ravel(), many[1:].ravel())[0, 1]) < 0.02
 

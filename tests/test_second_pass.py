@@ -23,12 +23,12 @@ from tiny import (
 from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams
 from ssmlx.api import GenerateConfig, required_scratch, stream_generate, token_steps
 from ssmlx.backbone import Backbone
-from ssmlx.cache import TreeCache
+from ssmlx.cache import PathColumns, TreeCache
 from ssmlx.config import STREAM_SCHEDULES, PruneConfig, StreamConfig, TreeConfig
 from ssmlx.decode import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
-from ssmlx.masks import second_pass_visibility, stream_visibility
+from ssmlx.masks import earlier_streams, stream_visibility
 
 PROMPT = [3, 1, 4, 1, 5]
 TREES = (TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=7))
@@ -114,7 +114,8 @@ def test_a_second_pass_sees_what_a_fused_stream_sees():
     whole = np.array(stream_visibility(ancestors, 2))
     for node, path in ((0, [0]), (2, [0, 2]), (3, [0, 2, 3])):
         padded = path + [path[-1]] * (3 - len(path))
-        found = np.array(second_pass_visibility(mx.array([len(path) - 1]), 3, 2))
+        columns = PathColumns((mx.array([len(path)]),), (3,)).visible(2)
+        found = np.array(mx.concatenate([earlier_streams(2), *columns], axis=1))
         rows = [4 + 2 * node, 5 + 2 * node]
         assert np.array_equal(found[:, :2], whole[np.ix_(rows, rows)])
         seen = [[padded[i] for i in range(3) if row[2 + i]] for row in found]
@@ -158,7 +159,8 @@ def test_a_step_has_no_stream_rows():
         schedule: required_scratch(model, GenerateConfig(stream_schedule=schedule, tree=TREES[1]))
         for schedule in STREAM_SCHEDULES
     }
-    assert rows == {"fused": 7 * 4, "second-pass": 7}
+    path = 3 + 1  # of the step before, while the host does not know how much of it counts
+    assert rows == {"fused": 7 * 4 + path, "second-pass": 7 + path}
 
 
 def test_the_copy_costs_the_upper_layers_share_of_the_cache():
@@ -167,7 +169,7 @@ def test_the_copy_costs_the_upper_layers_share_of_the_cache():
     next(streaming_decode(model, PROMPT, cache, drafter=drafter))
     buffers = drafter._cache._buffers
     assert len(buffers) == LAYERS - model.insertion_layer
-    room = 1 + 3 + 3  # the path's entries and the streams
+    room = 3 + 2 * 4  # the streams, and the entries of two paths
     assert all(buffer.shape[2] <= cache.capacity + room for buffer in buffers)
 
 

@@ -15,6 +15,7 @@ from ..config import DraftModelConfig
 from ..draft import Verified
 from ..errors import InputError
 from ..sampling import Places, Sampling, last_tokens
+from ..shapes import arrays_in
 from ..tree import Tree, comb_topology
 
 PREFILL_STEP_SIZE = 2048
@@ -55,6 +56,12 @@ class DraftModel:
     def num_parameters(self) -> int:
         """All its parameters."""
         return get_total_parameters(self.model)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights and its cache."""
+        weights = sum(array.nbytes for array in arrays_in(self.model.parameters()))
+        return weights + sum(cache.nbytes for cache in self._cache)
 
     @property
     def vocab_size(self) -> int:
@@ -121,6 +128,7 @@ class DraftModelDrafter:
         self.max_nodes = self._topology.num_nodes
         self.num_parameters = model.num_parameters
         self.draft_calls = 0
+        self.waits = True
 
     def start(self, tokens: Sequence[int]) -> None:
         """See `Drafter.start`."""
@@ -165,7 +173,8 @@ class DraftModelDrafter:
         for level in range(self.num_levels):
             logits = self._model.logits(tokens)
             self.draft_calls += 1
-            places = Places(len(self._text) - 1 + level, mx.zeros(1, mx.int32), 1, recent)
+            first = mx.array([len(self._text) - 1 + level])
+            places = Places(first, mx.zeros(1, mx.int32), 1, recent)
             scores = self._sampling.scores(logits, places) if self._sampling else logits
             row = _best(scores[0], self._width)
             rows.append(row)

@@ -71,6 +71,7 @@ class LookaheadDrafter:
     """
 
     num_streams, num_parameters, draft_calls = 0, 0, 0
+    waits = True
 
     def __init__(self, config: LookaheadConfig) -> None:
         self._config, self._num_rows = config, config.ngram - 1

@@ -24,6 +24,7 @@ class MedusaDrafter:
     """
 
     num_streams, draft_calls = 0, 0
+    waits = False
 
     def __init__(self, backbone: Backbone, heads: MedusaHeads, tree: TreeConfig) -> None:
         self._backbone, self._heads, self._tree = backbone, heads, heads.fitting(tree)

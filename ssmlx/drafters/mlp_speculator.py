@@ -24,6 +24,7 @@ class MlpSpeculatorDrafter:
     """
 
     num_streams, draft_calls = 0, 0
+    waits = False
 
     def __init__(
         self, backbone: Backbone, speculator: MlpSpeculator, tree: SpeculatorTreeConfig

@@ -22,6 +22,7 @@ class PromptLookupDrafter:
     """
 
     num_streams, num_parameters, draft_calls = 0, 0, 0
+    waits = True
 
     def __init__(self, config: PromptLookupConfig) -> None:
         self.num_levels = config.num_draft_tokens

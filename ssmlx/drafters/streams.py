@@ -29,6 +29,7 @@ class StreamDrafter:
     """
 
     draft_calls = 0
+    waits = False
 
     def __init__(
         self,
@@ -49,10 +50,16 @@ class StreamDrafter:
         self.num_parameters = model.streams.num_parameters if model.streams else 0
         self.start(())
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the second pass's own keys and values."""
+        return self._cache.nbytes
+
     def start(self, tokens: Sequence[int]) -> None:
         """See `Drafter.start`. All that streams know is in the model's own rows."""
         model = self._model
-        self._cache = StreamCache(range(model.insertion_layer, model.num_layers))
+        layers = range(model.insertion_layer, model.num_layers)
+        self._cache = StreamCache(layers, scratch=self.num_levels + 2 * (self.num_levels + 1))
 
     def propose(self, verified: Verified) -> Tree:
         """See `Drafter.propose`."""
@@ -68,6 +75,6 @@ class StreamDrafter:
     def _run(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
         self._cache.follow(verified.cache, self.num_levels)
-        return self._model.second_pass(
-            verified.insertion_hidden, verified.acceptance, self._cache, self.num_levels
-        )
+        last, hidden = verified.acceptance.last, verified.insertion_hidden
+        position = verified.position + verified.acceptance.num_accepted
+        return self._model.second_pass(hidden, last, position, self._cache, self.num_levels)

@@ -1,0 +1,130 @@
+"""The loop never waits for itself: evaluations, reads and their order are counted, not timed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from tiny import first_tokens, make_model
+
+import ssmlx
+from ssmlx import decode, shapes
+from ssmlx.config import PromptLookupConfig, PruneConfig, TreeConfig
+from ssmlx.decode import plain_decode, streaming_decode
+from ssmlx.drafters.prompt_lookup import PromptLookupDrafter
+from ssmlx.drafters.streams import StreamDrafter
+
+PROMPT = [3, 1, 4, 1, 5]
+FILL = 40
+READERS = ("item", "tolist")
+HOT = (
+    "decode", "model", "cache", "masks", "prune", "accept", "tree", "draft", "sampling", "backbone",
+    "lora", "rotation", "medusa", "mlp_speculator",
+)  # fmt: skip
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What the loop does, in order: "build" a step, "launch" it, "wait" for it, "read"."""
+    log = []
+
+    def logged(name, function):
+        def call(*args, **kwargs):
+            log.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(decode, "step", logged("build", decode.step))
+    monkeypatch.setattr(mx, "async_eval", logged("launch", mx.async_eval))
+    monkeypatch.setattr(mx, "eval", logged("wait", mx.eval))
+    for module in (decode, *_modules_that_read()):
+        for name in ("to_int", "to_float", "to_list"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, logged("read", getattr(shapes, name)))
+    return log
+
+
+def _modules_that_read():
+    from ssmlx import accept, draft, model, prune, sampling, tree
+    from ssmlx.drafters import prompt_lookup, streams
+
+    return accept, draft, model, prune, sampling, tree, prompt_lookup, streams
+
+
+def streaming(model, ends=decode.never, prune=None, drafter=None):
+    tree = TreeConfig(kind="best", size=7)
+    drafter = drafter or StreamDrafter(model, tree, model.num_streams)
+    cache = model.make_cache(drafter.max_nodes)
+    return streaming_decode(
+        model, PROMPT, cache, drafter=drafter, prune=prune or PruneConfig(), ends=ends
+    )
+
+
+def after_start(events, steps):
+    """The events of later calls, the prompt's left out."""
+    next(steps)
+    events.clear()
+    for _ in range(3):
+        next(steps)
+        events.append("give")
+    return events
+
+
+def test_the_next_step_is_built_while_one_runs_and_starts_before_its_tokens_are_given(events):
+    steps = streaming(make_model())
+    assert after_start(events, steps) == ["build", "read", "launch", "give"] * 3
+
+
+def test_a_budget_of_nodes_needs_no_further_read(events):
+    steps = streaming(make_model(), prune=PruneConfig(kind="budget", keep=4))
+    assert after_start(events, steps) == ["build", "read", "launch", "give"] * 3
+
+
+def test_what_has_to_know_the_text_reads_first(events):
+    """The drafter reads once; the loop once more, when nothing is left to wait for."""
+    drafter = PromptLookupDrafter(PromptLookupConfig())
+    steps = streaming(make_model(), drafter=drafter)
+    assert after_start(events, steps) == ["build", "read", "launch", "read", "give"] * 3
+    steps = streaming(make_model(), prune=PruneConfig(kind="threshold", threshold=0.1))
+    assert after_start(events, steps) == ["build", "read", "launch", "read", "give"] * 3
+
+
+def test_plain_decoding_reads_once_a_token(events):
+    model = make_model()
+    steps = plain_decode(model, PROMPT, model.make_cache())
+    assert after_start(events, steps) == ["launch", "read", "give"] * 3
+
+
+def test_no_step_is_started_for_an_answer_that_has_ended(events):
+    steps = streaming(make_model(), ends=lambda tokens: True)
+    events.clear()
+    next(steps)
+    assert events == ["wait", "build", "launch", "build", "read"]  # the prompt is waited for
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_an_answer_that_ended_can_go_on(after):
+    """The step that was built and not run leaves no trace: neither in tokens nor in the cache."""
+    model, calls = make_model(), []
+
+    def ends(tokens):
+        calls.append(tokens)
+        return len(calls) % after == 0
+
+    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), FILL)
+    _, lengths = first_tokens(streaming(model), FILL)
+    assert first_tokens(streaming(model, ends=ends), FILL) == (expected, lengths)
+
+
+def test_only_one_file_reads_arrays():
+    """What waits for the device goes by `shapes.to_int`, `to_float` and `to_list`."""
+    found = []
+    package = Path(ssmlx.__file__).parent
+    for path in [*(package / f"{name}.py" for name in HOT), *package.glob("drafters/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in READERS:
+                found.append(path.name)
+    assert set(found) <= {"trie.py"}  # its arrays are numpy's
