@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .config import AcceptanceConfig
-from .shapes import expect_shape
+from .shapes import expect_shape, indices
 from .tree import PAD_TOKEN, Tree
 
 
@@ -84,5 +84,5 @@ def accept_typical(
     path, num_accepted = tree.paths[last][0], tree.depths[last]
     correction = target_tokens[last]
     following = mx.concatenate([tree.tokens[path[1:]], correction])
-    new_tokens = mx.where(mx.arange(path.shape[0]) < num_accepted, following, correction)
+    new_tokens = mx.where(indices(path.shape[0]) < num_accepted, following, correction)
     return Acceptance(path, new_tokens, num_accepted)

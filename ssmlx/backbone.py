@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +23,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from .cache import TreeCache
 from .errors import InputError
-from .shapes import to_float
+from .metal import TreeMask, hook_layers
+from .shapes import arrays_in, to_float
 
 _ROPE_NAMES = ("SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
 POSITIONED_ROPES: tuple[type[nn.Module], ...] = (
@@ -83,6 +85,14 @@ def take_rows(layer: nn.Module, rows: mx.array) -> nn.Module:
         if layer.get(name) is not None:
             taken[name] = layer[name][rows]
     return taken
+
+
+def head_bytes(head: LMHead | None) -> int:
+    """Bytes of the weights behind an LM head, such as `Backbone.draft_head` made."""
+    # A tied head is its embedding's own method.
+    layer = getattr(head, "__self__", head)
+    arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
+    return sum(array.nbytes for array in arrays)
 
 
 def decoder_path(model: nn.Module) -> str:
@@ -176,7 +186,8 @@ class Backbone:
 
         Args:
             hidden: [1, R, D]
-            mask: as mlx-lm's layers take it: None, "causal" or a bool array [R, keys].
+            mask: as mlx-lm's layers take it: None, "causal" or a bool array [R, keys]; or a
+                `metal.TreeMask`, where the backbone `takes_tree_masks`.
             views: the cache object of each of these layers.
         """
         for layer, view in zip(self.layers[first:last], views, strict=True):
@@ -191,7 +202,8 @@ class Backbone:
             head: one that `draft_head` made, for the logits [R, Vd] of its tokens alone.
         """
         normed = self.final_norm(hidden)
-        return (head or self.lm_head)(normed)[0]
+        # Not [0], which MLX takes as a gather: a copy of all logits.
+        return (head or self.lm_head)(normed).squeeze(0)
 
     @property
     def lm_head(self) -> LMHead:
@@ -278,20 +290,44 @@ class Backbone:
                 error
             )
         gap = to_float(mx.abs(whole - staged).max())
-        tolerance = 1e-3 if self.dtype == mx.float32 else 0.1
-        if not gap <= tolerance * max(1.0, to_float(mx.abs(whole).max())):
+        if not gap <= self._tolerance(whole):
             raise _unsupported(
                 self.model,
                 f"embedding, layers, norm and head one by one give logits that differ by {gap:.3g} "
                 "from its own (it scales embeddings or logits, or masks in its own way)",
             )
 
-    def _tree_logits(self, tokens: mx.array) -> mx.array:
+    def _tolerance(self, logits: mx.array) -> float:
+        """Largest difference from `logits` that rounding explains."""
+        share = 1e-3 if self.dtype == mx.float32 else 0.1
+        return share * max(1.0, to_float(mx.abs(logits).max()))
+
+    @cached_property
+    def takes_tree_masks(self) -> bool:
+        """Whether every layer's attention takes a `metal.TreeMask`, tried on a few tokens.
+
+        Their modules' attention function is replaced for it; see `metal.hook`.
+        """
+        tokens = mx.array(_PROBE_TOKENS)
+        if not hook_layers(self.layers):
+            return False
+        expected = self._tree_logits(tokens).astype(mx.float32)
+        visible = mx.tri(tokens.size, dtype=mx.bool_)
+        try:
+            logits = self._tree_logits(tokens, TreeMask(visible, lambda: visible))
+        except InputError:
+            raise
+        except (TypeError, ValueError, AttributeError):
+            return False
+        gap = to_float(mx.abs(logits.astype(mx.float32) - expected).max())
+        return gap <= self._tolerance(expected)
+
+    def _tree_logits(self, tokens: mx.array, mask: Any = None) -> mx.array:
         """[R, V] logits of a chain of `tokens` [R], run as the rows of a step."""
         rows, num_layers = tokens.shape[0], len(self.layers)
         cache = TreeCache(num_layers, scratch=rows)
         positions = mx.arange(rows)
         views = [cache.tree_view(layer, positions) for layer in range(num_layers)]
-        mask = positions[:, None] >= positions
+        mask = positions[:, None] >= positions if mask is None else mask
         embedded = self.embed(tokens, positions)
         return self.logits(self.run(embedded, 0, num_layers, mask, views))

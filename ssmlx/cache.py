@@ -28,7 +28,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .shapes import expect_shape
+from .shapes import expect_shape, indices
 
 ValueMap = Callable[[mx.array], mx.array]
 """The values of a step's rows [1, Hkv, R, Dh], to those that attention sees."""
@@ -69,7 +69,7 @@ class PathColumns:
     def visible(self, num_rows: int) -> list[mx.array]:
         """[num_rows, P] bool of each path: every row sees the nodes that count."""
         return [
-            mx.broadcast_to(mx.arange(length) < count, (num_rows, length))
+            mx.broadcast_to(indices(length) < count, (num_rows, length))
             for count, length in zip(self.counts, self.lengths, strict=True)
         ]
 

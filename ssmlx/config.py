@@ -21,6 +21,7 @@ DrafterKind = Literal[
     "streams", "prompt-lookup", "lookahead", "draft-model", "medusa", "mlp-speculator"
 ]
 AcceptanceKind = Literal["exact", "typical"]
+Attention = Literal["auto", "mlx", "fused"]
 
 STREAM_INITS = ("identity", "low_rank", "residual")
 STREAM_DESIGNS = ("embeddings", "value_rotation")
@@ -30,6 +31,7 @@ TEXT_DRAFTERS = ("prompt-lookup", "lookahead", "draft-model")  # those that read
 HEAD_DRAFTERS = ("medusa", "mlp-speculator")
 DRAFTERS = ("streams", *TEXT_DRAFTERS, *HEAD_DRAFTERS)
 ACCEPTANCES = ("exact", "typical")
+ATTENTIONS = ("auto", "mlx", "fused")
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
 MAX_TREE_NODES = 1024

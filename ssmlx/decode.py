@@ -15,6 +15,7 @@ from .cache import TreeCache
 from .config import AcceptanceConfig, PruneConfig
 from .draft import Drafter, Verified
 from .model import StreamFusedModel
+from .pace import Pace
 from .prune import is_pruned, surviving_nodes
 from .sampling import (
     Places,
@@ -26,7 +27,7 @@ from .sampling import (
     places_of,
     target_sampler,
 )
-from .shapes import to_list
+from .shapes import indices, to_list
 from .tree import Tree, root_tree
 
 Progress = Callable[[int, int], None]
@@ -98,7 +99,7 @@ def prune_tree(
 ) -> tuple[Tree, mx.array, mx.array]:
     """The tree that is left, its hidden states [1, M, D], and the old index of each node [M]."""
     if not is_pruned(tree, config):
-        return tree, hidden, mx.arange(tree.num_nodes)
+        return tree, hidden, indices(tree.num_nodes)
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
     keep = surviving_nodes(tree, exit_logits, config)
     return tree.select(keep), hidden[:, keep], keep
@@ -106,8 +107,8 @@ def prune_tree(
 
 def stream_rows_of(rows: mx.array, node: mx.array, num_nodes: int, num_streams: int) -> mx.array:
     """[1, G, D] the streams of `node` [1] among the upper rows [1, M * (1 + G), D]."""
-    indices = num_nodes + node[:, None] * num_streams + mx.arange(num_streams)
-    return rows[:, indices[0]]
+    own = num_nodes + node[:, None] * num_streams + indices(num_streams)
+    return rows[:, own[0]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +116,14 @@ class StepResult:
     """What one target call leaves on the device.
 
     Attributes:
+        num_nodes: N of the tree that it verified.
         acceptance: how far the tree held.
         next_tree: the tree to verify next.
         tail: [C] the last tokens before its root, as the sampler needs them.
         for_host: [1 + P] accepted nodes below the root, then `acceptance.new_tokens`.
     """
 
+    num_nodes: int
     acceptance: Acceptance
     next_tree: Tree
     tail: mx.array
@@ -156,12 +159,14 @@ def step(
     *,
     acceptance: AcceptanceConfig = EXACT,
     tail: mx.array | None = None,
+    drafts: bool = True,
 ) -> StepResult:
     """One target call: verify `tree` and draft the next (sections 3.2.1 to 3.2.3, figure 7).
 
-    `tail` [C] holds the last tokens before the tree's root, for samplers that need them.
+    `tail` [C] holds the last tokens before the tree's root, for samplers that need them. Where
+    it is not to draft, the next tree is a bare root: plain decoding.
     """
-    num_streams, split = drafter.num_streams, model.insertion_layer
+    num_streams, split = drafter.num_streams if drafts else 0, model.insertion_layer
     sampler = target_sampler(sampler)
     tail = last_tokens((), sampler.context_size) if tail is None else tail
     cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
@@ -179,9 +184,10 @@ def step(
     verified = Verified(
         kept, target_tokens, accepted, node_hidden, own_streams, hidden, position, cache
     )
-    next_tree, next_tail = drafter.propose(verified), places.recent[accepted.last][0]
+    next_tree = drafter.propose(verified) if drafts else root_tree(verified.root)
+    next_tail = places.recent[accepted.last][0]
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
-    return StepResult(accepted, next_tree, next_tail, for_host)
+    return StepResult(tree.num_nodes, accepted, next_tree, next_tail, for_host)
 
 
 def streaming_decode(
@@ -197,6 +203,7 @@ def streaming_decode(
     prefill_step_size: int = PREFILL_STEP_SIZE,
     progress: Progress | None = None,
     ends: Ends = never,
+    pace: Pace | None = None,
 ) -> Iterator[list[int]]:
     """Yield the tokens that each target call advances by, endlessly.
 
@@ -216,17 +223,22 @@ def streaming_decode(
         acceptance: when a drafted token counts as the target's; exact unless told.
         ends: told the tokens before they are yielded: whether no more will be asked for. The next
             step is not started then, and is not wasted.
+        pace: says when drafting does not pay; it always does unless told. Only for drafters that
+            need not see every call.
 
     The prompt's last token is the first tree: a bare root, whose step drafts like any other.
     """
-    prune, sampler = prune or PruneConfig(), target_sampler(sampler)
+    prune, sampler, pace = prune or PruneConfig(), target_sampler(sampler), pace or Pace()
     drafter.start([*context, *prompt])
     cache.trim(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)
 
     def build(tree: Tree, tail: mx.array) -> StepResult:
-        return step(model, tree, cache, drafter, prune, sampler, acceptance=acceptance, tail=tail)
+        return step(
+            model, tree, cache, drafter, prune, sampler,
+            acceptance=acceptance, tail=tail, drafts=pace.drafting,
+        )  # fmt: skip
 
     def launch(result: StepResult) -> None:
         mx.async_eval(result.arrays(), cache.state)
@@ -239,7 +251,11 @@ def streaming_decode(
         if builds_ahead:
             upcoming = build(result.next_tree, result.tail)
         new_tokens = result.read()
+        pace.observe(len(new_tokens), drafted=result.num_nodes > 1)
         if upcoming is None or ends(new_tokens):
+            if upcoming is not None:
+                upcoming = None
+                model.forget_masks()
             cache.restore(before)
             cache.advance(len(new_tokens))
             yield new_tokens

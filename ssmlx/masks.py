@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import lru_cache
 from typing import Protocol
 
 import mlx.core as mx
 
 from .cache import PathColumns
-from .shapes import expect_shape
+from .shapes import expect_shape, indices
 
 
 def stream_positions(node_positions: mx.array, num_streams: int) -> mx.array:
@@ -17,7 +18,7 @@ def stream_positions(node_positions: mx.array, num_streams: int) -> mx.array:
     Args:
         node_positions: [M]
     """
-    ahead = mx.arange(1, num_streams + 1)
+    ahead = indices(1, num_streams + 1)
     return mx.concatenate([node_positions, (node_positions[:, None] + ahead).flatten()])
 
 
@@ -42,18 +43,27 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
     num_nodes = ancestors.shape[0]
     expect_shape("ancestors", ancestors, num_nodes, num_nodes)
     num_stream_rows = num_nodes * num_streams
-    owner = mx.arange(num_stream_rows) // max(num_streams, 1)
-    stream = mx.arange(num_stream_rows) % max(num_streams, 1)
-    own_earlier = (owner[:, None] == owner) & (stream[:, None] >= stream)
+    if num_streams == 0:
+        return ancestors
     no_streams = mx.zeros((num_nodes, num_stream_rows), mx.bool_)
     node_rows = mx.concatenate([ancestors, no_streams], axis=1)
-    stream_rows = mx.concatenate([ancestors[owner], own_earlier], axis=1)
+    of_owners = mx.repeat(ancestors, num_streams, axis=0)
+    stream_rows = mx.concatenate([of_owners, _own_earlier(num_nodes, num_streams)], axis=1)
     return mx.concatenate([node_rows, stream_rows], axis=0)
 
 
+@lru_cache(maxsize=64)
+def _own_earlier(num_nodes: int, num_streams: int) -> mx.array:
+    """[M * G, M * G] bool: streams of one node see each other as `earlier_streams` says."""
+    row = indices(num_nodes * num_streams)
+    owner, stream = row // num_streams, row % num_streams
+    return (owner[:, None] == owner) & (stream[:, None] >= stream)
+
+
+@lru_cache(maxsize=64)
 def earlier_streams(num_streams: int) -> mx.array:
     """[G, G] bool: which stream of one node sees which, as in `stream_visibility`."""
-    stream = mx.arange(num_streams)
+    stream = indices(num_streams)
     return stream[:, None] >= stream
 
 
@@ -88,6 +98,11 @@ class MaskBuffer:
     def nbytes(self) -> int:
         """Bytes of all masks that are kept."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def forget(self) -> None:
+        """Keep no mask: that of a step which is not run holds all that it was built of."""
+        self._buffers.clear()
+        self._written.clear()
 
     def mask(self, visible: mx.array, cache: SeenCache, key: object) -> mx.array:
         """[R, R + paths + L] bool view.

@@ -15,14 +15,10 @@ from .backbone import Backbone, LMHead
 from .cache import StreamCache, TreeCache
 from .config import StreamConfig
 from .lora import RowScope
-from .masks import (
-    MaskBuffer,
-    earlier_streams,
-    stream_positions,
-    stream_visibility,
-)
+from .masks import earlier_streams, stream_positions, stream_visibility
+from .metal import StepMasks
 from .rotation import ValueRotation
-from .shapes import expect_shape
+from .shapes import expect_shape, indices
 from .tree import Tree
 
 
@@ -90,8 +86,8 @@ class StreamFusedModel:
         self.config = config
         self.streams = streams
         self._scope = scope or RowScope()
-        self._lower_masks, self._upper_masks = MaskBuffer(), MaskBuffer()
-        self._second_masks = MaskBuffer()
+        self._lower_masks, self._upper_masks = StepMasks(backbone), StepMasks(backbone)
+        self._second_masks = StepMasks(backbone)
         self._rotation: ValueRotation | None = None
         self._draft_head: LMHead | None = None
         if config is not None and streams is not None:
@@ -136,6 +132,11 @@ class StreamFusedModel:
         """Bytes of the masks that are kept from step to step."""
         masks = (self._lower_masks, self._upper_masks, self._second_masks)
         return sum(buffer.nbytes for buffer in masks)
+
+    def forget_masks(self) -> None:
+        """Keep no mask of a step that was built and is not run: it would hold its whole cache."""
+        for buffer in (self._lower_masks, self._upper_masks, self._second_masks):
+            buffer.forget()
 
     @property
     def num_layers(self) -> int:
@@ -239,7 +240,7 @@ class StreamFusedModel:
             num_streams: G, at most as many as were trained.
         """
         rows = self.start_streams(hidden[:, last], num_streams)
-        positions = position + mx.arange(1, num_streams + 1)
+        positions = position + indices(1, num_streams + 1)
         mask = self._second_masks.mask(earlier_streams(num_streams), cache, num_streams)
         layers = cache.layers
         rotate = None

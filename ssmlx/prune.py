@@ -7,7 +7,7 @@ import math
 import mlx.core as mx
 
 from .config import PruneConfig
-from .shapes import expect_shape, to_int
+from .shapes import expect_shape, indices, to_int
 from .tree import PAD_TOKEN, Tree, clip_edges, top_nodes
 
 
@@ -46,7 +46,7 @@ def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.ar
     """
     floor = math.log(threshold) if threshold > 0 else -math.inf
     kept = (edges >= floor)[tree.paths].all(axis=1)
-    nodes = mx.where(kept, mx.arange(tree.num_nodes), tree.num_nodes)
+    nodes = mx.where(kept, indices(tree.num_nodes), tree.num_nodes)
     return mx.sort(nodes)[: to_int(kept.sum())].astype(mx.int32)
 
 

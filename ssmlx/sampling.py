@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from .config import SamplingConfig
 from .errors import InputError
-from .shapes import expect_shape, to_int
+from .shapes import expect_shape, indices, to_int
 from .tree import PAD_TOKEN, Tree
 
 Sampler = Callable[[mx.array], mx.array]
@@ -66,7 +66,7 @@ def places_of(tree: Tree, first: mx.array, tail: mx.array) -> Places:
         return Places(first, tree.depths, num_levels, mx.zeros((num_nodes, 0), mx.int32))
     before = mx.broadcast_to(tail, (num_nodes, size))
     text = mx.concatenate([before, tree.tokens[tree.paths]], axis=1)
-    window = tree.depths[:, None] + 1 + mx.arange(size)
+    window = tree.depths[:, None] + 1 + indices(size)
     return Places(first, tree.depths, num_levels, mx.take_along_axis(text, window, axis=1))
 
 
@@ -200,7 +200,7 @@ def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.a
 
 def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
     """[R, V] how often each token stands in each row of `recent` [R, C]; PAD_TOKEN is none."""
-    rows = mx.arange(recent.shape[0])[:, None]
+    rows = indices(recent.shape[0])[:, None]
     column = mx.where(recent == PAD_TOKEN, vocab_size, recent)
     counts = mx.zeros((recent.shape[0], vocab_size + 1), mx.int32)
     return counts.at[rows, column].add(1)[:, :vocab_size]
@@ -209,7 +209,7 @@ def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
 def gumbel_noise(seed: int, first: mx.array, count: int, vocab_size: int) -> mx.array:
     """[count, V] standard Gumbel noise of the `count` places from `first` [1] on."""
     word = mx.full((count,), (seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
-    keys = mx.stack([word, (first + mx.arange(count)).astype(mx.uint32)], axis=1)
+    keys = mx.stack([word, (first + indices(count)).astype(mx.uint32)], axis=1)
 
     def of_place(key: mx.array) -> mx.array:
         return mx.random.gumbel((vocab_size,), key=key)

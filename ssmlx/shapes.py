@@ -18,9 +18,11 @@ node i is row M + i * G + j - 1.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 
 def to_int(array: mx.array) -> int:
@@ -45,3 +47,15 @@ def expect_shape(what: str, array: mx.array, *shape: int | None) -> None:
         want is not None and have != want for have, want in zip(found, shape, strict=True)
     ):
         raise ValueError(f"{what} has shape {found}, expected {shape}")
+
+
+@lru_cache(maxsize=512)
+def indices(first: int, last: int | None = None) -> mx.array:
+    """[count] int32 from `first` up to `last`, or from 0 up to `first`; computed once."""
+    return mx.arange(first) if last is None else mx.arange(first, last)
+
+
+def arrays_in(tree: Any) -> list[mx.array]:
+    """Every array of nested lists, tuples and dictionaries, such as a module's parameters."""
+    pairs: Any = tree_flatten(tree)
+    return [array for _, array in pairs]

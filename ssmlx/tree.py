@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from .config import TreeConfig
-from .shapes import expect_shape
+from .shapes import expect_shape, indices
 
 # An edge's log probability is held in this range: below zero by more than float32 rounding, so
 # that a child always scores less than its parent and the best nodes are closed under ancestors.
@@ -88,7 +88,7 @@ class Tree:
     @property
     def ancestors(self) -> mx.array:
         """[N, N] bool: column j is row i itself or one of its ancestors (eq. 4, figure 8)."""
-        nodes = mx.arange(self.num_nodes)
+        nodes = indices(self.num_nodes)
         return (self.paths[:, :, None] == nodes).any(axis=1)
 
     def path_sums(self, edges: mx.array) -> mx.array:
@@ -104,7 +104,7 @@ class Tree:
 
 def path_sums(edges: mx.array, depths: mx.array, paths: mx.array) -> mx.array:
     """[N] sum of `edges` [N] over each path [N, P], the root left out."""
-    levels = mx.arange(paths.shape[1])
+    levels = indices(paths.shape[1])
     below_root = (levels > 0) & (levels <= depths[:, None])
     return mx.where(below_root, edges[paths], 0.0).sum(axis=1)
 
@@ -112,7 +112,7 @@ def path_sums(edges: mx.array, depths: mx.array, paths: mx.array) -> mx.array:
 def top_nodes(scores: mx.array, count: int) -> mx.array:
     """[count] the best-scored of `scores` [N], in ascending order of index."""
     if count >= scores.shape[0]:
-        return mx.arange(scores.shape[0])
+        return indices(scores.shape[0])
     return mx.sort(mx.argpartition(-scores, count - 1)[:count]).astype(mx.int32)
 
 

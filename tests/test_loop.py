@@ -11,10 +11,11 @@ from tiny import first_tokens, make_model
 
 import ssmlx
 from ssmlx import decode, shapes
-from ssmlx.config import PromptLookupConfig, PruneConfig, TreeConfig
+from ssmlx.config import STREAM_SCHEDULES, PromptLookupConfig, PruneConfig, TreeConfig
 from ssmlx.decode import plain_decode, streaming_decode
 from ssmlx.drafters.prompt_lookup import PromptLookupDrafter
 from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.pace import Pace
 
 PROMPT = [3, 1, 4, 1, 5]
 FILL = 40
@@ -54,13 +55,14 @@ def _modules_that_read():
     return accept, draft, model, prune, sampling, tree, prompt_lookup, streams
 
 
-def streaming(model, ends=decode.never, prune=None, drafter=None):
-    tree = TreeConfig(kind="best", size=7)
-    drafter = drafter or StreamDrafter(model, tree, model.num_streams)
+TREE = TreeConfig(kind="best", size=7)
+
+
+def streaming(model, prune=None, drafter=None, **more):
+    drafter = drafter or StreamDrafter(model, TREE, model.num_streams)
     cache = model.make_cache(drafter.max_nodes)
-    return streaming_decode(
-        model, PROMPT, cache, drafter=drafter, prune=prune or PruneConfig(), ends=ends
-    )
+    prune = prune or PruneConfig()
+    return streaming_decode(model, PROMPT, cache, drafter=drafter, prune=prune, **more)
 
 
 def after_start(events, steps):
@@ -117,6 +119,46 @@ def test_an_answer_that_ended_can_go_on(after):
     expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), FILL)
     _, lengths = first_tokens(streaming(model), FILL)
     assert first_tokens(streaming(model, ends=ends), FILL) == (expected, lengths)
+
+
+class Pause:
+    """A pace that does not draft from call `first` to call `last`, and keeps what it is told."""
+
+    def __init__(self, first, last):
+        self.first, self.last, self.told = first, last, []
+
+    @property
+    def drafting(self):
+        return not self.first <= len(self.told) < self.last
+
+    def observe(self, num_tokens, *, drafted):
+        self.told.append((num_tokens, drafted))
+
+
+def test_drafting_can_pause():
+    """A call of a pause is a plain one, and the streams find the cache as it is afterwards."""
+    model = make_model()
+    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), FILL)
+    lengths = {}
+    for schedule in STREAM_SCHEDULES:
+        pause = Pause(4, 9)
+        drafter = StreamDrafter(model, TREE, model.num_streams, schedule)
+        steps = streaming(model, drafter=drafter, pace=pause)
+        tokens, lengths[schedule] = first_tokens(steps, FILL)
+        assert tokens == expected
+        drafted = [call for _, call in pause.told]
+        # The prompt's call verifies no draft. When the pause begins, call 5 is built already.
+        assert drafted[:12] == [False] + [True] * 5 + [False] * 5 + [True]
+    fused = lengths["fused"]
+    assert fused == lengths["second-pass"]
+    assert fused[6:11] == [1] * 5 and max(fused[11:]) > 1
+
+
+def test_a_pace_without_costs_always_drafts():
+    _, expected = first_tokens(streaming(make_model()), FILL)
+    assert first_tokens(streaming(make_model(), pace=Pace()), FILL)[1] == expected
+    _, lengths = first_tokens(streaming(make_model(), pace=Pace(100.0)), FILL)
+    assert lengths.count(1) > expected.count(1)
 
 
 def test_only_one_file_reads_arrays():

@@ -36,6 +36,7 @@ def test_wheel_has_one_top_level_package(wheel):
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ssmlx"}
     assert {"ssmlx/py.typed", "ssmlx/convert/__main__.py", "ssmlx/cli/chat.py"} <= set(names)
+    assert {"ssmlx/metal/attention.metal", "ssmlx/convert/mil/ops/linear.py"} <= set(names)
     assert set(BUNDLED) <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -1,0 +1,224 @@
+"""The Metal kernels: what MLX compiles, and what one call of them is.
+
+Their functions are in `attention.metal`; here are the three entry points. MLX writes the
+signatures, from the names that a body mentions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .plan import BLOCK_ROWS, LANES, Plan
+
+FUNCTIONS = Path(__file__).with_name("attention.metal")
+
+_WALK = """
+    threadgroup T copied[TILE * tile_pitch<T, D>()];
+    const Place place = place_of(thread_index_in_simdgroup);
+    const int num_rows = q_shape[2], num_heads = q_shape[1], group = num_heads / k_shape[1];
+    const int kv_head = int(threadgroup_position_in_grid.y);
+    const int simdgroup = int(threadgroup_position_in_grid.x * simdgroups_per_threadgroup
+        + simdgroup_index_in_threadgroup);
+    Rows<D> rows[BLOCKS];
+    UNROLL for (int b = 0; b < BLOCKS; b++) {
+      const int index = (simdgroup * BLOCKS + b) * FRAGMENT + place.row;
+      load_row<T, D>(
+          rows[b], q, q_strides, scale, index, num_rows, kv_head * group, group, place);
+    }
+    const Side<T> keys = {k + kv_head * k_strides[1], k_strides[2]};
+    const Side<T> values = {v + kv_head * v_strides[1], v_strides[2]};
+    const Mask mask = {bits, bits_shape[1], k_shape[2]};
+    const int num_tiles = (mask.num_keys + TILE - 1) / TILE;
+    const int split = int(threadgroup_position_in_grid.z);
+    const int num_splits = int(threadgroups_per_grid.z);
+    const int first = num_tiles * split / num_splits;
+    const int last = num_tiles * (split + 1) / num_splits;
+    const Copy<T> copy = {
+        copied, int(thread_index_in_threadgroup), int(threads_per_threadgroup.x)};
+    attend<T, D, BLOCKS>(rows, keys, values, mask, first, last, copy, place);
+"""
+
+_STORE = """
+    UNROLL for (int b = 0; b < BLOCKS; b++) {
+      if (rows[b].row >= 0) {
+        const int index = rows[b].row * num_heads + rows[b].head;
+        const float factor = rows[b].total > 0.0f ? 1.0f / rows[b].total : 0.0f;
+        store_row<T, D>(rows[b], out + index * D, factor, place);
+      }
+    }
+"""
+
+_STORE_SPLIT = """
+    UNROLL for (int b = 0; b < BLOCKS; b++) {
+      if (rows[b].row >= 0) {
+        const int index = (split * num_rows + rows[b].row) * num_heads + rows[b].head;
+        store_row<float, D>(rows[b], partial + index * D, 1.0f, place);
+        if (place.column == 0) {
+          largest[index] = rows[b].largest;
+          total[index] = rows[b].total;
+        }
+      }
+    }
+"""
+
+_MERGE = """
+    const int index = int(thread_position_in_grid.y);
+    const int num_splits = partial_shape[0], num_outputs = partial_shape[1] * partial_shape[2];
+    float highest = UNSEEN;
+    for (int s = 0; s < num_splits; s++) {
+      highest = metal::max(highest, largest[s * num_outputs + index]);
+    }
+    float sum = 0;
+    for (int s = 0; s < num_splits; s++) {
+      const int at = s * num_outputs + index;
+      sum += total[at] * metal::fast::exp2(largest[at] - highest);
+    }
+    const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
+    for (int d = int(thread_position_in_grid.x); d < D; d += 32) {
+      float output = 0;
+      for (int s = 0; s < num_splits; s++) {
+        const int at = s * num_outputs + index;
+        output += partial[at * D + d] * metal::fast::exp2(largest[at] - highest);
+      }
+      out[index * D + d] = static_cast<T>(output * factor);
+    }
+"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An entry point, as `mx.fast.metal_kernel` takes it."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    source: str
+
+    @property
+    def header(self) -> str:
+        """The functions that the body calls."""
+        return _functions()
+
+    def build(self) -> Callable[..., list[mx.array]]:
+        """MLX's callable; keys and values are read where they lie, without a copy."""
+        return _build(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of one call, as MLX's callable takes them."""
+
+    inputs: list[mx.array]
+    template: list[tuple[str, Any]]
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    output_shapes: list[tuple[int, ...]]
+    output_dtypes: list[mx.Dtype]
+
+
+Run = Callable[[Kernel, Call], list[mx.array]]
+
+_INPUTS = ("q", "k", "v", "bits", "scale")
+ATTEND = Kernel("ssmlx_attend", _INPUTS, ("out",), _WALK + _STORE)
+ATTEND_SPLIT = Kernel(
+    "ssmlx_attend_split", _INPUTS, ("partial", "largest", "total"), _WALK + _STORE_SPLIT
+)
+MERGE = Kernel("ssmlx_merge", ("partial", "largest", "total"), ("out",), _MERGE)
+
+
+@lru_cache(maxsize=1)
+def _functions() -> str:
+    return FUNCTIONS.read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=8)
+def _build(kernel: Kernel) -> Callable[..., list[mx.array]]:
+    return mx.fast.metal_kernel(
+        name=kernel.name,
+        input_names=kernel.inputs,
+        output_names=kernel.outputs,
+        source=kernel.source,
+        header=kernel.header,
+        ensure_row_contiguous=False,
+    )  # type: ignore[return-value]
+
+
+def run_on_metal(kernel: Kernel, call: Call) -> list[mx.array]:
+    """The outputs of a call, lazily, on the GPU."""
+    return kernel.build()(**vars(call))
+
+
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    bits: mx.array,
+    scale: float,
+    plan: Plan,
+    run: Run | None = None,
+) -> mx.array:
+    """[1, H, R, Dh] attention of a step's rows.
+
+    Args:
+        queries: [1, H, R, Dh] of any strides.
+        keys: [1, Hkv, C + L, Dh], a slice of a cache: elements of a key side by side, the other
+            strides and the offset multiples of 4. The rows see of the first C keys what `bits`
+            says, and all the others.
+        values: the same for values.
+        bits: [R, W] uint32, `mask.pack_bits`.
+        scale: of the scores.
+        plan: how to divide the work.
+        run: what runs the kernels; Metal unless told.
+    """
+    run = run or run_on_metal
+    inputs = [queries, keys, values, bits, mx.array(scale, mx.float32)]
+    if plan.splits == 1:
+        (out,) = run(ATTEND, _whole(inputs, plan))
+    else:
+        parts = run(ATTEND_SPLIT, _split(inputs, plan))
+        (out,) = run(MERGE, _merge(parts, queries.dtype))
+    return out.transpose(0, 2, 1, 3)
+
+
+def _walk(
+    inputs: list[mx.array], plan: Plan, shapes: list[tuple[int, ...]], dtypes: list[mx.Dtype]
+) -> Call:
+    queries, keys = inputs[0], inputs[1]
+    width = LANES * plan.simdgroups
+    return Call(
+        inputs=inputs,
+        template=[("T", queries.dtype), ("D", queries.shape[3]), ("BLOCKS", plan.blocks)],
+        grid=(width * plan.row_groups, keys.shape[1], plan.splits),
+        threadgroup=(width, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=dtypes,
+    )
+
+
+def _whole(inputs: list[mx.array], plan: Plan) -> Call:
+    _, num_heads, num_rows, head_size = inputs[0].shape
+    return _walk(inputs, plan, [(1, num_rows, num_heads, head_size)], [inputs[0].dtype])
+
+
+def _split(inputs: list[mx.array], plan: Plan) -> Call:
+    _, num_heads, num_rows, head_size = inputs[0].shape
+    stats = (plan.splits, num_rows, num_heads)
+    return _walk(inputs, plan, [(*stats, head_size), stats, stats], [mx.float32] * 3)
+
+
+def _merge(parts: list[mx.array], dtype: mx.Dtype) -> Call:
+    _, num_rows, num_heads, head_size = parts[0].shape
+    return Call(
+        inputs=parts,
+        template=[("T", dtype), ("D", head_size)],
+        grid=(LANES, num_rows * num_heads, 1),
+        threadgroup=(LANES, BLOCK_ROWS, 1),
+        output_shapes=[(1, num_rows, num_heads, head_size)],
+        output_dtypes=[dtype],
+    )

@@ -1,0 +1,155 @@
+"""The sizes of an attention, the chip, and how the fused kernel divides its work.
+
+Nothing here asks MLX or Metal anything but `this_chip`: a plan is a function of sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+LANES = 32
+TILE_KEYS = 32
+BLOCK_ROWS = 8
+MAX_HEAD_SIZE = 128
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+
+# A thread has at most 128 registers, a core some 208 KiB of them (philipturner/metal-benchmarks):
+# 8 simdgroups fit, whatever the compiler needs. A block of 8 rows takes D / 4 registers of a lane
+# for the query and as many for the output, so two blocks a simdgroup are for the smaller heads.
+# 64 rows of 16-bit keys are 64 operations a byte. M chips have some 26 to 38 for each byte (their
+# published peak over bandwidth), so reading keys once more for the next 64 rows costs no time.
+MAX_SIMDGROUPS = 8
+MAX_HEAD_SIZE_OF_TWO_BLOCKS = 80
+
+_MIN_KEYS_OF_A_SPLIT = 128
+_MAX_SPLITS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The sizes of one attention of a step.
+
+    Attributes:
+        rows: R, the step's rows.
+        heads: query heads.
+        kv_heads: Hkv, which divides `heads`.
+        keys: R + L and whatever else the rows may see.
+        head_size: Dh.
+        dtype: of queries, keys and values.
+    """
+
+    rows: int
+    heads: int
+    kv_heads: int
+    keys: int
+    head_size: int
+    dtype: mx.Dtype
+
+    def __post_init__(self) -> None:
+        sizes = (self.rows, self.heads, self.kv_heads, self.keys, self.head_size)
+        if min(sizes) < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"no attention has the sizes {self}")
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def queries(self) -> int:
+        """Query rows of one key/value head."""
+        return self.rows * self.group
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the keys and values of one head."""
+        return 2 * self.keys * self.head_size * self.dtype.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """An Apple GPU as Metal names it, such as `applegpu_g13s`.
+
+    Attributes:
+        generation: 13 for M1, 14 M2, 15 M3, 16 M4, 17 M5.
+        size: "p" phone, "g" base and Pro, "s" Max, "d" Ultra.
+    """
+
+    generation: int
+    size: str
+
+    @classmethod
+    def of(cls, architecture: str) -> Chip:
+        """Read Metal's name; an unknown one counts as a first base chip."""
+        found = re.fullmatch(r"applegpu_g(\d+)([a-z])", architecture)
+        return (
+            cls(generation=int(found[1]), size=found[2]) if found else cls(generation=13, size="g")
+        )
+
+    @property
+    def is_large(self) -> bool:
+        """Max and Ultra, for which MLX splits sooner."""
+        return self.size in ("s", "d")
+
+    @property
+    def wanted_threadgroups(self) -> int:
+        """Threadgroups that keep it busy: about twice the cores of the largest of its class."""
+        return {"p": 16, "s": 80, "d": 160}.get(self.size, 40)
+
+    @property
+    def has_neural_accelerators(self) -> bool:
+        """Whether MLX's full kernel may use them (it asks for macOS 26.2 too)."""
+        return self.generation >= (18 if self.size == "p" else 17)
+
+
+def this_chip() -> Chip:
+    """The chip that Metal runs on here."""
+    return Chip.of(str(mx.device_info(mx.gpu).get("architecture", "")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the fused kernel divides one attention.
+
+    A threadgroup holds `simdgroups` * `blocks` * 8 query rows of one key/value head, and walks
+    along one of `splits` parts of the keys.
+
+    Attributes:
+        blocks: blocks of 8 rows that a simdgroup holds.
+        simdgroups: of a threadgroup.
+        row_groups: threadgroups that the query rows of a key/value head need.
+        splits: parts of the keys; more than one needs a second kernel, which merges them.
+    """
+
+    blocks: int
+    simdgroups: int
+    row_groups: int
+    splits: int
+
+
+def make_plan(shape: AttentionShape, chip: Chip) -> Plan:
+    """Divide rows evenly, and keys as far as the GPU has room for more threadgroups."""
+    two = shape.head_size <= MAX_HEAD_SIZE_OF_TWO_BLOCKS
+    blocks = 2 if two and shape.queries > MAX_SIMDGROUPS * BLOCK_ROWS else 1
+    needed = ceil_div(shape.queries, BLOCK_ROWS * blocks)
+    row_groups = ceil_div(needed, MAX_SIMDGROUPS)
+    simdgroups = ceil_div(needed, row_groups)
+    # A split's output is written and read once more: its keys must be worth it.
+    least = max(_MIN_KEYS_OF_A_SPLIT, 2 * simdgroups * blocks * BLOCK_ROWS)
+    wanted = ceil_div(chip.wanted_threadgroups, shape.kv_heads * row_groups)
+    splits = max(1, min(wanted, shape.keys // least, _MAX_SPLITS))
+    return Plan(blocks=blocks, simdgroups=simdgroups, row_groups=row_groups, splits=splits)
+
+
+def is_supported(shape: AttentionShape) -> bool:
+    """Whether the fused kernel can do it: head sizes are multiples of 8 up to 128."""
+    size = shape.head_size
+    return size % BLOCK_ROWS == 0 and size <= MAX_HEAD_SIZE and shape.dtype in DTYPES
+
+
+def ceil_div(number: int, by: int) -> int:
+    """`number` / `by`, rounded up."""
+    return -(-number // by)

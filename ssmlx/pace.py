@@ -1,0 +1,76 @@
+"""When drafting does not pay, and when to try again: plain arithmetic, no clock and no arrays."""
+
+from __future__ import annotations
+
+import math
+
+FIRST_WAIT, LONGEST_WAIT = 16, 64
+PATIENCE, TRIAL_PATIENCE = 8.0, 3.0
+_LIVELY = 32
+"""Calls of a spell of drafting that pays after which the text counts as predictable again."""
+
+
+class Pace:
+    """Decides from call to call whether to draft.
+
+    A call that verifies a draft takes as long as `breakeven` plain calls, so it gains `tokens -
+    breakeven` plain calls' time, or loses it. Drafting stops once it has lost `PATIENCE` of them
+    since it was last at its best (a cumulative sum: chance alone rarely goes so far while
+    drafting pays, and where it does not, no more is ever lost). Then `FIRST_WAIT` tokens are
+    decoded plainly and drafting is tried again, with less patience; each trial that fails
+    doubles the wait, up to `LONGEST_WAIT`. That is the hysteresis: what a text can cost is
+    bounded, whatever it says.
+
+    Args:
+        breakeven: seconds of a drafting call over those of a plain one, for this machine, model
+            and tree; None where nobody measured them, and drafting never stops.
+    """
+
+    def __init__(self, breakeven: float | None = None) -> None:
+        if breakeven is not None and not 0 < breakeven < math.inf:
+            raise ValueError(f"a breakeven of {breakeven}, expected a number above 0")
+        self._breakeven = breakeven
+        self._wait, self._patience = FIRST_WAIT, PATIENCE
+        self.drafting = True
+        self._start()
+
+    def _start(self) -> None:
+        """Begin to draft: the next call has no draft to verify yet, and says nothing."""
+        self.drafting, self._is_first = True, True
+        self._balance, self._calls, self._tokens = 0.0, 0, 0
+
+    @property
+    def tokens_per_call(self) -> float | None:
+        """Of this spell of drafting, or of the last one; None before a draft was verified."""
+        return self._tokens / self._calls if self._calls else None
+
+    def observe(self, num_tokens: int, *, drafted: bool = True) -> None:
+        """Tell how many tokens the last call advanced by; `drafting` is then the next one's.
+
+        Args:
+            num_tokens: 1 or more.
+            drafted: whether that call had a draft to verify. Where a call is built while the one
+                before it runs, the decision takes effect one call later.
+        """
+        if self._breakeven is None or (self.drafting and not drafted):
+            return
+        if self.drafting:
+            self._count_draft(num_tokens, self._breakeven)
+        else:
+            self._left -= num_tokens
+            if self._left <= 0:
+                self._start()
+
+    def _count_draft(self, num_tokens: int, breakeven: float) -> None:
+        if self._is_first:
+            self._is_first = False
+            return
+        self._calls += 1
+        self._tokens += num_tokens
+        self._balance = min(0.0, self._balance + num_tokens - breakeven)
+        if self._calls >= _LIVELY and self._tokens >= self._calls * breakeven:
+            self._wait, self._patience = FIRST_WAIT, PATIENCE
+        if self._balance <= -self._patience:
+            self.drafting, self._left = False, self._wait
+            self._wait = min(2 * self._wait, LONGEST_WAIT)
+            self._patience = TRIAL_PATIENCE

@@ -1,0 +1,1 @@
+"""Runs Metal kernels on the CPU, for their meaning: see `shim`."""

@@ -1,0 +1,208 @@
+"""Attentions of a step, laid out as the cache lays them out, and what they must give in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ssmlx.metal.kernels import Call, Kernel, attend
+from ssmlx.metal.mask import pack_bits
+from ssmlx.metal.plan import AttentionShape, Chip, Plan, make_plan
+
+from .shim import NUMPY_TYPES, build, generated_source, to_mlx, to_numpy
+
+ROOM = 5
+BASE_CHIP = Chip.of("applegpu_g13g")
+# Scores reach some 20 here, whose rounding in float32 changes exp2 by a few 1e-6. The other types
+# are rounded once, when the output is written.
+TOLERANCES = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention.
+
+    Attributes:
+        rows, committed, heads, kv_heads, head_size, dtype: its sizes.
+        extra: columns that are seen but have no row: C - R.
+        splits: parts of the keys; None takes the plan's.
+        density: chance that a row sees another row of the step.
+        order: which threads run first.
+        seed: of everything random.
+    """
+
+    rows: int = 16
+    committed: int = 100
+    heads: int = 6
+    kv_heads: int = 2
+    head_size: int = 64
+    dtype: mx.Dtype = mx.float32
+    extra: int = 0
+    splits: int | None = None
+    density: float = 0.3
+    order: int = 0
+    seed: int = 0
+
+    @property
+    def columns(self) -> int:
+        """C."""
+        return self.rows + self.extra
+
+    @property
+    def keys(self) -> int:
+        """C + L."""
+        return self.columns + self.committed
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a base chip, but for `splits`."""
+        shape = AttentionShape(
+            rows=self.rows,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            keys=self.keys,
+            head_size=self.head_size,
+            dtype=self.dtype,
+        )
+        plan = make_plan(shape, BASE_CHIP)
+        splits = self.splits or plan.splits
+        return Plan(**{**vars(plan), "splits": splits})
+
+
+@dataclass(frozen=True)
+class Data:
+    """The inputs of a case.
+
+    Attributes:
+        queries: [1, H, R, Dh] raw, a view with the rows outermost, as after the rotary embedding.
+        keys, values: [1, Hkv, C + L, Dh] raw views of one buffer that is NaN everywhere else.
+        visible: [R, C] bool; every row sees itself.
+        scale: of the scores.
+    """
+
+    queries: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    visible: np.ndarray
+    scale: float
+
+
+def make_data(case: Case) -> Data:
+    """Random inputs; the cache has spare rows before and behind those in use."""
+    rng = np.random.default_rng(case.seed)
+    size = (2, case.kv_heads, case.keys + 2 * ROOM, case.head_size)
+    buffer = rng.normal(size=size).astype(np.float32)
+    used = slice(ROOM, ROOM + case.keys)
+    unused = np.full_like(buffer, np.nan)
+    unused[:, :, used] = buffer[:, :, used]
+    cache = _raw(unused, case.dtype)
+    # Large scores too: softmax must not overflow.
+    rows = 3 * rng.normal(size=(case.rows, case.heads, case.head_size)).astype(np.float32)
+    queries = _raw(rows, case.dtype).transpose(1, 0, 2)[None]
+    visible = rng.random((case.rows, case.columns)) < case.density
+    visible[np.arange(case.rows), np.arange(case.rows)] = True
+    return Data(queries, cache[:1, :, used], cache[1:, :, used], visible, case.head_size**-0.5)
+
+
+def _raw(array: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    return to_numpy(mx.array(array).astype(dtype))
+
+
+def _float64(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    dense = to_mlx(np.ascontiguousarray(raw), dtype)
+    return np.array(dense.astype(mx.float32)).astype(np.float64)
+
+
+def reference(case: Case, data: Data) -> np.ndarray:
+    """[1, H, R, Dh] in float64, by a matrix mask."""
+    queries, keys, values = (
+        _float64(raw, case.dtype) for raw in (data.queries, data.keys, data.values)
+    )
+    group = case.heads // case.kv_heads
+    keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
+    mask = np.ones((case.rows, case.keys), bool)
+    mask[:, : case.columns] = data.visible
+    scores = np.where(mask, data.scale * queries @ keys.swapaxes(2, 3), -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True) @ values
+
+
+def mlx_inputs(case: Case) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries, keys and values as MLX's arrays, views of the same buffers."""
+    data = make_data(case)
+    assert data.queries.base is not None and data.keys.base is not None
+    rows, cache = (to_mlx(a.base, case.dtype) for a in (data.queries, data.keys))
+    used = slice(ROOM, ROOM + case.keys)
+    return rows.transpose(1, 0, 2)[None], cache[:1, :, used], cache[1:, :, used]
+
+
+def error_on_metal(case: Case) -> float:
+    """What `error_of` gives, of a real GPU."""
+    data = make_data(case)
+    bits = pack_bits(mx.array(data.visible))
+    out = attend(*mlx_inputs(case), bits, data.scale, case.plan)
+    return _in_tolerances(np.array(out.astype(mx.float32)), reference(case, data), case)
+
+
+def _in_tolerances(found: np.ndarray, expected: np.ndarray, case: Case) -> float:
+    assert found.shape == expected.shape
+    gap = np.abs(found - expected).max() / TOLERANCES[case.dtype]
+    return float(gap) if np.isfinite(gap) else np.inf
+
+
+class OnShim:
+    """Runs a case's kernels with numpy's strides, which MLX's arrays would not show.
+
+    Args:
+        folder: where compiled programs are kept.
+        data: the inputs of the first kernel.
+        order: which threads run first.
+        flags: more flags for the compiler.
+        change: what becomes of the generated Metal source.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        data: Data,
+        *,
+        order: int = 0,
+        flags: tuple[str, ...] = (),
+        change: Any = lambda source: source,
+    ) -> None:
+        self.folder, self.data, self.order = folder, data, order
+        self.flags, self.change = flags, change
+
+    def __call__(self, kernel: Kernel, call: Call) -> list[mx.array]:
+        source = self.change(generated_source(kernel, call))
+        program = build(source, self.folder, self.flags)
+        inputs = {n: to_numpy(a) for n, a in zip(kernel.inputs, call.inputs, strict=True)}
+        strided = {"q": self.data.queries, "k": self.data.keys, "v": self.data.values}
+        inputs.update({name: raw for name, raw in strided.items() if name in inputs})
+        types = list(zip(kernel.outputs, call.output_shapes, call.output_dtypes, strict=True))
+        outputs = {name: (shape, NUMPY_TYPES[dtype]) for name, shape, dtype in types}
+        found = program.run(inputs, outputs, call.grid, call.threadgroup, self.order)
+        return [to_mlx(found[name], dtype) for name, _, dtype in types]
+
+
+def run_case(case: Case, folder: Path, **options: Any) -> np.ndarray:
+    """[1, H, R, Dh] what the kernels give for a case, in float64."""
+    data = make_data(case)
+    dense = [
+        to_mlx(np.ascontiguousarray(raw), case.dtype)
+        for raw in (data.queries, data.keys, data.values)
+    ]
+    shim = OnShim(folder, data, order=case.order, **options)
+    bits = pack_bits(mx.array(data.visible))
+    out = attend(*dense, bits, data.scale, case.plan, shim)
+    return np.array(out.astype(mx.float32)).astype(np.float64)
+
+
+def error_of(case: Case, folder: Path, **options: Any) -> float:
+    """Largest error of a case, in units of its type's tolerance; infinite for NaN."""
+    found = run_case(case, folder, **options)
+    return _in_tolerances(found, reference(case, make_data(case)), case)
