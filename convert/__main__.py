@@ -48,6 +48,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="stream weights, safetensors (default: streams.safetensors in PEFT's folder)",
     )
+    parser.add_argument(
+        "--task-lora", type=Path, metavar="FOLDER",
+        help="the LoRA that every row has beside streams of scope streams: of the fine-tuned model "
+        "for which they draft (default: task_lora in PEFT's folder, if there is one)",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     parser.add_argument(
         "--scope", choices=ADAPTER_SCOPES,
@@ -94,12 +99,15 @@ def _is_adapter(folder: Path) -> bool:
 
 def _report(adapter: Adapter, args: argparse.Namespace) -> str:
     lora_size = sum(w.a.size + w.b.size for w in adapter.lora.values())
+    task_size = sum(w.a.size + w.b.size for w in adapter.task_lora.values())
     config = adapter.config
+    task = f"; beside LoRA of the task, {task_size:,} parameters" if task_size else ""
     return (
         f"{args.out}: {config.num_streams} streams in the top {config.num_msa_layers} of "
         f"{config.num_layers} layers, {adapter.streams.num_parameters:,} stream parameters; LoRA "
         f"on {len(adapter.lora)} modules, {lora_size:,} parameters, "
         + ("merged" if args.fuse else f"scope {config.adapter_scope}")
+        + task
     )
 
 
@@ -111,12 +119,11 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
     from .heads import convert_heads
 
-    for name in ("streams", "scope", "fuse"):
+    for name in ("streams", "scope", "fuse", "task_lora"):
         if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
             raise InputError(
-                f"--{name} would do nothing with --heads",
-                expected="--lora",
-                do=f"drop --{name}",
+                f"{flag} would do nothing with --heads", expected="--lora", do=f"drop {flag}"
             )
     _check_target(args.out)
     backbone, _ = load_base(resolve_model(args.base), "stored")
@@ -137,13 +144,17 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.registry import resolve_model
 
     from .adapter import cast_adapter, read_checkpoint, write_fused
+    from .checkpoint import TASK_LORA
 
     _check_target(args.out)
+    if args.task_lora is None and (args.lora / TASK_LORA).is_dir():
+        args.task_lora = args.lora / TASK_LORA
     path = resolve_model(args.base)
     backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
     adapter = read_checkpoint(
-        args.lora, args.streams, backbone, scope=args.scope, base_model=args.base
-    )
+        args.lora, args.streams, backbone,
+        scope=args.scope, base_model=args.base, task_folder=args.task_lora,
+    )  # fmt: skip
     with new_folder(args.out) as folder:
         if args.fuse:
             write_fused(folder, adapter, backbone, load_words(path, model_config), model_config)

@@ -93,6 +93,7 @@ def read_checkpoint(
     *,
     scope: AdapterScope | None = None,
     base_model: str = "",
+    task_folder: Path | None = None,
 ) -> Adapter:
     """Read a PyTorch checkpoint against its base model.
 
@@ -102,6 +103,7 @@ def read_checkpoint(
         backbone: the base model.
         scope: rows that LoRA is to act on, where not those that the checkpoint names.
         base_model: what to call the base where the checkpoint does not.
+        task_folder: checkpoint of the LoRA that every row has beside streams of scope "streams".
 
     Raises:
         InputError: anything is missing, spare, or does not fit the base.
@@ -116,7 +118,29 @@ def read_checkpoint(
     streams = read_streams(streams_file, config, backbone.vocab_size)
     lora = read_lora(lora_folder, config, backbone.model)
     check_lora(backbone.model, lora, lora_folder)
-    return Adapter(config, streams, BaseIdentity.of(backbone), lora)
+    task = {} if task_folder is None else read_task_lora(task_folder, config, backbone)
+    return Adapter(config, streams, BaseIdentity.of(backbone), lora, task)
+
+
+def read_task_lora(
+    folder: Path, streams: StreamConfig, backbone: Backbone
+) -> dict[str, LoraWeights]:
+    """The LoRA of a task, for whose model streams draft.
+
+    Raises:
+        InputError: it is broken, or the streams' own LoRA acts on every row too.
+    """
+    if streams.adapter_scope != "streams":
+        raise InputError(
+            f"the LoRA of a task in {folder} beside LoRA of scope 'all'",
+            expected="streams of scope 'streams'",
+            do="drop --task-lora, or train with --adapter-scope streams",
+        )
+    own = folder / STREAMS_CONFIG
+    config = read_stream_config(own) if own.is_file() else streams
+    lora = read_lora(folder, config, backbone.model)
+    check_lora(backbone.model, lora, folder)
+    return lora
 
 
 def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:
@@ -124,11 +148,17 @@ def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:
     if dtype in ("stored", "auto"):
         return adapter
     kind = getattr(mx, dtype)
-    lora = {
-        path: replace(weights, a=weights.a.astype(kind), b=weights.b.astype(kind))
-        for path, weights in adapter.lora.items()
-    }
-    return replace(adapter, streams=cast_streams(adapter.streams, kind), lora=lora)
+
+    def cast(lora: Mapping[str, LoraWeights]) -> dict[str, LoraWeights]:
+        return {
+            path: replace(weights, a=weights.a.astype(kind), b=weights.b.astype(kind))
+            for path, weights in lora.items()
+        }
+
+    streams = cast_streams(adapter.streams, kind)
+    return replace(
+        adapter, streams=streams, lora=cast(adapter.lora), task_lora=cast(adapter.task_lora)
+    )
 
 
 def check_sizes(config: StreamConfig, backbone: Backbone) -> None:

@@ -28,6 +28,8 @@ from ssmlx.files import read_tensors
 FORMAT = "speculative-streaming-pytorch/1"
 STREAMS_CONFIG, STREAMS_WEIGHTS = "streams_config.json", "streams.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TASK_LORA = "task_lora"
+"""Folder of a checkpoint of scope "streams": the LoRA that every row of its model has."""
 ADAPTER_PICKLE = "adapter_model.bin"
 PEFT_PREFIX = "base_model.model."
 

@@ -17,6 +17,7 @@ Shapes, beside the legend of `ssmlx.shapes`:
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from .checkpoint import (
     PEFT_PREFIX,
     STREAMS_CONFIG,
     STREAMS_WEIGHTS,
+    TASK_LORA,
     LoraSettings,
     peft_settings,
     read_lora_settings,
@@ -751,6 +753,17 @@ def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> N
         modules = model.lora.modules or {path.split(".", 2)[2] for path in model.adapters}
         settings = peft_settings(model.lora, modules, model.config.base_model)
         _write_json(settings, folder / ADAPTER_CONFIG)
+
+
+def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
+    """Lay the LoRA of a task beside streams that draft for it, where the converter finds it."""
+    target = Path(checkpoint_dir) / TASK_LORA
+    target.mkdir(parents=True, exist_ok=True)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS):
+        if (Path(source) / name).is_file():
+            work = target / (name + ".new")
+            shutil.copyfile(Path(source) / name, work)
+            work.replace(target / name)
 
 
 @torch.no_grad()

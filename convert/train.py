@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmlx.cli.options import run
+from ssmlx.errors import InputError
+from ssmlx.files import folder_digest
 from ssmlx.training.config import SCHEDULES
 from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
 from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_settings
@@ -31,6 +34,12 @@ EPILOG = """examples:
   # lossless: LoRA on streams alone, learnt from the model's own continuations
   python -m convert.continuations --prompts prompts.jsonl --out data/chat/train.jsonl
   python -m convert.train --adapter-scope streams --data data/chat --out runs/chat
+
+  # a fine-tuned model whose answers stay as they are: its LoRA first, then streams beside it
+  python -m convert.train --num-streams 0 --prune-rank 0 --data data/sql --out runs/task
+  python -m convert.continuations --lora runs/task --prompts data/sql/train.jsonl \\
+      --out own/train.jsonl
+  python -m convert.train --adapter-scope streams --task-lora runs/task --data own --out runs/sql
 
 The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
 with the same weights. OUT then holds a checkpoint for `python -m convert`, log.jsonl, and
@@ -56,6 +65,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "convert.train", "Train a model to draft for itself, in PyTorch.", EPILOG
     )
     add_init_option(parser, "a checkpoint")
+    parser.add_argument(
+        "--task-lora", type=Path, metavar="FOLDER",
+        help="a checkpoint of this command with --num-streams 0, whose LoRA the model is to have "
+        "on every row while streams learn to draft for it (--adapter-scope streams): its answers "
+        "stay exactly what they are",
+    )  # fmt: skip
     add_machine_options(parser, "the frozen lower layers' results")
     return parser.parse_args(argv)
 
@@ -91,17 +106,59 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = No
         add_cache_option(group, cached)
 
 
-def _lower_of(job: Job, objective: Objective, cache_gb: float) -> Any:
-    """What gives the frozen layers' results of a batch: the store, or the layers themselves."""
+def _base_of(path: Path, task_lora: Path | None) -> Any:
+    """The base model, with the LoRA of its task merged into it if there is one.
+
+    Raises:
+        InputError: the checkpoint does not change what the model says, or is broken.
+    """
+    from .base import load_base
+    from .reference import load_fine_tuned, merge_lora
+
+    base = load_base(path, attn_implementation="sdpa")
+    return base if task_lora is None else merge_lora(load_fine_tuned(base, task_lora))
+
+
+def _lower_lora(job: Job, task_lora: Path | None) -> list[str]:
+    """What of the task's LoRA the layers below the streams depend on: nothing, or its digest."""
+    from .checkpoint import ADAPTER_CONFIG, STREAMS_CONFIG, read_lora_settings, read_stream_config
+
+    if task_lora is None:
+        return []
+    config = read_stream_config(task_lora / STREAMS_CONFIG)
+    layers = read_lora_settings(task_lora / ADAPTER_CONFIG, config).layers
+    return [folder_digest(task_lora)] if min(layers) < job.config.insertion_layer else []
+
+
+def check_task_lora(args: argparse.Namespace) -> None:
+    """Check that the LoRA of a task goes with the other options.
+
+    Raises:
+        InputError: the run would change what the model says.
+    """
+    if args.task_lora is not None and args.adapter_scope != "streams":
+        raise InputError(
+            "--task-lora with --adapter-scope all, whose LoRA would act on every row too",
+            expected="--adapter-scope streams",
+            do="give that, or --init to train the task's LoRA further",
+        )
+
+
+def _lower_of(
+    job: Job, objective: Objective, cache_gb: float, lower_lora: Sequence[str] = ()
+) -> Any:
+    """What gives the frozen layers' results of a batch: the store, or the layers themselves.
+
+    `lower_lora` is what `_lower_lora` says.
+    """
     from .lower_store import LowerStore, fits
 
     width = job.config.hidden_size
     if not fits(job.examples, width, objective.dtype, cache_gb):
         return objective.lower
     path = job.options.out / STORE_FILE
-    store = LowerStore(
-        path, job.examples, width, objective.dtype, job.lower_identity(str(objective.dtype))
-    )
+    identity = job.lower_identity(str(objective.dtype), *lower_lora)
+    store = LowerStore(path, job.examples, width, objective.dtype, identity)
     store.fill(objective.lower, lambda batches: bar(batches, "frozen layers"))
     return store.get
 
@@ -112,16 +169,16 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.training.record import LOG_FILE, PICTURE_FILE, Record
     from ssmlx.training.validation import Validation
 
-    from .base import load_base
-    from .reference import save_reference, start_from
+    from .reference import copy_task_lora, save_reference, start_from
     from .stream_attention import use_stream_attention
     from .training import Objective, Run, build_model, choose_device, freeze_base
 
+    check_task_lora(args)
     options, train = run_options(args), train_config(args)
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     job, path = prepare(options, train)
     make_out(options.out)
-    base = load_base(path, attn_implementation="sdpa")
+    base = _base_of(path, args.task_lora)
     model = build_model(base, job.config, train, job.draft_vocab).to(device)
     if args.init is not None:
         start_from(model, args.init)
@@ -130,17 +187,20 @@ def _main(args: argparse.Namespace) -> None:
         use_stream_attention(base, train.num_streams)
     objective = Objective(model, train, job.draft_vocab, device, dtype)
     state = Run(objective, job.num_steps)
-    identity = job.identity(args.dtype, init=args.init)
+    task = [] if args.task_lora is None else [folder_digest(args.task_lora)]
+    identity = job.identity(args.dtype, *task, init=args.init)
     state.resume(options.out / STATE_FILE, identity)
     record = Record(options.out / LOG_FILE, state.step)
     write_settings(job, PROG, args.dtype)
-    lower = _lower_of(job, objective, args.cache_gb)
+    lower = _lower_of(job, objective, args.cache_gb, _lower_lora(job, args.task_lora))
     validation = Validation(objective, job.valid, options.tree_size)
     learn(
         job, state, lower, validation, record,
         save=lambda: state.save(options.out / STATE_FILE, identity),
     )  # fmt: skip
     save_reference(model, options.out)
+    if args.task_lora is not None:
+        copy_task_lora(args.task_lora, options.out)
     record.draw(options.out / PICTURE_FILE, options.out.name)
     print(f"{options.out}: step {state.step} of {job.num_steps}", file=sys.stderr)
 

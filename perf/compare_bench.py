@@ -17,9 +17,9 @@ from mlx.utils import tree_reduce
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.adapter import check_base, check_lora
+from ssmlx.adapter import Adapter, check_base, check_lora
 from ssmlx.api import check_prompt, make_drafter
-from ssmlx.config import SamplingConfig, StreamConfig
+from ssmlx.config import SamplingConfig
 from ssmlx.loading import load_base, load_words
 from ssmlx.lora import RowScope, attach_lora
 from ssmlx.model import StreamFusedModel
@@ -58,7 +58,7 @@ class Bench:
     Attributes:
         model: mlx-lm's own model of the target.
         tokenizer: stops where the adapter's answers end.
-        scope: of the adapter; None without one.
+        scope: of the adapter, see `scope_of`; None without one.
         target_bytes: memory of the target's weights.
         prompts: tokens.
         answerers: by the name of the system.
@@ -80,8 +80,8 @@ def load_bench(plan: Plan, task: TaskPlan) -> Bench:
     Raises:
         InputError: weights are broken, belong to another model, or do not fit the settings.
     """
-    target, tokenizer, config = load_target(plan, task.adapter)
-    template = config.prompt_template if config else None
+    target, tokenizer, adapter = load_target(plan, task.adapter)
+    template = adapter.config.prompt_template if adapter else None
     prompts = [e.tokens(target, tokenizer, template) for e in task.examples]
     for prompt in prompts:
         check_prompt(target, len(prompt))
@@ -92,7 +92,7 @@ def load_bench(plan: Plan, task: TaskPlan) -> Bench:
     return Bench(
         model,
         tokenizer,
-        config.adapter_scope if config else None,
+        adapter and scope_of(adapter),
         tree_reduce(lambda size, array: size + array.nbytes, model.parameters(), 0),
         prompts,
         answerers_of(plan, task, model, tokenizer, drafting),
@@ -102,8 +102,8 @@ def load_bench(plan: Plan, task: TaskPlan) -> Bench:
 
 def load_target(
     plan: Plan, folder: Path | None
-) -> tuple[StreamFusedModel, TokenizerWrapper, StreamConfig | None]:
-    """The model that all systems decode with, its tokenizer, and the adapter's settings."""
+) -> tuple[StreamFusedModel, TokenizerWrapper, Adapter | None]:
+    """The model that all systems decode with, its tokenizer, and the adapter."""
     backbone, settings = load_base(plan.weights, plan.dtype)
     tokenizer = load_words(plan.weights, settings)
     if folder is None:
@@ -111,12 +111,17 @@ def load_target(
     adapter = read_own_lora(folder)
     check_base(adapter, backbone)
     check_lora(backbone.model, adapter.lora, folder)
-    if adapter.config.adapter_scope == "all":
-        whole = RowScope(0)
-        attach_lora(backbone.model, adapter.lora, whole, merge=True, dtype=backbone.dtype)
+    lora = adapter.every_row_lora
+    if lora:
+        attach_lora(backbone.model, lora, RowScope(0), merge=True, dtype=backbone.dtype)
         mx.eval(backbone.model.parameters())
     tokenizer.eos_token_ids = set(tokenizer.eos_token_ids) | set(adapter.config.end_token_ids)
-    return StreamFusedModel(backbone), tokenizer, adapter.config
+    return StreamFusedModel(backbone), tokenizer, adapter
+
+
+def scope_of(adapter: Adapter) -> str:
+    """The scope of its streams; "task" where they draft for a fine-tuned model."""
+    return "task" if adapter.task_lora else adapter.config.adapter_scope
 
 
 def extra_of(system: System, drafting: Mapping[str, Drafting]) -> Extra:

@@ -73,11 +73,9 @@ def load_drafting(
 def load_streams(task: TaskPlan, target: StreamFusedModel) -> Drafting:
     """The adapter's streams on the target's arrays, with its LoRA unless that is in the target."""
     assert task.adapter is not None
-    adapter, lora_parameters = read_own_lora(task.adapter), 0
-    if adapter.config.adapter_scope == "all":
-        adapter = replace(adapter, lora={})
-    else:
-        lora_parameters = sum(lora.a.size + lora.b.size for lora in adapter.lora.values())
+    adapter = read_own_lora(task.adapter)
+    lora_parameters = sum(lora.a.size + lora.b.size for lora in adapter.stream_lora.values())
+    adapter = replace(adapter, lora=adapter.stream_lora, task_lora={})
     backbone = Backbone(same_arrays(target.backbone.model))
     fused = fuse_streams(backbone, adapter, merge_lora=False)
     assert fused.streams is not None

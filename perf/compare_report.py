@@ -48,6 +48,7 @@ def task_heading(task: Row) -> str:
     """What a task's answers were to."""
     target = {
         "all": f"the base with the LoRA of {task['adapter']} merged, for every system",
+        "task": f"the base with the task's LoRA of {task['adapter']} merged, for every system",
         "streams": f"the base as it is; the adapter {task['adapter']} drafts",
         None: "the base as it is",
     }[task["scope"]]

@@ -9,7 +9,7 @@ import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ssmlx.cli.generate import read_prompts
 from ssmlx.config import AdapterScope
 from ssmlx.errors import InputError
 from ssmlx.loading import load, load_base, load_words
+from ssmlx.lora import RowScope, attach_lora
 from ssmlx.model import StreamFusedModel
 from ssmlx.prompts import prompt_tokens
 from ssmlx.registry import resolve_model
@@ -173,7 +174,8 @@ def float_folders(
     """(model folder, adapter folder) in float32, made for the block.
 
     For scope "all" the LoRA is merged: mlx-lm and ssmlx load the very same weights. For scope
-    "streams" the model is the base itself, and the adapter stands beside it.
+    "streams" the model is the base, with the LoRA of a task merged if the adapter has one, and
+    the adapter stands beside it.
     """
     return (
         _merged_folder(adapter, backbone, words, config)
@@ -196,7 +198,9 @@ def _two_folders(
     adapter: Adapter, backbone: Backbone, words: TokenizerWrapper, config: dict[str, Any]
 ) -> Iterator[Folders]:
     with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as streams:
-        write_adapter(Path(streams), adapter)
+        task, dtype = adapter.task_lora, backbone.dtype
+        attach_lora(backbone.model, task, RowScope(0), merge=True, dtype=dtype)
+        write_adapter(Path(streams), replace(adapter, task_lora={}))
         write_base(Path(model), backbone.model, config, words)
         yield Path(model), Path(streams)
 

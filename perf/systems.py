@@ -20,6 +20,7 @@ from ssmlx.loading import load, load_base, load_words
 from ssmlx.lora import LoraWeights, RowScope, attach_lora
 from ssmlx.model import StreamFusedModel
 
+from .common import split_name
 from .samples import read_own_lora
 
 MLX_LM = "mlx-lm"
@@ -33,12 +34,14 @@ class System:
 
     Attributes:
         name: as in the table.
-        role: "adapter" streams; "baseline" is LoRA alone and "base" no LoRA, both plain.
+        role: "adapter" streams; "baseline" is LoRA alone and "base" what streams of scope
+            "streams" draft for, both plain.
         folder: of the adapter or the LoRA; None for the base.
         scope: of the LoRA.
         template, end_tokens: of its prompts and answers.
         extra_parameters: beside LoRA.
         variants: how it answers: settings by label, or None for mlx-lm's own loop.
+        task: folder of the LoRA that every row has beside streams of scope "streams", if any.
     """
 
     name: str
@@ -49,11 +52,12 @@ class System:
     end_tokens: tuple[int, ...]
     extra_parameters: int
     variants: Variants
+    task: Path | None = None
 
     @property
-    def wording(self) -> tuple[str | None, tuple[int, ...]]:
+    def wording(self) -> tuple[str | None, tuple[int, ...], Path | None]:
         """What systems must have in common for their prompts and answers to be the same."""
-        return self.template, self.end_tokens
+        return self.template, self.end_tokens, self.task
 
 
 def named_adapters(items: Iterable[str]) -> dict[str, Path]:
@@ -64,9 +68,9 @@ def named_adapters(items: Iterable[str]) -> dict[str, Path]:
     """
     adapters: dict[str, Path] = {}
     for item in items:
-        name, equals, folder = item.partition("=")
-        if not equals or Path(item).expanduser().is_dir():
-            folder, name = item, Path(item).expanduser().resolve().name
+        name, folder = split_name(item)
+        if name is None:
+            name = Path(item).expanduser().resolve().name
         if not name or name in adapters or name in ("base", "baseline", MLX_LM):
             raise InputError(
                 f"--adapter {item}: the name {name!r} is empty or taken",
@@ -106,17 +110,25 @@ def adapter_system(
         tuple(settings.end_token_ids),
         adapter.streams.num_parameters,
         streaming,
+        folder if adapter.task_lora else None,
     )
 
 
 def base_systems(adapters: Iterable[System], plain: Mapping[str, GenerateConfig]) -> list[System]:
-    """The untouched base under the prompts of each adapter of scope "streams"."""
+    """What each adapter of scope "streams" drafts for, without it, under the same prompts.
+
+    That is the untouched base, or the base with the LoRA of a task.
+    """
     bases: dict[Any, System] = {}
     for system in adapters:
         if system.scope == "streams" and system.wording not in bases:
             name = f"base, as {system.name}" if bases else "base"
-            base = System(name, "base", None, "none", *system.wording, 0, plain)
-            bases[system.wording] = base
+            if system.task is not None:
+                name = f"{system.name} without streams"
+            bases[system.wording] = replace(
+                system, name=name, role="base", folder=system.task,
+                scope="all" if system.task else "none", extra_parameters=0, variants=plain,
+            )  # fmt: skip
     return list(bases.values())
 
 

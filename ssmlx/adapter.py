@@ -8,6 +8,9 @@
     stream_adapters.safetensors  LoRA of scope "streams"; mlx-lm, which would apply it to every
                                  row, does not find it
 
+Streams that draft for a fine-tuned model, and leave its answers as they are, have both: the LoRA
+of the task on every row, in the first, and their own on stream rows, in the second.
+
 A fused folder is an mlx-lm model folder, LoRA merged into its weights, with the two streams
 files beside them.
 """
@@ -107,14 +110,27 @@ class Adapter:
     Attributes:
         config: the stream settings.
         streams: stream weights.
-        lora: LoRA by module path; empty where it is fused into the base.
+        lora: LoRA of the config's scope by module path; empty where it is fused into the base.
         base: the model that it belongs to.
+        task_lora: LoRA on every row beside a `lora` of scope "streams": that of a fine-tuned
+            model, for which the streams draft.
     """
 
     config: StreamConfig
     streams: StreamWeights
     base: BaseIdentity
     lora: Mapping[str, LoraWeights] = field(default_factory=dict)
+    task_lora: Mapping[str, LoraWeights] = field(default_factory=dict)
+
+    @property
+    def every_row_lora(self) -> Mapping[str, LoraWeights]:
+        """What makes of the base model the one whose answers are given; may be empty."""
+        return self.lora if self.config.adapter_scope == "all" else self.task_lora
+
+    @property
+    def stream_lora(self) -> Mapping[str, LoraWeights]:
+        """What acts on stream rows alone; may be empty."""
+        return {} if self.config.adapter_scope == "all" else self.lora
 
 
 def expected_stream_tensors(config: StreamConfig) -> dict[str, tuple[int, ...]]:
@@ -226,33 +242,47 @@ def _check_fit(
 def write_streams(folder: Path, adapter: Adapter, *, fused: bool) -> None:
     """Write the two streams files into `folder`."""
     mx.save_safetensors(str(folder / STREAMS_FILE), stream_tensors(adapter.streams))
-    scales = {weights.scale for weights in adapter.lora.values()}
     values = {
         "format": FORMAT,
         **adapter.config.to_dict(),
         "base": adapter.base.__dict__,
         "fused": fused,
-        "lora_scale": scales.pop() if scales else None,
+        "lora_scale": _scale_of(adapter.lora),
     }
+    if adapter.task_lora:
+        values["task_lora_scale"] = _scale_of(adapter.task_lora)
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def write_adapter(folder: Path, adapter: Adapter) -> None:
     """Write an adapter folder's files into `folder`."""
     write_streams(folder, adapter, fused=False)
-    tensors: dict[str, mx.array] = {}
-    for path, weights in adapter.lora.items():
-        tensors |= {f"{path}.lora_a": weights.a, f"{path}.lora_b": weights.b}
-    mx.save_safetensors(str(folder / LORA_FILES[adapter.config.adapter_scope]), tensors)
-    if adapter.config.adapter_scope == "all":
+    _write_lora(folder / LORA_FILES["streams"], adapter.stream_lora)
+    _write_lora(folder / LORA_FILES["all"], adapter.every_row_lora)
+    if adapter.every_row_lora:
         settings = mlx_lm_settings(adapter)
         (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
+def _write_lora(path: Path, lora: Mapping[str, LoraWeights]) -> None:
+    tensors: dict[str, mx.array] = {}
+    for module, weights in lora.items():
+        tensors |= {f"{module}.lora_a": weights.a, f"{module}.lora_b": weights.b}
+    if tensors:
+        mx.save_safetensors(str(path), tensors)
+
+
+def _scale_of(lora: Mapping[str, LoraWeights]) -> float | None:
+    """The one scale of all modules; None of none."""
+    scales = {weights.scale for weights in lora.values()}
+    return scales.pop() if scales else None
+
+
 def mlx_lm_settings(adapter: Adapter) -> dict[str, Any]:
     """The adapter_config.json with which mlx-lm itself loads the LoRA."""
-    layers = {int(path.split(".layers.")[1].split(".")[0]) for path in adapter.lora}
-    weights = next(iter(adapter.lora.values()))
+    lora = adapter.every_row_lora
+    layers = {int(path.split(".layers.")[1].split(".")[0]) for path in lora}
+    weights = next(iter(lora.values()))
     return {
         "fine_tune_type": "lora",
         "num_layers": adapter.config.num_layers - min(layers),
@@ -260,7 +290,7 @@ def mlx_lm_settings(adapter: Adapter) -> dict[str, Any]:
             "rank": weights.a.shape[-1],
             "scale": weights.scale,
             "dropout": 0.0,
-            "keys": sorted({path.split(".layers.")[1].split(".", 1)[1] for path in adapter.lora}),
+            "keys": sorted({path.split(".layers.")[1].split(".", 1)[1] for path in lora}),
         },
     }
 
@@ -275,8 +305,19 @@ def load_adapter(folder: Path) -> Adapter:
     config = StreamConfig.from_dict(values)
     identity = BaseIdentity.read(folder / CONFIG_FILE, values)
     streams = read_streams(folder / STREAMS_FILE, config, identity.vocab_size)
-    lora = {} if values.get("fused") else _read_lora(folder, config, values.get("lora_scale"))
-    return Adapter(config, streams, identity, lora)
+    if values.get("fused"):
+        return Adapter(config, streams, identity)
+    lora = _read_lora(folder, config.adapter_scope, values, "lora_scale")
+    task: Mapping[str, LoraWeights] = {}
+    if values.get("task_lora_scale") is not None:
+        if config.adapter_scope == "all":
+            raise InputError(
+                f"{folder / CONFIG_FILE} has a task_lora_scale beside LoRA of scope 'all'",
+                expected="it beside scope 'streams' alone",
+                do="convert the checkpoint again",
+            )
+        task = _read_lora(folder, "all", values, "task_lora_scale")
+    return Adapter(config, streams, identity, lora, task)
 
 
 def read_identity(folder: Path) -> BaseIdentity:
@@ -309,16 +350,18 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _read_lora(folder: Path, config: StreamConfig, scale: Any) -> dict[str, LoraWeights]:
-    path = folder / LORA_FILES[config.adapter_scope]
-    tensors = read_tensors(path, f"LoRA of scope {config.adapter_scope!r}")
+def _read_lora(
+    folder: Path, scope: AdapterScope, values: Mapping[str, Any], scale_name: str
+) -> dict[str, LoraWeights]:
+    path, scale = folder / LORA_FILES[scope], values.get(scale_name)
+    tensors = read_tensors(path, f"LoRA of scope {scope!r}")
     modules = {name.rpartition(".")[0] for name in tensors}
     pairs = {f"{module}.{part}" for module in modules for part in ("lora_a", "lora_b")}
     expected = {name: tensors[name].shape if name in tensors else () for name in sorted(pairs)}
     account_for(tensors, expected, path)
     if not isinstance(scale, int | float):
         raise InputError(
-            f"{folder / CONFIG_FILE} has lora_scale {scale!r}",
+            f"{folder / CONFIG_FILE} has {scale_name} {scale!r}",
             expected="a number",
             do="convert the checkpoint again",
         )
@@ -362,8 +405,8 @@ def fuse_streams(
     Args:
         backbone: the base model; its layers are changed in place, until `unfuse_streams`.
         adapter: what to attach.
-        merge_lora: add LoRA of scope "all" into the weights of layers that are not quantised.
-            The original weights are dropped where the backbone can read them again.
+        merge_lora: add LoRA that acts on every row into the weights of layers that are not
+            quantised. The original weights are dropped where the backbone can read them again.
         check: called with the new model before any layer is changed; may refuse it by raising.
 
     Raises:
@@ -371,20 +414,24 @@ def fuse_streams(
     """
     check_base(adapter, backbone)
     modules = {**dict(backbone.model.named_modules()), **backbone.kept}
-    _check_fit(modules, adapter.lora, Path("the adapter"))
-    every_row = adapter.config.adapter_scope == "all"
-    scope = RowScope(0 if every_row else None)
-    dtype, merge = backbone.dtype, merge_lora and every_row
+    for lora in (adapter.every_row_lora, adapter.stream_lora):
+        _check_fit(modules, lora, Path("the adapter"))
+    every_row = RowScope(0)
+    scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
+    dtype = backbone.dtype
     fused = StreamFusedModel(backbone, adapter.config, cast_streams(adapter.streams, dtype), scope)
+    fused.is_fine_tuned = bool(adapter.every_row_lora)
     if check is not None:
         check(fused)
     unfuse_streams(backbone)
-    replaced = attach_lora(backbone.model, adapter.lora, scope, merge=merge, dtype=dtype)
-    can_drop = merge and backbone.reload is not None
-    backbone.replaced = {
-        path: None if can_drop and isinstance(module, nn.Linear) else module
-        for path, module in replaced.items()
-    }
+    model = backbone.model
+    on_all = attach_lora(model, adapter.every_row_lora, every_row, merge=merge_lora, dtype=dtype)
+    on_streams = attach_lora(model, adapter.stream_lora, scope, merge=False, dtype=dtype)
+    replaced: dict[str, nn.Module | None] = {**on_streams, **on_all}
+    if merge_lora and backbone.reload is not None:
+        merged = {path for path, module in on_all.items() if isinstance(module, nn.Linear)}
+        replaced |= dict.fromkeys(merged)
+    backbone.replaced = replaced
     return fused
 
 

@@ -73,6 +73,9 @@ class StreamFusedModel:
             plainly.
         streams: the checkpoint's weights, in the backbone's dtype.
         scope: the row scope that the attached LoRA follows.
+
+    Attributes:
+        is_fine_tuned: whether LoRA acts on every row: its answers are not the base model's then.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class StreamFusedModel:
         self.config = config
         self.streams = streams
         self._scope = scope or RowScope()
+        self.is_fine_tuned = False
         self._lower_masks, self._upper_masks = StepMasks(backbone), StepMasks(backbone)
         self._second_masks = StepMasks(backbone)
         self._rotation: ValueRotation | None = None
