@@ -92,7 +92,7 @@ def load_bench(plan: Plan, task: TaskPlan) -> Bench:
     return Bench(
         model,
         tokenizer,
-        adapter and scope_of(adapter),
+        scope_of(adapter) if adapter else None,
         tree_reduce(lambda size, array: size + array.nbytes, model.parameters(), 0),
         prompts,
         answerers_of(plan, task, model, tokenizer, drafting),
