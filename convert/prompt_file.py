@@ -11,10 +11,20 @@ from ssmlx.errors import InputError
 from ssmlx.prompts import encode
 
 ROLES = ("system", "user", "assistant")
+KINDS = ("prompt", "messages")
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
     """The prompts of a file, each with "prompt" or "messages" and nothing else.
+
+    Raises:
+        InputError: as `read_records`.
+    """
+    return [{kind: row[kind] for kind in KINDS if kind in row} for row in read_records(path)]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file, each with "prompt" or "messages", and whatever else it holds.
 
     Raises:
         InputError: the file is missing or empty, or names the first bad line.
@@ -23,19 +33,19 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         raise InputError(
             f"{path} does not exist", expected="a file of prompts", do="check --prompts"
         )
-    prompts = []
+    records = []
     try:
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
             if line.strip():
-                prompts.append(_checked_prompt(line, f"{path}, line {number}"))
+                records.append(_checked_record(line, f"{path}, line {number}"))
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is no text", expected="UTF-8", do="check --prompts") from error
-    if not prompts:
+    if not records:
         raise InputError(f"{path} is empty", expected="one prompt a line", do="check --prompts")
-    return prompts
+    return records
 
 
-def _checked_prompt(line: str, where: str) -> dict[str, Any]:
+def _checked_record(line: str, where: str) -> dict[str, Any]:
     do = "correct the line"
     try:
         record = json.loads(line)
@@ -43,12 +53,11 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
         raise InputError(
             f"{where} is no JSON ({error})", expected="a JSON object", do=do
         ) from error
-    kinds = [kind for kind in ("prompt", "messages") if isinstance(record, dict) and kind in record]
+    kinds = [kind for kind in KINDS if isinstance(record, dict) and kind in record]
     if len(kinds) != 1:
         found = "has both" if kinds else "has neither"
         raise InputError(f"{where} {found}", expected='either "prompt" or "messages"', do=do)
-    prompt = record[kinds[0]]
-    messages = as_messages({kinds[0]: prompt})
+    messages = as_messages(record)
     if not _are_messages(messages):
         raise InputError(
             f'{where} has a bad "{kinds[0]}"',
@@ -58,7 +67,7 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
         )
     if not messages[-1]["content"].strip():
         raise InputError(f"{where} has an empty prompt", expected="some text", do=do)
-    return {kinds[0]: prompt}
+    return record
 
 
 def as_messages(prompt: dict[str, Any]) -> Any:

@@ -105,6 +105,13 @@ def text_of(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
     return detokenizer.text
 
 
+def split_name(item: str) -> tuple[str | None, str]:
+    """`NAME=VALUE` in two; where there is no "=", or the whole is a path, there is no name."""
+    name, equals, value = item.partition("=")
+    is_whole = not equals or Path(item).expanduser().exists()
+    return (None, item) if is_whole else (name, value)
+
+
 def make_folder(path: Path) -> None:
     """Make the folder for the results, unless it is there.
 

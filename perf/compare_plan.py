@@ -12,7 +12,7 @@ from ssmlx.config import SamplingConfig
 from ssmlx.errors import InputError
 from ssmlx.registry import resolve_model
 
-from .common import make_folder
+from .common import make_folder, split_name
 from .compare_systems import CHECKPOINTS, DRAFT_ALONE, System, parse_systems, with_max_tokens
 from .samples import read_own_lora
 from .tasks import TASKS, Example, Task, data_file, read_examples, scorer_of
@@ -105,9 +105,8 @@ def by_task(flag: str, items: Sequence[str], tasks: Sequence[str]) -> dict[str, 
     """
     flag, found = "--" + flag.replace("_", "-"), dict[str, str]()
     for item in items:
-        name, equals, value = item.partition("=")
-        is_whole = not equals or Path(item).expanduser().exists()
-        names, value = (tasks, item) if is_whole else ([name], value)
+        name, value = split_name(item)
+        names = tasks if name is None else [name]
         if not value or not set(names) <= set(tasks) or set(names) & set(found):
             raise InputError(
                 f"{flag} {item}",

@@ -17,6 +17,7 @@ from ssmlx.cli.options import (
 )
 from ssmlx.config import SamplingConfig
 from ssmlx.errors import InputError
+from ssmlx.tuning import settled
 
 from .systems import MLX_LM
 
@@ -89,7 +90,9 @@ def parse_system(text: str, sampling: SamplingConfig) -> System:
         return System(name, kind)
     args = parse_drafting(name, options)
     args.decoding, args.drafter = (PLAIN, None) if kind == PLAIN else ("streaming", kind)
-    return System(name, kind, replace(generate_config(args), **sampling_values(sampling)))
+    # What its name says, on every machine: no profile of this one decides.
+    config = settled(generate_config(args))
+    return System(name, kind, replace(config, **sampling_values(sampling)))
 
 
 def parse_drafting(name: str, options: Sequence[str]) -> argparse.Namespace:

@@ -98,9 +98,9 @@ def memory() -> str:
 
 
 def os_version() -> str:
-    """The distribution and the kernel."""
+    """Such as "Debian GNU/Linux 12 (bookworm)"."""
     found = re.search(r'^PRETTY_NAME="?([^"\n]+)', read(OS_RELEASE), re.MULTILINE)
-    return f"{found[1] if found else platform.system()}, kernel {platform.release()}"
+    return found[1] if found else platform.system()
 
 
 def power() -> str:

@@ -17,6 +17,7 @@ from ssmlx.errors import InputError
 from ssmlx.loading import load_base, load_words
 from ssmlx.model import StreamFusedModel
 from ssmlx.registry import resolve_model
+from ssmlx.tuning import settled
 
 from .common import make_folder
 from .systems import (
@@ -100,8 +101,9 @@ def streaming_variants(args: argparse.Namespace) -> dict[str, GenerateConfig]:
     Raises:
         InputError: an option is out of range, or could have no effect.
     """
-    config = generate_config(args)
+    config = settled(generate_config(args))
     if args.trees is None:
+        assert config.tree is not None
         return {tree_label(config.tree): config}
     for name in ("tree", "tree_width", "tree_size"):
         if getattr(args, name) is not None:

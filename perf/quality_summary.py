@@ -60,7 +60,7 @@ def system_row(plan: Plan, system: System, answers: Mapping[str, list[Kept]]) ->
 def drafting(system: System, label: str) -> dict[str, Any]:
     """What the trees of a system have in common."""
     config = system.variants[label]
-    assert config is not None
+    assert config is not None and config.prune is not None
     return {"num_streams": config.num_streams, "prune": asdict(config.prune)}
 
 

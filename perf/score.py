@@ -17,7 +17,7 @@ from typing import Any
 from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
 
-from .common import RESULTS, make_folder, write_result
+from .common import RESULTS, make_folder, split_name, write_result
 from .machine import machine
 from .metrics import Scores, mean, paired_difference
 from .tables import aligned, estimate
@@ -56,7 +56,7 @@ def named_files(items: Sequence[str]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for item in items:
-        name, _, file = item.partition("=")
+        name, file = split_name(item)
         if not name or not file or name in found:
             raise InputError(
                 item, expected="NAME=FILE.jsonl, each with a name of its own", do="correct it"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from convert.prompt_file import as_messages, read_prompts
+from convert.prompt_file import as_messages, read_records
 from ssmlx.errors import InputError
 from ssmlx.model import StreamFusedModel
 from ssmlx.prompts import chat_tokens, prompt_tokens
@@ -106,11 +105,8 @@ def read_examples(path: Path, task: Task, count: int | None) -> list[Example]:
     """
     if count is not None and count < 1:
         raise InputError(f"--count {count}", expected="1 or more", do="give a larger number")
-    prompts = read_prompts(path)
-    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     examples = []
-    for number, (prompt, line) in enumerate(zip(prompts, lines, strict=True), 1):
-        row = json.loads(line)
+    for number, row in enumerate(read_records(path), 1):
         references = row.get("references") or [row.get("completion")]
         bad = not isinstance(references, list) or not all(isinstance(r, str) for r in references)
         if bad and (task.name != "chat" or references != [None]):
@@ -119,7 +115,7 @@ def read_examples(path: Path, task: Task, count: int | None) -> list[Example]:
                 expected="`completion`, a text, or `references`, a list of texts",
                 do="correct the line",
             )
-        turns = tuple((turn["role"], turn["content"]) for turn in as_messages(prompt))
+        turns = tuple((turn["role"], turn["content"]) for turn in as_messages(row))
         examples.append(Example(turns, () if bad else tuple(references)))
     return examples[:count]
 

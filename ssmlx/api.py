@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -29,7 +30,15 @@ from .config import (
     StreamSchedule,
     TreeConfig,
 )
-from .decode import PREFILL_STEP_SIZE, Progress, plain_decode, streaming_decode
+from .decode import (
+    PREFILL_STEP_SIZE,
+    Ends,
+    Progress,
+    never,
+    plain_decode,
+    scratch_rows,
+    streaming_decode,
+)
 from .draft import Drafter
 from .drafters.draft_model import DraftModel, DraftModelDrafter
 from .drafters.lookahead import LookaheadDrafter
@@ -40,9 +49,11 @@ from .drafters.streams import StreamDrafter
 from .errors import InputError
 from .heads import DraftingHeads
 from .medusa import MedusaHeads
+from .memory import Memory, memory_of
 from .model import StreamFusedModel
 from .prompts import encode
 from .sampling import Sampling
+from .tuning import pace_of, prefers_plain, settled
 
 Decoding = Literal["streaming", "plain"]
 FinishReason = Literal["stop", "length", "context"]
@@ -52,16 +63,21 @@ FinishReason = Literal["stop", "length", "context"]
 class GenerateConfig(SamplingConfig):
     """How to generate; the same settings for every command. Those of sampling are inherited.
 
+    Where tree, prune, num_streams and stream_schedule are all None, streams draft as was found
+    fastest on this machine, if `python -m perf.calibrate` was run on it; see `ssmlx.tuning`.
+
     Attributes:
         decoding: "streaming", verify what a drafter proposes, or "plain"; None streams where
-            there is a drafter.
+            there is a drafter, unless plain decoding was found faster here.
         max_tokens: most tokens to generate.
         drafter: one of `ssmlx.config.DRAFTERS`; None takes the draft model where one is given,
             else the heads, else the model's streams where it has any.
-        tree: the tree that streams and Medusa heads draft.
-        prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter.
+        tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
+        prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter. None
+            for off.
         num_streams: streams to use, at most as many as were trained; None for all.
-        stream_schedule: when they run, see `StreamDrafter`: "fused" or "second-pass".
+        stream_schedule: when they run, see `StreamDrafter`: "fused" or "second-pass"; None for
+            "second-pass".
         prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
         draft_model: the loaded draft model, see `ssmlx.load_draft_model`.
         heads: the loaded Medusa heads or MLP speculator, see `ssmlx.load_heads`.
@@ -72,10 +88,10 @@ class GenerateConfig(SamplingConfig):
     decoding: Decoding | None = None
     max_tokens: int = 256
     drafter: DrafterKind | None = None
-    tree: TreeConfig = field(default_factory=TreeConfig)
-    prune: PruneConfig = field(default_factory=PruneConfig)
+    tree: TreeConfig | None = None
+    prune: PruneConfig | None = None
     num_streams: int | None = None
-    stream_schedule: StreamSchedule = "second-pass"
+    stream_schedule: StreamSchedule | None = None
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
@@ -135,6 +151,8 @@ class GenerateConfig(SamplingConfig):
                 expected="an adapter",
                 do="give --adapter FOLDER, another --drafter, or --decoding plain",
             )
+        if drafter == "streams" and prefers_plain(self, model):
+            return None
         return drafter
 
     def _loaded_drafter(self) -> DrafterKind | None:
@@ -183,6 +201,7 @@ class GenerationResponse:
         peak_memory: GB, as `mx.get_peak_memory`.
         draft_calls: forward passes of a draft model so far.
         lossy: whether tokens were accepted that the target might not have written.
+        memory: where the memory goes; on the last segment alone.
     """
 
     text: str
@@ -196,6 +215,7 @@ class GenerationResponse:
     peak_memory: float
     draft_calls: int = 0
     lossy: bool = False
+    memory: Memory | None = None
 
     @property
     def tokens_per_call(self) -> float:
@@ -220,7 +240,7 @@ def required_scratch(model: StreamFusedModel, config: GenerateConfig) -> int:
         InputError: the settings do not fit the model.
     """
     drafter = make_drafter(model, config)
-    return drafter.max_nodes * (1 + drafter.num_streams) if drafter else 0
+    return scratch_rows(drafter) if drafter else 0
 
 
 def check_streams(model: StreamFusedModel, config: GenerateConfig) -> int:
@@ -240,7 +260,7 @@ def check_streams(model: StreamFusedModel, config: GenerateConfig) -> int:
 
 
 def _check_prune(model: StreamFusedModel, config: GenerateConfig, drafter: DrafterKind) -> None:
-    kind = config.prune.kind
+    kind = config.prune.kind if config.prune else "off"
     if kind != "off" and drafter == "lookahead":
         raise InputError(
             f"--prune {kind} with --drafter lookahead, whose window must reach the target whole",
@@ -271,6 +291,7 @@ def make_drafter(
     kind = config.resolved_drafter(model)
     if kind is None:
         return None
+    config = settled(config, model)
     _check_prune(model, config, kind)
     if kind == "prompt-lookup":
         return PromptLookupDrafter(config.prompt_lookup)
@@ -282,12 +303,14 @@ def make_drafter(
     if kind in HEAD_DRAFTERS:
         return _head_drafter(model, config)
     streams = check_streams(model, config)
+    assert config.tree is not None and config.stream_schedule is not None
     return StreamDrafter(model, config.tree, streams, config.stream_schedule)
 
 
 def _head_drafter(model: StreamFusedModel, config: GenerateConfig) -> Drafter:
     heads = config.heads
     if isinstance(heads, MedusaHeads):
+        assert config.tree is not None
         return MedusaDrafter(model.backbone, heads, config.tree)
     assert heads is not None
     return MlpSpeculatorDrafter(model.backbone, heads, config.speculator_tree)
@@ -303,7 +326,7 @@ def token_steps(
     context: Sequence[int] = (),
 ) -> Iterator[list[int]]:
     """The endless decoding loop that `config` asks for; see `decode`."""
-    return _token_steps(model, prompt, cache, config, progress, context)[0]
+    return _token_steps(model, prompt, cache, config, progress, context, never)[0]
 
 
 def _token_steps(
@@ -313,6 +336,7 @@ def _token_steps(
     config: GenerateConfig,
     progress: Progress | None,
     context: Sequence[int],
+    ends: Ends,
 ) -> tuple[Iterator[list[int]], Drafter | None]:
     """The decoding loop, and its drafter if it has one."""
     sampling = Sampling(config, model.backbone.vocab_size)
@@ -336,18 +360,20 @@ def _token_steps(
         )
         return steps, None
     # Now, while the cache may be empty: its buffers would be copied as trees grow.
-    cache.reserve(tokens=0, scratch=drafter.max_nodes * (1 + drafter.num_streams))
+    cache.reserve(tokens=0, scratch=scratch_rows(drafter))
     steps = streaming_decode(
         model,
         prompt,
         cache,
         drafter=drafter,
         context=context,
-        prune=config.prune,
+        prune=settled(config, model).prune,
         sampler=sampling,
         acceptance=config.acceptance,
         prefill_step_size=size,
         progress=progress,
+        ends=ends,
+        pace=pace_of(config, model),
     )
     return steps, drafter
 
@@ -376,9 +402,15 @@ class _Budget:
     end_tokens: set[int]
     max_tokens: int
     context_room: int | None
+    generated: int = 0
 
-    def cut(self, step: list[int], generated: int) -> tuple[list[int], FinishReason | None]:
+    def ends(self, step: list[int]) -> bool:
+        """Whether the answer ends with the tokens of `step`."""
+        return self.cut(step)[1] is not None
+
+    def cut(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
         """The part of `step` that belongs to the answer, and why it ends if it does."""
+        generated = self.generated
         for index, token in enumerate(step, 1):
             if token in self.end_tokens:
                 return step[:index], "stop"
@@ -429,9 +461,10 @@ def stream_generate(
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
     budget = _Budget(end_token_ids(model, tokenizer), config.max_tokens, room)
-    steps, drafter = _token_steps(model, tokens, cache, config, progress, context)
+    steps, drafter = _token_steps(model, tokens, cache, config, progress, context, budget.ends)
     lossy = drafter is not None and config.acceptance.kind != "exact"
-    return _responses(model, tokenizer, steps, budget, num_prompt, drafter, lossy)
+    measure = partial(memory_of, model, cache, config, drafter)
+    return _responses(model, tokenizer, steps, budget, num_prompt, drafter, lossy, measure)
 
 
 def _responses(
@@ -442,16 +475,16 @@ def _responses(
     num_prompt: int,
     drafter: Drafter | None,
     lossy: bool,
+    measure: Callable[[], Memory],
 ) -> Iterator[GenerationResponse]:
     detokenizer = tokenizer.detokenizer
-    generated = 0
     started = first_done = time.perf_counter()
     with wired_memory(model):
         for calls, step in enumerate(steps, 1):
             now = time.perf_counter()
             first_done = now if calls == 1 else first_done
-            step, reason = budget.cut(step, generated)
-            generated += len(step)
+            step, reason = budget.cut(step)
+            budget.generated += len(step)
             for token in step[:-1] if reason == "stop" else step:
                 detokenizer.add_token(token)
             if reason:
@@ -461,13 +494,14 @@ def _responses(
                 tokens=tuple(step),
                 finish_reason=reason,
                 prompt_tokens=num_prompt,
-                generation_tokens=generated,
+                generation_tokens=budget.generated,
                 target_calls=calls,
                 prefill_seconds=first_done - started,
                 decode_seconds=now - first_done,
                 peak_memory=mx.get_peak_memory() / 1e9,
                 draft_calls=drafter.draft_calls if drafter else 0,
                 lossy=lossy,
+                memory=measure() if reason else None,
             )
             if reason:
                 return
@@ -500,6 +534,8 @@ def generate(
             print(last.text, end="", flush=True)
     if verbose and last is not None:
         print(f"\n{summary(last)}")
+        if last.memory is not None:
+            print(last.memory.line())
     return text
 
 

@@ -18,6 +18,7 @@ from .api import (
 from .decode import Progress
 from .errors import InputError
 from .loading import swap_adapter
+from .memory import Memory, memory_of
 from .model import StreamFusedModel
 from .prompts import Message, chat_tokens
 from .shapes import to_int
@@ -106,6 +107,7 @@ class ChatSession:
     def _empty_cache(self) -> None:
         self._cache = self.model.make_cache(self._scratch(self.model))
         self._cached_tokens: list[int] = []
+        self._memory: Memory | None = None
 
     def _scratch(self, model: StreamFusedModel) -> int:
         """Rows that a step may have. Raises InputError where the settings do not fit `model`."""
@@ -127,6 +129,11 @@ class ChatSession:
         self.model = swap_adapter(self.model, adapter, check=self._scratch)
         self.plain_tps = None
         self._empty_cache()
+
+    @property
+    def memory(self) -> Memory:
+        """Where the memory goes: at the end of the last whole answer, or now if there is none."""
+        return self._memory or memory_of(self.model, self._cache, self.config)
 
     @property
     def cache_bytes(self) -> int:
@@ -179,6 +186,7 @@ class ChatSession:
             self.totals.reused_tokens += reused
             if last is not None:
                 self.totals.add(last)
+                self._memory = last.memory
 
     def _reuse(self, prompt: list[int]) -> int:
         """Tokens of `prompt` that the cache keeps; at least one is left to process."""

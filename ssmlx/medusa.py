@@ -15,11 +15,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .backbone import Backbone, LMHead
+from .backbone import Backbone, LMHead, head_bytes
 from .config import DrafterKind, TreeConfig
 from .draft import num_trained, rank_candidates
 from .errors import InputError
-from .shapes import expect_shape
+from .shapes import arrays_in, expect_shape
 from .tree import Tree, draft_topology, grow_tree
 
 PREFIX = "medusa_head."
@@ -134,6 +134,13 @@ class MedusaHeads:
     def num_levels(self) -> int:
         """H, levels below the root of the drafted trees."""
         return self.config.num_heads
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their own weights, and of the LM head's rows that they copied."""
+        own = [self._blocks, self._matrices, self.draft_vocab, self._places]
+        copied = 0 if self.draft_vocab is None else head_bytes(self._lm_head)
+        return copied + sum(array.nbytes for array in arrays_in(own) if array is not None)
 
     @property
     def draft_vocab_size(self) -> int:

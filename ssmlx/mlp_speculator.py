@@ -183,6 +183,11 @@ class MlpSpeculator:
         return self.config.n_predict
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its weights, those that stages share counted once."""
+        return sum(array.nbytes for array in self._tensors.values())
+
+    @property
     def draft_vocab_size(self) -> int:
         """Vd; V where the stages guess among the whole vocabulary."""
         return self.config.draft_vocab_size or self.config.vocab_size

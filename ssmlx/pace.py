@@ -30,13 +30,12 @@ class Pace:
         if breakeven is not None and not 0 < breakeven < math.inf:
             raise ValueError(f"a breakeven of {breakeven}, expected a number above 0")
         self._breakeven = breakeven
-        self._wait, self._patience = FIRST_WAIT, PATIENCE
-        self.drafting = True
+        self._wait, self._patience, self._left = FIRST_WAIT, PATIENCE, 0
         self._start()
 
     def _start(self) -> None:
-        """Begin to draft: the next call has no draft to verify yet, and says nothing."""
-        self.drafting, self._is_first = True, True
+        """Begin to draft, with nothing known of the text from here on."""
+        self.drafting = True
         self._balance, self._calls, self._tokens = 0.0, 0, 0
 
     @property
@@ -49,22 +48,21 @@ class Pace:
 
         Args:
             num_tokens: 1 or more.
-            drafted: whether that call had a draft to verify. Where a call is built while the one
-                before it runs, the decision takes effect one call later.
+            drafted: whether that call had a draft to verify. The first calls of a spell have none,
+                and say nothing; where a call is built while the one before it runs, a spell's
+                last drafts come after its end.
         """
-        if self._breakeven is None or (self.drafting and not drafted):
+        if self._breakeven is None:
             return
         if self.drafting:
-            self._count_draft(num_tokens, self._breakeven)
+            if drafted:
+                self._count_draft(num_tokens, self._breakeven)
         else:
             self._left -= num_tokens
             if self._left <= 0:
                 self._start()
 
     def _count_draft(self, num_tokens: int, breakeven: float) -> None:
-        if self._is_first:
-            self._is_first = False
-            return
         self._calls += 1
         self._tokens += num_tokens
         self._balance = min(0.0, self._balance + num_tokens - breakeven)

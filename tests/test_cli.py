@@ -16,6 +16,7 @@ PROG = "ssmlx.generate"
 KEYS = [
     "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens",
     "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds", "draft_calls", "lossy",
+    "memory",
 ]  # fmt: skip
 
 
@@ -130,6 +131,12 @@ def test_bad_input_is_one_line(run, case, monkeypatch, tmp_path):
         args = (*ASK, *args)
     message = refusal(run(*args))
     assert said in message
+
+
+def test_the_fused_attention_needs_metal(run, monkeypatch):
+    monkeypatch.setattr("ssmlx.metal.switch.is_available", lambda: False)
+    assert "MLX has no Metal device here" in refusal(run(*ASK, "--attention", "fused"))
+    assert run(*ASK, "--attention", "mlx")[0] == 0
 
 
 @pytest.mark.parametrize("case", BAD_TREES)

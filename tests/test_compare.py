@@ -608,7 +608,7 @@ def test_a_linux_machine_is_described(linux):
     (linux / "os-release").write_text('ID=x\nPRETTY_NAME="Some Linux 12"\n')
     found = machine.machine()
     assert found["machine"].endswith(", Fast 9000") and found["memory"] == "16 GiB"
-    assert found["os"].startswith("Some Linux 12, kernel ") and found["power"] == "unknown"
+    assert found["os"] == "Some Linux 12" and found["power"] == "unknown"
     supply(linux / "power" / "BAT0", type="Battery", status="Discharging")
     assert machine.power_source() == "battery"
     supply(linux / "power" / "AC", type="Mains", online="1")
@@ -618,7 +618,7 @@ def test_a_linux_machine_is_described(linux):
 def test_a_machine_that_tells_nothing_is_unknown(linux, monkeypatch):
     monkeypatch.setattr(machine.platform, "processor", lambda: "")
     assert (machine.chip(), machine.memory(), machine.power()) == ("unknown",) * 3
-    assert machine.os_version().startswith("Linux, kernel ")
+    assert machine.os_version() == "Linux"
     assert machine.output_of("no-such-command-here") == machine.output_of("false") == ""
 
 

@@ -277,7 +277,9 @@ def verified_root(token):
     target = mx.array([token])
     accepted = Acceptance(mx.array([0]), target, mx.array([0]))
     hidden, tree = mx.zeros((1, 1, 2)), tree_from_parents([0], [0])
-    return Verified(tree, target, accepted, hidden, hidden[:, :0], hidden, mx.array([0]), TreeCache(1))
+    return Verified(
+        tree, target, accepted, hidden, hidden[:, :0], hidden, mx.array([0]), TreeCache(1)
+    )
 
 
 def test_prompt_lookup_takes_the_longest_then_the_newest():

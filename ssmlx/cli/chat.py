@@ -46,7 +46,8 @@ everything else to standard error, so the chat can be piped."""
 HELP = """/help            this list
 /reset           forget the conversation
 /system TEXT     start anew with TEXT as the system prompt; without TEXT, with the default one
-/stats           tokens, target calls and memory of this chat
+/stats           tokens, target calls and speed of this chat
+/memory          where the memory goes
 /compare         answer the last message again, streaming and plain: same text? how much faster?
 /adapter         the adapter in use, and those that ship with ssmlx
 /adapter NAME    go on with another adapter (a name, a folder, or none) and the same conversation
@@ -192,8 +193,12 @@ def adapter(rest: str, chat: Chat) -> str:
     """What /adapter shows, after the swap that it may ask for."""
     if not rest:
         return f"{current_adapter(chat)}\n{_available(chat.session)}"
+    import mlx.core as mx
+
     chat.session.swap_adapter(rest)
+    mx.reset_peak_memory()
     chat.adapter = rest
+    _note_tuning(chat)
     again = "; the conversation goes on" if chat.session.messages else ""
     return current_adapter(chat) + again
 
@@ -207,16 +212,23 @@ def current_adapter(chat: Chat) -> str:
     own = chat.adapter is None
     name = "the model's own streams" if own else f"adapter {chat.adapter}"
     how = "the adapter is part of the model"
-    if config.adapter_scope == "streams":
+    if config.adapter_scope == "streams" and session.model.is_fine_tuned:
+        how = "the fine-tuned model's answers are untouched"
+    elif config.adapter_scope == "streams":
         how = "the base model's answers are untouched"
     elif own:
         how = "the model was fine-tuned with them"
     drafts = f"{config.num_streams} streams draft"
     if drafter != "streams":
-        drafts = f"{drafter} drafts" if drafter else "plain decoding, as --decoding says"
+        drafts = f"{drafter} drafts" if drafter else _why_plain(session)
     if _trained_on_another_form(session):
         how += "; it was trained on prompts of another form than this chat's"
     return f"{name}: {drafts}; {how}"
+
+
+def _why_plain(session: ChatSession) -> str:
+    asked = session.config.decoding == "plain"
+    return "plain decoding, " + ("as --decoding says" if asked else "which is faster here")
 
 
 def _trained_on_another_form(session: ChatSession) -> bool:
@@ -260,6 +272,8 @@ def command(line: str, chat: Chat) -> bool:
         )
     elif name == "/stats":
         screen.note(stats(session))
+    elif name == "/memory":
+        screen.note(session.memory.table())
     elif name == "/compare":
         screen.note(compare(session))
     elif name == "/adapter":
@@ -293,19 +307,33 @@ def _main(args: argparse.Namespace) -> None:
     model, tokenizer = load_from(args, DEFAULT_ADAPTER)
     config = load_drafter(args, config, model, tokenizer)
 
+    import mlx.core as mx
+
     from ..chat_session import ChatSession
     from ..registry import cache_dir
 
     session = ChatSession(model, tokenizer, config, system=args.system)
+    mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     chat = Chat(session, screen, args.adapter)
-    if args.adapter is None and args.decoding is None and config.resolved_drafter(model) is None:
+    undrafted = model.num_streams == 0 and config.resolved_drafter(model) is None
+    if args.adapter is None and args.decoding is None and undrafted:
         screen.note(NO_DEFAULT)
+    _note_tuning(chat)
     if screen.interactive:
         screen.note(_greeting(args, chat))
     with history(cache_dir() / "chat_history", screen):
         while (line := _ask(screen)) is not None:
             if not turn(line, chat):
                 break
+
+
+def _note_tuning(chat: Chat) -> None:
+    """Say so where this machine's profile decides how to draft."""
+    from ..tuning import tuned_line
+
+    tuned = tuned_line(chat.session.config, chat.session.model)
+    if tuned is not None:
+        chat.screen.note(f"[{tuned}]")
 
 
 def _ask(screen: Screen) -> str | None:

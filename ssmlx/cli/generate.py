@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,9 @@ EPILOG = """examples:
 
 With --jsonl each line holds prompt, text, tokens, finish_reason (stop, length or context),
 prompt_tokens, generation_tokens, target_calls, tokens_per_call, prefill_seconds, decode_seconds,
-draft_calls and lossy. target_calls counts forward passes of the model, the prompt's as one: plain
-decoding has exactly one token a call. draft_calls counts those of a draft model."""
+draft_calls, lossy and memory. target_calls counts forward passes of the model, the prompt's as one:
+plain decoding has exactly one token a call. draft_calls counts those of a draft model. memory holds
+bytes of what the answer kept, part by part, and the peak since the model was loaded."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -54,8 +56,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="chat: the model's chat template; raw: the prompt as it is; or a text with {prompt} "
         "(default: the adapter's own template, then chat, then raw)",
     )
-    parser.add_argument(
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
         "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
+    )
+    output.add_argument(
+        "--verbose", action="store_true", help="say where the memory goes, below each answer"
     )
     add_model_options(parser)
     add_decoding_options(parser, max_tokens=256)
@@ -113,10 +119,13 @@ def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
         "decode_seconds": round(last.decode_seconds, 6),
         "draft_calls": last.draft_calls,
         "lossy": last.lossy,
+        "memory": asdict(last.memory) if last.memory else None,
     }
 
 
-def _print_text(responses: Iterator[GenerationResponse]) -> list[GenerationResponse]:
+def _print_text(
+    responses: Iterator[GenerationResponse], *, verbose: bool
+) -> list[GenerationResponse]:
     from ..api import summary
 
     seen = []
@@ -125,6 +134,9 @@ def _print_text(responses: Iterator[GenerationResponse]) -> list[GenerationRespo
         print(response.text, end="", flush=True)
     print(flush=True)
     print(f"[{summary(seen[-1])}]", file=sys.stderr)
+    memory = seen[-1].memory
+    if verbose and memory is not None:
+        print(f"[{memory.line()}]", file=sys.stderr)
     return seen
 
 
@@ -134,14 +146,21 @@ def _main(args: argparse.Namespace) -> None:
     model, tokenizer = load_from(args)
     config = load_drafter(args, config, model, tokenizer)
 
+    import mlx.core as mx
+
     from ..api import check_prompt, stream_generate
     from ..prompts import prompt_tokens
+    from ..tuning import tuned_line
     from .progress import PromptBar, bar
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
     encoded = [prompt_tokens(text, model, tokenizer, args.template) for text in prompts]
     for tokens in encoded:
         check_prompt(model, len(tokens))
+    mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
+    tuned = tuned_line(config, model)
+    if tuned is not None:
+        print(f"[{tuned}]", file=sys.stderr)
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
     for text, tokens in bar(pairs, len(prompts), "prompts") if show_bar else pairs:
@@ -149,7 +168,7 @@ def _main(args: argparse.Namespace) -> None:
         if args.jsonl:
             print(json.dumps(record(text, list(responses)), ensure_ascii=False), flush=True)
         else:
-            _print_text(responses)
+            _print_text(responses, verbose=args.verbose)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..bundled import bundled_adapters
 from ..config import (
     ACCEPTANCES,
+    ATTENTIONS,
     DEFAULT_MODEL,
     DRAFTERS,
     DTYPES,
@@ -83,6 +84,13 @@ def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | No
         help="weights as stored, or unpacked and cast; auto: as stored on a GPU, float32 on "
         "the CPU (default: %(default)s)",
     )
+    group.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        default=ATTENTIONS[0],
+        help="what computes the attention of tree and stream rows: auto, the fused Metal kernel "
+        "where it should pay; mlx, never; fused, wherever it can (default: %(default)s)",
+    )
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -92,7 +100,8 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         "--decoding",
         choices=("streaming", "plain"),
         help="streaming: verify what a drafter proposes, same answer in fewer forward passes; "
-        "plain: one token a pass (default: streaming with an adapter or a drafter, else plain)",
+        "plain: one token a pass (default: streaming with an adapter or a drafter, unless "
+        "`python -m perf.calibrate` found plain decoding faster on this machine; else plain)",
     )
     group.add_argument(
         "--max-tokens", type=int, default=max_tokens, help="longest answer (default: %(default)s)"
@@ -101,7 +110,11 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     add_drafter_options(parser.add_argument_group("drafting (streaming only)"))
     add_head_options(parser.add_argument_group("drafting heads (streaming only)"))
     add_tree_options(
-        parser.add_argument_group("draft tree (streams and Medusa heads; --prune: most drafters)")
+        parser.add_argument_group(
+            "draft tree (streams and Medusa heads; --prune: most drafters)",
+            "With none of these options, streams draft as `python -m perf.calibrate` found to be\n"
+            "fastest on this machine, if it was run; else by the defaults.",
+        )
     )
 
 
@@ -306,9 +319,11 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
 
     _reject_idle_options(args)
     bias = getattr(args, "logit_bias", None)
+    tree = _taken(args, kind="tree", width="tree_width", size="tree_size")
+    prune = _taken(args, kind="prune", keep="prune_to", threshold=_THRESHOLD)
     return GenerateConfig(
-        tree=TreeConfig(**_taken(args, kind="tree", width="tree_width", size="tree_size")),
-        prune=PruneConfig(**_taken(args, kind="prune", keep="prune_to", threshold=_THRESHOLD)),
+        tree=TreeConfig(**tree) if tree else None,
+        prune=PruneConfig(**prune) if prune else None,
         prompt_lookup=PromptLookupConfig(
             **_taken(args, ngram="lookup_ngram", size="lookup_size", num_draft_tokens=_LENGTH)
         ),
@@ -441,8 +456,10 @@ def load_from(args: argparse.Namespace, default_adapter: str | None = None) -> A
             streams, nothing else is to draft, and the adapter belongs to the model;
             `args.adapter` then names it.
     """
+    from .. import metal
     from ..loading import adapters_for, load, swap_adapter
 
+    metal.use(args.attention)
     model, tokenizer = load(args.model, adapter=args.adapter, dtype=args.dtype)
     drafter = _drafter_of(args)
     wants_streams = drafter in (None, "streams")

@@ -1,0 +1,163 @@
+"""Where the memory goes: weights, caches, the room for trees, and the most that was in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from .adapter import stream_tensors
+from .backbone import head_bytes
+from .cache import TreeCache
+from .draft import Drafter
+from .drafters.streams import StreamDrafter
+from .lora import RowLora
+from .model import StreamFusedModel
+from .shapes import arrays_in
+
+if TYPE_CHECKING:
+    from .api import GenerateConfig
+
+MIB = 2**20
+LABELS = {
+    "base": "base model",
+    "lora": "LoRA",
+    "streams": "stream weights",
+    "draft_head": "draft head",
+    "drafter": "drafter",
+    "cache": "cache",
+    "tree": "tree",
+    "second_pass": "second pass",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What an answer keeps in memory, in bytes, each array counted once.
+
+    Attributes:
+        base: weights of the base model, with the LoRA that is merged into them.
+        lora: LoRA that is not merged, and weights kept to undo a merge.
+        streams: stream embeddings, f, the pruning adapter and the draft vocabulary's ids.
+        draft_head: the LM head's rows of the draft vocabulary, once more.
+        drafter: a draft model with its cache, or drafting heads.
+        cache: keys and values of the committed tokens, with the room that is reserved for more.
+        tree: keys and values of the rows of the step in hand, and masks.
+        second_pass: keys and values of the top layers, once more (`cache.StreamCache`).
+        peak: most in use at once since `mx.reset_peak_memory`, activations and all.
+    """
+
+    base: int
+    lora: int = 0
+    streams: int = 0
+    draft_head: int = 0
+    drafter: int = 0
+    cache: int = 0
+    tree: int = 0
+    second_pass: int = 0
+    peak: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """All but the peak, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[:-1]}
+
+    @property
+    def weights(self) -> int:
+        """What is there before a prompt comes."""
+        return self.base + self.lora + self.streams + self.draft_head + self.drafter
+
+    @property
+    def held(self) -> int:
+        """What is kept from step to step."""
+        return sum(self.parts.values())
+
+    @property
+    def passing(self) -> int:
+        """The peak beside `held`: activations, logits, and buffers while they grow."""
+        return max(0, self.peak - self.held)
+
+    def line(self) -> str:
+        """One line, in MiB: the peak, and the parts that are there."""
+        parts = {LABELS[name]: size for name, size in self.parts.items()}
+        shown = [f"{label} {size / MIB:.1f}" for label, size in parts.items() if size]
+        if self.passing:
+            shown.append(f"passing {self.passing / MIB:.1f}")
+        return f"memory: {self.peak / MIB:.1f} MiB at most: {', '.join(shown)}"
+
+    def table(self) -> str:
+        """A line for each part."""
+        rows = [(LABELS[name], size) for name, size in self.parts.items() if size]
+        rows += [("passing, at most", self.passing), ("most in use at once", self.peak)]
+        return "\n".join(f"{label:20}{size / MIB:9.1f} MiB" for label, size in rows)
+
+
+def memory_of(
+    model: StreamFusedModel,
+    cache: TreeCache,
+    config: GenerateConfig | None = None,
+    drafter: Drafter | None = None,
+) -> Memory:
+    """What an answer keeps in memory now, and the peak so far.
+
+    Args:
+        model: the target.
+        cache: the answer's.
+        config: holds the draft model or the heads, where there are any.
+        drafter: the answer's, while it goes on.
+    """
+    return Memory(
+        base=base_bytes(model),
+        lora=lora_bytes(model),
+        streams=stream_bytes(model),
+        draft_head=head_bytes(model.draft_head),
+        drafter=drafter_bytes(config),
+        cache=cache.nbytes - scratch_bytes(cache),
+        tree=scratch_bytes(cache) + model.mask_bytes,
+        second_pass=drafter.cache_bytes if isinstance(drafter, StreamDrafter) else 0,
+        peak=mx.get_peak_memory(),
+    )
+
+
+def total_bytes(arrays: Iterable[mx.array]) -> int:
+    """Bytes of `arrays`, one that comes twice counted once."""
+    return sum({id(array): array.nbytes for array in arrays}.values())
+
+
+def base_bytes(model: StreamFusedModel) -> int:
+    """The weights that the base model decodes with."""
+    own = {id(array) for array in _lora_arrays(model)}
+    arrays = arrays_in(model.backbone.model.parameters())
+    return total_bytes(array for array in arrays if id(array) not in own)
+
+
+def lora_bytes(model: StreamFusedModel) -> int:
+    """LoRA beside the weights that it acts on, and weights that merged ones stand in for."""
+    used = {id(array) for array in arrays_in(model.backbone.model.parameters())}
+    kept = arrays_in([module.parameters() for module in model.backbone.kept.values()])
+    return total_bytes([*_lora_arrays(model), *(a for a in kept if id(a) not in used)])
+
+
+def _lora_arrays(model: StreamFusedModel) -> list[mx.array]:
+    modules = model.backbone.model.modules()
+    attached = [module for module in modules if isinstance(module, RowLora)]
+    return [array for module in attached for array in (module.lora_a, module.lora_b)]
+
+
+def stream_bytes(model: StreamFusedModel) -> int:
+    """What a checkpoint adds beside LoRA."""
+    return total_bytes(stream_tensors(model.streams).values()) if model.streams else 0
+
+
+def drafter_bytes(config: GenerateConfig | None) -> int:
+    """The draft model and the heads that are loaded, whether or not they draft."""
+    loaded = (config.draft_model, config.heads) if config else ()
+    return sum(one.nbytes for one in loaded if one is not None)
+
+
+def scratch_bytes(cache: TreeCache) -> int:
+    """The part of the cache's buffers in which the rows of a step stand."""
+    rows = cache.scratch + cache.capacity
+    return cache.nbytes * cache.scratch // rows if rows else 0

@@ -1,0 +1,328 @@
+"""perf.bench on tiny adapters: its clock, its energy, its report, and the command as it is run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from time import sleep
+
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+from real import one_line, words, write_base
+from tiny import make_lora, make_streams
+
+from perf import bench, bench_energy, bench_run
+from perf.bench_clock import Clock, rounds
+from perf.bench_report import line, report
+from perf.bench_run import contexts_result, expected_seconds
+from perf.bench_target import SYSTEMS, endless, load_target, text_of_length
+from perf.tasks import TASKS
+from ssmlx.adapter import Adapter, BaseIdentity, write_adapter
+from ssmlx.api import end_token_ids
+from ssmlx.config import StreamConfig
+from ssmlx.loading import load_base
+
+SCOPES = ("all", "streams", "task")
+
+
+class FakeTime:
+    """A clock that goes on when it is told."""
+
+    def __init__(self):
+        self.seconds = 100.0
+
+    def __call__(self):
+        return self.seconds
+
+    def spend(self, seconds):
+        self.seconds += seconds
+
+
+@pytest.fixture
+def time():
+    return FakeTime()
+
+
+# --- The clock ---
+
+
+def test_parts_share_the_time_and_later_ones_get_what_is_left(time):
+    clock = Clock(60, {"a": 1.0, "b": 2.0, "c": 3.0}, now=time)
+    assert clock.deadline("a") == 100 + 10
+    time.spend(30)  # three times its share
+    assert clock.deadline("b") == pytest.approx(130 + 30 * 2 / 5)
+    time.spend(2)
+    assert clock.deadline("c") == pytest.approx(160) and clock.left == pytest.approx(28)
+    time.spend(50)
+    assert clock.left < 0 and clock.deadline("c") == time()
+
+
+def test_as_many_rounds_as_fit_after_a_warm_up(time):
+    seen = []
+
+    def measure(turn, item):
+        time.spend(4 if not seen else 3)
+        seen.append((turn, item))
+        return item
+
+    found = rounds("abcdefgh", measure, time() + 18, label="", now=time)
+    assert found.found == ["a", "b", "c"] and not found.is_cold and found.seconds == 4
+    assert seen == [(0, "a"), (0, "a"), (1, "b"), (2, "c")]
+    assert time() <= 118
+
+
+def test_rounds_that_grow_slower_stop_earlier(time):
+    seconds = iter([1, 1, 6, 6, 6])
+
+    def measure(turn, item):
+        time.spend(next(seconds))
+        return item
+
+    found = rounds("abcde", measure, time() + 13, label="", now=time)
+    assert found.found == ["a", "b"]  # a third might end at 114
+    assert time() <= 113
+
+
+def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
+    found = rounds("ab", lambda turn, item: time.spend(9) or item, time() + 5, label="", now=time)
+    assert found.found == ["a"] and found.is_cold
+
+
+# --- Energy ---
+
+SAMPLES = """*** Sampled system activity (Fri Sep 11 13:41:46 2026 -0700) (1002.90ms elapsed) ***
+
+**** Processor usage ****
+
+E-Cluster HW active frequency: 1248 MHz
+CPU Power: 823 mW
+GPU Power: 26 mW
+ANE Power: 323 mW
+Combined Power (CPU + GPU + ANE): 1172 mW
+
+**** GPU usage ****
+
+GPU Power: 26 mW
+*** Sampled system activity (Fri Sep 11 13:41:47 2026 -0700) (1010.09ms elapsed) ***
+Combined Power (CPU + GPU + ANE): 2.5 W
+"""
+
+
+def test_only_the_combined_power_of_each_sample_counts():
+    assert bench_energy.watts_of(SAMPLES) == [1.172, 2.5]
+    assert bench_energy.watts_of("CPU Power: 823 mW\n") == []
+
+
+def test_why_there_is_no_energy(monkeypatch):
+    said = {}
+    monkeypatch.setattr(bench_energy, "output_of", lambda *command: said.get(command[0], ""))
+    monkeypatch.setattr(bench_energy.platform, "system", lambda: "Linux")
+    assert bench_energy.unavailable() == "not measured: needs macOS"
+    monkeypatch.setattr(bench_energy.platform, "system", lambda: "Darwin")
+    assert bench_energy.unavailable() == "not measured: needs sudo"
+    said["sudo"] = "Intel energy model derived package power (CPUs+GT+SA): 2.48W"
+    assert "no combined power" in bench_energy.unavailable()
+    said["sudo"] = SAMPLES
+    assert bench_energy.unavailable() is None
+
+
+class FakeAnswer:
+    tokens = (1, 2, 3, 4)
+
+
+def sampler(text: str):
+    """Something that runs for a moment and prints `text`, as powermetrics would."""
+    code = f"import time; time.sleep(0.3); print({text!r})"
+
+    def start(samples, output):
+        assert samples == 1
+        return subprocess.Popen([sys.executable, "-c", code], stdout=output, text=True)
+
+    return start
+
+
+def test_energy_is_power_times_time_over_tokens():
+    asked = []
+
+    def answer(prompt):
+        asked.append(prompt)
+        sleep(0.05)
+        return FakeAnswer
+
+    found = bench_energy.energy_of(answer, [[1], [2]], 0.25, sampler(SAMPLES))
+    assert found["watts"] == pytest.approx(1.836) and asked[:3] == [[1], [2], [1]]
+    # Some 0.05 s for four tokens.
+    assert 0.05 / 4 < found["joules_per_token"] / found["watts"] < 0.15 / 4
+    assert bench_energy.energy_of(answer, [[1]], 0.25, sampler("no power here")) is None
+
+
+# --- The command ---
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny base, the same one packed, an adapter of each scope, and prompts."""
+    root = tmp_path_factory.mktemp("bench")
+    base = write_base(root / "base", width=64)
+    for scope in SCOPES:
+        (root / scope).mkdir()
+        write_adapter(root / scope, adapter_of(base, scope))
+    model, config = load_model(base)
+    model, config = quantize_model(model, config, group_size=32, bits=4)
+    (root / "packed").mkdir()
+    save_model(root / "packed", model)
+    save_config(config, root / "packed" / "config.json")
+    for path in base.glob("*token*"):
+        (root / "packed" / path.name).write_bytes(path.read_bytes())
+    rows = [json.dumps({"prompt": words(5 + first, first)}) for first in range(2)]
+    (root / "prompts.jsonl").write_text("\n".join(rows))
+    return root
+
+
+def adapter_of(base, scope):
+    """Random streams and LoRA for `base`, whose answers end at token 3 too."""
+    backbone, _ = load_base(base, "float32")
+    config = StreamConfig(
+        num_streams=3, num_msa_layers=2, num_layers=4, hidden_size=64,
+        adapter_scope="all" if scope == "all" else "streams", end_token_ids=(3,),
+    )  # fmt: skip
+    lora = make_lora(backbone.model, config.insertion_layer, 1, scale=1.0)
+    task = make_lora(backbone.model, 1, 5, scale=1.0) if scope == "task" else {}
+    return Adapter(config, make_streams(config, 2), BaseIdentity.of(backbone), lora, task)
+
+
+def target_of(folders, scope, base="base", dtype="float32"):
+    path = folders / "prompts.jsonl"
+    return load_target(str(folders / scope), folders / base, dtype, TASKS["chat"], path)
+
+
+@pytest.mark.parametrize("base, dtype", [("base", "float32"), ("packed", "stored")])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_all_systems_write_the_same_with_the_same_arrays(folders, scope, base, dtype):
+    target = target_of(folders, scope, base, dtype)
+    ours = {id(array) for _, array in tree_flatten(target.model.backbone.model.parameters())}
+    theirs = tree_flatten(target.mlx_model.parameters())
+    assert all(id(array) in ours for _, array in theirs)
+    answers = {name: answer(target.prompts[1]) for name, answer in target.answerers(9).items()}
+    assert tuple(answers) == SYSTEMS
+    assert len({tuple(answer.tokens) for answer in answers.values()}) == 1
+    assert answers["streaming"].target_calls <= answers["plain"].target_calls
+    assert target.scope == scope
+    weights = [target.weight_bytes(name) for name in SYSTEMS]
+    assert weights[0] == weights[1] < weights[2]
+
+
+def test_no_token_ends_an_answer_inside_the_block_alone(folders):
+    target = target_of(folders, "streams")
+    before = end_token_ids(target.model, target.tokenizer)
+    assert {2, 3} <= before
+    with endless(target):
+        assert end_token_ids(target.model, target.tokenizer) == set()
+    assert end_token_ids(target.model, target.tokenizer) == before
+
+
+def test_texts_have_their_length_and_differ(folders):
+    target = target_of(folders, "streams")
+    texts = [text_of_length(target, 50, start) for start in (0, 3, 1000)]
+    assert [len(text) for text in texts] == [50] * 3 and texts[0] != texts[1]
+    assert texts[0][3:] == texts[1][:-3]
+
+
+def run_bench(folders, out, monkeypatch, *more, base="base"):
+    data = folders / "prompts.jsonl"
+    parts = [bench.Part(str(folders / scope), "chat", data, 6) for scope in ("all", "streams")]
+    monkeypatch.setattr(bench, "PARTS", parts)
+    monkeypatch.setattr(bench, "CONTEXTS", (8, 24))
+    monkeypatch.setattr(bench, "WEIGHTS", {"sql": 1, "8": 0.5, "24": 0.5, "energy": 1})
+    monkeypatch.setattr(bench_run, "CONTEXTS", (8, 24))
+    monkeypatch.setattr(bench, "RESERVED_SECONDS", 0.0)
+    monkeypatch.setattr(bench_energy.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(bench_run, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(bench_run, "CONTEXT_TOKENS", 8)
+    return bench.main(["--model", str(folders / base), "--out", str(out), *more])
+
+
+def test_the_command_prints_saves_and_draws(folders, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "bench.jsonl").write_text("{}\n")  # of an earlier run
+    assert run_bench(folders, tmp_path / "out", monkeypatch, "--dtype", "float16") == 0
+    said = capsys.readouterr().out
+    result = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert (tmp_path / "out" / "bench.txt").read_text() == report(result) + "\n"
+    assert report(result) in said and result["left_out"] == []
+    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "out" / "bench.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and lines[1] == line(result)
+    assert [task["prompts"] for task in result["answers"]] == [2, 2]
+    assert [task["scope"] for task in result["answers"]] == ["all", "streams"]
+    assert [one["tokens"] for one in result["contexts"]] == [8, 24]
+    assert result["energy"] == "not measured: needs macOS" and "energy: not measured" in said
+    assert result["seconds"] < 60
+
+
+def test_the_line_is_flat_and_says_what_was_measured(folders, tmp_path, monkeypatch, capsys):
+    assert run_bench(folders, tmp_path, monkeypatch, base="packed") == 0
+    (text,) = (tmp_path / "bench.jsonl").read_text().splitlines()
+    values = json.loads(text)
+    assert not any(isinstance(value, dict | list) for value in values.values())
+    result = json.loads((tmp_path / "bench.json").read_text())
+    row = result["answers"][0]["systems"]["streaming"]
+    assert values["all_tps_streaming"] == round(row["tokens_per_second"]["value"], 1)
+    assert values["all_same_tokens"] is True and values["all_prompts"] == 2
+    assert values["context24_prefill_mlx_lm"] > 0
+    assert values["joules_per_token_plain"] is None
+    assert values["weights"] == "float32"  # auto on the CPU
+    assert values["streams_peak_mib_streaming"] > values["streams_peak_mib_plain"] > 0
+
+
+def test_what_there_is_no_time_for_is_left_out_and_told(folders, tmp_path, monkeypatch, capsys):
+    assert run_bench(folders, tmp_path, monkeypatch, "--minutes", "0.0001") == 0
+    result = json.loads((tmp_path / "bench.json").read_text())
+    (task,) = result["answers"]  # the first adapter always gets its first round
+    assert task["is_cold"] and task["prompts"] == 1 and not result["contexts"]
+    left_out = ["8 tokens of context", "24 tokens of context", str(folders / "streams")]
+    assert result["left_out"] == left_out
+    said = capsys.readouterr().out
+    assert "not measured, for want of time: 8 tokens of context" in said
+    values = json.loads((tmp_path / "bench.jsonl").read_text())
+    assert values["all_speedup"] > 0 and values["all_speedup_low"] is None  # of one prompt
+    (table,) = [block for block in said.split("\n\n") if block.startswith("==")]
+    assert "the first round alone, not warmed up" in table and "[" not in table
+
+
+def test_a_longer_context_is_not_begun_where_a_shorter_one_was_too_long(folders, monkeypatch, time):
+    target = target_of(folders, "streams")
+    monkeypatch.setattr(bench_run, "CONTEXT_TOKENS", 4)
+    monkeypatch.setattr(bench_run, "MOST_ROUNDS", 1)
+    before = bench_run.answer_prompts(target, 6, 0.0, Clock(1, {}, now=lambda: 0.0))
+    assert expected_seconds(before, 10) > expected_seconds(before, 1) > 0
+    monkeypatch.setattr(bench_run, "CONTEXTS", (8, 24, 48))
+    monkeypatch.setattr(bench_run, "expected_seconds", lambda found, growth: 5 * growth)
+    clock = Clock(12, {"8": 1, "24": 1, "48": 1}, now=time)
+    found = contexts_result(target, before, clock)
+    assert [one["tokens"] for one in found] == [8]  # 24 might take 15 s of the 12
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--minutes", "0"], "--minutes 0: expected more than 0"),
+        (["--dtype", "int3"], "--dtype"),
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_bad_input_is_one_line(argv, said, tmp_path, capsys):
+    try:
+        code = bench.main([*argv, "--out", str(tmp_path / "out")])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2 and said in one_line(capsys.readouterr().err, "perf.bench")
+
+
+def test_another_models_adapter_is_refused(folders, tmp_path, monkeypatch, capsys):
+    other = write_base(tmp_path / "other", width=64, norm=2.0)
+    assert run_bench(folders, tmp_path / "out", monkeypatch, "--model", str(other)) == 2
+    assert "belongs to another base model" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())

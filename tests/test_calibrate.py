@@ -1,0 +1,393 @@
+"""perf.calibrate: what is timed, what is chosen, and the command, with clocks and costs made up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from real import one_line, write_base, write_tiny_adapter
+from test_cost import COSTS, flat
+from tiny import make_model
+
+from perf import calibrate, calibrate_costs
+from perf.calibrate_check import CHOSEN, PLAIN, compare, to_check
+from perf.calibrate_choice import Candidate, Setting, best, pruned, unpruned
+from perf.calibrate_costs import (
+    CostPlan,
+    forward_costs,
+    head_calls,
+    layer_calls,
+    likely_tree,
+    medians,
+    overhead,
+    plain_call,
+    spread,
+    surfaces,
+)
+from perf.calibrate_guesses import Exits
+from perf.calibrate_report import tree_points
+from perf.calibrate_steps import timed_steps, with_beside
+from perf.common import Answer
+from ssmlx import tuning
+from ssmlx.config import PruneConfig, TreeConfig
+from ssmlx.cost import DraftShape
+from ssmlx.errors import InputError
+from ssmlx.training.replay import Guesses
+
+PLAN = CostPlan(rows=(1, 2, 5), fused_nodes=(1, 3), contexts=(8, 20), repeats=2)
+PROG = "perf.calibrate"
+
+
+class Clock:
+    """A clock that goes on by what `spend` says, and by `tick` whenever it is read."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now, self.tick = 0.0, tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(seed=1)
+
+
+def test_a_median_is_taken_over_rounds_in_turn_but_the_first():
+    clock, order = Clock(), []
+    slow = iter([100.0, 3.0, 1.0, 2.0])
+
+    def call(name, seconds):
+        order.append(name)
+        clock.spend(seconds)
+
+    calls = {
+        ("lower", 1, 0): lambda: call("a", next(slow)),
+        ("upper", 1, 0): lambda: call("b", 5.0),
+        ("plain", 1, 0): lambda: 0.25,
+    }
+    found, noise = medians(calls, 3, clock)
+    assert noise == 0.0, "of the three, two are steady"
+    assert found == {("lower", 1, 0): 2.0, ("upper", 1, 0): 5.0, ("plain", 1, 0): 0.25}
+    assert order == ["a", "b"] * 4
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"), [([1.0], 0.0), ([2.0, 2.0, 2.0], 0.0), ([1.0, 2.0, 3.0, 4.0], 0.6)]
+)
+def test_noise_is_how_far_the_middle_half_lies_apart(times, expected):
+    assert spread(times) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_busy_machine_is_told_and_its_choice_not_kept(calibrated, monkeypatch, tmp_path, noisy):
+    monkeypatch.setattr(calibrate_costs, "spread", lambda times: 0.34)
+    more = ("--noisy",) if noisy else ()
+    code, out, _ = calibrated("--check", "0", *more)
+    assert code == 0
+    assert "timings varied by 34 %: something else was running, calibrate again" in out
+    assert ("not kept: such timings decide by chance" in out) != noisy
+    assert (tmp_path / "profiles").exists() == noisy
+
+
+def test_every_forward_is_timed_on_every_row_behind_every_context(model):
+    costs, _ = forward_costs(model, [1, 2, 3], PLAN, clock=Clock(1.0))
+    assert costs.lower.rows == costs.upper.rows == costs.head.rows == (1, 2, 5)
+    assert costs.lower.contexts == costs.fused.contexts == costs.plain.contexts == (8, 20)
+    assert costs.fused.rows == (4, 12), "nodes with three streams each"
+    assert costs.draft_head.rows == (1, 2, 3)
+    assert costs.early_exit is not None and costs.early_exit.rows == (1, 2, 5)
+    # The clock is read twice a call; every call's share of handing over work is taken off.
+    assert {one for line in costs.lower.seconds for one in line} == {0.0}
+    assert costs.plain_seconds(8) == pytest.approx(1 / calibrate_costs.PLAIN_CALLS)
+
+
+def test_the_calls_run_what_they_are_called(model, monkeypatch):
+    """The layers and rows that each stage really sees."""
+    seen = []
+    real = model.backbone.run
+
+    def run(hidden, first, last, mask, views):
+        seen.append((hidden.shape[1], first, last, views[0]._cache.offset))
+        return real(hidden, first, last, mask, views)
+
+    monkeypatch.setattr(model.backbone, "run", run)
+    cache = calibrate_costs.filled_cache(model, [1, 2, 3], 20, 64)
+    seen.clear()
+    for (name, rows, context), call in layer_calls(model, cache, 20, PLAN).items():
+        call()
+        layers = (0, 1) if name == "lower" else (1, 3)
+        assert (seen.pop(), seen, context) == ((rows, *layers, 20), [], 20)
+    for call in head_calls(model, PLAN).values():
+        call()
+    assert seen == [] and cache.offset == 20
+
+
+def test_a_model_without_a_pruning_adapter_has_no_early_exit_to_time(model):
+    bare = make_model(seed=1)
+    bare.streams = replace(bare.streams, prune=None)
+    assert not any(name == "early_exit" for name, _, _ in head_calls(bare, PLAN))
+
+
+def test_contexts_stay_within_the_models():
+    plan = CostPlan(rows=(1, 8), fused_nodes=(1,), contexts=(64, 512, 2048))
+    assert plan.within(None) == plan
+    assert plan.within(4096).contexts == (64, 512, 2048)
+    assert plan.within(256).contexts == (64, 240)
+    assert plan.within(3).contexts == (1,)
+
+
+def test_a_likely_tree_has_the_nodes_that_were_asked_for(model):
+    for size in (1, 2, 9, 30):
+        tree = likely_tree(model, size)
+        assert tree.num_nodes == size
+    assert likely_tree(model, 30).depths.max().item() == 3
+
+
+def test_a_plain_call_is_one_of_several_and_leaves_the_cache_as_it_was(model):
+    cache = calibrate_costs.filled_cache(model, [1, 2, 3], 12, 16)
+    clock = Clock(6.0)
+    assert plain_call(model, cache, clock) == 6.0 / calibrate_costs.PLAIN_CALLS
+    assert cache.offset == 12
+
+
+def test_handing_over_work_is_taken_off_forwards_and_not_off_plain_calls():
+    clock = Clock(0.5)
+    assert overhead(clock, repeats=3) == 0.5
+    points = {(name, 1, 0): 2.0 for name in ("plain", "lower", "upper", "fused", "head")}
+    costs = surfaces({**points, ("draft_head", 1, 0): 0.2}, 0.5)
+    assert (costs.plain.at(1), costs.lower.at(1), costs.draft_head.at(1)) == (2.0, 1.5, 0.0)
+
+
+def test_steps_are_those_of_the_real_loop_at_the_context_that_they_had(model):
+    shape = DraftShape(tree=TreeConfig(size=6), num_streams=3)
+    taken = timed_steps(model, [1, 2, 3, 4], shape, 5, Clock(1.0))
+    assert [seconds for _, seconds in taken] == [1.0] * 5
+    contexts = [context for context, _ in taken]
+    assert contexts[0] >= 6 and contexts == sorted(set(contexts)), "four and two first calls"
+
+
+def test_what_lies_beside_the_forwards_is_what_steps_take_beyond_them(model):
+    shapes = [
+        DraftShape(tree=TreeConfig(size=size), num_streams=3, stream_schedule=schedule)
+        for size in (2, 6)
+        for schedule in ("fused", "second-pass")
+    ]
+    bare = replace(COSTS, beside=None)
+    costs = with_beside(model, bare, [[1, 2, 3]], shapes, steps=3, clock=Clock(50.0))
+    for shape in shapes:
+        # The context moves a little from step to step, and with it the forwards.
+        assert costs.step_seconds(shape, 8) == pytest.approx(50.0, abs=0.1)
+    assert costs.beside["fused"].rows == (2, 6)
+
+
+def candidate(size, tokens, seconds, **changes) -> Candidate:
+    shape = DraftShape(tree=TreeConfig(size=size), num_streams=3, **changes)
+    return Candidate(shape=shape, tokens_per_call=tokens, step_seconds=seconds, plain_seconds=1.0)
+
+
+def test_the_fastest_is_chosen_and_of_equals_the_cheapest_step():
+    slow, fast = candidate(4, 1.5, 1.2), candidate(16, 3.0, 1.5)
+    almost, less = candidate(8, 2.39, 1.2), candidate(6, 1.9, 1.0)
+    assert best([slow, fast]) == fast
+    assert fast.speedup == 2.0
+    assert best([slow, fast, almost, less]) == almost, "within a hundredth, at less a call"
+
+
+def certain(tokens: list[int], rank: list[list[int]]) -> Guesses:
+    """Streams that have the answer's token at the rank given for each place; -1 is nowhere."""
+    length, streams, count = len(tokens), 2, 4
+    guesses = np.full((length, streams, count), 99, np.int32)
+    for place in range(length):
+        for stream in range(streams):
+            at, following = rank[place][stream], place + 1 + stream
+            if at >= 0 and following < length:
+                guesses[place, stream, at] = tokens[following]
+    logprobs = np.broadcast_to(-np.arange(1.0, count + 1), guesses.shape)
+    return Guesses(guesses, logprobs.astype(np.float32), np.array(tokens))
+
+
+def test_more_streams_and_larger_trees_are_worth_what_they_say():
+    """Both streams are right first: a chain takes three tokens a call."""
+    guesses = certain(list(range(10, 20)), [[0, 0]] * 10)
+    setting = Setting(costs=COSTS, context=50, guesses=[guesses])
+    found = {one.shape: one for one in unpruned(setting, [2, 3, 4])}
+    chain = DraftShape(tree=TreeConfig(kind="full", width=1), num_streams=2)
+    assert found[chain].tokens_per_call == 3.0
+    assert found[chain].step_seconds == COSTS.step_seconds(chain, 50)
+    one = DraftShape(tree=TreeConfig(size=4), num_streams=1)
+    assert found[one].tokens_per_call == pytest.approx(9 / 5)
+    assert DraftShape(tree=TreeConfig(kind="full", width=4), num_streams=2) not in found
+    schedules = {shape.stream_schedule for shape in found}
+    assert schedules == {"fused", "second-pass"}
+    assert max(found.values(), key=lambda one: one.tokens_per_second).shape.num_streams == 2
+
+
+def test_dear_rows_make_the_tree_small_and_cheap_ones_large():
+    rng = np.random.default_rng(0)
+    ranks = [[int(rng.choice([0, 1, 2, 3])), int(rng.choice([0, 1, -1]))] for _ in range(60)]
+    guesses = certain(list(range(100, 160)), ranks)
+    cheap = Setting(costs=COSTS, context=50, guesses=[guesses])
+    dear = replace(cheap, costs=replace(COSTS, lower=flat(6.0, 4.0)))
+    sizes = [2, 3, 4, 6, 8, 12]
+    assert best(unpruned(dear, sizes)).shape.num_nodes < 4
+    assert best(unpruned(cheap, sizes)).shape.num_nodes > 6
+
+
+def test_fused_is_chosen_where_reading_the_upper_layers_again_costs_more():
+    guesses = certain(list(range(10, 20)), [[0, 0]] * 10)
+    rows_cheap = replace(COSTS, fused=flat(2.0, 0.0, rows=(2, 400)))
+    reads_cheap = replace(COSTS, upper=flat(0.1, 0.0))
+    for costs, schedule in ((rows_cheap, "fused"), (reads_cheap, "second-pass")):
+        setting = Setting(costs=costs, context=50, guesses=[guesses])
+        assert best(unpruned(setting, [4])).shape.stream_schedule == schedule
+
+
+def test_pruning_keeps_the_share_of_tokens_that_it_kept_where_it_was_replayed():
+    trees = [candidate(3, 2.5, 1.0, stream_schedule="fused"), candidate(2, 2.0, 1.0)]
+    drafted = np.array([[0, -1, -2]] * 5, np.float32)
+    judged = np.array([[0, -2, -1]] * 5, np.float32)
+    exits = Exits(drafted, judged, np.array([[1, -1, -1]] * 5, np.int32))
+    setting = Setting(costs=COSTS, context=0, guesses=[])
+    found = pruned(setting, [exits], trees, 3, [2, 3])
+    (one,) = found
+    assert one.shape == replace(trees[0].shape, prune=PruneConfig(kind="budget", keep=2))
+    # Held to depth 1 everywhere, two tokens a call: without it one.
+    assert one.tokens_per_call == pytest.approx(2.5 / 2)
+    assert one.step_seconds == COSTS.step_seconds(one.shape, 0)
+
+
+def test_the_choice_is_checked_against_the_default_a_small_tree_and_the_other_schedule():
+    trees = [
+        replace(candidate(size, 2.0, 1.0, stream_schedule=schedule))
+        for size in (4, 16, 24)
+        for schedule in ("fused", "second-pass")
+    ]
+    ways = to_check(trees[-1], trees)
+    shapes = {name: (way.shape.num_nodes, way.shape.stream_schedule) for name, way in ways.items()}
+    assert shapes == {
+        CHOSEN: (24, "second-pass"), "default": (16, "second-pass"), "small": (4, "second-pass"),
+        "other schedule": (24, "fused"),
+    }  # fmt: skip
+    assert set(to_check(trees[3], trees)) == {CHOSEN, "small", "other schedule"}
+
+
+def test_expected_stands_beside_what_was_measured():
+    way = candidate(16, 3.0, 0.05)
+    way = replace(way, plain_seconds=0.04)
+    streaming = [Answer([1, 2, 3, 4, 5], 3, 0.125), Answer([1, 2, 3], 2, 0.025)]
+    plain = [Answer([1, 2, 3, 4, 5], 5, 0.2), Answer([1, 2, 3], 3, 0.04)]
+    chosen, other = compare({CHOSEN: way}, {CHOSEN: streaming, PLAIN: plain})
+    assert (chosen.expected, chosen.measured) == (pytest.approx(60), pytest.approx(6 / 0.15))
+    assert (chosen.per_call, chosen.seconds) == (2.0, pytest.approx(0.05))
+    assert chosen.ratio == pytest.approx(1.5) and chosen.same_tokens
+    assert (other.expected, other.measured) == (pytest.approx(25), pytest.approx(25))
+    assert (chosen.expected_speedup, chosen.speedup) == (pytest.approx(2.4), pytest.approx(1.6))
+
+
+def test_the_picture_draws_the_trees_of_the_chosen_streams():
+    rows = [
+        candidate(size, 2.0, 1.0).to_dict() | {"tokens_per_second": size / 2} for size in (8, 4)
+    ]
+    rows += [candidate(6, 2.0, 1.0, stream_schedule="fused").to_dict()]
+    pruned = candidate(9, 2.0, 1.0, prune=PruneConfig(kind="budget", keep=2)).to_dict()
+    assert tree_points([*rows, pruned], 3, "second-pass") == [(4, 2.0), (8, 4.0)]
+    assert tree_points(rows, 2, "second-pass") == []
+
+
+@pytest.mark.parametrize(
+    ("count", "check", "learn", "held_out"),
+    [(2, 3, [8, 9], [5, 6, 7]), (1, 0, [9], []), (10, 0, list(range(10)), [])],
+)
+def test_prompts_to_learn_from_are_the_last_and_those_to_check_on_before_them(
+    count, check, learn, held_out
+):
+    prompts = [[number] for number in range(10)]
+    assert calibrate.split(prompts, count, check) == ([[n] for n in learn], [[n] for n in held_out])
+
+
+@pytest.mark.parametrize(("count", "check"), [(0, 1), (1, -1), (6, 5)])
+def test_too_few_prompts_are_refused(count, check):
+    with pytest.raises(InputError, match=f"--count {count} --check {check} of 10 prompts"):
+        calibrate.split([[1]] * 10, count, check)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = write_base(tmp_path_factory.mktemp("calibrate") / "base")
+    adapter = write_tiny_adapter(base.parent / "adapter", base)
+    data = base.parent / "data.jsonl"
+    lines = [json.dumps({"prompt": f"w{n} w{n + 1} w{n + 2}"}) for n in range(8)]
+    data.write_text("\n".join(lines))
+    return base, adapter, data
+
+
+@pytest.fixture
+def calibrated(folders, tmp_path, capsys):
+    """Run the command on a tiny model; gives (exit code, stdout, stderr)."""
+    base, adapter, data = folders
+    tuning._KNOWN.clear()
+
+    def run(*args, adapter=str(adapter), data=("--data", str(data))):
+        argv = ["--model", str(base), "--adapter", adapter, "--dtype", "float32", *data]
+        argv += ["--count", "4", "--check", "2", "--max-tokens", "24", "--repeats", "1"]
+        argv += ["--contexts", "16", "64", "--largest-tree", "8", "--out", str(tmp_path / "out")]
+        try:
+            code = calibrate.main([*argv, *args])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_measures_chooses_checks_and_keeps(calibrated, tmp_path):
+    code, out, _ = calibrated("--noisy")
+    assert code == 0
+    result = json.loads((tmp_path / "out" / "calibrate-adapter.json").read_text())
+    assert (tmp_path / "out" / "calibrate-adapter.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "calibrate-adapter.txt").read_text().strip() in out
+    (kept,) = (tmp_path / "profiles").iterdir()
+    assert json.loads(kept.read_text()) == result["profile"]
+    assert result["profile"]["shape"] == result["chosen"]["shape"]
+    speeds = [one["tokens_per_second"] for one in result["candidates"]]
+    assert result["chosen"]["tokens_per_second"] >= 0.99 * max(speeds)
+    assert {one["shape"]["prune"]["kind"] for one in result["candidates"]} == {"off", "budget"}
+    assert {one["name"] for one in result["checks"]} >= {"chosen", "plain"}
+    assert all(one["same_tokens"] and one["measured"] > 0 for one in result["checks"])
+    assert f"kept {kept}" in out and "all ways gave the same tokens" in out
+
+
+def test_a_trial_keeps_nothing(calibrated, tmp_path):
+    code, out, _ = calibrated("--no-store", "--check", "0")
+    assert code == 0 and "not kept, as --no-store says" in out and "held-out" not in out
+    assert not (tmp_path / "profiles").exists()
+
+
+BAD = {
+    "no streams": ({"adapter": "none"}, (), "the model has no streams to calibrate"),
+    "no data": ({"data": ()}, (), "no prompts ship for the adapter adapter"),
+    "missing data": ({"data": ("--data", "nowhere.jsonl")}, (), "nowhere.jsonl does not exist"),
+    "too few": ({}, ("--count", "7"), "--count 7 --check 2 of 8 prompts"),
+    "short answers": ({}, ("--max-tokens", "2"), "the answers have 8 tokens in all"),
+    "repeats": ({}, ("--repeats", "0"), "--repeats 0; expected 1 or more"),
+    "contexts": ({}, ("--contexts", "0", "5"), "--contexts 0; expected 1 or more"),
+    "tree": ({}, ("--largest-tree", "1"), "--largest-tree 1; expected 2 or more nodes"),
+    "word": ({}, ("--count", "many"), "invalid int value: 'many'"),
+}
+
+
+@pytest.mark.parametrize("changes, args, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_leaves_nothing(calibrated, tmp_path, changes, args, message):
+    code, out, err = calibrated(*args, **changes)
+    assert (code, out) == (2, "")
+    assert message in one_line(err, PROG)
+    assert not (tmp_path / "profiles").exists()
+    assert not list(Path(tmp_path / "out").glob("*"))

@@ -1,0 +1,249 @@
+"""Where the memory goes: every part against what MLX says is in use, and streaming's peak."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from dataclasses import replace
+
+import ssmlx  # first: it prefers OpenBLAS
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from real import ROOT, write_base, write_tiny_adapter
+from tiny import LAYERS, make_base, make_lora, make_model, make_streams, make_tokenizer
+from tiny_heads import HEAD_KINDS, make_heads
+
+from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams
+from ssmlx.api import GenerateConfig, stream_generate
+from ssmlx.backbone import Backbone
+from ssmlx.cache import TreeCache
+from ssmlx.chat_session import ChatSession
+from ssmlx.cli.chat import Chat, Screen, command
+from ssmlx.cli.generate import read_prompts
+from ssmlx.config import StreamConfig, TreeConfig
+from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.memory import MIB, Memory, memory_of
+from ssmlx.model import StreamFusedModel
+from ssmlx.prompts import prompt_tokens
+
+PROMPT, VOCAB, DRAFT_VOCAB, WIDTH = [3, 1, 4, 1, 5], 512, 40, 128
+# Large enough that MLX's rounding of small arrays does not count.
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 256, "head_dim": 32, "vocab_size": VOCAB}
+TREE = TreeConfig(kind="best", size=12)
+
+
+@pytest.fixture
+def exact():
+    """No buffer is used again for a smaller array, which MLX would count at its full size."""
+    before = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(before)
+
+
+def settled() -> int:
+    """Bytes in use once all that was asked for is done and nothing is left behind."""
+    mx.synchronize()
+    gc.collect()
+    return mx.get_active_memory()
+
+
+def make_adapter(backbone, scope: str) -> Adapter:
+    config = StreamConfig(
+        num_streams=3,
+        num_msa_layers=2,
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        adapter_scope=scope,
+        draft_vocab_size=DRAFT_VOCAB,
+    )
+    streams = replace(make_streams(config, 2), draft_vocab=mx.arange(DRAFT_VOCAB))
+    lora = make_lora(backbone.model, config.insertion_layer, 1)
+    return Adapter(config, streams, BaseIdentity.of(backbone), lora)
+
+
+def loaded(scope: str, *, packed: bool, merge: bool = True, tied: bool = False):
+    """A model with streams that draft from a vocabulary of their own, and all of it in memory."""
+    base = make_base(tie_word_embeddings=tied, **SIZES)
+    if packed:
+        nn.quantize(base, group_size=32, bits=4)
+    backbone = Backbone(base)
+    model = fuse_streams(backbone, make_adapter(backbone, scope), merge_lora=merge)
+    mx.eval(base.parameters(), [module.parameters() for module in backbone.kept.values()])
+    return model
+
+
+def _empty() -> TreeCache:
+    return TreeCache(LAYERS)
+
+
+def last_of(responses):
+    for last in responses:
+        if last.finish_reason:
+            return last
+    raise AssertionError("the answer has no end")
+
+
+@pytest.mark.parametrize("schedule", [None, "second-pass", "fused"])
+@pytest.mark.parametrize("scope, packed", [("all", False), ("all", True), ("streams", True)])
+def test_the_parts_are_what_is_in_use(exact, scope, packed, schedule):
+    before = settled()
+    model = loaded(scope, packed=packed)
+    weights = settled() - before
+    config = GenerateConfig(decoding="plain", max_tokens=16)
+    if schedule:
+        config = GenerateConfig(max_tokens=16, tree=TREE, stream_schedule=schedule)
+    responses = stream_generate(model, make_tokenizer(VOCAB), PROMPT, config)
+    memory = last_of(responses).memory
+    in_use = settled() - before
+    assert memory.weights == pytest.approx(weights, rel=0.02)
+    assert memory.held - memory.weights == pytest.approx(in_use - weights, rel=0.04)
+    assert min(memory.draft_head, memory.streams, memory.lora, memory.cache) > 0
+    assert (memory.tree > 0) == (schedule is not None)
+    assert (memory.second_pass > 0) == (schedule == "second-pass")
+    assert memory.peak >= in_use
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_draft_head_is_its_rows_of_the_head(tied, packed):
+    model = loaded("all", packed=packed, tied=tied)
+    memory = memory_of(model, model.make_cache())
+    scales = 2 * 4 * WIDTH // 32  # and biases
+    assert memory.draft_head == DRAFT_VOCAB * (WIDTH // 2 + scales if packed else 4 * WIDTH)
+    embeddings, ids = 3 * WIDTH * 4, DRAFT_VOCAB * 4
+    assert memory.streams == embeddings + ids
+
+
+def test_merged_lora_is_part_of_the_base_and_what_it_replaced_is_told():
+    """Without a folder to read them from again, the original weights are kept beside."""
+    plain = memory_of(StreamFusedModel(Backbone(make_base(**SIZES))), _empty())
+    merged = memory_of(loaded("all", packed=False), _empty())
+    apart = memory_of(loaded("all", packed=False, merge=False), _empty())
+    assert merged.base == apart.base == plain.base
+    lora = make_lora(make_base(**SIZES), LAYERS - 2, 1)
+    assert apart.lora == sum(w.a.nbytes + w.b.nbytes for w in lora.values())
+    modules = dict(make_base(**SIZES).named_modules())
+    assert merged.lora == sum(modules[path].weight.nbytes for path in lora)
+
+
+def test_a_draft_model_and_its_cache_are_told():
+    model = loaded("all", packed=False)
+    draft = DraftModel(make_base(seed=5, **SIZES))
+    weights = sum(array.nbytes for _, array in tree_flatten(draft.model.parameters()))
+    config = GenerateConfig(draft_model=draft, max_tokens=8)
+    memory = last_of(stream_generate(model, make_tokenizer(VOCAB), PROMPT, config)).memory
+    cache = memory.drafter - weights
+    assert cache == sum(layer.nbytes for layer in draft._cache) > 0
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_heads_are_told(exact, kind):
+    backbone = loaded("all", packed=False).backbone
+    before = settled()
+    heads = make_heads(kind, backbone, vocab=[1, 2, 5, 7])
+    assert heads.nbytes == pytest.approx(settled() - before, rel=0.02)
+    config = GenerateConfig(heads=heads)
+    assert memory_of(StreamFusedModel(backbone), _empty(), config).drafter == heads.nbytes
+
+
+def test_a_medusa_head_without_a_matrix_counts_its_copy_of_the_lm_head():
+    backbone = make_model().backbone
+    own = make_heads("medusa", backbone, vocab=[1, 2, 5, 7])
+    shared = make_heads("medusa", backbone, vocab=[1, 2, 5, 7], shared_heads=(0,))
+    rows = 4 * backbone.hidden_size * 4
+    assert own.nbytes - shared.nbytes == pytest.approx(0, abs=64)  # one matrix less, one copy more
+    assert shared.nbytes > shared.num_parameters * 4 + rows
+
+
+@pytest.mark.parametrize("schedule", [None, "second-pass", "fused"])
+def test_an_answer_leaves_nothing_behind(exact, schedule):
+    """Nor does the step that was built ahead and is not run, whose masks hold its cache."""
+    model = loaded("all", packed=False)
+    config = GenerateConfig(decoding="plain", max_tokens=16)
+    if schedule:
+        config = GenerateConfig(max_tokens=16, tree=TREE, stream_schedule=schedule)
+    before = settled()
+    list(stream_generate(model, make_tokenizer(VOCAB), PROMPT, config))
+    cache = 2 * 2 * 32 * 256 * 4 * LAYERS  # keys and values, heads, width, room
+    assert settled() - before - model.mask_bytes < cache / 10
+
+
+def test_only_the_last_segment_tells():
+    responses = list(stream_generate(make_model(), make_tokenizer(), PROMPT, max_tokens=6))
+    assert [r.memory is not None for r in responses] == [False] * (len(responses) - 1) + [True]
+
+
+def test_the_line_and_the_table_name_the_parts_that_are_there():
+    memory = Memory(base=100 * MIB, draft_head=18 * MIB, cache=12 * MIB, tree=MIB, peak=134 * MIB)
+    assert memory.held == 131 * MIB and memory.passing == 3 * MIB
+    assert memory.line() == (
+        "memory: 134.0 MiB at most: base model 100.0, draft head 18.0, cache 12.0, tree 1.0, "
+        "passing 3.0"
+    )
+    rows = memory.table().splitlines()
+    assert rows[0].split() == ["base", "model", "100.0", "MiB"]
+    assert rows[-1].split()[-2:] == ["134.0", "MiB"] and len(rows) == 6
+    assert Memory(base=5, peak=3).passing == 0
+
+
+def test_a_chat_tells_its_memory(tmp_path, capsys):
+    base = write_base(tmp_path / "base")
+    adapter = write_tiny_adapter(tmp_path / "adapter", base)
+    loaded = ssmlx.load(str(base), adapter=adapter, dtype="float32")
+    session = ChatSession(*loaded, GenerateConfig(max_tokens=9, tree=TREE))
+    chat = Chat(session, Screen(), None)
+    assert command("/memory", chat)
+    assert "second pass" not in capsys.readouterr().err  # nothing was said yet
+    list(session.reply("w1 w2"))
+    assert command("/memory", chat)
+    said = capsys.readouterr().err
+    for part in ("base model", "stream weights", "cache", "tree", "second pass", "at once"):
+        assert part in said
+    session.reset()
+    assert session.memory.second_pass == 0
+
+
+@pytest.mark.parametrize("closed_early", [False, True])
+def test_weights_are_wired_while_an_answer_is_written(monkeypatch, closed_early):
+    """What mlx-lm does on macOS: the recommended limit, and the old one again afterwards."""
+    module, limits = sys.modules["mlx_lm.generate"], [0]
+    monkeypatch.setattr(module, "maybe_set_recommended_wired_limit", lambda: limits.append(7) or 5)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 2**40})
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    responses = stream_generate(make_model(), make_tokenizer(), PROMPT, max_tokens=6)
+    assert limits == [0]
+    next(responses)
+    assert limits == [0, 7]
+    if closed_early:
+        responses.close()
+    else:
+        list(responses)
+    assert limits == [0, 7, 5]
+
+
+# --- The real model ---
+
+
+@pytest.mark.real
+def test_streaming_takes_little_more_than_plain_decoding():
+    """At most 3 % at the peak, weights included, where the same adapter is loaded.
+
+    Beside plain decoding without an adapter it is more, by the draft head alone.
+    """
+    model, tokenizer = ssmlx.load("smollm2-135m-q4_1", adapter="sql", dtype="float32")
+    prompts = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")
+    tokens, peaks = prompt_tokens(prompts[1], model, tokenizer), {}
+    for decoding in ("plain", "streaming"):
+        config = GenerateConfig(decoding=decoding, max_tokens=64, tree=TreeConfig())
+        settled()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        memory = last_of(stream_generate(model, tokenizer, tokens, config)).memory
+        peaks[decoding] = memory.peak
+    assert peaks["streaming"] <= 1.03 * peaks["plain"], memory.line()
+    bare = peaks["plain"] - memory.draft_head - memory.streams
+    assert peaks["streaming"] - memory.draft_head <= 1.03 * bare
+    assert memory.passing < 16 * MIB  # a copy of the cache would be another 11

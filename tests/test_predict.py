@@ -1,0 +1,195 @@
+"""Chips, rooflines and what is predicted from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from real import one_line
+
+from perf import predict
+from perf.chips import CHIPS, Chip
+from perf.predict_pictures import OPT_DRAFT, OPT_TARGET, uses
+from perf.roofline import Decoder, Work, call_work, costs, product
+from ssmlx.config import PruneConfig, TreeConfig
+from ssmlx.cost import DraftShape
+
+BY_NAME = {chip.name: chip for chip in CHIPS}
+PROG = "perf.predict"
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("M1", (14, 10, 6)), ("M2 Max", (14, 10, 6)), ("M3", (13, 15, 13)),
+        ("M4 Pro", (13, 15, 13)), ("M5 Max", (33, 25, 13)), ("M1 Ultra", (32, 18, 12)),
+        ("M3 Ultra", (32, 18, 12)),
+    ],
+)  # fmt: skip
+def test_kernels_change_at_the_rows_of_the_design_notes(name, limits):
+    chip = BY_NAME[name]
+    found = (chip.matrix_rows(2048, 2048), chip.matrix_rows(4096, 2048),
+             chip.matrix_rows(4096, 14336))  # fmt: skip
+    assert found == limits
+
+
+def test_later_chips_read_weights_once_more_at_6_and_11_rows():
+    m4, m1 = BY_NAME["M4"], BY_NAME["M1"]
+    passes = [m4.weight_passes(rows, 1024, 1024) for rows in (1, 5, 6, 10, 11, 12, 13, 32, 33)]
+    assert passes == [1, 1, 2, 2, 3, 3, 1, 1, 2]
+    assert [m1.weight_passes(rows, 1024, 1024) for rows in (1, 5, 13, 14)] == [1, 5, 13, 1]
+
+
+@pytest.mark.parametrize(("name", "published"), [("M1", 2.6), ("M1 Max", 10.4), ("M2", 3.6)])
+def test_rates_are_those_that_apple_published_where_it_did(name, published):
+    assert BY_NAME[name].tflops == pytest.approx(published, rel=0.02)
+
+
+def test_every_chip_of_five_generations_is_there_once():
+    assert len(BY_NAME) == len(CHIPS) == 18
+    assert {chip.generation for chip in CHIPS} == {1, 2, 3, 4, 5}
+    for chip in CHIPS:
+        assert chip.name.startswith(f"M{chip.generation}")
+        assert not chip.clock_from or BY_NAME[chip.clock_from].clock == chip.clock
+
+
+LLAMA = Decoder.of(
+    "llama-3.1-8b", predict.MODELS["llama-3.1-8b"],
+    bits=4, msa_layers=8, num_streams=4, draft_vocab=8192,
+)  # fmt: skip
+
+
+def test_the_weights_are_those_of_the_models():
+    embedded = 128256 * 4096
+    assert LLAMA.num_weights + embedded == pytest.approx(8.03e9, rel=0.001)
+    small = Decoder.of("smollm2-135m", predict.MODELS["smollm2-135m"], bits=4, msa_layers=8,
+                       num_streams=5, draft_vocab=8192)  # fmt: skip
+    assert small.num_weights == pytest.approx(134.5e6, rel=0.001), "the head is the embedding"
+    assert OPT_TARGET.num_weights == pytest.approx(1.31e9, rel=0.01)
+    assert OPT_DRAFT.num_weights == pytest.approx(125e6, rel=0.02)
+    assert LLAMA.weight_bytes == 0.5625
+    assert replace(LLAMA, bits=16).weight_bytes == 2
+
+
+def test_a_forward_takes_what_its_tighter_limit_allows():
+    chip = Chip("M9", 3, 10, 100.0, 1000)  # 100 GB/s, 2.56 TFLOPS
+    assert Work(1e9, 1e9).seconds(chip) == pytest.approx(0.01)
+    assert Work(1e9, 1e12).seconds(chip) == pytest.approx(1 / 2.56)
+    once = product(LLAMA, chip, "once", (4096, 4096), 12)
+    repeated = product(LLAMA, chip, "repeated", (4096, 4096), 12)
+    assert once.read == 4096 * 4096 * 0.5625 and repeated.read == 3 * once.read
+    assert once.operations == repeated.operations == 2 * 12 * 4096 * 4096
+
+
+def test_plain_decoding_is_bound_by_the_bytes_of_the_weights():
+    chip = BY_NAME["M4 Max"]
+    least = costs(LLAMA, chip, "once")
+    expected = LLAMA.num_weights * 0.5625 / 546e9
+    assert least.plain_seconds(0) == pytest.approx(expected)
+    assert least.plain_seconds(4096) > expected
+    assert costs(LLAMA, chip, "repeated").plain_seconds(0) == pytest.approx(expected)
+
+
+def test_a_few_rows_are_free_where_weights_come_once_and_layers_add_up():
+    least = costs(LLAMA, BY_NAME["M4 Max"], "once")
+    layers = least.lower.at(4) + least.upper.at(4)
+    assert layers + least.head.at(4) == pytest.approx(least.plain_seconds(0))
+    assert least.lower.at(4) == pytest.approx(3 * least.upper.at(4)), "24 layers and 8"
+    assert least.lower.at(64) > 1.5 * least.lower.at(4), "bound by arithmetic by then"
+
+
+def test_prediction_takes_the_tree_that_the_kernels_like():
+    """On M4 a sixth row reads the weights again; with weights read once, ten cost no more."""
+    ways = [
+        (DraftShape(tree=TreeConfig(size=size), num_streams=4), tokens)
+        for size, tokens in ((2, 1.6), (5, 2.4), (6, 2.5), (10, 2.9), (64, 3.2))
+    ]
+    found = predict.predict(LLAMA, BY_NAME["M4 Max"], ways, 100)
+    assert (found.low_shape.num_nodes, found.high_shape.num_nodes) == (5, 10)
+    assert 1 < found.low < found.high < 2.9
+    assert found.plain == pytest.approx(546e9 / (LLAMA.num_weights * 0.5625), rel=0.01)
+
+
+def test_memory_is_full_and_streams_use_more_of_the_lanes_than_two_models():
+    """The argument of figure 3."""
+    plain, two_models, streams = uses(BY_NAME["M4"], 16)
+    assert plain.memory == two_models.memory == streams.memory == 1.0
+    assert plain.lanes < two_models.lanes < streams.lanes < 1
+    assert streams.lanes == pytest.approx(16 * plain.lanes)
+    assert call_work(OPT_TARGET, 16).intensity == 16
+
+
+@pytest.fixture
+def calibration(tmp_path):
+    """A result of perf.calibrate, as far as it is read."""
+    shapes = [
+        DraftShape(tree=TreeConfig(size=size), num_streams=5, stream_schedule="fused")
+        for size in (4, 16)
+    ]
+    budget = PruneConfig(kind="budget", keep=3)
+    shapes.append(replace(shapes[1], prune=budget))
+    candidates = [
+        {"shape": asdict(shape), "tokens_per_call": tokens}
+        for shape, tokens in zip(shapes, (2.5, 3.5, 3.0), strict=True)
+    ]
+    streams = {"num_streams": 5, "num_msa_layers": 8, "num_layers": 30, "draft_vocab_size": 8192}
+    path = tmp_path / "calibrate-sql.json"
+    values = {"model": "smollm2-135m", "adapter": "sql", "context": 100, "streams": streams}
+    path.write_text(json.dumps({**values, "candidates": candidates}))
+    return path
+
+
+def ask(capsys, *args):
+    try:
+        code = predict.main([*map(str, args)])
+    except SystemExit as stop:
+        code = stop.code
+    return code, *capsys.readouterr()
+
+
+def test_the_command_labels_every_figure_as_a_prediction(calibration, tmp_path, capsys):
+    out = tmp_path / "out"
+    code, text, _ = ask(capsys, "--calibration", calibration, "--out", out, "--chip", "M2 Pro")
+    assert code == 0
+    assert text.startswith("PREDICTION from published figures, not measured")
+    assert text.count("an ASSUMPTION for this model") == 2, "of three models one was calibrated"
+    assert "M1 Pro (clock of M1 Ultra)" in text
+    result = json.loads((out / "predict.json").read_text())
+    assert result["label"].startswith("PREDICTION")
+    assert len(result["predictions"]) == 3 * len(CHIPS)
+    assert all(0 < one["low"] <= one["high"] < 3.5 for one in result["predictions"])
+    for name in ("predict.png", "figure-3.png"):
+        assert (out / name).stat().st_size > 10_000
+
+
+def test_any_decoder_can_be_asked_about(calibration, tmp_path, capsys):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(predict.MODELS["llama-3.2-1b"]))
+    args = ("--calibration", calibration, "--out", tmp_path, "--models", "--config", folder)
+    code, text, _ = ask(capsys, *args, "--bits", "16")
+    assert code == 0 and "mine, 16-bit weights, not quantised" in text
+
+
+BAD = {
+    "no calibration": (lambda path: ("--calibration", "nowhere.json"), "no calibration nowhere"),
+    "no model": (lambda path: ("--models",), "name no model"),
+    "no config": (lambda path: ("--config", "nowhere"), "does not exist"),
+    "no decoder": (lambda path: ("--config", path.parent / "vision"), "lacks hidden_size"),
+    "bits": (lambda path: ("--bits", "5"), "invalid choice: 5"),
+    "half": (
+        lambda path: ("--calibration", path.with_name("half.json")), "no whole result of perf.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("args, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line(calibration, tmp_path, capsys, args, message):
+    (tmp_path / "vision").mkdir()
+    (tmp_path / "vision" / "config.json").write_text("{}")
+    (tmp_path / "half.json").write_text(json.dumps({"candidates": []}))
+    out = tmp_path / "out"
+    code, text, err = ask(capsys, "--calibration", calibration, "--out", out, *args(calibration))
+    assert (code, text) == (2, "") and not out.exists()
+    assert message in one_line(err, PROG)

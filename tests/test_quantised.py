@@ -1,0 +1,369 @@
+"""Quantised bases in mlx-lm's formats, with streams and LoRA that are not: exact, and untouched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ssmlx  # first: it prefers OpenBLAS
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import generate_step
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.utils import load_adapters, load_model, quantize_model, save_config, save_model
+from real import ROOT, answer
+from real import write_base as write_folder
+from tiny import LAYERS, VOCAB, make_base, make_lora, make_streams, make_tokenizer
+from tiny_heads import make_heads
+
+from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams, load_adapter, write_adapter
+from ssmlx.api import GenerateConfig, stream_generate
+from ssmlx.backbone import Backbone
+from ssmlx.bundled import resolve_adapter
+from ssmlx.cli.generate import read_prompts
+from ssmlx.config import PruneConfig, StreamConfig, TreeConfig
+from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.loading import load_base, load_words
+from ssmlx.lora import RowLora
+from ssmlx.model import StreamFusedModel
+from ssmlx.prompts import prompt_tokens
+from ssmlx.registry import resolve_model
+
+PROMPT, COUNT, WIDTH = [3, 1, 4, 1, 5], 24, 64
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 128, "head_dim": 16}
+FORMATS = [(4, 32), (4, 64), (8, 32), (8, 64)]
+FULL, BEST = TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=12)
+# How far two logits may be apart for rounding to have chosen between them, as a share of the
+# larger: a few units in the last place, summed over a row. Rows of a tree and a single row take
+# the same products in another order.
+NEAR_TIE = {mx.float32: 64 * 2**-24, mx.float16: 8 * 2**-11, mx.bfloat16: 8 * 2**-8}
+
+
+def pack(model: nn.Module, bits: int, group_size: int) -> nn.Module:
+    """Quantise as mlx-lm does: every linear layer and embedding."""
+    nn.quantize(model, group_size=group_size, bits=bits)
+    mx.eval(model.parameters())
+    return model
+
+
+def packed_base(bits: int, group_size: int, dtype=mx.float32, **changes) -> nn.Module:
+    model = make_base(**{**SIZES, **changes})
+    model.set_dtype(dtype)
+    return pack(model, bits, group_size)
+
+
+def stream_config(scope: str, **changes) -> StreamConfig:
+    return StreamConfig(
+        num_streams=3, num_msa_layers=2, num_layers=LAYERS, hidden_size=WIDTH,
+        stream_init="residual", stream_init_rank=3, prune_rank=3, adapter_scope=scope, **changes,
+    )  # fmt: skip
+
+
+def with_streams(base: nn.Module, scope: str, vocab: list[int] | None = None) -> StreamFusedModel:
+    """Streams, a pruning adapter and LoRA, all of them unquantised, on `base`."""
+    backbone = Backbone(base)
+    config = stream_config(scope, draft_vocab_size=len(vocab or ()))
+    streams = make_streams(config, 2)
+    if vocab:
+        streams = replace(streams, draft_vocab=mx.array(vocab, mx.int32))
+    lora = make_lora(base, config.insertion_layer, 1, scale=1.0)
+    adapter = Adapter(config, streams, BaseIdentity.of(backbone), lora)
+    return fuse_streams(backbone, adapter, merge_lora=True)
+
+
+def mlx_lm_target(base: nn.Module, scope: str) -> nn.Module:
+    """What the model must write: `base`, and for scope "all" mlx-lm's own LoRA layers on it."""
+    if scope == "streams":
+        return base
+    modules, layers = dict(base.named_modules()), []
+    for path, weights in make_lora(base, LAYERS - 2, 1, scale=1.0).items():
+        layer = LoRALinear.from_base(modules[path], r=weights.a.shape[1], scale=weights.scale)
+        layer.lora_a, layer.lora_b = (w.astype(dtype_of(base)) for w in (weights.a, weights.b))
+        layers.append((path, layer))
+    base.update_modules(tree_unflatten(layers))
+    return base
+
+
+def dtype_of(model: nn.Module) -> mx.Dtype:
+    return model(mx.array([[1]])).dtype
+
+
+def mlx_lm_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    steps = generate_step(mx.array(prompt), model, max_tokens=count)
+    return [token for token, _ in steps]
+
+
+def written(model: StreamFusedModel, count: int = COUNT, **settings) -> list[int]:
+    responses = stream_generate(
+        model, make_tokenizer(), PROMPT, GenerateConfig(max_tokens=count, **settings)
+    )
+    return [token for response in responses for token in response.tokens]
+
+
+def assert_same_but_for_a_near_tie(
+    found: list[int], expected: list[int], target: nn.Module, prompt: list[int]
+) -> None:
+    """The same tokens, up to where rounding may have decided, which is shown by the logits."""
+    pairs = zip(found, expected, strict=True)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if place is None:
+        return
+    logits = target(mx.array([prompt + expected[:place]]))[0, -1]
+    values = np.array(logits.astype(mx.float32))
+    first, second = np.sort(values)[::-1][:2]
+    assert {values[found[place]], values[expected[place]]} == {first, second}, place
+    limit = NEAR_TIE[logits.dtype] * np.abs(values).max()
+    assert first - second <= limit, f"token {place}: the logits are {first - second:.3g} apart"
+
+
+# --- Tokens ---
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+@pytest.mark.parametrize("bits, group_size", FORMATS)
+def test_streaming_plain_and_mlx_lm_write_the_same(bits, group_size, scope):
+    model = with_streams(packed_base(bits, group_size), scope)
+    target = mlx_lm_target(packed_base(bits, group_size), scope)
+    expected = mlx_lm_tokens(target, PROMPT, COUNT)
+    assert len(set(expected)) > 2  # not one word over and over, which any model might write
+    ways = [
+        {"decoding": "plain"},
+        {"tree": FULL, "stream_schedule": "second-pass"},
+        {"tree": BEST, "stream_schedule": "fused"},
+        {"tree": BEST, "prune": PruneConfig(kind="budget", keep=5)},
+    ]
+    for settings in ways:
+        found = written(model, **settings)
+        assert_same_but_for_a_near_tie(found, expected, target, PROMPT)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_half_precision_parts_at_near_ties_alone(scope, dtype):
+    model = with_streams(packed_base(4, 64, dtype), scope)
+    assert model.backbone.dtype == dtype
+    target = mlx_lm_target(packed_base(4, 64, dtype), scope)
+    expected = mlx_lm_tokens(target, PROMPT, 12)
+    for settings in ({"decoding": "plain"}, {"tree": BEST}):
+        found = written(model, 12, **settings)
+        assert_same_but_for_a_near_tie(found, expected, target, PROMPT)
+
+
+def drafter_settings(name: str, backbone: Backbone) -> dict:
+    if name == "draft-model":
+        return {"draft_model": DraftModel(packed_base(4, 32, seed=9))}
+    if name in ("medusa", "mlp-speculator"):
+        return {"heads": make_heads(name, backbone), "tree": BEST}
+    return {"drafter": name}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "name", ["prompt-lookup", "lookahead", "draft-model", "medusa", "mlp-speculator"]
+)
+def test_every_other_drafter_writes_the_same(name, tied):
+    make = lambda: packed_base(4, 32, tie_word_embeddings=tied)  # noqa: E731
+    model, target = StreamFusedModel(Backbone(make())), make()
+    expected = mlx_lm_tokens(target, PROMPT, COUNT)
+    found = written(model, **drafter_settings(name, model.backbone))
+    assert_same_but_for_a_near_tie(found, expected, target, PROMPT)
+
+
+def test_a_seed_is_one_text_on_packed_weights_too():
+    model = with_streams(packed_base(4, 32), "streams")
+    sampled = {"temp": 0.9, "top_k": 8, "seed": 3}
+    plain = written(model, decoding="plain", **sampled)
+    assert written(model, tree=BEST, **sampled) == plain
+    assert written(model, tree=BEST, **{**sampled, "seed": 4}) != plain
+
+
+def test_the_check_refuses_what_is_no_near_tie():
+    target = packed_base(4, 32)
+    expected = mlx_lm_tokens(target, PROMPT, 6)
+    wrong = [*expected[:3], (expected[3] + 1) % VOCAB, *expected[4:]]
+    with pytest.raises(AssertionError):
+        assert_same_but_for_a_near_tie(wrong, expected, target, PROMPT)
+
+
+# --- Weights ---
+
+
+def test_lora_is_not_merged_into_packed_weights():
+    """Not even where merging is asked for: it would be rounded away, or the base unpacked."""
+    base = packed_base(4, 32)
+    before = dict(tree_flatten(base.parameters()))
+    model = with_streams(base, "all")
+    after = dict(tree_flatten(base.parameters()))
+    lora = [path for path in after if path.endswith(("lora_a", "lora_b"))]
+    rest = {path.replace(".linear.", "."): array for path, array in after.items()}
+    assert len(lora) == 2 * 7 * 2  # seven linear layers in each of the top two
+    assert all(rest[path] is array for path, array in before.items())
+    assert model.backbone.kept.keys() == {path.rpartition(".")[0] for path in lora}
+
+
+def test_layers_that_are_not_packed_are_merged_beside_those_that_are():
+    base = make_base(**SIZES)
+    nn.quantize(
+        base, group_size=32, bits=4,
+        class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mlp" in path,
+    )  # fmt: skip
+    before = base.layers[-1].self_attn.q_proj.weight
+    model = with_streams(base, "all")
+    top = model.backbone.layers[-1]
+    assert isinstance(top.mlp.up_proj, RowLora) and type(top.self_attn.q_proj) is nn.Linear
+    assert not mx.allclose(top.self_attn.q_proj.weight, before, atol=1e-3)
+    assert written(model, tree=BEST) == written(model, decoding="plain")
+
+
+@pytest.mark.parametrize("bits, group_size", FORMATS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_draft_head_keeps_packed_rows(bits, group_size, tied):
+    vocab = [0, 2, 3, 5, 7, 11]
+    base = packed_base(bits, group_size, tie_word_embeddings=tied)
+    model = with_streams(base, "streams", vocab)
+    hidden = mx.random.normal((1, 4, WIDTH), key=mx.random.key(1))
+    rows = mx.array(vocab)
+    whole = model.backbone.logits(hidden)[:, rows]
+    assert mx.allclose(model.draft_logits(hidden), whole, atol=1e-5)
+    head = getattr(model.draft_head, "__self__", model.draft_head)
+    own = base.model.embed_tokens if tied else base.lm_head
+    for name in ("weight", "scales", "biases"):
+        assert mx.array_equal(head[name], own[name][rows]), name
+    assert head.bits == bits and head.group_size == group_size
+    assert written(model, tree=BEST) == written(model, decoding="plain")
+
+
+# --- Folders ---
+
+
+def mixed(path: str, module: nn.Module):
+    """4 bits in groups of 32, but 8 for the embedding and for layer 1."""
+    is_wide = "embed_tokens" in path or ".1." in path
+    return (
+        {"bits": 8 if is_wide else 4, "group_size": 32}
+        if hasattr(module, "to_quantized")
+        else False
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A float folder, its adapters, and mlx-lm's quantised copies of it."""
+    root = tmp_path_factory.mktemp("quantised")
+    base = write_folder(root / "float", width=64)
+    for scope in ("all", "streams"):
+        (root / scope).mkdir()
+        write_adapter(root / scope, adapter_of(base, scope))
+    for name, options in {
+        "4": {"bits": 4, "group_size": 32},
+        "8": {"bits": 8, "group_size": 64},
+        "mixed": {"bits": 4, "group_size": 32, "quant_predicate": mixed},
+    }.items():
+        write_packed(base, root / name, **options)
+    return root
+
+
+def adapter_of(base, scope: str) -> Adapter:
+    backbone, _ = load_base(base, "float32")
+    config = replace(stream_config(scope), num_layers=4)
+    lora = make_lora(backbone.model, config.insertion_layer, 1, scale=1.0)
+    return Adapter(config, make_streams(config, 2), BaseIdentity.of(backbone), lora)
+
+
+def write_packed(base, folder, **options) -> None:
+    """As `mlx_lm.convert -q` does."""
+    model, config = load_model(base)
+    model, config = quantize_model(model, config, **options)
+    folder.mkdir()
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    for path in base.glob("*token*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+@pytest.mark.parametrize("name", ["4", "8", "mixed"])
+def test_a_folder_that_mlx_lm_packed_is_used_as_stored(folders, name, scope):
+    packed = folders / name
+    model, tokenizer = ssmlx.load(str(packed), adapter=folders / scope, dtype="stored")
+    assert isinstance(model.backbone.model.model.embed_tokens, nn.QuantizedEmbedding)
+    prompt = [9, 10, 11, 12]
+    target, _ = mlx_lm.load(str(packed))
+    if scope == "all":  # mlx-lm reads the adapter's LoRA by itself
+        target, _ = mlx_lm.load(str(packed), adapter_path=str(folders / scope))
+    expected = mlx_lm_tokens(target, prompt, COUNT)
+    for settings in ({"decoding": "plain"}, {"tree": FULL}, {"tree": BEST}):
+        found, _ = answer(model, tokenizer, prompt, max_tokens=COUNT, **settings)
+        assert_same_but_for_a_near_tie(found, expected, target, prompt)
+
+
+def test_a_mixed_folder_keeps_its_own_bits(folders):
+    model = load_base(folders / "mixed", "stored")[0].model
+    bits = {path: m.bits for path, m in model.named_modules() if hasattr(m, "bits")}
+    assert bits["model.embed_tokens"] == 8 and bits["model.layers.1.mlp.up_proj"] == 8
+    assert bits["model.layers.2.mlp.up_proj"] == 4
+
+
+def test_unpacked_weights_are_the_packed_ones(folders):
+    """`--dtype float32` decodes with the same numbers, so LoRA can be merged into them."""
+    prompt = [9, 10, 11, 12]
+    packed, tokenizer = ssmlx.load(str(folders / "4"), adapter=folders / "all", dtype="stored")
+    unpacked, _ = ssmlx.load(str(folders / "4"), adapter=folders / "all", dtype="float32")
+    top = unpacked.backbone.layers[-1].self_attn.q_proj
+    assert type(top) is nn.Linear  # merged
+    found = answer(unpacked, tokenizer, prompt, max_tokens=12, tree=BEST)[0]
+    expected = answer(packed, tokenizer, prompt, max_tokens=12, decoding="plain")[0]
+    assert_same_but_for_a_near_tie(found, expected, packed.backbone.model, prompt)
+
+
+def test_an_adapter_can_be_swapped_on_packed_weights(folders):
+    prompt = [9, 10, 11, 12]
+    model, tokenizer = ssmlx.load(str(folders / "4"), adapter=folders / "all", dtype="stored")
+    tuned = answer(model, tokenizer, prompt, max_tokens=12, tree=BEST)[0]
+    model = ssmlx.swap_adapter(model, folders / "streams")
+    target = load_base(folders / "4", "stored")[0].model
+    expected = mlx_lm_tokens(target, prompt, 12)
+    found = answer(model, tokenizer, prompt, max_tokens=12, tree=BEST)[0]
+    assert_same_but_for_a_near_tie(found, expected, target, prompt)
+    model = ssmlx.swap_adapter(model, folders / "all")
+    assert answer(model, tokenizer, prompt, max_tokens=12, tree=BEST)[0] == tuned != found
+
+
+# --- The real model ---
+
+
+def real_packed():
+    """SmolLM2-135M's own 4-bit weights, by mlx-lm's loader.
+
+    Their scales become float32: MLX's CPU backend takes half a minute a row in half precision.
+    """
+    path = resolve_model("smollm2-135m-q4_1")
+    model, config = load_model(path, lazy=True)
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    return model, load_words(path, config)
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["sql", "chat"])
+def test_the_real_model_on_its_packed_weights(name):
+    folder = resolve_adapter(name)
+    base, tokenizer = real_packed()
+    adapter = load_adapter(folder)
+    model = fuse_streams(Backbone(base), adapter, merge_lora=True)
+    assert isinstance(model.backbone.layers[-1].self_attn.q_proj, RowLora)
+    target = real_packed()[0]
+    if adapter.config.adapter_scope == "all":
+        target = load_adapters(target, str(folder))
+    text = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")[1]
+    prompt = prompt_tokens(text, model, tokenizer)
+    expected = mlx_lm_tokens(target, prompt, 12)
+    for settings in ({"decoding": "plain"}, {"tree": TreeConfig(size=8)}):
+        found, last = answer(model, tokenizer, prompt, max_tokens=12, **settings)
+        assert_same_but_for_a_near_tie(found, expected, target, prompt)
+    assert last.tokens_per_call > (2.0 if name == "sql" else 1.0)

@@ -1,0 +1,412 @@
+"""Profiles on disk, what makes one unfit, and what the runtime does with one that fits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from real import make_adapter, write_adapter, write_base, write_tiny_adapter
+from test_cost import COSTS, flat
+from tiny import first_tokens, make_model
+
+import ssmlx
+from ssmlx import tuning
+from ssmlx.api import GenerateConfig, make_drafter, token_steps
+from ssmlx.cli import chat, generate
+from ssmlx.config import AcceptanceConfig, PruneConfig, TreeConfig
+from ssmlx.cost import DraftShape
+from ssmlx.errors import InputError
+from ssmlx.pace import FIRST_WAIT, Pace
+from ssmlx.tuning import (
+    Place,
+    Profile,
+    leaves_shape_open,
+    mlx_version,
+    pace_of,
+    prefers_plain,
+    profile_of,
+    settled,
+    store_profile,
+    tuned_line,
+)
+
+SHAPE = DraftShape(tree=TreeConfig(size=7), num_streams=2, stream_schedule="fused")
+OPEN = GenerateConfig()
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Profiles are looked up once for a loaded model, and these tests share theirs."""
+    tuning._KNOWN.clear()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(seed=2)
+
+
+def profile(model, **changes) -> Profile:
+    """One that says that drafting pays."""
+    values = {
+        "place": Place.of(model), "made": "2026-08-02", "mlx": mlx_version(), "context": 100,
+        "shape": SHAPE, "tokens_per_call": 9.0, "costs": COSTS, **changes,
+    }  # fmt: skip
+    return Profile(**values)
+
+
+def slow(model, **changes) -> Profile:
+    """One that says that it does not."""
+    return profile(model, tokens_per_call=1.01, **changes)
+
+
+def test_profiles_lie_in_the_cache_folder(model, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
+    assert store_profile(profile(model)).parent == tmp_path / "cache" / "profiles"
+
+
+def test_a_profile_is_found_again_as_it_was(model):
+    path = store_profile(profile(model))
+    assert profile_of(model) == profile(model)
+    assert profile_of(make_model(seed=2)) == profile(model), "by what is loaded, not by the object"
+    assert [one.name for one in path.parent.iterdir()] == [path.name], "nothing lies beside it"
+
+
+def test_a_new_profile_takes_the_place_of_the_old_one(model):
+    store_profile(profile(model))
+    assert profile_of(model).tokens_per_call == 9.0
+    store_profile(profile(model, tokens_per_call=8.0))
+    assert profile_of(model).tokens_per_call == 8.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 3}, {"seed": 2, "num_streams": 2}, {"seed": 2, "scope": "streams"},
+        {"seed": 2, "architecture": "qwen3"},
+    ],
+    ids=["weights", "streams", "scope", "architecture"],
+)  # fmt: skip
+def test_another_model_or_adapter_has_no_profile(model, other):
+    store_profile(profile(model))
+    assert profile_of(make_model(**other)) is None
+
+
+def test_streams_that_were_trained_anew_have_no_profile_yet(model):
+    store_profile(profile(model))
+    trained = make_model(seed=2)
+    embeddings = trained.streams.embeddings * 1.001
+    trained.streams = replace(trained.streams, embeddings=embeddings)
+    assert profile_of(trained) is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "limits", "expected"),
+    [(8, {}, 8), (8, {"OMP_NUM_THREADS": "2"}, 2), (2, {"OPENBLAS_NUM_THREADS": "4"}, 2),
+     (8, {"OMP_NUM_THREADS": "0"}, 8), (8, {"OMP_NUM_THREADS": "all"}, 8)],
+)  # fmt: skip
+def test_cores_are_those_that_the_cpu_backend_may_use(monkeypatch, cores, limits, expected):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    for name in tuning._THREADS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in limits.items():
+        monkeypatch.setenv(name, value)
+    assert tuning._num_cores() == expected
+
+
+def test_a_quantised_model_and_another_machine_are_other_places(model, monkeypatch):
+    import mlx.nn as nn
+
+    packed = make_model(seed=2)
+    for layer in packed.backbone.model.layers:
+        nn.quantize(layer.self_attn, group_size=32, bits=4)
+    here = Place.of(model)
+    assert Place.of(packed).model != here.model
+    monkeypatch.setattr(tuning, "this_machine", lambda: ("another chip", "gpu"))
+    assert Place.of(model).path != here.path
+
+
+def _edited(path, **changes):
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, **changes}))
+
+
+BROKEN = {
+    "no JSON": (lambda path: path.write_text("{"), "is not valid JSON"),
+    "half": (lambda path: path.write_text(path.read_text()[:300]), "is not valid JSON"),
+    "a list": (lambda path: path.write_text("[]"), "holds a list"),
+    "binary": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is not valid JSON"),
+    "another format": (lambda path: _edited(path, format="ssmlx-profile/0"), "ssmlx-profile/0"),
+    "no costs": (lambda path: _edited(path, costs=None), "NoneType"),
+    "another place": (
+        lambda path: _edited(
+            path, place={**json.loads(path.read_text())["place"], "machine": "another"}
+        ),
+        "it is of another machine, model or adapter",
+    ),
+    "another mlx": (lambda path: _edited(path, mlx="0.1"), "measured with mlx 0.1, this is"),
+    "more streams": (
+        lambda path: _edited(path, shape={**json.loads(path.read_text())["shape"],
+                                          "num_streams": 9}),
+        "cannot draft",
+    ),
+    "a tree of no nodes": (
+        lambda path: _edited(path, shape={**json.loads(path.read_text())["shape"],
+                                          "tree": {"size": 0}}),
+        "--tree-size 0",
+    ),
+    "no tokens": (lambda path: _edited(path, tokens_per_call=0), "out of range"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spoil, reason", BROKEN.values(), ids=BROKEN.keys())
+def test_a_profile_that_does_not_fit_is_ignored_in_one_line(model, capsys, spoil, reason):
+    path = store_profile(profile(model))
+    spoil(path)
+    assert settled(OPEN, model) == settled(OPEN)
+    assert profile_of(model) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ssmlx: {path} is ignored") and reason in line
+    assert line.endswith("python -m perf.calibrate makes a new one")
+
+
+def test_where_there_is_none_nothing_is_said(model, capsys):
+    assert profile_of(model) is None and tuned_line(OPEN, model) is None
+    assert capsys.readouterr().err == ""
+
+
+def test_a_profile_that_cannot_be_written_leaves_the_old_one(model, monkeypatch):
+    path = store_profile(profile(model))
+    before = path.read_text()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        store_profile(slow(model))
+    assert path.read_text() == before
+    assert len(list(path.parent.iterdir())) == 1
+
+
+def test_what_is_not_asked_for_is_as_the_profile_says(model):
+    store_profile(profile(model))
+    config = settled(GenerateConfig(max_tokens=5), model)
+    assert (config.tree, config.num_streams) == (SHAPE.tree, 2)
+    assert (config.stream_schedule, config.prune) == ("fused", PruneConfig())
+    assert config.max_tokens == 5
+    drafter = make_drafter(model, OPEN)
+    assert (drafter.max_nodes, drafter.num_levels, drafter.num_streams) == (7, 2, 2)
+
+
+ASKED = {
+    "tree": TreeConfig(size=4),
+    "prune": PruneConfig(),
+    "num_streams": 1,
+    "stream_schedule": "second-pass",
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_whoever_asks_for_any_of_it_gets_the_defaults_beside_it(model, name):
+    store_profile(profile(model))
+    asked = GenerateConfig(**{name: ASKED[name]})
+    assert not leaves_shape_open(asked)
+    assert settled(asked, model) == settled(asked)
+    assert tuned_line(asked, model) is None
+
+
+def test_the_defaults_are_the_same_with_a_profile_where_no_model_is_given(model):
+    store_profile(profile(model))
+    config = settled(OPEN)
+    assert (config.tree, config.prune) == (TreeConfig(), PruneConfig())
+    assert (config.num_streams, config.stream_schedule) == (None, "second-pass")
+
+
+def test_a_tuned_pruning_budget_reaches_the_loop(model, monkeypatch):
+    budget = PruneConfig(kind="budget", keep=3)
+    store_profile(profile(model, shape=replace(SHAPE, prune=budget)))
+    seen = []
+    monkeypatch.setattr(ssmlx.api, "streaming_decode", lambda *a, **k: seen.append(k["prune"]))
+    token_steps(model, [1], model.make_cache(), OPEN)
+    assert seen == [budget]
+
+
+def test_tuned_decoding_says_what_plain_decoding_says(model):
+    store_profile(profile(model))
+    plain = GenerateConfig(decoding="plain")
+    answers = [
+        first_tokens(token_steps(model, [3, 1], model.make_cache(), config), 30)[0]
+        for config in (OPEN, plain)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_plain_decoding_is_taken_where_it_is_faster(model):
+    store_profile(slow(model))
+    assert prefers_plain(OPEN, model)
+    assert OPEN.resolved_drafter(model) is None
+    assert OPEN.resolved_decoding(model) == "plain"
+    assert make_drafter(model, OPEN) is None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"decoding": "streaming"}, {"drafter": "streams"}, {"tree": TreeConfig()},
+        {"num_streams": 2}, {"acceptance": AcceptanceConfig(kind="typical"), "temp": 1.0},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)  # fmt: skip
+def test_whoever_asks_for_drafting_gets_it(model, asked):
+    store_profile(slow(model))
+    config = GenerateConfig(**asked)
+    assert config.resolved_drafter(model) == "streams"
+
+
+def test_streaming_that_is_asked_for_is_still_tuned(model):
+    store_profile(slow(model))
+    assert settled(GenerateConfig(decoding="streaming"), model).tree == SHAPE.tree
+
+
+def test_another_drafter_has_nothing_to_do_with_it(model):
+    store_profile(slow(model))
+    lookup = GenerateConfig(drafter="prompt-lookup")
+    assert lookup.resolved_drafter(model) == "prompt-lookup"
+    assert settled(lookup, model).tree == TreeConfig()
+    assert tuned_line(lookup, model) is None
+
+
+def test_the_line_says_what_is_done(model):
+    store_profile(profile(model))
+    assert tuned_line(OPEN, model) == (
+        "tuned for this machine: best tree of 7 nodes, 2 streams, fused "
+        "(perf.calibrate, 2026-08-02)"
+    )
+    assert tuned_line(GenerateConfig(decoding="plain"), model) is None
+    store_profile(slow(model))
+    assert tuned_line(OPEN, model) == (
+        "tuned for this machine: plain decoding, which is faster (perf.calibrate, 2026-08-02)"
+    )
+
+
+def breakeven(pace: Pace) -> float | None:
+    return pace._breakeven
+
+
+def test_the_pace_knows_what_a_call_costs(model):
+    store_profile(profile(model))
+    assert breakeven(pace_of(OPEN, model)) == pytest.approx(COSTS.breakeven(SHAPE, 100))
+    asked = GenerateConfig(tree=TreeConfig(size=4))
+    other = DraftShape(tree=TreeConfig(size=4), num_streams=3)
+    assert breakeven(pace_of(asked, model)) == pytest.approx(COSTS.breakeven(other, 100))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GenerateConfig(decoding="streaming"), GenerateConfig(drafter="prompt-lookup"),
+     GenerateConfig(prune=PruneConfig(kind="threshold"))],
+    ids=["asked for", "another drafter", "no fixed cost"],
+)  # fmt: skip
+def test_the_pace_never_stops_what_it_cannot_price(model, config):
+    store_profile(profile(model))
+    assert breakeven(pace_of(config, model)) is None
+
+
+def test_without_a_profile_the_pace_never_stops(model):
+    assert breakeven(pace_of(OPEN, model)) is None
+
+
+def test_decoding_falls_back_and_returns_and_says_the_same(model):
+    """Drafts of a tiny random model do not pay where a call costs three plain ones."""
+    dear = replace(COSTS, lower=flat(27.0, 0.0))
+    store_profile(profile(model, costs=dear, tokens_per_call=9.0))
+    length = 120
+    answers, lengths = {}, {}
+    for config in (OPEN, GenerateConfig(decoding="streaming"), GenerateConfig(decoding="plain")):
+        steps = token_steps(model, [3, 1], model.make_cache(), config)
+        answers[config.decoding], lengths[config.decoding] = first_tokens(steps, length)
+    assert answers[None] == answers["streaming"] == answers["plain"]
+    paused = lengths[None]
+    assert len(lengths["streaming"]) < len(paused) < length
+    ones = "".join(str(num) for num in paused).split("1" * (FIRST_WAIT - 2))
+    assert len(ones) > 1, "it fell back"
+    assert any(num > 1 for num in paused[60:]), "and returned"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("tuning") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base):
+    return write_tiny_adapter(base.parent / "adapter", base)
+
+
+def store_for(base, adapter, make=profile):
+    loaded, _ = ssmlx.load(str(base), adapter=adapter, dtype="float32")
+    store_profile(make(loaded))
+
+
+def ask(base, adapter, *more):
+    common = ("--prompt", "w1 w2 w3", "--max-tokens", "12", "--dtype", "float32")
+    return generate.main(["--model", str(base), "--adapter", str(adapter), *common, *more])
+
+
+def test_generate_is_tuned_and_says_so_in_one_line(base, adapter, capsys):
+    assert ask(base, adapter, "--jsonl") == 0
+    before = json.loads(capsys.readouterr().out)
+    store_for(base, adapter)
+    assert ask(base, adapter, "--jsonl") == 0
+    out, err = capsys.readouterr()
+    tuned = [line for line in err.splitlines() if "tuned" in line]
+    assert tuned == [
+        "[tuned for this machine: best tree of 7 nodes, 2 streams, fused "
+        "(perf.calibrate, 2026-08-02)]"
+    ]
+    assert json.loads(out)["tokens"] == before["tokens"]
+
+
+def test_generate_decodes_plainly_where_that_is_faster(base, adapter, capsys):
+    store_for(base, adapter, slow)
+    assert ask(base, adapter, "--jsonl") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["tokens_per_call"] == 1
+    assert "[tuned for this machine: plain decoding, which is faster" in err
+    assert ask(base, adapter, "--tree", "best") == 0
+    assert "tuned" not in capsys.readouterr().err
+
+
+def test_chat_is_tuned_and_says_so(base, adapter, capsys, monkeypatch):
+    store_for(base, adapter, slow)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    lines = iter(["/adapter"])
+
+    def read(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    argv = ["--model", str(base), "--adapter", str(adapter), "--dtype", "float32"]
+    assert chat.main(argv) == 0
+    err = capsys.readouterr().err
+    assert "[tuned for this machine: plain decoding, which is faster" in err
+    assert "plain decoding, which is faster here" in err
+    assert "ships no chat adapter" not in err
+
+
+def test_an_adapter_that_is_swapped_in_is_looked_up_under_its_own_name(base, adapter):
+    """Its profile is asked for before the old adapter's LoRA has left the layers."""
+    streams = base.parent / "streams"
+    streams.mkdir()
+    write_adapter(streams, make_adapter(base, scope="streams"))
+    store_for(base, adapter)
+    model, tokenizer = ssmlx.load(str(base), adapter=streams, dtype="float32")
+    session = ssmlx.ChatSession(model, tokenizer, GenerateConfig(max_tokens=5))
+    assert profile_of(session.model) is None
+    session.swap_adapter(adapter)
+    assert profile_of(session.model).shape == SHAPE
