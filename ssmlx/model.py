@@ -218,7 +218,7 @@ class StreamFusedModel:
         if self._rotation is not None:
             rotate = partial(self._rotation, num_nodes=num_nodes, num_streams=num_streams)
         views: list[Any] = [cache.tree_view(layer, positions, rotate) for layer in layers]
-        if self._scope.first == 0:
+        if self._scope.first == 0 or num_streams == 0:
             return self.backbone.run(rows, layers.start, layers.stop, mask, views)
         with self._scope.starting_at(num_nodes):
             return self.backbone.run(rows, layers.start, layers.stop, mask, views)

@@ -21,6 +21,7 @@ from tiny import first_tokens, make_lora
 from convert import __main__ as convert_cli
 from convert.base import load_base
 from convert.checkpoint import TASK_LORA
+from convert.export.source import build_reference
 from convert.reference import load_fine_tuned, load_reference, merge_lora
 from convert.train import PROG, main
 from ssmlx.adapter import fuse_streams, load_adapter, unfuse_streams, write_adapter
@@ -148,6 +149,10 @@ def test_from_training_to_an_adapter(base, runs, tmp_path):  # noqa: F811
     hidden = model.backbone.append(mx.array(tokens), model.make_cache())
     ours = model.backbone.logits(hidden)[-1]
     assert np.abs(np.array(ours) - theirs.float().numpy()).max() < 1e-3
+    exported = build_reference(base, load_adapter(out), model.num_streams)
+    with torch.no_grad():
+        exported_logits = exported(torch.tensor([tokens])).main_logits[0, -1]
+    assert (exported_logits - theirs).abs().max() < 1e-4
     untouched = load_base(base)(torch.tensor([tokens])).logits[0, -1].detach().numpy()
     assert np.abs(np.array(ours) - untouched).max() > 1e-2
 

@@ -1,0 +1,299 @@
+"""The profile `ane`: channels before rows, 1 x 1 convolutions, one-hot cache writes.
+
+Hidden states are [1, D, 1, R], the Neural Engine's own layout. A layer's cache is two tensors
+[1, Hkv * Dh, 1, S]. The layers are written out here, on the modules and weights of transformers'
+layers, because those have rows before channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ssmlx.errors import InputError
+
+from ..reference import LoraLinear, LowRank, StreamFusedReference
+from .heads import Head
+from .parts import RowCount, Rows, draft_head, query_groups, wrap_lora
+from .sizes import GraphSizes
+
+# The Neural Engine takes no wider tensor.
+HEAD_PIECE = 16384
+_PARTS = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
+)  # fmt: skip
+
+
+def convolve(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A linear module on [1, in, 1, R]: [1, out, 1, R]."""
+    return functional.conv2d(x, linear.weight[:, :, None, None], linear.bias)
+
+
+def low_rank(pair: LowRank, x: torch.Tensor) -> torch.Tensor:
+    """B A x on [1, in, 1, R]."""
+    return convolve(pair.lora_B, convolve(pair.lora_A, x))
+
+
+def rms_norm(norm: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """An RMSNorm module over axis `dim` of a tensor of four.
+
+    What is squared is divided by the largest magnitude first: hidden states of this family reach
+    tens of thousands, and their squares exceed float16, which is all that the Neural Engine has.
+    """
+    peak = x.abs().amax(dim=dim, keepdim=True).clamp(min=1e-3)
+    mean = (x / peak).square().mean(dim=dim, keepdim=True)
+    floor = (norm.variance_epsilon**0.5 / peak).square()
+    shape = [1, 1, 1, 1]
+    shape[dim] = -1
+    return x * (torch.rsqrt(mean + floor) / peak) * norm.weight.view(shape)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of [1, heads, Dh, R] by tables [1, 1, Dh, R]."""
+    half = x.shape[2] // 2
+    turned = torch.cat([-x[:, :, half:], x[:, :, :half]], dim=2)
+    return x * cos + turned * sin
+
+
+def turn_values(values: torch.Tensor, heads: int, num_streams: int, step: float) -> torch.Tensor:
+    """Eq. 7 on the values of stream rows [1, Hkv * Dh, 1, M * G]."""
+    angles = step * torch.arange(1, num_streams + 1, dtype=torch.float32)
+    cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
+    parted = values.reshape(heads, -1, values.shape[3] // num_streams, num_streams)
+    real, imaginary = parted.chunk(2, dim=1)
+    turned = torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=1)
+    return turned.reshape(values.shape)
+
+
+class ChannelsLora(nn.Module):
+    """LoRA on stream rows alone, [1, in, 1, R] to [1, out, 1, R]."""
+
+    def __init__(self, wrapped: LoraLinear, count: RowCount) -> None:
+        super().__init__()
+        self.linear, self.adapter, self.scale = wrapped.linear, wrapped.adapter, wrapped.scale
+        self._count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nodes, y = self._count.nodes, convolve(self.linear, x)
+        if x.shape[3] == nodes:
+            return y
+        delta = self.scale * low_rank(self.adapter, x[..., nodes:])
+        return torch.cat([y[..., :nodes], y[..., nodes:] + delta], dim=3)
+
+
+class OneHotSlots:
+    """Where the node rows of a call go, as matrices.
+
+    Args:
+        slots: [node rows] int32.
+        num_slots: S.
+        like: for the dtype.
+    """
+
+    def __init__(self, slots: torch.Tensor, num_slots: int, like: torch.Tensor) -> None:
+        columns = torch.arange(num_slots, dtype=torch.int32)
+        self._write = (slots[:, None] == columns).to(like.dtype)[None, None]
+        self._keep = 1 - self._write.sum(dim=2, keepdim=True)
+
+    def write(self, cache: torch.Tensor, rows: torch.Tensor) -> None:
+        """Put `rows` [1, C, 1, node rows] into their slots of `cache` [1, C, 1, S]."""
+        placed = rows.transpose(1, 2) @ self._write
+        cache[:] = cache * self._keep + placed.transpose(1, 2)
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """[1, H * Dh, 1, R] of attention, a KV head's query heads by broadcasting.
+
+    Args:
+        query: [1, H, Dh, R]
+        keys: [1, Hkv * Dh, 1, keys]; `values` alike.
+        mask: [1, 1, R, keys] additive.
+        scale: of the scores.
+    """
+    _, heads, width, rows = query.shape
+    kv = keys.shape[1] // width
+    parted = (query * scale).reshape(kv, heads // kv, width, rows).transpose(2, 3)
+    scores = parted @ keys.reshape(kv, 1, width, keys.shape[3]) + mask
+    weights = scores.softmax(dim=-1)
+    mixed = values.reshape(kv, 1, width, values.shape[3]) @ weights.transpose(2, 3)
+    return mixed.reshape(1, heads * width, 1, rows)
+
+
+class AneProfile(nn.Module):
+    """A regular decoder in channels-first layout, on the reference's weights.
+
+    Args:
+        model: the reference; it is used up, as its LoRA is merged or wrapped anew.
+        sizes: of the graph.
+
+    Raises:
+        InputError: the layers are not those that this profile writes out, or the cache's sizes
+            are none that the Neural Engine takes.
+    """
+
+    name = "ane"
+
+    def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
+        super().__init__()
+        self.base, self.config, self.sizes = model.base, model.config, sizes
+        self.decoder, self._reference = model.decoder, model
+        _check_layers(model)
+        self._count = RowCount()
+        wrap_lora(model, lambda wrapped: ChannelsLora(wrapped, self._count))
+        self._heads = model.base.config.num_attention_heads
+        self._kv_heads = self._heads // query_groups(model)
+        self._width = self.decoder.layers[0].self_attn.head_dim
+        self._check_sizes()
+        tables = self.decoder.rotary(torch.arange(sizes.num_positions)[None])
+        assert tables is not None
+        self._rotary = tuple(table[0].t().contiguous() for table in tables)
+        head = model.base.lm_head
+        self.head = Head(head.weight, head.bias, channels_first=True, piece=HEAD_PIECE)
+        self.draft_head = draft_head(model, self.head, channels_first=True, piece=HEAD_PIECE)
+
+    def cache_shape(self) -> tuple[int, ...]:
+        """Of one layer's keys, and of its values."""
+        return 1, self._kv_heads * self._width, 1, self.sizes.num_slots
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[1, D, 1, R] of tokens [R]."""
+        return self.decoder.embed(tokens[None], positions[None]).transpose(1, 2)[:, :, None]
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        first: int,
+        last: int,
+        rows: Rows,
+        caches: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Layers `first` to `last` - 1; they write into their `caches`."""
+        cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._rotary)
+        slots = OneHotSlots(rows.slots, self.sizes.num_slots, rows.mask)
+        self._count.nodes = rows.slots.shape[0]
+        for index in range(first, last):
+            layer: Any = self.decoder.layers[index]
+            normed = rms_norm(layer.input_layernorm, hidden, 1)
+            query, keys, values = self._project(layer.self_attn, normed, cos, sin)
+            keys, values = self._remember(index, keys, values, rows, slots, caches)
+            mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
+            hidden = hidden + _apply(layer.self_attn.o_proj, mixed)
+            hidden = hidden + _feed_forward(
+                layer.mlp, rms_norm(layer.post_attention_layernorm, hidden, 1)
+            )
+        return hidden
+
+    def _project(
+        self, attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R] of [1, D, 1, R]."""
+        rows = x.shape[3]
+        query = _apply(attention.q_proj, x).reshape(1, self._heads, self._width, rows)
+        keys = _apply(attention.k_proj, x).reshape(1, self._kv_heads, self._width, rows)
+        if hasattr(attention, "q_norm"):
+            query = rms_norm(attention.q_norm, query, 2)
+            keys = rms_norm(attention.k_norm, keys, 2)
+        keys = rotate(keys, cos, sin).reshape(1, -1, 1, rows)
+        return rotate(query, cos, sin), keys, _apply(attention.v_proj, x)
+
+    def _remember(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        slots: OneHotSlots,
+        caches: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the nodes' keys and values; what the rows see: slots, then streams."""
+        nodes = rows.slots.shape[0]
+        key_cache, value_cache = caches[2 * layer : 2 * layer + 2]
+        slots.write(key_cache, keys[..., :nodes])
+        slots.write(value_cache, values[..., :nodes])
+        if not rows.num_streams:
+            return key_cache, value_cache
+        behind, step = values[..., nodes:], self.config.rotation_step
+        if step:
+            behind = turn_values(behind, self._kv_heads, rows.num_streams, step)
+        return (
+            torch.cat([key_cache, keys[..., nodes:]], dim=3),
+            torch.cat([value_cache, behind], dim=3),
+        )
+
+    def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The hidden states of `rows` [m]."""
+        return hidden[..., rows]
+
+    def join(self, nodes: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+        """Stream rows behind node rows."""
+        return torch.cat([nodes, streams], dim=3)
+
+    def start_streams(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Eq. 3: the M * G stream rows of M nodes."""
+        model, started = self._reference, nodes
+        if model.stream_init is not None:
+            started = low_rank(model.stream_init, nodes)
+        if self.config.stream_init == "residual":
+            started = nodes + started
+        _, width, _, count = nodes.shape
+        spread = started[0, :, 0, :, None]
+        if model.stream_embeddings is None:
+            spread = spread.expand(width, count, self.sizes.num_streams)
+        else:
+            spread = spread + model.stream_embeddings.t()[:, None]
+        return spread.reshape(1, width, 1, -1)
+
+    def exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Nodes as the early exit's head takes them (section 3.2.3)."""
+        assert self._reference.prune_adapter is not None
+        return self.norm(nodes + low_rank(self._reference.prune_adapter, nodes))
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm."""
+        return rms_norm(self.decoder.module.norm, hidden, 1)
+
+    def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, D]."""
+        return hidden[0, :, 0].t()
+
+    def _check_sizes(self) -> None:
+        sizes = {"--context": self.sizes.num_slots, "KV width": self._kv_heads * self._width}
+        for what, size in sizes.items():
+            if size % 32:
+                raise InputError(
+                    f"{what} {size} with --profile ane",
+                    expected="a multiple of 32, the only state sizes that it takes",
+                    do="choose another --context, or --profile gpu",
+                )
+
+
+def _apply(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return convolve(module, x) if isinstance(module, nn.Linear) else module(x)
+
+
+def _feed_forward(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    gate = mlp.act_fn(_apply(mlp.gate_proj, x))
+    return _apply(mlp.down_proj, gate * _apply(mlp.up_proj, x))
+
+
+def _check_layers(model: StreamFusedReference) -> None:
+    """Refuse layers that have other parts than those that are written out here."""
+    for index, layer in enumerate(model.decoder.layers):
+        found = dict(layer.named_modules())
+        lacking = [name for name in _PARTS if name not in found]
+        norms = [name for name, module in found.items() if "norm" in name]
+        odd = [name for name in norms if not hasattr(found[name], "variance_epsilon")]
+        if lacking or odd:
+            fault = f"has no {lacking[0]}" if lacking else f"has a {odd[0]} that is no RMSNorm"
+            raise InputError(
+                f"layer {index} {fault}",
+                expected="layers as Llama, Mistral, Qwen2 or Qwen3 have them, for --profile ane",
+                do="use --profile gpu",
+            )

@@ -1,0 +1,180 @@
+"""From the two graphs to a Core ML package of two functions that share their weights."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ssmlx.errors import InputError
+
+from .graph import Carrying, Graph, Stateful
+from .settings import ExportConfig
+
+if TYPE_CHECKING:
+    import coremltools
+
+# Kept in float32 by the profile `gpu`: squares of hidden states and sums of exponentials.
+_WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"})
+NEW = "_new"
+"""Behind the name of a cache that is an output."""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and the advice of the converters."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def import_coremltools() -> Any:
+    """The converter.
+
+    Raises:
+        InputError: it is not installed, or not in a version that works.
+    """
+    try:
+        with quiet():
+            import coremltools
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"coremltools cannot be imported ({str(error).splitlines()[0]})",
+            expected="the packages that convert to Core ML",
+            do='`pip install "ssmlx[coreml]"`',
+        ) from error
+    if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
+        raise InputError(
+            f"numpy {np.__version__}, with which coremltools {coremltools.__version__} fails",
+            expected="numpy below 2.4",
+            do='`pip install "ssmlx[coreml]"`',
+        )
+    return coremltools
+
+
+def convert_graph(graph: Graph, config: ExportConfig) -> coremltools.models.MLModel:
+    """One function as a Core ML model, its weights not compressed yet.
+
+    In float16 the cache is state. Core ML's state is float16 alone, so in float32 the caches are
+    inputs, and outputs of the same name with `NEW` behind.
+    """
+    ct = import_coremltools()
+    stateful = config.precision == "float16"
+    module = (Stateful(graph) if stateful else Carrying(graph)).eval()
+    examples = tuple(tensor.zeros() for tensor in graph.inputs)
+    with quiet(), torch.no_grad():
+        traced = torch.jit.trace(
+            module, examples if stateful else graph.examples(), check_trace=False
+        )
+        return ct.convert(
+            traced,
+            **_signature(ct, graph, stateful),
+            minimum_deployment_target=ct.target.iOS18,
+            compute_precision=_precision(ct, config),
+            pass_pipeline=_pipeline(ct),
+            skip_model_load=True,
+        )
+
+
+def _signature(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
+    """Inputs, outputs and states, as the converter takes them."""
+    kinds = {"int": np.int32, "float": np.float16 if stateful else np.float32}
+    inputs = [ct.TensorType(t.name, shape=t.shape, dtype=kinds[t.kind]) for t in graph.inputs]
+    outputs = [ct.TensorType(t.name, dtype=kinds[t.kind]) for t in graph.outputs]
+    if not stateful:
+        shape = graph.cache_shape
+        inputs += [ct.TensorType(name, shape=shape, dtype=np.float32) for name in graph.caches]
+        outputs += [ct.TensorType(name + NEW, dtype=np.float32) for name in graph.caches]
+        return {"inputs": inputs, "outputs": outputs}
+    # Without `states` the cache would become a constant, and no one would say so.
+    state = ct.TensorType(shape=graph.cache_shape, dtype=np.float16)
+    states = [ct.StateType(state, name=name) for name in graph.caches]
+    return {"inputs": inputs, "outputs": outputs, "states": states}
+
+
+def _precision(ct: Any, config: ExportConfig) -> Any:
+    if config.precision == "float32":
+        return ct.precision.FLOAT32
+    if config.profile == "ane":
+        return ct.precision.FLOAT16
+    return ct.transform.FP16ComputePrecision(op_selector=_fits_float16)
+
+
+def _fits_float16(op: Any) -> bool:
+    """Whether an operation of the profile `gpu` may be done in float16."""
+    if op.op_type == "add":
+        return not any(_type_of(value) == "reduce_mean" for value in (op.x, op.y))
+    return op.op_type not in _WIDE_OPS
+
+
+def _type_of(value: Any) -> str | None:
+    return None if value.op is None else value.op.op_type
+
+
+def _pipeline(ct: Any) -> Any:
+    """The converter's own passes, and ours before those that place the cache's writes."""
+    with quiet():
+        from .passes import NAME
+    pipeline = ct.PassPipeline()
+    where = pipeline.passes.index("common::canonicalize_inplace_pattern")
+    pipeline.insert_pass(where, NAME)
+    return pipeline
+
+
+def merge_functions(models: Mapping[str, coremltools.models.MLModel], package: Path) -> None:
+    """Write `models`, by the names of their functions, as one package; equal weights once.
+
+    Raises:
+        InputError: the package cannot be written.
+    """
+    ct = import_coremltools()
+    with writing(package), quiet(), tempfile.TemporaryDirectory(dir=package.parent) as work:
+        descriptor = ct.utils.MultiFunctionDescriptor()
+        for name, model in models.items():
+            path = str(Path(work, f"{name}.mlpackage"))
+            model.save(path)
+            descriptor.add_function(path, src_function_name="main", target_function_name=name)
+        descriptor.default_function_name = list(models)[-1]
+        ct.utils.save_multifunction(descriptor, str(package))
+
+
+def write_metadata(package: Path, texts: Mapping[str, str]) -> None:
+    """Put `texts` into the package's own metadata, where Xcode shows them."""
+    ct = import_coremltools()
+    path = package / "Data" / "com.apple.CoreML" / "model.mlmodel"
+    spec = ct.utils.load_spec(str(package))
+    for name, text in texts.items():
+        spec.description.metadata.userDefined[name] = text
+    path.write_bytes(spec.SerializeToString())
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Tell a full or read-only disk in one line."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise InputError(
+            f"cannot write {target} ({str(reason).splitlines()[0]})",
+            expected="a disk with room for twice the package",
+            do="free some space, or choose another --out",
+        ) from error

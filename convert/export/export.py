@@ -1,0 +1,274 @@
+"""The export itself, from settings to a folder:
+
+    model.mlpackage or model.aimodel    the functions "prefill" and "decode"
+    manifest.json                       what a host must know, see `ssmlx.coreml.manifest`
+    report.json                         sizes, weight error, time and memory of the export
+    config.json, tokenizer.json, ...    the model's own settings and tokenizer, as they were
+
+It is written beside its place and renamed, so that it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ssmlx import __version__
+from ssmlx.adapter import Adapter, load_adapter
+from ssmlx.bundled import CONFIG_FILE, resolve_adapter
+from ssmlx.config import read_json
+from ssmlx.coreml.manifest import MANIFEST, PACKAGES, Manifest, package_digest
+from ssmlx.coreml.tree import TreeTables
+from ssmlx.errors import InputError
+from ssmlx.files import new_folder
+from ssmlx.loading import load_words
+from ssmlx.registry import resolve_model
+
+from ..base import copy_settings
+from .coreai import import_coreai, write_coreai
+from .coreml import convert_graph, import_coremltools, merge_functions, write_metadata, writing
+from .graph import DECODE, DecodeGraph, Graph, PrefillGraph
+from .settings import ExportConfig
+from .source import build_reference, check_context
+
+REPORT = "report.json"
+_PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "transformers")
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What an export came to.
+
+    Attributes:
+        package_bytes: size of the package.
+        weight_error: `compression.WeightError` as a dictionary; None for Core AI's.
+        seconds: of each stage.
+        peak_bytes: most memory that the process has held.
+    """
+
+    package_bytes: int = 0
+    weight_error: dict[str, Any] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage, and show it while it runs."""
+        from huggingface_hub.utils import tqdm
+
+        started = time.perf_counter()
+        with tqdm(total=1, desc=name, bar_format="{desc}: {elapsed}", disable=None) as shown:
+            yield
+            shown.update()
+        self.seconds[name] = round(time.perf_counter() - started, 1)
+        self.peak_bytes = _peak_bytes()
+
+
+def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> Report:
+    """Write the folder `out`, whole or not at all.
+
+    Args:
+        model: a folder, an alias or a Hub name.
+        adapter: a bundled adapter's name or a folder; None for the streams of a fused model.
+        out: the folder.
+        config: the settings.
+
+    Raises:
+        InputError: a package is missing, the model or the adapter does not fit, or the disk is
+            full.
+    """
+    _check_converter(config)
+    _check_target(out)
+    report = Report()
+    with writing(out):
+        with report.stage("load"):
+            folder = resolve_model(model)
+            own = _load_adapter(folder, adapter)
+            graphs = build_graphs(folder, own, config)
+        with new_folder(out) as work:
+            package = work / PACKAGES[config.target]
+            texts = _texts(model, adapter, own, config)
+            if config.target == "coreai":
+                with report.stage("convert"):
+                    write_coreai(graphs, config, package, texts)
+            else:
+                _write_coreml(graphs, config, package, texts, report)
+            _write_rest(work, folder, own, graphs, config, texts, report)
+    return report
+
+
+def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[Graph, Graph]:
+    """The functions "prefill" and "decode" of a base model with an adapter.
+
+    Raises:
+        InputError: adapter, model and settings do not fit one another.
+    """
+    sizes = config.sizes(adapter.config, adapter.base.vocab_size)
+    reference = build_reference(folder, adapter, sizes.num_streams)
+    check_context(reference, sizes.num_slots)
+    profile = _profile(config)(reference, sizes)
+    num_layers, split = adapter.config.num_layers, adapter.config.insertion_layer
+    return (
+        PrefillGraph(profile, num_layers).eval(),
+        DecodeGraph(profile, num_layers, split, reference.draft_vocab).eval(),
+    )
+
+
+def _profile(config: ExportConfig) -> Any:
+    from .ane import AneProfile
+    from .gpu import GpuProfile
+
+    return AneProfile if config.profile == "ane" else GpuProfile
+
+
+def _check_converter(config: ExportConfig) -> None:
+    if config.target == "coreai":
+        import_coreai()
+    else:
+        import_coremltools()
+
+
+def _check_target(out: Path) -> None:
+    """Refuse to replace a folder that this command did not write."""
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _is_export(out))):
+        raise InputError(
+            f"{out} exists and is no exported model",
+            expected="a new folder, or an exported model to replace",
+            do="choose another --out",
+        )
+
+
+def _is_export(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() and (folder / REPORT).is_file()
+
+
+def _load_adapter(folder: Path, adapter: str | None) -> Adapter:
+    found = None if adapter is None else resolve_adapter(adapter)
+    if found is None:
+        if adapter is not None or not (folder / CONFIG_FILE).exists():
+            raise InputError(
+                "no adapter: an exported model drafts with its streams",
+                expected="--adapter, or a fused model folder",
+                do="name an adapter or its folder",
+            )
+        found = folder
+    return load_adapter(found)
+
+
+def _write_coreml(
+    graphs: Sequence[Graph],
+    config: ExportConfig,
+    package: Path,
+    texts: dict[str, str],
+    report: Report,
+) -> None:
+    from . import compression
+
+    models, expected = {}, {}
+    for graph in graphs:
+        with report.stage(f"convert {graph.name}"):
+            models[graph.name] = convert_graph(graph, config)
+        if graph.name == DECODE:
+            truth = compression.true_weights(graph)
+            expected = compression.expected_matrices(models[DECODE], truth)
+        if config.compression != "none":
+            with report.stage(f"compress {graph.name}"):
+                models[graph.name] = compression.compress(models[graph.name], config.compression)
+    with report.stage("write"):
+        merge_functions(models, package)
+        write_metadata(package, texts)
+    models.clear()
+    with report.stage("compare weights"):
+        report.weight_error = asdict(compression.weight_error(package, expected))
+
+
+def _write_rest(
+    work: Path,
+    folder: Path,
+    adapter: Adapter,
+    graphs: Sequence[Graph],
+    config: ExportConfig,
+    texts: dict[str, str],
+    report: Report,
+) -> None:
+    """Tokenizer, manifest and report, beside the package."""
+    copy_settings(folder, work)
+    words = load_words(work, read_json(work / "config.json", "a model's settings"))
+    package = work / PACKAGES[config.target]
+    ends = {*words.eos_token_ids, *adapter.config.end_token_ids}
+    _manifest(graphs[-1], adapter, config, sorted(ends), package, texts).write(work)
+    files = [file for file in package.rglob("*") if file.is_file()]
+    report.package_bytes = sum(file.stat().st_size for file in files)
+    saved = json.dumps(asdict(report), indent=1) + "\n"
+    (work / REPORT).write_text(saved, encoding="utf-8")
+
+
+def _manifest(
+    graph: Graph,
+    adapter: Adapter,
+    config: ExportConfig,
+    end_token_ids: list[int],
+    package: Path,
+    texts: dict[str, str],
+) -> Manifest:
+    sizes = graph.profile.sizes
+    topology = config.topology(adapter.config, adapter.base.vocab_size)
+    carried = config.target == "coreml" and config.precision == "float32"
+    return Manifest(
+        target=config.target,
+        profile=config.profile,
+        dtype=config.precision,
+        cache="arrays" if carried else "state",
+        cache_names=tuple(graph.caches),
+        cache_shape=tuple(graph.cache_shape),
+        num_slots=sizes.num_slots,
+        chunk=sizes.chunk,
+        num_nodes=sizes.num_nodes,
+        num_kept=sizes.num_kept,
+        num_streams=sizes.num_streams,
+        tree=TreeTables.of(topology, sizes.num_nodes),
+        prompt_template=adapter.config.prompt_template,
+        end_token_ids=tuple(end_token_ids),
+        digest=package_digest(package),
+        compression=config.compression,
+        model=texts["ssmlx.model"],
+        adapter=texts["ssmlx.adapter"],
+        versions=_versions(),
+    )
+
+
+def _texts(model: str, adapter: str | None, own: Adapter, config: ExportConfig) -> dict[str, str]:
+    """What the package says of itself where its host looks: in Xcode, or in its metadata."""
+    return {
+        "ssmlx.version": __version__,
+        "ssmlx.model": own.config.base_model or Path(model).name,
+        "ssmlx.adapter": Path(adapter or model).name,
+        "ssmlx.scope": own.config.adapter_scope,
+        "ssmlx.profile": config.profile,
+        "ssmlx.compression": config.compression,
+        "ssmlx.precision": config.precision,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"ssmlx": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,196 @@
+"""The profile `gpu`: transformers' own layers, rows before channels, cache writes by scatter.
+
+Hidden states are [1, R, D]. A layer's cache is two tensors [1, Hkv, S, Dh].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..reference import LoraLinear, StreamFusedReference, rotate_values
+from .heads import Head
+from .parts import RowCount, Rows, draft_head, query_groups, wrap_lora
+from .sizes import GraphSizes
+
+ATTENTION = "ssmlx_export"
+
+
+def grouped_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Scaled dot-product attention without copies of keys and values for every query head.
+
+    The query heads of a KV head become rows of one head.
+
+    Args:
+        module: the attention module.
+        query: [1, H, R, Dh]
+        key: [1, Hkv, keys, Dh]; `value` alike.
+        attention_mask: [1, 1, H / Hkv * R, keys] additive, already repeated for the groups.
+        scaling: of the scores.
+    """
+    _, heads, rows, width = query.shape
+    kv_heads = key.shape[1]
+    if scaling is not None and math.isclose(scaling, module.head_dim**-0.5):
+        scaling = None  # only then does the converter keep attention as one operation
+    folded = query.reshape(1, kv_heads, heads // kv_heads * rows, width)
+    mixed = functional.scaled_dot_product_attention(
+        folded, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return mixed.reshape(1, heads, rows, width).transpose(1, 2), None
+
+
+def use_grouped_attention(base: nn.Module) -> None:
+    """Let transformers' attention modules of `base` call `grouped_attention`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ATTENTION, grouped_attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    base.set_attn_implementation(ATTENTION)
+
+
+class _SlotKeys:
+    """The part of transformers' `Cache` that attention calls, for one layer and one call.
+
+    Node rows go to their slots, in place; stream rows are put behind the slots and are not kept.
+    """
+
+    def __init__(
+        self, keys: torch.Tensor, values: torch.Tensor, rows: Rows, rotation_step: float
+    ) -> None:
+        self._keys, self._values = keys, values
+        self._rows, self._rotation_step = rows, rotation_step
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, Hkv, R, Dh] keys and values of the rows -> those that the rows may see."""
+        nodes, streams = self._rows.slots.shape[0], self._rows.num_streams
+        index = self._rows.slots.long()[None, None, :, None].expand_as(keys[:, :, :nodes])
+        self._keys.scatter_(2, index, keys[:, :, :nodes])
+        self._values.scatter_(2, index, values[:, :, :nodes])
+        if not streams:
+            return self._keys, self._values
+        behind = values[:, :, nodes:]
+        if self._rotation_step:
+            behind = rotate_values(behind, streams, self._rotation_step)
+        return (
+            torch.cat([self._keys, keys[:, :, nodes:]], dim=2),
+            torch.cat([self._values, behind], dim=2),
+        )
+
+
+class StreamRowsLora(nn.Module):
+    """LoRA on stream rows alone, where they stand behind the nodes in one call."""
+
+    def __init__(self, wrapped: LoraLinear, count: RowCount) -> None:
+        super().__init__()
+        self.linear, self.adapter, self.scale = wrapped.linear, wrapped.adapter, wrapped.scale
+        self._count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nodes, y = self._count.nodes, self.linear(x)
+        if x.shape[1] == nodes:
+            return y
+        delta = self.scale * self.adapter(x[:, nodes:])
+        return torch.cat([y[:, :nodes], y[:, nodes:] + delta], dim=1)
+
+
+class GpuProfile(nn.Module):
+    """The reference's parts, called on a cache of slots.
+
+    Args:
+        model: the reference; it is used up, as its LoRA is merged or wrapped anew.
+        sizes: of the graph.
+    """
+
+    name = "gpu"
+
+    def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
+        super().__init__()
+        self.base, self.config, self.sizes = model.base, model.config, sizes
+        self.decoder, self._reference = model.decoder, model
+        self._count = RowCount()
+        wrap_lora(model, lambda wrapped: StreamRowsLora(wrapped, self._count))
+        use_grouped_attention(model.base)
+        self.groups = query_groups(model)
+        tables = self.decoder.rotary(torch.arange(sizes.num_positions)[None])
+        self._rotary = None if tables is None else tuple(table[0] for table in tables)
+        self.head = Head(self.base.lm_head.weight, self.base.lm_head.bias, channels_first=False)
+        self.draft_head = draft_head(model, self.head, channels_first=False)
+
+    def cache_shape(self) -> tuple[int, ...]:
+        """Of one layer's keys, and of its values."""
+        width = self.decoder.layers[0].self_attn.head_dim
+        heads = self.base.config.num_attention_heads // self.groups
+        return 1, heads, self.sizes.num_slots, width
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[1, R, D] of tokens [R] at positions [R]."""
+        return self.decoder.embed(tokens[None], positions[None])
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        first: int,
+        last: int,
+        rows: Rows,
+        caches: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Layers `first` to `last` - 1; they write into their `caches`."""
+        rotary = {}
+        if self._rotary is not None:
+            tables = tuple(table[rows.positions][None].to(hidden.dtype) for table in self._rotary)
+            rotary = {"position_embeddings": tables}
+        mask = rows.mask.repeat(1, 1, self.groups, 1)
+        self._count.nodes = rows.slots.shape[0]
+        for layer in range(first, last):
+            keys, values = caches[2 * layer : 2 * layer + 2]
+            slots = _SlotKeys(keys, values, rows, self.config.rotation_step)
+            found = self.decoder.layers[layer](
+                hidden,
+                attention_mask=mask,
+                position_ids=rows.positions[None],
+                past_key_values=slots,
+                use_cache=True,
+                **rotary,
+            )
+            hidden = found[0] if isinstance(found, tuple) else found
+        return hidden
+
+    def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The hidden states of `rows` [m]."""
+        return hidden[:, rows]
+
+    def join(self, nodes: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+        """Stream rows behind node rows."""
+        return torch.cat([nodes, streams], dim=1)
+
+    def start_streams(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Eq. 3: the M * G stream rows of M nodes."""
+        return self._reference.insert_streams(nodes)
+
+    def exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Nodes as the early exit's head takes them (section 3.2.3)."""
+        return self._reference.early_exit_states(nodes)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm."""
+        return self.decoder.norm(hidden)
+
+    def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, D]."""
+        return hidden[0]

@@ -1,0 +1,272 @@
+"""The two functions of an exported model, as PyTorch modules of fixed shapes.
+
+What the host gives to "decode", all in slots of the cache and nodes of the tree:
+
+    tokens     [N] int32    token of each node; node 0, the root, is not in the cache yet
+    positions  [N] int32    where it stands in the text
+    slots      [N] int32    a free slot of the cache for it, all different
+    mask       [1, 1, N, S] 0 where the node sees the slot, else `masks.MASKED`: every committed
+                            slot, its ancestors' slots and its own
+    parents    [N] int32    its parent; the root's is the root
+    depths     [N] int32    its depth; -1 for a node that only fills the tree up
+    ancestors  [N, N]       1 where the column's node is the row's or above it, else 0
+
+and what it gets, beside the cache:
+
+    target_tokens       [M] int32     the model's greedy choice after each node that was kept
+    kept                [M] int32     those nodes, ascending; only where the tree is pruned
+    last                [1] int32     the deepest accepted one, as an index into these M
+    candidate_tokens    [G, K] int32  what its streams draft, best first
+    candidate_logprobs  [G, K]        their log probabilities
+
+"prefill" takes tokens, positions, slots and mask of T prompt tokens, and gives the last slot.
+
+The stages are those of `ssmlx/decode.py`. Acceptance is part of the graph, so that the streams of
+one node alone pass the LM head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
+
+from .heads import Head
+from .masks import own_stream_mask, upper_mask
+from .parts import Rows
+from .sizes import GraphSizes
+from .tree import last_accepted, renumbered, surviving_nodes
+
+PREFILL, DECODE = "prefill", "decode"
+
+
+class Profile(Protocol):
+    """How a model's parts are laid out: `gpu.GpuProfile` or `ane.AneProfile`."""
+
+    sizes: GraphSizes
+    head: Head
+    draft_head: Head
+
+    def cache_shape(self) -> tuple[int, ...]: ...
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+    def run(
+        self,
+        hidden: torch.Tensor,
+        first: int,
+        last: int,
+        rows: Rows,
+        caches: Sequence[torch.Tensor],
+    ) -> torch.Tensor: ...
+    def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor: ...
+    def join(self, nodes: torch.Tensor, streams: torch.Tensor) -> torch.Tensor: ...
+    def start_streams(self, nodes: torch.Tensor) -> torch.Tensor: ...
+    def exit_states(self, nodes: torch.Tensor) -> torch.Tensor: ...
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def as_rows(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A named input or output.
+
+    Attributes:
+        name: of the tensor.
+        shape: all of it.
+        kind: "int" for int32, "float" for the graph's own precision.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Literal["int", "float"] = "int"
+
+    def zeros(self) -> torch.Tensor:
+        """An example to trace with."""
+        return torch.zeros(self.shape, dtype=torch.int32 if self.kind == "int" else torch.float32)
+
+
+def cache_names(num_layers: int) -> list[str]:
+    """Names of the cache's tensors in order: keys and values, layer by layer."""
+    return [f"{kind}_{layer:02}" for layer in range(num_layers) for kind in ("keys", "values")]
+
+
+class Graph(nn.Module):
+    """A function of the exported model: `forward(*inputs, *caches) -> outputs`.
+
+    The caches are written in place.
+
+    Attributes:
+        name: of the function.
+        inputs, outputs: beside the cache.
+        caches: names of the cache's tensors, each of `cache_shape`.
+    """
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    def __init__(self, profile: Profile, num_layers: int) -> None:
+        super().__init__()
+        self.profile, self.num_layers = profile, num_layers
+        self.caches = cache_names(num_layers)
+        self.cache_shape = profile.cache_shape()
+
+    def examples(self) -> tuple[torch.Tensor, ...]:
+        """Inputs and caches to trace with."""
+        caches = (torch.zeros(self.cache_shape) for _ in self.caches)
+        return (*(tensor.zeros() for tensor in self.inputs), *caches)
+
+
+class PrefillGraph(Graph):
+    """Puts T tokens of the prompt into their slots; without streams."""
+
+    name = PREFILL
+
+    def __init__(self, profile: Profile, num_layers: int) -> None:
+        super().__init__(profile, num_layers)
+        count, slots = profile.sizes.chunk, profile.sizes.num_slots
+        names = ("tokens", "positions", "slots")
+        mask = Tensor("mask", (1, 1, count, slots), "float")
+        self.inputs = (*(Tensor(name, (count,)) for name in names), mask)
+        self.outputs = (Tensor("last_slot", (1,)),)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tokens, positions, slots, mask = tensors[:4]
+        caches = tensors[4:]
+        hidden = self.profile.embed(tokens, positions)
+        self.profile.run(hidden, 0, self.num_layers, Rows(positions, slots, mask), caches)
+        # Of the last layer, only its keys and values are needed: the rest is dead code here.
+        return (slots[-1:] + 0,)
+
+
+class DecodeGraph(Graph):
+    """Verifies a tree of N nodes, and drafts from the streams of the last accepted one.
+
+    Args:
+        profile: the model's parts.
+        num_layers: of the model.
+        split: the first layer with streams.
+        vocab: [Vd] the tokens that streams draft from; None for all.
+    """
+
+    name = DECODE
+
+    def __init__(
+        self, profile: Profile, num_layers: int, split: int, vocab: torch.Tensor | None
+    ) -> None:
+        super().__init__(profile, num_layers)
+        self.split, sizes = split, profile.sizes
+        dtype = profile.head.weight.dtype
+        own = own_stream_mask(sizes.num_kept, sizes.num_streams, dtype)
+        self.own: torch.Tensor
+        self.vocab: torch.Tensor | None
+        self.ahead: torch.Tensor
+        self.register_buffer("own", own, persistent=False)
+        self.register_buffer("vocab", vocab, persistent=False)
+        ahead = torch.arange(1, sizes.num_streams + 1, dtype=torch.int32)
+        self.register_buffer("ahead", ahead, persistent=False)
+        self.inputs, self.outputs = _decode_inputs(sizes), _decode_outputs(sizes)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        profile, sizes = self.profile, self.profile.sizes
+        tokens, positions, slots, mask, parents, depths, ancestors = tensors[:7]
+        caches = tensors[7:]
+        hidden = profile.embed(tokens, positions)
+        hidden = profile.run(hidden, 0, self.split, Rows(positions, slots, mask), caches)
+        kept: tuple[torch.Tensor, ...] = ()
+        if sizes.is_pruned:
+            edges = self._edges(hidden, tokens, parents)
+            keep = surviving_nodes(edges, depths, ancestors, sizes.num_kept)
+            kept, hidden = (keep,), profile.take(hidden, keep)
+            tokens, positions, slots, depths = (x[keep] for x in (tokens, positions, slots, depths))
+            mask, ancestors = mask[:, :, keep], ancestors[keep][:, keep]
+            parents = renumbered(keep, parents[keep])
+        rows = self._upper(hidden, positions, slots, mask, caches)
+        nodes = profile.norm(profile.take(rows, torch.arange(sizes.num_kept)))
+        targets = profile.head.choose(nodes)
+        last = last_accepted(tokens, targets, parents, depths, ancestors)
+        return (targets, *kept, last, *self._draft(rows, last))
+
+    def _edges(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
+    ) -> torch.Tensor:
+        """[N] early-exit log probability of each node's token given its parent."""
+        profile = self.profile
+        inner = profile.take(hidden, torch.arange(profile.sizes.num_parents))
+        states = profile.exit_states(inner)
+        above = torch.minimum(parents, torch.tensor(profile.sizes.num_parents - 1))
+        total = profile.head.log_total(states)[above]
+        return profile.head.logit_of(profile.as_rows(states)[above], tokens) - total
+
+    def _upper(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        mask: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Nodes and their streams through the top layers (eqs. 1 to 3)."""
+        profile, streams = self.profile, self.profile.sizes.num_streams
+        ahead = (positions[:, None] + self.ahead).flatten()
+        rows = Rows(
+            torch.cat([positions, ahead]), slots, upper_mask(mask, self.own, streams), streams
+        )
+        hidden = profile.join(hidden, profile.start_streams(hidden))
+        return profile.run(hidden, self.split, self.num_layers, rows, caches)
+
+    def _draft(self, rows: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[G, K] tokens and log probabilities of the streams of node `last`."""
+        profile, sizes = self.profile, self.profile.sizes
+        own = sizes.num_kept + last * sizes.num_streams + self.ahead - 1
+        streams = profile.norm(profile.take(rows, own))
+        tokens, logprobs = profile.draft_head.rank(streams, sizes.num_candidates)
+        return (tokens if self.vocab is None else self.vocab[tokens]), logprobs
+
+
+def _decode_inputs(sizes: GraphSizes) -> tuple[Tensor, ...]:
+    count = sizes.num_nodes
+    return (
+        *(Tensor(name, (count,)) for name in ("tokens", "positions", "slots")),
+        Tensor("mask", (1, 1, count, sizes.num_slots), "float"),
+        *(Tensor(name, (count,)) for name in ("parents", "depths")),
+        Tensor("ancestors", (count, count), "float"),
+    )
+
+
+def _decode_outputs(sizes: GraphSizes) -> tuple[Tensor, ...]:
+    kept, candidates = (sizes.num_kept,), (sizes.num_streams, sizes.num_candidates)
+    return (
+        Tensor("target_tokens", kept),
+        *((Tensor("kept", kept),) if sizes.is_pruned else ()),
+        Tensor("last", (1,)),
+        Tensor("candidate_tokens", candidates),
+        Tensor("candidate_logprobs", candidates, "float"),
+    )
+
+
+class Stateful(nn.Module):
+    """A graph whose caches are its own buffers: state, to a converter."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.function = graph
+        for name in graph.caches:
+            self.register_buffer(name, torch.zeros(graph.cache_shape))
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.function(*inputs, *(getattr(self, name) for name in self.function.caches))
+
+
+class Carrying(nn.Module):
+    """A graph whose caches are inputs and outputs: `forward(*inputs, *caches)` gives both."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.function = graph
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        caches = tensors[len(self.function.inputs) :]
+        return (*self.function(*tensors), *caches)

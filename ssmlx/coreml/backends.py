@@ -1,0 +1,134 @@
+"""What runs an exported model: one small interface, and Core ML behind it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import InputError
+from .manifest import Manifest
+
+PREFILL, DECODE = "prefill", "decode"
+FUNCTIONS = (PREFILL, DECODE)
+NEW = "_new"
+COMPUTE_UNITS = ("all", "cpu-and-gpu", "cpu-and-ne", "cpu-only")
+DEFAULT_UNITS = {"gpu": "cpu-and-gpu", "ane": "cpu-and-ne"}
+Arrays = Mapping[str, np.ndarray]
+
+
+class Backend(Protocol):
+    """Runs the functions of an exported model."""
+
+    def make_state(self) -> Any:
+        """An empty cache, for one sequence."""
+        ...
+
+    def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
+        """The outputs of `function`, by name; what it writes into the cache is in `state`."""
+        ...
+
+
+Call = Callable[[str, Arrays], Arrays]
+"""Runs a function without state: its name and inputs to its outputs."""
+
+
+class CarriedCache:
+    """A backend whose caches are inputs and outputs, which the host carries from call to call.
+
+    Args:
+        call: runs a function.
+        manifest: names and shapes of the caches.
+    """
+
+    def __init__(self, call: Call, manifest: Manifest) -> None:
+        self._call, self._manifest = call, manifest
+
+    def make_state(self) -> dict[str, np.ndarray]:
+        """See `Backend`."""
+        manifest = self._manifest
+        return {
+            name: np.zeros(manifest.cache_shape, manifest.float_type)
+            for name in manifest.cache_names
+        }
+
+    def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
+        """See `Backend`."""
+        found = dict(self._call(function, {**inputs, **state}))
+        for name in state:
+            state[name] = found.pop(name + NEW)
+        return found
+
+
+class CoreMLState:
+    """A backend whose caches Core ML keeps.
+
+    Args:
+        models: a loaded `coremltools.models.MLModel` of each function of one package.
+    """
+
+    def __init__(self, models: Mapping[str, Any]) -> None:
+        self._models = models
+
+    def make_state(self) -> Any:
+        """See `Backend`; the state that one function makes serves the other as well."""
+        return self._models[DECODE].make_state()
+
+    def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
+        """See `Backend`."""
+        return self._models[function].predict(dict(inputs), state=state)
+
+
+def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None = None) -> Backend:
+    """Run a package with Core ML itself, which only macOS has.
+
+    Args:
+        package: an .mlpackage.
+        manifest: beside it.
+        compute_units: one of `COMPUTE_UNITS`; by default those that the profile was made for.
+
+    Raises:
+        InputError: this is not macOS, or coremltools is missing or cannot load the package.
+    """
+    ct = _coremltools()
+    units = compute_units or DEFAULT_UNITS[manifest.profile]
+    if units not in COMPUTE_UNITS:
+        raise InputError(
+            f"--compute-units {units}", expected="one of " + ", ".join(COMPUTE_UNITS), do="choose"
+        )
+    unit = getattr(ct.ComputeUnit, units.upper().replace("-", "_"))
+    try:
+        models = {
+            name: ct.models.MLModel(str(package), compute_units=unit, function_name=name)
+            for name in FUNCTIONS
+        }
+    except Exception as error:  # Core ML's own, of no common kind
+        raise InputError(
+            f"{package} cannot be loaded by Core ML ({str(error).splitlines()[0]})",
+            expected="a package that this macOS can run (macOS 15 or later)",
+            do="update macOS, or export again",
+        ) from error
+    if manifest.cache == "state":
+        return CoreMLState(models)
+    return CarriedCache(lambda name, inputs: models[name].predict(dict(inputs)), manifest)
+
+
+def _coremltools() -> Any:
+    if sys.platform != "darwin":
+        raise InputError(
+            "Core ML runs on macOS alone",
+            expected="macOS 15 or later",
+            do="copy the exported folder to a Mac",
+        )
+    try:
+        import coremltools
+    except ImportError as error:
+        raise InputError(
+            "coremltools is not installed",
+            expected="the package that runs Core ML models",
+            do='`pip install "ssmlx[coreml]"`',
+        ) from error
+    return coremltools

@@ -1,0 +1,131 @@
+"""The decoding loop around an exported model; beside it, what one step is given.
+
+The twin of `ssmlx/decode.py`: there the device holds everything, here the host keeps tree and
+slot map in numpy, and the model is two functions of fixed shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from .backends import DECODE, PREFILL, Backend
+from .manifest import Manifest
+from .slots import SlotCache
+from .tree import DraftTree, accepted_path, grow_tree, root_tree
+
+Progress = Callable[[int, int], None]
+
+
+def prefill(
+    backend: Backend,
+    manifest: Manifest,
+    tokens: list[int],
+    cache: SlotCache,
+    progress: Progress | None = None,
+) -> None:
+    """Put `tokens` into the cache, a chunk at a time; the last chunk is filled up.
+
+    A row that only fills up writes into a slot that stays free.
+    """
+    report, size = progress or (lambda done, total: None), manifest.chunk
+    report(0, len(tokens))
+    for first in range(0, len(tokens), size):
+        chunk = tokens[first : first + size]
+        slots = cache.free(size)
+        padded = np.zeros(size, np.int32)
+        padded[: len(chunk)] = chunk
+        inputs = {
+            "tokens": padded,
+            "positions": _positions(cache.offset + np.arange(size), manifest),
+            "slots": slots,
+            "mask": cache.mask(slots, np.tri(size, dtype=bool)).astype(manifest.float_type),
+        }
+        backend.predict(PREFILL, inputs, cache.state)
+        cache.commit(slots[: len(chunk)])
+        report(first + len(chunk), len(tokens))
+
+
+def step_inputs(
+    tree: DraftTree, slots: np.ndarray, cache: SlotCache, manifest: Manifest
+) -> dict[str, np.ndarray]:
+    """What the function "decode" takes; nodes that the tree lacks see themselves alone.
+
+    Args:
+        tree: at most N nodes.
+        slots: [N] free slots.
+        cache: holds what is committed.
+        manifest: of the exported model.
+    """
+    size, count = manifest.num_nodes, len(tree.tokens)
+    own = np.arange(size, dtype=np.int32)
+    tokens, depths = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+    parents, ancestors = own.copy(), np.eye(size, dtype=bool)
+    tokens[:count], depths[:count], parents[:count] = tree.tokens, tree.depths, tree.parents
+    ancestors[:count, :count] = tree.ancestors
+    return {
+        "tokens": tokens,
+        "positions": _positions(cache.offset + np.maximum(depths, 0), manifest),
+        "slots": slots,
+        "mask": cache.mask(slots, ancestors).astype(manifest.float_type),
+        "parents": parents,
+        "depths": depths,
+        "ancestors": ancestors.astype(manifest.float_type),
+    }
+
+
+def _positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
+    """Rows that only fill up may stand behind the last position; they take that."""
+    return np.minimum(positions, manifest.num_slots - 1).astype(np.int32)
+
+
+def step(
+    backend: Backend, manifest: Manifest, tree: DraftTree, cache: SlotCache
+) -> tuple[list[int], DraftTree]:
+    """One target call: the tokens that it advances by, and the next tree."""
+    slots = cache.free(manifest.num_nodes)
+    found = backend.predict(DECODE, step_inputs(tree, slots, cache, manifest), cache.state)
+    kept = np.arange(len(tree.tokens))
+    if "kept" in found:
+        # Rows that fill up may be kept where the tree is small; they stand behind its nodes.
+        kept = found["kept"][found["kept"] < len(tree.tokens)]
+    verified = tree.select(kept)
+    targets = found["target_tokens"][: len(kept)]
+    path = accepted_path(verified, targets)
+    _check_agreement(int(path[-1]), found["last"])
+    cache.commit(slots[kept[path]])
+    tokens = [int(token) for token in targets[path]]
+    candidates, logprobs = found["candidate_tokens"], found["candidate_logprobs"]
+    return tokens, grow_tree(tokens[-1], candidates, logprobs, manifest.tree)
+
+
+def _check_agreement(last: int, found: np.ndarray) -> None:
+    if last != int(found[0]):
+        raise RuntimeError(
+            f"the model drafted for node {int(found[0])} and the host accepted node {last}: "
+            "the package and this loop do not belong together"
+        )
+
+
+def streaming_decode(
+    backend: Backend,
+    manifest: Manifest,
+    prompt: list[int],
+    cache: SlotCache,
+    progress: Progress | None = None,
+) -> Iterator[list[int]]:
+    """Yield the tokens that each target call advances by, until the cache is full.
+
+    Args:
+        backend: runs the model.
+        manifest: of the exported model.
+        prompt: one token or more; they follow what `cache` already holds.
+        cache: left holding the prompt and every yielded token but the last.
+        progress: told (prompt tokens processed, prompt tokens in all).
+    """
+    prefill(backend, manifest, prompt[:-1], cache, progress)
+    tree = root_tree(prompt[-1])
+    while cache.offset + manifest.num_nodes <= manifest.num_slots:
+        tokens, tree = step(backend, manifest, tree, cache)
+        yield tokens

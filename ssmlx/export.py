@@ -1,0 +1,21 @@
+"""`python -m ssmlx.export`: export to Core ML or Core AI; the command is `convert.export`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    # Beside this package in a checkout, inside it once installed.
+    try:
+        command = import_module("ssmlx.convert.export.__main__")
+    except ModuleNotFoundError as error:
+        if error.name != "ssmlx.convert":
+            raise
+        command = import_module("convert.export.__main__")
+    return command.main(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,248 @@
+"""The graph that is exported, against the MLX runtime and the converter's reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from tiny import first_tokens  # noqa: E402
+from tiny_export import (  # noqa: E402
+    CHUNK,
+    CONTEXT,
+    TorchBackend,
+    make_manifest,
+    mlx_steps,
+    torch_steps,
+    write_pair,
+)
+
+from convert.base import load_base  # noqa: E402
+from convert.export.ane import rms_norm  # noqa: E402
+from convert.export.export import build_graphs  # noqa: E402
+from convert.export.heads import Head  # noqa: E402
+from convert.export.settings import ExportConfig  # noqa: E402
+from convert.export.source import build_reference  # noqa: E402
+from convert.oracle import tree_inputs  # noqa: E402
+from ssmlx.config import PruneConfig, TreeConfig  # noqa: E402
+from ssmlx.coreml.decode import prefill, step_inputs  # noqa: E402
+from ssmlx.coreml.slots import SlotCache  # noqa: E402
+from ssmlx.coreml.tree import DraftTree  # noqa: E402
+from ssmlx.errors import InputError  # noqa: E402
+
+PROMPT = [5, 2, 3, 11, 7, 9]
+FULL, BEST = TreeConfig(kind="full", width=2), TreeConfig(size=6)
+WHOLE, PRUNED = PruneConfig(), PruneConfig(kind="budget", keep=4)
+TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads cost more than they bring at these sizes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(**changes) -> ExportConfig:
+    values = {"tree": BEST, "context": CONTEXT, "chunk": CHUNK, "precision": "float32"}
+    return ExportConfig(**{**values, **changes})
+
+
+def assert_same_steps(folders, *configs):
+    """Same tokens in the same calls as the MLX runtime; the fewest calls that were taken."""
+    calls = []
+    for settings in configs:
+        expected = first_tokens(mlx_steps(folders, settings, PROMPT), TOKENS)
+        assert first_tokens(torch_steps(folders, settings, PROMPT), TOKENS) == expected
+        calls.append(len(expected[1]))
+    return min(calls)
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_steps_are_those_of_mlx(scope, tmp_path):
+    folders = write_pair(tmp_path, adapter_scope=scope)
+    fewest = assert_same_steps(
+        folders,
+        *(
+            config(profile=profile, tree=tree, prune=prune)
+            for profile in ("gpu", "ane")
+            for tree in (FULL, BEST)
+            for prune in (WHOLE, PRUNED)
+        ),
+    )
+    assert fewest < TOKENS - 2, "hardly a draft was accepted, so this shows little"
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2", "Qwen3", "Mistral"])
+def test_both_profiles_know_these_architectures(architecture, tmp_path):
+    folders = write_pair(tmp_path, architecture, adapter_scope="streams")
+    assert_same_steps(folders, config(), config(profile="ane"))
+
+
+@pytest.mark.parametrize("architecture", ["Phi3", "Phi", "OPT"])
+def test_the_profile_gpu_takes_other_layers(architecture, tmp_path):
+    base = {"OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64}}.get(architecture, {})
+    folders = write_pair(tmp_path, architecture, base=base)
+    assert_same_steps(folders, config())
+    with pytest.raises(InputError, match="for --profile ane"):
+        build_graphs(folders.base, folders.load_adapter(), config(profile="ane"))
+
+
+@pytest.mark.parametrize("profile", ["gpu", "ane"])
+def test_other_designs(profile, tmp_path):
+    rotated = write_pair(
+        tmp_path / "rotated",
+        stream_design="value_rotation",
+        rotation_step=0.3,
+        stream_init="identity",
+        stream_init_rank=0,
+    )
+    tied = write_pair(tmp_path / "tied", base={"tie_word_embeddings": True}, num_streams=3)
+    assert_same_steps(rotated, config(profile=profile))
+    assert_same_steps(tied, config(profile=profile, num_streams=2, prune=PRUNED))
+
+
+@pytest.mark.parametrize("profile", ["gpu", "ane"])
+def test_a_draft_vocabulary_limits_the_drafts(profile, tmp_path):
+    vocab = torch.tensor([0, 1, 2, 4, 5, 7, 8, 10], dtype=torch.int32)
+    lora = {"lora_rank": 3, "lora_alpha": 6, "draft_vocab": vocab}
+    folders = write_pair(tmp_path, lora=lora, draft_vocab_size=len(vocab))
+    assert_same_steps(folders, config(profile=profile))
+
+
+# --- One step, number by number ---
+
+TREE = DraftTree(
+    np.array([7, 1, 6, 3], np.int32),
+    np.array([0, 1, 1, 2], np.int32),
+    np.array([[0, 0, 0], [0, 1, 1], [0, 2, 2], [0, 1, 3]], np.int32),
+)
+PARENTS = [-1, 0, 0, 1]
+
+
+@torch.no_grad()
+def expected_step(folders, profile):
+    """Targets of every node, and the streams' log probabilities of the node that is accepted."""
+    reference = build_reference(folders.base, folders.load_adapter(), 2)
+    input_ids, positions, visible = tree_inputs(PROMPT[:-1], TREE.tokens.tolist(), PARENTS)
+    nodes = torch.arange(len(PROMPT) - 1, input_ids.shape[1])
+    found = reference(input_ids, positions=positions, visible=visible, stream_rows=nodes)
+    return found.main_logits[0, nodes].argmax(dim=-1), found.stream_logits[0].log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize("profile", ["gpu", "ane"])
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_a_step_is_the_references(scope, profile, tmp_path):
+    folders = write_pair(tmp_path, adapter_scope=scope)
+    settings, adapter = config(profile=profile), folders.load_adapter()
+    graphs = build_graphs(folders.base, adapter, settings)
+    manifest, backend = make_manifest(graphs[1], adapter, settings), TorchBackend(graphs)
+    cache = SlotCache(backend.make_state(), manifest.num_slots)
+    prefill(backend, manifest, PROMPT[:-1], cache)
+    inputs = step_inputs(TREE, cache.free(manifest.num_nodes), cache, manifest)
+    found = backend.predict("decode", inputs, cache.state)
+    targets, logprobs = expected_step(folders, profile)
+    assert found["target_tokens"][:4].tolist() == targets.tolist()
+    last = int(found["last"][0])
+    values, tokens = logprobs[last].topk(manifest.tree.num_candidates)
+    assert found["candidate_tokens"].tolist() == tokens.tolist()
+    assert np.allclose(found["candidate_logprobs"], values.numpy(), atol=1e-4)
+
+
+def test_a_rejected_nodes_slot_can_be_used_again(tmp_path):
+    folders, settings = write_pair(tmp_path), config()
+    adapter = folders.load_adapter()
+    graphs = build_graphs(folders.base, adapter, settings)
+    manifest, backend = make_manifest(graphs[1], adapter, settings), TorchBackend(graphs)
+    clean = SlotCache(backend.make_state(), manifest.num_slots)
+    dirty = SlotCache(backend.make_state(), manifest.num_slots)
+    for tensor in dirty.state:
+        tensor.normal_(std=30, generator=torch.Generator().manual_seed(3))
+    answers = []
+    for cache in (clean, dirty):
+        prefill(backend, manifest, PROMPT[:-1], cache)
+        slots = cache.free(manifest.num_nodes)
+        inputs = step_inputs(TREE, slots, cache, manifest)
+        answers.append(backend.predict("decode", inputs, cache.state))
+    for name, expected in answers[0].items():
+        assert np.allclose(answers[1][name], expected, atol=1e-5), name
+
+
+# --- Parts ---
+
+
+def test_the_norm_of_the_neural_engine_survives_large_hidden_states(tmp_path):
+    """SmolLM2's reach 25,000, whose square is not in float16."""
+    base = load_base(write_pair(tmp_path).base)
+    norm = base.model.norm
+    hidden = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0))
+    hidden[..., 5] = 25_000
+    expected = norm(hidden)[0]
+    found = rms_norm(norm.half(), hidden.half().transpose(1, 2)[:, :, None], 1)
+    assert torch.allclose(found[0, :, 0].t().float(), expected, rtol=4e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_a_head_in_pieces_is_the_whole_head(channels_first):
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(50, 8, generator=generator), torch.randn(50, generator=generator)
+    rows = torch.randn(5, 8, generator=generator)
+    hidden = rows.t()[None, :, None] if channels_first else rows[None]
+    head = Head(weight, bias, channels_first=channels_first, piece=16)
+    logits = rows @ weight.t() + bias
+    assert head.choose(hidden).tolist() == logits.argmax(dim=-1).tolist()
+    assert torch.allclose(head.log_total(hidden), logits.logsumexp(dim=-1), atol=1e-5)
+    tokens, logprobs = head.rank(hidden, 20)
+    expected = logits.log_softmax(dim=-1).topk(20)
+    assert torch.equal(tokens.long(), expected.indices)
+    assert torch.allclose(logprobs, expected.values, atol=1e-5)
+    drafted = torch.tensor([3, 49, 0, 7, 7])
+    found = head.logit_of(rows, drafted)
+    assert torch.allclose(found, logits[torch.arange(5), drafted], atol=1e-5)
+
+
+# --- Bad input ---
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path):
+    folders = write_pair(tmp_path)
+    adapter = folders.load_adapter()
+
+    def refused(match, **changes):
+        with pytest.raises(InputError, match=match):
+            build_graphs(folders.base, adapter, config(**changes))
+
+    refused("whole chunks", context=66)
+    refused("--context 256.*at most 128", context=256)
+    refused("--num-streams 3.*1 to 2", num_streams=3)
+    refused("fixed shapes", prune=PruneConfig(kind="threshold"))
+    refused("multiple of 32", profile="ane", context=60)
+    refused("room for a tree", context=4)
+    refused("--dtype float16", compression="int8")
+    bare = replace(adapter, config=replace(adapter.config, prune_rank=0))
+    with pytest.raises(InputError, match="no pruning adapter"):
+        build_graphs(folders.base, bare, config(prune=PRUNED))
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    folders = write_pair(tmp_path / "one")
+    adapter = folders.load_adapter()
+    other = replace(adapter, base=replace(adapter.base, norm_probe=(math.pi,) * 32))
+    with pytest.raises(InputError, match=r"another base model.*its final norm differs"):
+        build_graphs(folders.base, other, config())
+    _, *rest = adapter.lora
+    uneven = replace(adapter, lora={path: adapter.lora[path] for path in rest})
+    with pytest.raises(InputError, match="differs from layer to layer"):
+        build_graphs(folders.base, uneven, config())
+
+
+def test_a_sliding_window_shorter_than_the_context_is_refused(tmp_path):
+    folders = write_pair(tmp_path, "Mistral", base={"sliding_window": 32})
+    with pytest.raises(InputError, match="looks back 32 tokens"):
+        build_graphs(folders.base, folders.load_adapter(), config())

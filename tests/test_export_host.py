@@ -1,0 +1,341 @@
+"""The host loop of an exported model: slots, trees, manifest and segments, without any model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny import make_tokenizer
+
+from ssmlx import coreml
+from ssmlx import tree as device_tree
+from ssmlx.accept import accept
+from ssmlx.config import TreeConfig
+from ssmlx.coreml.api import ExportedModel, stream_generate
+from ssmlx.coreml.backends import CarriedCache, CoreMLState, coreml_backend
+from ssmlx.coreml.decode import step_inputs, streaming_decode
+from ssmlx.coreml.manifest import Manifest, package_digest
+from ssmlx.coreml.slots import MASKED, SlotCache
+from ssmlx.coreml.tree import TreeTables, accepted_path, grow_tree, root_tree
+from ssmlx.errors import InputError
+
+STREAMS, NODES, SLOTS, CHUNK, VOCAB = 3, 6, 40, 4, 50
+TREES = (TreeConfig(kind="full", width=2), TreeConfig(size=NODES), TreeConfig(size=9, width=3))
+
+
+def make_tables(config: TreeConfig, streams: int = STREAMS) -> TreeTables:
+    topology = device_tree.draft_topology(config, streams)
+    return TreeTables.of(topology, config.num_nodes(streams))
+
+
+def make_manifest(**changes) -> Manifest:
+    values = {
+        "target": "coreml",
+        "profile": "gpu",
+        "dtype": "float32",
+        "cache": "arrays",
+        "cache_names": ("keys_00", "values_00"),
+        "cache_shape": (1, 1, SLOTS, 1),
+        "num_slots": SLOTS,
+        "chunk": CHUNK,
+        "num_nodes": NODES,
+        "num_kept": NODES,
+        "num_streams": STREAMS,
+        "tree": make_tables(TreeConfig(size=NODES)),
+        "prompt_template": None,
+        "end_token_ids": (),
+        "digest": "",
+        "compression": "none",
+        "model": "none",
+        "adapter": "none",
+        "versions": {},
+    }
+    return Manifest(**{**values, **changes})
+
+
+class Counting:
+    """Counts upwards; its streams foresee `right` tokens and then err.
+
+    It reads the text from the cache alone: each row looks for the slots that its mask shows.
+    """
+
+    def __init__(self, manifest: Manifest, right: int = STREAMS) -> None:
+        self.manifest, self.right, self.calls = manifest, right, []
+
+    def make_state(self):
+        return {"tokens": np.full(SLOTS, -1), "positions": np.full(SLOTS, -1)}
+
+    def predict(self, function, inputs, state):
+        self.calls.append(function)
+        state["tokens"][inputs["slots"]] = inputs["tokens"]
+        state["positions"][inputs["slots"]] = inputs["positions"]
+        if function == "prefill":
+            return {"last_slot": inputs["slots"][-1:]}
+        targets = np.array([self._next(row, state) for row in inputs["mask"][0, 0]], np.int32)
+        last = self._last(inputs, targets)
+        return {"target_tokens": targets, "last": np.array([last]), **self._draft(targets[last])}
+
+    def _next(self, mask, state):
+        """What follows the text that a row sees: nothing that counts, where the text does not."""
+        seen = np.flatnonzero(mask == 0)
+        order = seen[np.argsort(state["positions"][seen])]
+        assert state["positions"][order].tolist() == list(range(len(order)))
+        text = state["tokens"][order]
+        counts = (np.diff(text) % VOCAB == 1).all()
+        return (text[-1] + 1) % VOCAB if counts else 0
+
+    def _last(self, inputs, targets):
+        agrees = inputs["tokens"] == targets[inputs["parents"]]
+        agrees |= inputs["depths"] == 0
+        whole = [agrees[row > 0].all() for row in inputs["ancestors"]]
+        return int(np.where(whole, inputs["depths"], -1).argmax())
+
+    def _draft(self, root):
+        ranks = np.arange(self.manifest.tree.num_candidates)
+        ahead = np.arange(1, STREAMS + 1)[:, None]
+        tokens = (root + ahead + ranks + (ahead > self.right)) % VOCAB
+        logprobs = np.broadcast_to(-0.1 - ranks * 3.0, tokens.shape).astype(np.float32)
+        return {"candidate_tokens": tokens.astype(np.int32), "candidate_logprobs": logprobs}
+
+
+def make_model(right: int = STREAMS, **changes) -> ExportedModel:
+    manifest = make_manifest(**changes)
+    return ExportedModel(Counting(manifest, right), manifest, make_tokenizer(VOCAB))
+
+
+# --- Trees ---
+
+
+@pytest.mark.parametrize("config", TREES)
+def test_trees_grow_as_on_the_device(config):
+    rng = np.random.default_rng(0)
+    tables = make_tables(config)
+    for _ in range(20):
+        logits = rng.normal(0, 3, (STREAMS, VOCAB)).astype(np.float32)
+        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        tokens = np.argsort(-logprobs)[:, : tables.num_candidates].astype(np.int32)
+        logprobs = np.take_along_axis(logprobs, tokens, axis=1)
+        found = grow_tree(7, tokens, logprobs, tables)
+        expected = device_tree.grow_tree(
+            mx.array([7]), mx.array(tokens), mx.array(logprobs), config
+        )
+        for name in ("tokens", "depths", "paths", "parents", "ancestors"):
+            assert np.array_equal(getattr(found, name), np.array(getattr(expected, name))), name
+        targets = rng.integers(0, VOCAB, len(found.tokens)).astype(np.int32)
+        for node in rng.permutation(len(found.tokens))[:3]:
+            targets[found.parents[node]] = found.tokens[node]
+        walked = accept(expected, mx.array(targets))
+        count = int(walked.num_accepted.item()) + 1
+        assert accepted_path(found, targets).tolist() == walked.path.tolist()[:count]
+
+
+# --- Slots ---
+
+
+def test_rejected_slots_are_free_again_and_committed_ones_are_not():
+    cache = SlotCache(None, 6)
+    assert cache.free(4).tolist() == [0, 1, 2, 3]
+    cache.commit(np.array([2, 0]))
+    assert cache.offset == 2 and cache.free(4).tolist() == [1, 3, 4, 5]
+    with pytest.raises(InputError, match=r"2 tokens are in a context of 6.*room for 5"):
+        cache.free(5)
+    cache.trim(1)
+    assert cache.offset == 1 and cache.free(5).tolist() == [0, 1, 3, 4, 5]
+
+
+def test_a_row_sees_what_is_committed_and_its_ancestors():
+    """Slots 1 and 4 are committed; a root, its child and a row that fills up go to 0, 2 and 5.
+
+        0  1  2  3  4  5
+    n0  x  x        x
+    n1  x  x  x     x
+    --     x        x  x
+    """
+    cache = SlotCache(None, 6)
+    cache.commit(np.array([4, 1]))
+    visible = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 1]], bool)
+    mask = cache.mask(np.array([0, 2, 5]), visible)
+    seen = [[1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 1, 0], [0, 1, 0, 0, 1, 1]]
+    assert mask.shape == (1, 1, 3, 6)
+    assert np.array_equal(mask[0, 0], np.where(np.array(seen, bool), 0, MASKED))
+
+
+def test_nodes_that_fill_up_see_themselves_alone_and_have_no_depth():
+    cache = SlotCache(None, SLOTS)
+    inputs = step_inputs(root_tree(9), cache.free(NODES), cache, make_manifest())
+    assert inputs["tokens"].tolist() == [9, 0, 0, 0, 0, 0]
+    assert inputs["depths"].tolist() == [0, -1, -1, -1, -1, -1]
+    assert np.array_equal(inputs["ancestors"], np.eye(NODES))
+
+
+# --- The loop ---
+
+
+@pytest.mark.parametrize(("right", "advance"), [(0, 1), (1, 2), (2, 3), (3, 4)])
+def test_each_call_advances_by_what_the_streams_foresaw(right, advance):
+    model = make_model(right)
+    steps = streaming_decode(model.backend, model.manifest, [5, 6, 7, 8, 9, 10], model.make_cache())
+    taken = [next(steps) for _ in range(5)]
+    assert [len(step) for step in taken] == [1, *[advance] * 4]
+    tokens = [token for step in taken for token in step]
+    assert tokens == list(range(11, 11 + len(tokens)))
+    assert model.backend.calls == ["prefill", "prefill", *["decode"] * 5]
+
+
+def test_a_cache_goes_on_where_the_last_answer_ended():
+    model = make_model()
+    cache = model.make_cache()
+    first = list(stream_generate(model, [1, 2, 3], max_tokens=4, cache=cache))
+    said = [token for response in first for token in response.tokens]
+    assert said == [4, 5, 6, 7]
+    more = list(range(cache.offset + 1, cache.offset + 4))
+    second = next(stream_generate(model, more, cache=cache))
+    assert second.prompt_tokens == more[-1]
+    assert second.tokens[0] == more[-1] + 1
+
+
+def test_an_answer_ends_at_its_end_token_its_length_or_the_context():
+    def last(**settings):
+        changes = {name: settings.pop(name) for name in ("end_token_ids",) if name in settings}
+        responses = list(stream_generate(make_model(**changes), [1, 2, 3], **settings))
+        tokens = [token for response in responses for token in response.tokens]
+        assert responses[-1].generation_tokens == len(tokens)
+        assert responses[-1].target_calls == len(responses)
+        assert all(response.finish_reason is None for response in responses[:-1])
+        return tokens, responses[-1].finish_reason
+
+    assert last(end_token_ids=(9,)) == ([4, 5, 6, 7, 8, 9], "stop")
+    assert last(max_tokens=3) == ([4, 5, 6], "length")
+    tokens, reason = last(max_tokens=1000)
+    assert reason == "context"
+    assert SLOTS - NODES < 2 + len(tokens) <= SLOTS
+
+
+def test_the_text_is_the_tokenizers():
+    model = make_model()
+    responses = list(stream_generate(model, "w1 w2 w3", max_tokens=5))
+    assert "".join(response.text for response in responses).split() == [
+        f"w{i}" for i in range(4, 9)
+    ]
+    assert coreml.generate(model, "w1 w2 w3", max_tokens=2).split() == ["w4", "w5"]
+
+
+def test_bad_prompts_are_refused():
+    model = make_model()
+    with pytest.raises(InputError, match="the prompt is empty"):
+        stream_generate(model, [])
+    with pytest.raises(InputError, match="the prompt has 37 tokens"):
+        stream_generate(model, list(range(37)))
+    with pytest.raises(InputError, match="--max-tokens 0"):
+        stream_generate(model, [1], max_tokens=0)
+    with pytest.raises(InputError, match="the prompt is empty"):
+        coreml.prompt_tokens(model, " ")
+
+
+def test_a_package_that_accepts_otherwise_than_the_host_is_found_out():
+    model = make_model()
+    model.backend._last = lambda inputs, targets: 0
+    with pytest.raises(RuntimeError, match="do not belong together"):
+        list(stream_generate(model, [1, 2, 3], max_tokens=20))
+
+
+def test_the_adapters_template_comes_before_the_chat_template():
+    model = make_model(prompt_template="w1 {prompt} w2")
+    assert coreml.prompt_tokens(model, "w7") == [1, 7, 2]
+    assert coreml.prompt_tokens(make_model(), "w7") == [7]
+
+
+# --- Backends ---
+
+
+def test_carried_caches_are_inputs_and_outputs():
+    def call(function, inputs):
+        written = inputs["keys_00"] + 1
+        outputs = {"last": np.zeros(1), "keys_00_new": written, "values_00_new": -written}
+        return outputs if function == "decode" else {}
+
+    backend = CarriedCache(call, make_manifest())
+    state = backend.make_state()
+    for count in (1, 2):
+        assert set(backend.predict("decode", {"tokens": np.zeros(1)}, state)) == {"last"}
+        assert (state["keys_00"] == count).all() and (state["values_00"] == -count).all()
+
+
+def test_core_ml_keeps_one_state_for_both_functions():
+    class Model:
+        def make_state(self):
+            return {"writes": 0}
+
+        def predict(self, inputs, state):
+            state["writes"] += 1
+            return {"writes": np.array([state["writes"]])}
+
+    backend = CoreMLState({"prefill": Model(), "decode": Model()})
+    state = backend.make_state()
+    found = [backend.predict(name, {}, state)["writes"][0] for name in ("prefill", "decode")]
+    assert found == [1, 2]
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is there")
+def test_core_ml_is_asked_for_on_a_mac_only(tmp_path):
+    with pytest.raises(InputError, match="runs on macOS alone"):
+        coreml_backend(tmp_path, make_manifest())
+
+
+# --- The manifest ---
+
+
+def write_export(folder, **changes):
+    package = folder / "model.mlpackage"
+    package.mkdir(parents=True)
+    (package / "weights").write_bytes(b"abc")
+    make_manifest(digest=package_digest(package), **changes).write(folder)
+    return folder
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path):
+    folder = write_export(tmp_path / "out", end_token_ids=(2, 5), prompt_template="a {prompt}")
+    read = Manifest.read(folder)
+    assert read.to_json().keys() == make_manifest().to_json().keys()
+    expected = make_manifest(digest=read.digest, end_token_ids=(2, 5), prompt_template="a {prompt}")
+    same = replace(read, tree=expected.tree)
+    assert same == expected
+    for name in ("slots", "depths", "paths"):
+        assert np.array_equal(getattr(read.tree, name), getattr(expected.tree, name))
+    assert read.package(folder) == folder / "model.mlpackage"
+
+
+def test_a_folder_whose_files_do_not_belong_together_is_refused(tmp_path):
+    folder = write_export(tmp_path / "out")
+    (folder / "model.mlpackage" / "weights").write_bytes(b"abd")
+    with pytest.raises(InputError, match=r"is not the package that manifest\.json was written for"):
+        coreml.load(folder)
+    (folder / "model.mlpackage" / "weights").unlink()
+    (folder / "model.mlpackage").rmdir()
+    with pytest.raises(InputError, match="does not exist"):
+        coreml.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"format": "ssmlx-export/0"}, "of another format"),
+        ({"num_nodes": 7}, "trees of 6 nodes in steps of 7"),
+        ({"num_kept": 9}, "9 nodes kept of 6"),
+        ({"num_streams": 1}, "deeper than 1 streams"),
+        ({"cache": "both"}, "cache 'both'"),
+        ({"tree": {}}, "cannot be read"),
+        ({"spare": 1}, "lacks or has over: spare"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(change, match, tmp_path):
+    folder = write_export(tmp_path / "out")
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(InputError, match=match) as caught:
+        Manifest.read(folder)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,350 @@
+"""The exported package itself: read back and executed by `convert.mil`, and run by Core AI."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("coremltools", exc_type=ImportError)
+from real import ROOT, one_line, run_module, snapshot, words  # noqa: E402
+from tiny_export import WORDS, Folders, write_pair  # noqa: E402
+
+from convert.export import compression  # noqa: E402
+from convert.export.coreml import convert_graph, import_coremltools, merge_functions  # noqa: E402
+from convert.export.export import Report, build_graphs, export  # noqa: E402
+from convert.export.interpreted import interpreted_backend  # noqa: E402
+from convert.export.settings import ExportConfig  # noqa: E402
+from convert.mil import Program  # noqa: E402
+from ssmlx import coreml  # noqa: E402
+from ssmlx.api import GenerateConfig, stream_generate  # noqa: E402
+from ssmlx.config import PruneConfig, TreeConfig  # noqa: E402
+from ssmlx.export import main  # noqa: E402
+
+TREE, PRUNE = TreeConfig(size=6), PruneConfig(kind="budget", keep=4)
+PROMPTS = [words(count, first) for count, first in ((9, 0), (4, 7), (14, 20))]
+TOKENS = 16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads cost more than they bring at these sizes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(**changes) -> ExportConfig:
+    return ExportConfig(**{"tree": TREE, "context": 64, "chunk": 4, **changes})
+
+
+def write_small(folder: Path, *, base=None, **changes) -> Folders:
+    """Two layers, one of them with streams: converting takes time for every operation."""
+    base = {"num_hidden_layers": 2, **(base or {})}
+    return write_pair(folder, vocab=WORDS, base=base, num_layers=2, num_msa_layers=1, **changes)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An export and what it was made from."""
+
+    folders: Folders
+    out: Path
+    config: ExportConfig
+    report: Report
+
+
+@pytest.fixture(scope="module")
+def make_export(tmp_path_factory):
+    """Exports by scope and settings, each made once."""
+    made, pairs = {}, {}
+
+    def make(scope="all", **changes) -> Exported:
+        if scope not in pairs:
+            folder = tmp_path_factory.mktemp(scope)
+            pairs[scope] = write_small(folder, adapter_scope=scope)
+        settings, folders = config(**changes), pairs[scope]
+        if (scope, settings) not in made:
+            out = folders.base.parent / f"out{len(made)}"
+            report = export(str(folders.base), str(folders.adapter), out, settings)
+            made[scope, settings] = Exported(folders, out, settings, report)
+        return made[scope, settings]
+
+    return make
+
+
+def mlx_answers(made: Exported) -> list[tuple[list[int], int]]:
+    """Tokens and target calls of MLX with the same tree; the tokens are plain decoding's."""
+    model, tokenizer = made.folders.mlx()
+    found = []
+    for prompt in PROMPTS:
+        settings = GenerateConfig(
+            decoding="streaming", tree=TREE, prune=made.config.prune, max_tokens=TOKENS
+        )
+        streamed = list(stream_generate(model, tokenizer, prompt, settings))
+        plain = GenerateConfig(decoding="plain", max_tokens=TOKENS)
+        tokens = [t for r in stream_generate(model, tokenizer, prompt, plain) for t in r.tokens]
+        assert [t for r in streamed for t in r.tokens] == tokens
+        found.append((tokens, streamed[-1].target_calls))
+    return found
+
+
+def exported_answers(model: coreml.ExportedModel) -> list[tuple[list[int], int]]:
+    found = []
+    for prompt in PROMPTS:
+        responses = list(coreml.stream_generate(model, prompt, max_tokens=TOKENS))
+        found.append(([t for r in responses for t in r.tokens], responses[-1].target_calls))
+    return found
+
+
+def agreement(found, expected) -> float:
+    """The share of tokens before the first difference, over all prompts."""
+    same = 0
+    for (mine, _), (theirs, _) in zip(found, expected, strict=True):
+        pairs = [a == b for a, b in zip(mine, theirs, strict=False)]  # one may end early
+        same += pairs.index(False) if False in pairs else len(pairs)
+    return same / sum(len(theirs) for theirs, _ in expected)
+
+
+# --- Tokens ---
+
+
+@pytest.mark.parametrize(
+    ("scope", "changes"),
+    [
+        ("all", {"profile": "gpu"}),
+        ("streams", {"profile": "ane", "prune": PRUNE}),
+    ],
+)
+def test_a_float32_package_writes_what_mlx_writes_in_as_many_calls(scope, changes, make_export):
+    made = make_export(scope, precision="float32", **changes)
+    model = coreml.load(made.out, backend=interpreted_backend)
+    assert model.manifest.cache == "arrays"
+    assert exported_answers(model) == mlx_answers(made)
+
+
+@pytest.mark.parametrize("profile", ["gpu", "ane"])
+def test_a_float16_package_keeps_the_cache_as_state(profile, make_export):
+    made = make_export(profile=profile)
+    model = coreml.load(made.out, backend=interpreted_backend)
+    assert model.manifest.cache == "state"
+    state = model.make_cache().state
+    assert set(state) == set(model.manifest.cache_names)
+    assert {array.dtype for array in state.values()} == {np.dtype("float16")}
+    # Near-ties flip in half precision; a wrong mask or slot loses everything at once.
+    assert agreement(exported_answers(model), mlx_answers(made)) > 0.6
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_core_ai_runs_the_same_graph(precision, make_export):
+    pytest.importorskip("coreai_torch")
+    made = make_export("streams", target="coreai", precision=precision, prune=PRUNE)
+    model = coreml.load(made.out)
+    found, expected = exported_answers(model), mlx_answers(made)
+    model.backend.close()
+    if precision == "float32":
+        assert found == expected
+    assert agreement(found, expected) > 0.6
+
+
+def test_a_mask_that_shows_everything_is_noticed(make_export):
+    """The check can fail: rejected drafts stay in the cache, and the mask alone hides them."""
+    made = make_export(precision="float32", profile="gpu")
+    model = coreml.load(made.out, backend=interpreted_backend)
+    predict = model.backend.predict
+
+    def blind(function, inputs, state):
+        return predict(function, {**inputs, "mask": np.zeros_like(inputs["mask"])}, state)
+
+    model.backend.predict = blind
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert exported_answers(model) == mlx_answers(made)
+
+
+# --- The package ---
+
+
+def test_both_functions_are_there_and_share_their_weights(make_export):
+    made = make_export(profile="gpu")
+    package = made.out / "model.mlpackage"
+    program = Program.load(package)
+    assert set(program.function_names) == {"prefill", "decode"}
+    prefill, decode = (compression.stored_matrices(package, name) for name in ("prefill", "decode"))
+    shared = {constant.key for constant in prefill.values()}
+    assert len(shared) > 8 and shared <= {constant.key for constant in decode.values()}
+    weights = (package / "Data/com.apple.CoreML/weights/weight.bin").stat().st_size
+    parameters = 2 * sum(np.prod(c.kind.shape) for c in decode.values())
+    assert weights < 1.3 * parameters
+    assert program.metadata["ssmlx.profile"] == "gpu"
+    assert program.metadata["ssmlx.adapter"] == "adapter"
+
+
+def operations(package: Path) -> list[str]:
+    step_names = Program.load(package).function("decode")._code.steps
+    return [step.name for step in step_names]
+
+
+def test_each_profile_has_the_operations_that_it_was_made_for(make_export):
+    gpu = operations(make_export(profile="gpu").out / "model.mlpackage")
+    assert gpu.count("scaled_dot_product_attention") == 2
+    assert gpu.count("scatter_along_axis") == gpu.count("write_state") == 4
+    assert not {"conv", "slice_update"} & set(gpu)
+    ane = operations(make_export(profile="ane").out / "model.mlpackage")
+    assert ane.count("write_state") == 4 and ane.count("conv") > 14
+    assert not {"scatter_along_axis", "slice_update", "linear"} & set(ane)
+
+
+def test_the_folder_holds_all_that_a_host_needs(make_export):
+    made = make_export(profile="gpu")
+    names = {path.name for path in made.out.iterdir()}
+    assert {"manifest.json", "report.json", "tokenizer.json", "model.mlpackage"} <= names
+    manifest = coreml.Manifest.read(made.out)
+    assert (manifest.num_slots, manifest.chunk, manifest.num_nodes) == (64, 4, 6)
+    assert manifest.end_token_ids == (2,)
+    assert manifest.versions["coremltools"] == import_coremltools().__version__
+    report = json.loads((made.out / "report.json").read_text())
+    assert report == asdict(made.report)
+    assert report["package_bytes"] > 100_000 and report["peak_bytes"] > 1e8
+    assert {"convert prefill", "convert decode", "write"} <= set(report["seconds"])
+
+
+# --- Compression ---
+
+
+@pytest.mark.parametrize(
+    ("profile", "kinds"),
+    [
+        ("gpu", {"int8": (0.6, 1e-3, 2e-2), "int4": (0.4, 5e-2, 0.2)}),
+        ("ane", {"palettised": (0.4, 2e-2, 0.2)}),
+    ],
+)
+def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kinds, tmp_path):
+    """On matrices of some size, of "decode" alone. Each kind: share of the size, error's range."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    folders = write_small(tmp_path, base=sizes, hidden_size=128)
+    settings = config(profile=profile)
+    graph = build_graphs(folders.base, folders.load_adapter(), settings)[1]
+    whole = convert_graph(graph, settings)
+    expected = compression.expected_matrices(whole, compression.true_weights(graph))
+    names = compression.weight_names(whole)
+    assert len(names) > 14 and not any("lora" in name for name in names)
+
+    def measured(kind):
+        package = tmp_path / f"{kind}.mlpackage"
+        model = whole if kind == "none" else compression.compress(whole, kind)
+        merge_functions({"decode": model}, package)
+        size = (package / "Data/com.apple.CoreML/weights/weight.bin").stat().st_size
+        return size, compression.weight_error(package, expected)
+
+    size, exact = measured("none")
+    assert exact.relative_rms < 3e-4
+    for kind, (share, least, most) in kinds.items():
+        smaller, found = measured(kind)
+        assert smaller < share * size
+        assert least < found.relative_rms < most
+        assert found.relative_rms <= found.worst_relative_rms < 3 * found.relative_rms
+        assert found.matrices == exact.matrices and math.isfinite(found.largest)
+
+
+# --- Bad input ---
+
+
+def run_export(folders: Folders, out: Path, *more: str) -> subprocess.CompletedProcess:
+    return run_module(
+        "ssmlx.export", "--model", str(folders.base), "--adapter", str(folders.adapter),
+        "--out", str(out), "--context", "64", "--chunk", "4", "--tree-size", "6", *more,
+    )  # fmt: skip
+
+
+def test_a_full_disk_leaves_nothing(make_export, tmp_path):
+    folders = make_export(profile="gpu").folders
+    # Files of more than 64 KiB cannot be written: what a full disk is to the program.
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536));"
+        "from ssmlx.export import main; sys.exit(main(sys.argv[1:]))"
+    )
+    target = tmp_path / "exported" / "out"
+    done = subprocess.run(
+        [
+            sys.executable, "-c", code, "--model", str(folders.base),
+            "--adapter", str(folders.adapter), "--out", str(target),
+            "--context", "64", "--chunk", "4", "--tree-size", "6",
+        ],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "cannot write" in one_line(done.stderr.splitlines()[-1] + "\n", "ssmlx.export")
+    assert not target.exists() and not list(target.parent.glob(".*"))
+
+
+def test_a_folder_of_another_kind_is_not_replaced(make_export, tmp_path, capsys):
+    folders = make_export(profile="gpu").folders
+    (tmp_path / "notes.txt").write_text("mine")
+    before = snapshot(tmp_path)
+    code = main(
+        ["--model", str(folders.base), "--adapter", str(folders.adapter), "--out", str(tmp_path)]
+    )
+    assert code == 2
+    assert "is no exported model" in one_line(capsys.readouterr().err, "ssmlx.export")
+    assert snapshot(tmp_path) == before
+
+
+def test_bad_input_is_one_line(make_export, tmp_path, capsys, monkeypatch):
+    folders = make_export(profile="gpu").folders
+    base, adapter = str(folders.base), str(folders.adapter)
+
+    def refused(*args: str) -> str:
+        assert main(["--out", str(tmp_path / "out"), *args]) == 2
+        assert not (tmp_path / "out").exists()
+        return one_line(capsys.readouterr().err, "ssmlx.export")
+
+    assert "no adapter" in refused("--model", base)
+    assert "whole chunks" in refused("--model", base, "--adapter", adapter, "--context", "65")
+    ours = ("--model", base, "--adapter", adapter)
+    assert "at most 128" in refused(*ours, "--context", "256")
+    assert "nothing is compressed" in refused(*ours, "--target", "coreai", "--compress", "int8")
+    other = folders.base.parent / "other"
+    shutil.copytree(folders.base, other)
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "model_type": "mamba"}))
+    assert "belongs to another base model" in refused("--model", str(other), *ours[2:])
+    (other / "config.json").write_text(json.dumps({**settings, "model_type": "none such"}))
+    assert "cannot be loaded by transformers" in refused("--model", str(other), *ours[2:])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert 'pip install "ssmlx[coreml]"' in refused(*ours)
+    assert 'pip install "ssmlx[coreai]"' in refused(*ours, "--target", "coreai")
+
+
+def test_no_core_ml_state_in_float32():
+    """What makes the float32 package carry its cache; should it change, the export can too."""
+    ct = import_coremltools()
+
+    class Adds(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("sum", torch.zeros(2))
+
+        def forward(self, x):
+            self.sum.add_(x)
+            return self.sum * 1
+
+    with pytest.raises(ValueError, match="State only support fp16"):
+        ct.convert(
+            torch.jit.trace(Adds(), torch.ones(2), check_trace=False),
+            inputs=[ct.TensorType("x", shape=(2,))],
+            states=[ct.StateType(ct.TensorType(shape=(2,), dtype=np.float32), name="sum")],
+            minimum_deployment_target=ct.target.iOS18,
+            compute_precision=ct.precision.FLOAT32,
+            skip_model_load=True,
+        )

@@ -1,0 +1,132 @@
+"""Tiny models for the tests of the export: on disk, and run without a converter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from real import write_tokenizer
+from test_reference import make_base
+from test_reference import make_model as make_reference
+
+from convert.adapter import read_checkpoint, write_adapter
+from convert.export.export import build_graphs
+from convert.export.graph import DECODE, Graph
+from convert.export.settings import ExportConfig
+from convert.reference import save_reference
+from ssmlx.adapter import Adapter, load_adapter
+from ssmlx.api import GenerateConfig, token_steps
+from ssmlx.coreml.decode import streaming_decode
+from ssmlx.coreml.manifest import Manifest
+from ssmlx.coreml.slots import SlotCache
+from ssmlx.coreml.tree import TreeTables
+from ssmlx.loading import load, load_base
+
+WORDS = 64  # the tokenizer's
+CONTEXT, CHUNK = 64, 4
+# Sizes that the Neural Engine's state takes, and matrices large enough to be compressed.
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "tie_word_embeddings": False}
+
+
+@dataclass(frozen=True)
+class Folders:
+    """A base model and an adapter of it."""
+
+    base: Path
+    adapter: Path
+
+    def load_adapter(self) -> Adapter:
+        return load_adapter(self.adapter)
+
+    def mlx(self):
+        """The MLX model and its tokenizer."""
+        return load(str(self.base), adapter=self.adapter, dtype="float32")
+
+
+def write_pair(
+    folder: Path, architecture: str = "Llama", *, vocab: int = 13, base=None, **changes
+) -> Folders:
+    """A random base with a tokenizer, and an adapter whose every part does something."""
+    base = make_base(architecture, vocab=vocab, **{**SIZES, **(base or {})})
+    base.save_pretrained(folder / "base")
+    write_tokenizer(folder / "base")
+    settings = {"hidden_size": 64, "stream_init": "residual", "stream_init_rank": 3, **changes}
+    lora = settings.pop("lora", None)
+    reference = make_reference(base=base, lora=lora, **settings)
+    checkpoint, adapter = folder / "checkpoint", folder / "adapter"
+    save_reference(reference, checkpoint)
+    adapter.mkdir()
+    backbone, _ = load_base(folder / "base", "float32")
+    streams = checkpoint / "streams.safetensors"
+    write_adapter(adapter, read_checkpoint(checkpoint, streams, backbone))
+    return Folders(folder / "base", adapter)
+
+
+class TorchBackend:
+    """Runs the graphs themselves."""
+
+    def __init__(self, graphs: tuple[Graph, Graph]) -> None:
+        self._graphs = {graph.name: graph for graph in graphs}
+
+    def make_state(self) -> list[torch.Tensor]:
+        graph = self._graphs[DECODE]
+        return [torch.zeros(graph.cache_shape) for _ in graph.caches]
+
+    @torch.no_grad()
+    def predict(self, function, inputs, state):
+        graph = self._graphs[function]
+        found = graph(*(torch.from_numpy(inputs[t.name]) for t in graph.inputs), *state)
+        return {t.name: x.numpy() for t, x in zip(graph.outputs, found, strict=True)}
+
+
+def make_manifest(graph: Graph, adapter: Adapter, config: ExportConfig, **changes) -> Manifest:
+    """The manifest that an export of `graph` would have."""
+    sizes = graph.profile.sizes
+    topology = config.topology(adapter.config, adapter.base.vocab_size)
+    values = {
+        "target": "coreml",
+        "profile": config.profile,
+        "dtype": "float32",
+        "cache": "arrays",
+        "cache_names": tuple(graph.caches),
+        "cache_shape": tuple(graph.cache_shape),
+        "num_slots": sizes.num_slots,
+        "chunk": sizes.chunk,
+        "num_nodes": sizes.num_nodes,
+        "num_kept": sizes.num_kept,
+        "num_streams": sizes.num_streams,
+        "tree": TreeTables.of(topology, sizes.num_nodes),
+        "prompt_template": None,
+        "end_token_ids": (),
+        "digest": "",
+        "compression": "none",
+        "model": "tiny",
+        "adapter": "tiny",
+        "versions": {},
+    }
+    return Manifest(**{**values, **changes})
+
+
+def torch_steps(folders: Folders, config: ExportConfig, prompt: list[int]):
+    """The decoding loop of the host around the PyTorch graphs."""
+    adapter = folders.load_adapter()
+    graphs = build_graphs(folders.base, adapter, config)
+    manifest = make_manifest(graphs[1], adapter, config)
+    backend = TorchBackend(graphs)
+    cache = SlotCache(backend.make_state(), manifest.num_slots)
+    return streaming_decode(backend, manifest, prompt, cache)
+
+
+def mlx_steps(folders: Folders, config: ExportConfig, prompt: list[int]):
+    """The decoding loop of the MLX runtime with the same tree."""
+    model, _ = folders.mlx()
+    settings = GenerateConfig(tree=config.tree, prune=config.prune, num_streams=config.num_streams)
+    return token_steps(model, prompt, model.make_cache(), settings)
+
+
+def tables(depths: list[int], paths: list[list[int]], slots: list[int], **sizes) -> TreeTables:
+    """Tree tables from lists."""
+    arrays = (np.array(values, np.int32) for values in (slots, depths, paths))
+    return TreeTables(*arrays, **sizes)
