@@ -114,15 +114,14 @@ def load_exported(folder: Path) -> tuple[coreml.ExportedModel, str]:
 
 def mlx_config(manifest: coreml.Manifest, max_tokens: int) -> GenerateConfig:
     """MLX's settings for the trees of an exported model."""
-    nodes, tree = len(manifest.tree.depths), manifest.tree
-    best = nodes > tree.size
-    width = int(tree.slots[tree.slots < tree.num_candidates].max()) + 1
+    tree, streams = manifest.tree, manifest.num_streams
+    full = sum(tree.num_candidates**level for level in range(streams + 1)) == manifest.num_nodes
     pruned = manifest.num_kept < manifest.num_nodes
     return GenerateConfig(
         decoding="streaming",
         max_tokens=max_tokens,
-        num_streams=manifest.num_streams,
-        tree=TreeConfig(size=tree.size) if best else TreeConfig(kind="full", width=width),
+        num_streams=streams,
+        tree=TreeConfig(kind="full" if full else "best", width=tree.num_candidates, size=tree.size),
         prune=PruneConfig(kind="budget", keep=manifest.num_kept) if pruned else PruneConfig(),
     )
 

@@ -1,9 +1,9 @@
 """`python -m perf.export_mac`: what only a Mac can show of an exported Core ML model.
 
-For every choice of compute units: tokens/s, target calls, milliseconds of a call, whether the tokens
-are MLX's plain decoding's, and on which device Core ML would run each operation of "decode", with
-the share of the estimated cost. Then the same prompts by MLX, streaming and plain. macOS 15 or
-later; a few minutes.
+For every choice of compute units: tokens/s, target calls, milliseconds of a call, whether the
+tokens are MLX's plain decoding's, and on which device Core ML would run each operation of "decode",
+with the share of the estimated cost. Then the same prompts by MLX, streaming and plain. macOS 15
+or later; a few minutes.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,10 +26,13 @@ from convert.export.export import Report, build_graphs, export  # noqa: E402
 from convert.export.interpreted import interpreted_backend  # noqa: E402
 from convert.export.settings import ExportConfig  # noqa: E402
 from convert.mil import Program  # noqa: E402
+from perf import export_check, export_mac  # noqa: E402
 from ssmlx import coreml  # noqa: E402
 from ssmlx.api import GenerateConfig, stream_generate  # noqa: E402
 from ssmlx.config import PruneConfig, TreeConfig  # noqa: E402
+from ssmlx.coreml.tree import TreeTables  # noqa: E402
 from ssmlx.export import main  # noqa: E402
+from ssmlx.tree import draft_topology  # noqa: E402
 
 TREE, PRUNE = TreeConfig(size=6), PruneConfig(kind="budget", keep=4)
 PROMPTS = [words(count, first) for count, first in ((9, 0), (4, 7), (14, 20))]
@@ -216,6 +220,63 @@ def test_the_folder_holds_all_that_a_host_needs(make_export):
     assert report == asdict(made.report)
     assert report["package_bytes"] > 100_000 and report["peak_bytes"] > 1e8
     assert {"convert prefill", "convert decode", "write"} <= set(report["seconds"])
+
+
+# --- The commands that measure ---
+
+
+def test_the_check_compares_with_plain_decoding(make_export, tmp_path, monkeypatch, capsys):
+    made = make_export(precision="float32", profile="gpu")
+    monkeypatch.setattr("perf.common.RESULTS", tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    base, adapter = made.folders.base, made.folders.adapter
+    arguments = [str(made.out), "--model", str(base), "--adapter", str(adapter)]
+    arguments += ["--prompts", str(prompts), "--max-tokens", "12", "--name", "check"]
+    assert export_check.main(arguments) == 0
+    (row,) = json.loads((tmp_path / "check.json").read_text())["rows"]
+    assert (row["prompts"], row["same_tokens"], row["same_calls"]) == (3, 3, 3)
+    assert row["tokens_per_call"] == row["mlx_tokens_per_call"] > 1
+    assert row["megabytes"] == round(made.report.package_bytes / 1e6, 1)
+    assert "same tokens 3/3" in capsys.readouterr().out
+
+
+def test_the_check_knows_the_tree_of_a_package():
+    for tree in (TREE, TreeConfig(kind="full", width=2), TreeConfig(size=9, width=3)):
+        topology = draft_topology(tree, 3)
+        tables = TreeTables.of(topology, tree.num_nodes(3))
+        manifest = SimpleNamespace(
+            tree=tables, num_streams=3, num_nodes=tables.size, num_kept=tables.size - 1
+        )
+        found = export_check.mlx_config(manifest, 5)
+        assert draft_topology(found.tree, 3) is topology
+        assert found.prune == PruneConfig(kind="budget", keep=tables.size - 1)
+
+
+def test_the_macs_report_counts_operations_and_cost_by_device():
+    class ANEComputeDevice:
+        pass
+
+    plan = SimpleNamespace(
+        get_compute_device_usage_for_mlprogram_operation=lambda op: (
+            None if op == "const" else SimpleNamespace(preferred_compute_device=ANEComputeDevice())
+        )
+    )
+    assert export_mac._device(plan, "const") is None
+    assert export_mac._device(plan, "conv") == "ANE"
+    placed = export_mac.placement([("GPU", 3.0), ("CPU", 1.0), ("GPU", None), (None, None)])
+    assert placed.operations == {"GPU": 2, "CPU": 1}
+    assert placed.cost == {"GPU": 0.75, "CPU": 0.25}
+    answers = [export_check.Answer(tokens=(1, 2, 3), target_calls=2, seconds=0.5)]
+    row = export_mac.speed("x", answers, answers, placed)
+    assert (row.tokens_per_second, row.tokens_per_call, row.call_ms) == (6.0, 1.5, 250.0)
+    assert row.same_tokens == 1 and "GPU 2 operations (75%)" in str(row)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is there")
+def test_the_macs_report_needs_a_mac(tmp_path, capsys):
+    assert export_mac.main([str(tmp_path)]) == 2
+    assert "run this on a Mac" in one_line(capsys.readouterr().err, "perf.export_mac")
 
 
 # --- Compression ---
