@@ -55,6 +55,7 @@ def load_drafting(
     plan: Plan, task: TaskPlan, kind: str, target: StreamFusedModel, tokenizer: TokenizerWrapper
 ) -> Drafting:
     """What systems of `kind` draft with, and how much memory it takes."""
+    mx.synchronize()  # a step that an answer left running frees its memory when it ends
     before, size = mx.get_active_memory(), target.backbone.vocab_size
     if kind == "streams":
         drafting = load_streams(task, target)
@@ -67,6 +68,7 @@ def load_drafting(
     else:
         return Drafting(target, {})
     gc.collect()  # what loading left behind is not in use
+    mx.synchronize()
     return replace(drafting, weight_bytes=max(0, mx.get_active_memory() - before))
 
 
