@@ -28,6 +28,7 @@ from convert.export.heads import Head  # noqa: E402
 from convert.export.settings import ExportConfig  # noqa: E402
 from convert.export.source import build_reference  # noqa: E402
 from convert.oracle import tree_inputs  # noqa: E402
+from ssmlx import loading  # noqa: E402
 from ssmlx.adapter import write_adapter  # noqa: E402
 from ssmlx.config import PruneConfig, TreeConfig  # noqa: E402
 from ssmlx.coreml.decode import prefill, step_inputs  # noqa: E402
@@ -121,8 +122,8 @@ def test_a_draft_vocabulary_limits_the_drafts(profile, tmp_path):
 def test_a_tasks_lora_acts_on_every_row_beside_the_streams_own(profile, tmp_path):
     folders = write_pair(tmp_path, adapter_scope="streams")
     before, _ = first_tokens(torch_steps(folders, config(profile=profile), PROMPT), TOKENS)
-    model, _ = folders.mlx()
-    task = make_lora(model.backbone.model, 0, seed=5)
+    backbone = loading.load_base(folders.base, "float32")[0]
+    task = make_lora(backbone.model, 0, seed=5)
     task = {path: weights for path, weights in task.items() if "layers" in path}
     write_adapter(folders.adapter, replace(folders.load_adapter(), task_lora=task))
     assert_same_steps(folders, config(profile=profile, prune=PRUNED))

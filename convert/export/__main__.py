@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PROG = "ssmlx.export"
 _NEEDED = {
-    "coreml": ("torch", "transformers", "coremltools"),
+    "coreml": ("torch", "transformers", "coremltools", "sklearn"),
     "coreai": ("torch", "transformers", "coreai", "coreai_torch"),
 }
 EPILOG = """examples:
