@@ -17,7 +17,7 @@ from ssmlx.config import DEFAULT_MODEL
 from ssmlx.errors import InputError
 from ssmlx.files import folder_digest
 
-from .checkpoint import STREAMS_CONFIG, read_stream_config
+from .fine_tuned import template_of
 from .generation import Answer, Sampling, end_tokens, generate_batch, load_generator
 from .prompt_file import distinct, encode_prompts, read_prompts
 
@@ -229,8 +229,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_generator_options(parser)
     parser.add_argument(
         "--lora", type=Path, metavar="FOLDER",
-        help="a trained PyTorch checkpoint of scope all: the model answers with its LoRA and under "
-        "its template",
+        help="LoRA that the model answers with, under the template that came with it: a PyTorch "
+        "checkpoint of scope all, or what mlx-lm or ssmlx.train wrote",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=int, default=160, help="longest answer (default: %(default)s)"
@@ -283,9 +283,7 @@ def _main(args: argparse.Namespace) -> None:
     prompts = read_prompts(args.prompts)
     if not args.temp:
         prompts = distinct(prompts)
-    template = None
-    if args.lora is not None:
-        template = read_stream_config(args.lora / STREAMS_CONFIG).prompt_template
+    template = None if args.lora is None else template_of(args.lora)
     model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device, args.lora)
     longest = _longest_prompt(model, args.max_tokens)
     encoded = encode_prompts(prompts, tokenizer, longest, template)

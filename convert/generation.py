@@ -192,7 +192,7 @@ def load_generator(
         path: a model folder.
         dtype: "float32" or "bfloat16".
         device: "cpu", "cuda", "mps", or "auto" for the first GPU there is.
-        lora: a PyTorch checkpoint whose LoRA the model is to answer with.
+        lora: the LoRA that the model is to answer with, as `fine_tuned` reads it.
 
     Raises:
         InputError: the device is not there, or the checkpoint does not change the answers.
@@ -202,13 +202,13 @@ def load_generator(
     from transformers.masking_utils import sdpa_mask
 
     from .base import load_base
-    from .reference import load_fine_tuned, merge_lora
+    from .fine_tuned import fine_tuned
     from .training import choose_device
 
     place = choose_device(device)
     model = load_base(path, attn_implementation="sdpa")
     if lora is not None:
-        model = merge_lora(load_fine_tuned(model, lora))
+        model = fine_tuned(model, lora)
     model = model.to(place, getattr(torch, dtype)).eval()
     if place.type == "cpu":
         AttentionInterface.register("grouped", grouped_attention)

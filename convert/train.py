@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmlx.cli.options import run
-from ssmlx.errors import InputError
 from ssmlx.files import folder_digest
 from ssmlx.training.config import SCHEDULES
 from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
@@ -17,6 +16,8 @@ from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_setting
 from ssmlx.training.options import (
     add_cache_option,
     add_init_option,
+    add_task_lora_option,
+    check_task_lora,
     run_options,
     train_config,
     training_parser,
@@ -65,12 +66,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "convert.train", "Train a model to draft for itself, in PyTorch.", EPILOG
     )
     add_init_option(parser, "a checkpoint")
-    parser.add_argument(
-        "--task-lora", type=Path, metavar="FOLDER",
-        help="a checkpoint of this command with --num-streams 0, whose LoRA the model is to have "
-        "on every row while streams learn to draft for it (--adapter-scope streams): its answers "
-        "stay exactly what they are",
-    )  # fmt: skip
+    add_task_lora_option(
+        parser, "a checkpoint of this command with --num-streams 0: the LoRA of a task"
+    )
     add_machine_options(parser, "the frozen lower layers' results")
     return parser.parse_args(argv)
 
@@ -128,20 +126,6 @@ def _lower_lora(job: Job, task_lora: Path | None) -> list[str]:
     config = read_stream_config(task_lora / STREAMS_CONFIG)
     layers = read_lora_settings(task_lora / ADAPTER_CONFIG, config).layers
     return [folder_digest(task_lora)] if min(layers) < job.config.insertion_layer else []
-
-
-def check_task_lora(args: argparse.Namespace) -> None:
-    """Check that the LoRA of a task goes with the other options.
-
-    Raises:
-        InputError: the run would change what the model says.
-    """
-    if args.task_lora is not None and args.adapter_scope != "streams":
-        raise InputError(
-            "--task-lora with --adapter-scope all, whose LoRA would act on every row too",
-            expected="--adapter-scope streams",
-            do="give that, or --init to train the task's LoRA further",
-        )
 
 
 def _lower_of(

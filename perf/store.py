@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.adapter import CONFIG_FILE, LORA_FILES, STREAMS_FILE
+from ssmlx.task_lora import LORA_SETTINGS
 
 from .common import ROOT, Answer
 from .machine import machine
-from .systems import LORA_SETTINGS
 
 _ANSWER = [field.name for field in fields(Answer)]
 _TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")

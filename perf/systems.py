@@ -9,22 +9,21 @@ from typing import Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.adapter import CONFIG_FILE, LORA_FILES, check_base, check_lora
+from ssmlx.adapter import CONFIG_FILE, check_base, check_lora
 from ssmlx.api import GenerateConfig, required_scratch
 from ssmlx.backbone import Backbone
 from ssmlx.bundled import resolve_adapter
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
-from ssmlx.files import read_tensors
 from ssmlx.loading import load, load_base, load_words
-from ssmlx.lora import LoraWeights, RowScope, attach_lora
+from ssmlx.lora import RowScope, attach_lora
 from ssmlx.model import StreamFusedModel
+from ssmlx.task_lora import read_lora
 
 from .common import split_name
 from .samples import read_own_lora
 
 MLX_LM = "mlx-lm"
-LORA_FILE, LORA_SETTINGS = LORA_FILES["all"], "adapter_config.json"
 Variants = Mapping[str, GenerateConfig | None]
 
 
@@ -141,49 +140,13 @@ def baseline_system(
 ) -> System:
     """LoRA without streams; its template is its own where it has one, else the first adapter's."""
     folder = folder.expanduser()
-    check_lora(backbone.model, read_lora(folder), folder)
+    check_lora(backbone.model, read_lora(folder, "--baseline"), folder)
     own: dict[str, Any] = {}
     if (folder / CONFIG_FILE).exists():
         own = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
     ends = tuple(own.get("end_token_ids") or first.end_tokens)
     template = template or own.get("prompt_template") or first.template
     return System("baseline", "baseline", folder, "all", template, ends, 0, plain)
-
-
-def read_lora(folder: Path) -> dict[str, LoraWeights]:
-    """LoRA as mlx-lm writes and reads it.
-
-    Raises:
-        InputError: the folder holds none.
-    """
-    expected = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA training writes it"
-    if not folder.is_dir():
-        raise InputError(f"no folder {folder}", expected=expected, do="check --baseline")
-    settings = read_json(folder / LORA_SETTINGS, expected)
-    scale = (settings.get("lora_parameters") or {}).get("scale")
-    if settings.get("fine_tune_type", "lora") != "lora" or not isinstance(scale, int | float):
-        raise InputError(
-            f"{folder / LORA_SETTINGS} does not describe LoRA",
-            expected='"fine_tune_type": "lora" and a scale in "lora_parameters"',
-            do="convert a PEFT checkpoint with `python -m convert` first",
-        )
-    return _lora_weights(folder / LORA_FILE, expected, float(scale))
-
-
-def _lora_weights(path: Path, expected: str, scale: float) -> dict[str, LoraWeights]:
-    tensors = read_tensors(path, expected)
-    modules = sorted({name.rpartition(".")[0] for name in tensors})
-    odd = [name for name in tensors if name.rpartition(".")[2] not in ("lora_a", "lora_b")]
-    if odd or len(tensors) != 2 * len(modules) or not modules:
-        raise InputError(
-            f"{path} holds {', '.join(odd[:3]) or 'no whole pairs'}",
-            expected="pairs of lora_a and lora_b",
-            do="use a LoRA's own file",
-        )
-    return {
-        module: LoraWeights(tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"], scale)
-        for module in modules
-    }
 
 
 def with_mlx_lm(systems: list[System], wanted: str | None) -> list[System]:
@@ -213,7 +176,7 @@ def load_system(path: Path, system: System) -> tuple[StreamFusedModel, Tokenizer
         backbone, settings = load_base(path, "float32")
         tokenizer, scope = load_words(path, settings), RowScope(0)
         if system.folder is not None:
-            lora = read_lora(system.folder)
+            lora = read_lora(system.folder, "--baseline")
             attach_lora(backbone.model, lora, scope, merge=True, dtype=backbone.dtype)
         fused = StreamFusedModel(backbone, scope=scope)
     # mlx-lm and the plain systems must stop where the adapter does.

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from convert import chat_prompts, continuations, generation, magpie, prompt_file  # noqa: E402
+from convert.__main__ import main as convert  # noqa: E402
 from convert.continuations import PartFile  # noqa: E402
 from convert.generation import Sampling, generate_batch  # noqa: E402
 from ssmlx.config import StreamConfig  # noqa: E402
@@ -153,6 +154,40 @@ def test_a_fine_tuned_model_answers_under_its_own_template(folder, tmp_path):
     assert any(
         row["completion_tokens"] != greedy(plain, row["prompt_tokens"], 9, {2}) for row in rows
     )
+
+
+def test_lora_as_mlx_lm_writes_it_gives_the_same_answers(folder, tmp_path, capsys):
+    lora, converted = tmp_path / "lora", tmp_path / "converted"
+    checkpoint_of(make_model(), lora, prompt_template="w9 {prompt} :")
+    assert convert(["--base", str(folder), "--lora", str(lora), "--out", str(converted)]) == 0
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in ["w1 w2", "w4", "w30"]))
+
+    def answers(source):
+        out = tmp_path / "out.jsonl"
+        assert continuations.main([*command(folder, prompts, out), "--lora", str(source)]) == 0
+        return read(out)
+
+    expected = answers(lora)
+    assert answers(converted) == expected
+    (converted / "streams_config.json").unlink()  # mlx-lm's own folders have none
+    plain_template = answers(converted)
+    words = make_tokenizer()
+    assert [row["prompt"] for row in plain_template] == [row["prompt"] for row in expected]
+    for row in plain_template:
+        turn = [{"role": "user", "content": row["prompt"]}]
+        text = words.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        assert row["prompt_tokens"] == words.encode(text, add_special_tokens=False)
+    settings = json.loads((folder / "config.json").read_text())
+    other = tmp_path / "other"
+    transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**{**settings, "hidden_size": 48})
+    ).save_pretrained(other)
+    make_tokenizer().save_pretrained(other)
+    options = [*command(other, prompts, tmp_path / "no.jsonl"), "--lora", str(converted)]
+    capsys.readouterr()
+    assert continuations.main(options) == 2
+    assert "linear modules of this base model" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_does_not_change_the_answers_is_refused(

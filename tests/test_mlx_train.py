@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from ssmlx.cli.train import ADAPTER_FOLDER, PROG, STATE_FILE, STORE_FILE, main
 from ssmlx.config import StreamConfig
 from ssmlx.files import read_tensors
 from ssmlx.loading import load_base
+from ssmlx.lora import RowLora, RowScope, attach_lora
+from ssmlx.task_lora import read_task_lora
 from ssmlx.training.batches import collate
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Example
@@ -88,11 +91,12 @@ def random_examples(count, vocab, seed=0):
     return [Example(rng.integers(0, vocab, p + a).astype(np.int32), p) for p, a in sizes]
 
 
-def make_objective(base, draft_vocab=None, backbone=None, **changes):
+def make_objective(base, draft_vocab=None, backbone=None, task_lora=None, **changes):
     """An objective on a folder's model, every trained weight at random."""
     backbone = backbone or load_base(base, "float32")[0]
     train, config = settings(len(backbone.layers), backbone.hidden_size, draft_vocab, **changes)
-    model = TrainedModel(backbone, new_adapter(backbone, config, train, draft_vocab))
+    adapter = new_adapter(backbone, config, train, draft_vocab)
+    model = TrainedModel(backbone, replace(adapter, task_lora=task_lora or {}))
     rng = np.random.default_rng(3)
     model.bind(
         {
@@ -594,6 +598,94 @@ def test_another_runs_folder_is_refused(base, data, tmp_path, capsys):
     capsys.readouterr()
     assert main(argv(base, data, out)) == 2
     assert "cannot be read" in one_line(capsys.readouterr().err, PROG)
+
+
+# Streams for a fine-tuned model ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def task(base, data, tmp_path_factory):
+    """The LoRA of a task, as the command writes it."""
+    out = tmp_path_factory.mktemp("task") / "run"
+    alone = ("--num-streams", "0", "--prune-rank", "0", "--num-msa-layers", "3", "--epochs", "4")
+    assert main(argv(base, data, out, *alone)) == 0
+    return out / ADAPTER_FOLDER
+
+
+def test_a_step_beside_a_tasks_lora_is_a_step_on_the_merged_model(base, task):
+    batch, found = collate(random_examples(5, VOCAB), np.arange(5)), []
+    for apart in (False, True):
+        backbone = load_base(base, "float32")[0]
+        lora = read_task_lora(task, backbone)
+        if not apart:
+            attach_lora(backbone.model, lora, RowScope(0), merge=True, dtype=mx.float32)
+            lora = {}
+        objective = make_objective(None, backbone=backbone, adapter_scope="streams", task_lora=lora)
+        kinds = {type(m) for _, m in backbone.layers[1].named_modules()}
+        assert RowLora not in kinds  # merged, where nothing is packed
+        found.append(Run(objective, 10).gradients(batch, objective.lower(batch)))
+    (mine, losses), (expected, expected_losses) = found
+    assert mx.allclose(mx.stack(losses), mx.stack(expected_losses), atol=1e-6)
+    assert mine.keys() == expected.keys()
+    assert all(mx.allclose(mine[name], gradient, atol=1e-6) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["whole", "packed"])
+def test_streams_learn_to_draft_for_a_fine_tuned_model(
+    base, packed_base, data, task, tmp_path, kind
+):
+    folder = base if kind == "whole" else packed_base
+    out = tmp_path / "run"
+    more = ("--adapter-scope", "streams", "--task-lora", str(task), "--epochs", "6")
+    assert main(argv(folder, data, out, *more)) == 0
+    adapter, alone = load_adapter(out / ADAPTER_FOLDER), load_adapter(task)
+    assert adapter.config.adapter_scope == "streams" and alone.config.adapter_scope == "all"
+    assert adapter.task_lora.keys() == alone.lora.keys()
+    for path, weights in alone.lora.items():
+        assert mx.array_equal(adapter.task_lora[path].a, weights.a)
+        assert mx.array_equal(adapter.task_lora[path].b, weights.b)
+    assert any(mx.abs(weights.b).max() > 0 for weights in adapter.lora.values())
+
+    def greedy(source, decoding):
+        model, tokenizer = ssmlx.load(str(folder), adapter=source, dtype="float32")
+        config = ssmlx.GenerateConfig(decoding=decoding, max_tokens=12)
+        responses = list(ssmlx.stream_generate(model, tokenizer, words(2, first=3), config))
+        return [token for response in responses for token in response.tokens]
+
+    expected = greedy(task, "plain")
+    assert greedy(out / ADAPTER_FOLDER, "plain") == expected
+    assert greedy(out / ADAPTER_FOLDER, "streaming") == expected
+    assert greedy(None, "plain") != expected
+
+
+def test_a_run_is_that_of_its_tasks_lora(base, data, task, tmp_path, capsys):
+    """Neither its state nor the frozen layers' results are those of another LoRA."""
+    out = tmp_path / "run"
+    own = ("--adapter-scope", "streams", "--max-steps", "2")
+    assert main(argv(base, data, out, *own, "--task-lora", str(task))) == 0
+    capsys.readouterr()
+    assert main(argv(base, data, out, *own)) == 2
+    one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], PROG)
+
+
+def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_path, capsys):
+    def refused(*more):
+        capsys.readouterr()
+        assert main(argv(base, data, tmp_path / "run", *more)) == 2
+        return one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], PROG)
+
+    own = ("--adapter-scope", "streams", "--task-lora")
+    assert "--task-lora with --adapter-scope all" in refused("--task-lora", str(task))
+    assert "no folder" in refused(*own, str(tmp_path / "none"))
+    other = write_base(tmp_path / "other", norm=0.5)
+    out = tmp_path / "others"
+    alone = ("--num-streams", "0", "--prune-rank", "0", "--max-steps", "1")
+    assert main(argv(other, data, out, *alone)) == 0
+    assert "belongs to another base model" in refused(*own, str(out / ADAPTER_FOLDER))
+    (tmp_path / "mlx").mkdir()
+    settings = {"fine_tune_type": "full", "lora_parameters": {"scale": 2.0}}
+    (tmp_path / "mlx" / "adapter_config.json").write_text(json.dumps(settings))
+    assert "does not describe LoRA" in refused(*own, str(tmp_path / "mlx"))
 
 
 def test_help_comes_without_mlx():

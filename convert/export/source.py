@@ -14,6 +14,7 @@ from ssmlx.adapter import Adapter, BaseIdentity
 from ssmlx.errors import InputError
 
 from ..base import load_base
+from ..fine_tuned import merge_weights, place
 from ..reference import StreamFusedReference
 
 _PROBE_LENGTH = 32
@@ -32,7 +33,7 @@ def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamF
     """
     base = _load(folder)
     _check_identity(base, adapter)
-    _merge_task(base, adapter)
+    merge_weights(base, adapter.task_lora, Path("the adapter"))
     rank, scale, modules, layers = _lora_settings(adapter)
     vocab = adapter.streams.draft_vocab
     model = StreamFusedReference(
@@ -92,29 +93,12 @@ def _check_identity(base: Any, adapter: Adapter) -> None:
         )
 
 
-def _place(path: str) -> tuple[int, str]:
-    """Layer and path inside it of `model.layers.22.mlp.up_proj`."""
-    _, _, place = path.partition("layers.")
-    layer, _, module = place.partition(".")
-    return int(layer), module
-
-
-@torch.no_grad()
-def _merge_task(base: Any, adapter: Adapter) -> None:
-    """Add the LoRA that every row has beside streams of scope "streams" to the base's weights."""
-    layers = getattr(base.model, "decoder", base.model).layers
-    for path, weights in adapter.task_lora.items():
-        layer, module = _place(path)
-        delta = (_tensor(weights.a) @ _tensor(weights.b)).t()
-        layers[layer].get_submodule(module).weight += weights.scale * delta
-
-
 def _lora_settings(adapter: Adapter) -> tuple[int, float, list[str], list[int]]:
     """Rank, scale, modules and layers of an adapter's LoRA; rank 0 where it has none."""
     if not adapter.lora:
         return 0, 1.0, [], []
     sizes = {(weights.a.shape[1], weights.scale) for weights in adapter.lora.values()}
-    places = [_place(path) for path in adapter.lora]
+    places = [place(path) for path in adapter.lora]
     modules, layers = sorted({m for _, m in places}), sorted({n for n, _ in places})
     if len(sizes) > 1 or len(places) != len(modules) * len(layers):
         raise InputError(
@@ -130,7 +114,7 @@ def _lora_settings(adapter: Adapter) -> tuple[int, float, list[str], list[int]]:
 def _fill(model: StreamFusedReference, adapter: Adapter) -> None:
     """Copy the adapter's tensors into the reference."""
     for path, weights in adapter.lora.items():
-        layer, module = _place(path)
+        layer, module = place(path)
         pair = model.adapters[f"layers.{layer}.{module}"].adapter
         pair.lora_A.weight.copy_(_tensor(weights.a).t())
         pair.lora_B.weight.copy_(_tensor(weights.b).t())

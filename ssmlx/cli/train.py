@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,8 @@ from ..errors import InputError
 from ..training.options import (
     add_cache_option,
     add_init_option,
+    add_task_lora_option,
+    check_task_lora,
     run_options,
     train_config,
     training_parser,
@@ -32,6 +36,10 @@ EPILOG = """examples:
   # lossless: LoRA on streams alone; the data is the model's own answers
   python -m ssmlx.train --adapter-scope streams --data data/chat --out runs/chat
 
+  # the LoRA that you trained with mlx-lm, faster: its answers stay as they are; the data is
+  # the fine-tuned model's own answers
+  python -m ssmlx.train --task-lora adapters --adapter-scope streams --data data/own --out runs/own
+
   # a large model on a small Mac: 4-bit base, short examples, streams that guess 8000 tokens
   python -m ssmlx.train --model mlx-community/Llama-3.2-3B-Instruct-4bit --data data/sql \\
       --out runs/llama --batch-size 4 --max-length 256 --draft-vocab-size 8000
@@ -49,6 +57,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = training_parser(PROG, "Train a model to draft for itself, with MLX.", EPILOG)
     add_init_option(parser, "an adapter")
+    add_task_lora_option(parser, "the LoRA of a task, as mlx-lm or this command wrote it")
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--dtype", choices=DTYPES, default="auto",
@@ -60,8 +69,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _lower_of(job: Job, objective: Objective, cache_gb: float) -> Any:
-    """What gives the frozen layers' results of a batch: the store, or the layers themselves."""
+def _lower_of(job: Job, objective: Objective, cache_gb: float, task: Sequence[str]) -> Any:
+    """What gives the frozen layers' results of a batch: the store, or the layers themselves.
+
+    `task` tells what of the task's LoRA these layers depend on from others.
+    """
     from ..training.job import bar
     from ..training.lower_store import LowerStore, fits
     from ..training.mlx_run import MlxLowerStore
@@ -70,7 +82,7 @@ def _lower_of(job: Job, objective: Objective, cache_gb: float) -> Any:
     if not fits(job.examples, width, dtype.size, cache_gb):
         return objective.lower
     path = job.options.out / STORE_FILE
-    identity = job.lower_identity(*_base_of(objective))
+    identity = job.lower_identity(*_base_of(objective), *task)
     files = LowerStore(path, job.examples, width, dtype.size, identity)
     store = MlxLowerStore(files, dtype)
     store.fill(objective, lambda batches: bar(batches, "frozen layers"))
@@ -82,6 +94,19 @@ def _base_of(objective: Objective) -> list[Any]:
     return [objective.model.adapter.base.__dict__, str(objective.model.backbone.dtype)]
 
 
+def _task_digests(folder: Path | None, objective: Objective) -> tuple[list[str], list[str]]:
+    """The task's LoRA as the run depends on it, and as the layers below the streams do."""
+    from ..files import folder_digest
+
+    if folder is None:
+        return [], []
+    paths = {id(module): path for path, module in objective.model.backbone.model.named_modules()}
+    below = objective.model.backbone.layers[: objective.model.config.insertion_layer]
+    prefixes = tuple(f"{paths[id(layer)]}." for layer in below)
+    acts = any(path.startswith(prefixes) for path in objective.model.adapter.task_lora)
+    return [folder_digest(folder)], [folder_digest(folder)] if acts else []
+
+
 def _write_adapter(folder: Path, state: Run) -> None:
     from ..adapter import write_adapter
     from ..files import new_folder
@@ -91,6 +116,7 @@ def _write_adapter(folder: Path, state: Run) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
+    check_task_lora(args)
     options, train = run_options(args), train_config(args)
     if not args.cache_gb >= 0:
         raise InputError(
@@ -100,6 +126,7 @@ def _main(args: argparse.Namespace) -> None:
     from mlx_lm.generate import wired_limit
 
     from ..adapter import load_adapter
+    from ..task_lora import read_task_lora
     from ..training.job import learn, make_out, prepare, write_settings
     from ..training.mlx_model import TrainedModel, new_adapter, start_from
     from ..training.mlx_run import Objective, Run, load_frozen
@@ -108,17 +135,21 @@ def _main(args: argparse.Namespace) -> None:
 
     job, path = prepare(options, train)
     backbone = load_frozen(path, args.dtype)
-    model = TrainedModel(backbone, new_adapter(backbone, job.config, train, job.draft_vocab))
+    adapter = new_adapter(backbone, job.config, train, job.draft_vocab)
+    if args.task_lora is not None:
+        adapter = replace(adapter, task_lora=read_task_lora(args.task_lora, backbone))
+    model = TrainedModel(backbone, adapter)
     if args.init is not None:
         start_from(model, load_adapter(args.init), args.init)
     objective = Objective(model, train, job.draft_vocab)
     state = Run(objective, job.num_steps)
-    identity = job.identity(*_base_of(objective), init=args.init)
+    task, lower_task = _task_digests(args.task_lora, objective)
+    identity = job.identity(*_base_of(objective), *task, init=args.init)
     make_out(options.out)
     state.resume(options.out / STATE_FILE, identity)
     record = Record(options.out / LOG_FILE, state.step)
     write_settings(job, PROG, str(backbone.dtype).removeprefix("mlx.core."))
-    lower = _lower_of(job, objective, args.cache_gb)
+    lower = _lower_of(job, objective, args.cache_gb, lower_task)
     validation = Validation(objective, job.valid, options.tree_size)
     with wired_limit(backbone.model):
         learn(

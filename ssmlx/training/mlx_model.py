@@ -130,7 +130,7 @@ class TrainedModel:
 
     Args:
         backbone: the frozen base model; LoRA is put on its layers in place.
-        adapter: the weights to start from, in float32.
+        adapter: the weights to start from, in float32; a task's LoRA among them stays as it is.
 
     Attributes:
         weights: as bound last; `bind` changes them.
@@ -141,6 +141,7 @@ class TrainedModel:
         check_base(adapter, backbone)
         self.backbone, self.config = backbone, adapter.config
         self._adapter = adapter
+        attach_lora(backbone.model, adapter.task_lora, RowScope(0), merge=True, dtype=mx.float32)
         every_row = self.config.adapter_scope == "all"
         self._scope = RowScope(0 if every_row else None)
         backbone.replaced = attach_lora(

@@ -169,6 +169,29 @@ def add_init_option(parser: argparse.ArgumentParser, what: str) -> None:
     )  # fmt: skip
 
 
+def add_task_lora_option(parser: argparse.ArgumentParser, what: str) -> None:
+    """The LoRA that the model has already; `what` is the folder that holds it."""
+    parser.add_argument(
+        "--task-lora", type=Path, metavar="FOLDER",
+        help=f"{what}, which the model is to have on every row while streams learn to draft for "
+        "it (--adapter-scope streams): its answers stay exactly what they are",
+    )  # fmt: skip
+
+
+def check_task_lora(args: argparse.Namespace) -> None:
+    """Check that the LoRA of a task goes with the other options.
+
+    Raises:
+        InputError: the run would change what the model says.
+    """
+    if args.task_lora is not None and args.adapter_scope != "streams":
+        raise InputError(
+            "--task-lora with --adapter-scope all, whose LoRA would act on every row too",
+            expected="--adapter-scope streams",
+            do="give that, or --init to train the task's LoRA further",
+        )
+
+
 def check_scale(source: Path, found: float, expected: float) -> None:
     """Check that LoRA weights to start from act as strongly in the new run.
 

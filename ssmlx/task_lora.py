@@ -1,0 +1,73 @@
+"""The LoRA of a task in a folder, as mlx-lm's LoRA training and `ssmlx.train` write it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .adapter import CONFIG_FILE, LORA_FILES, BaseIdentity, check_lora, read_identity
+from .backbone import Backbone
+from .config import read_json
+from .errors import InputError
+from .files import read_tensors
+from .lora import LoraWeights
+
+LORA_FILE, LORA_SETTINGS = LORA_FILES["all"], "adapter_config.json"
+_EXPECTED = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA training writes it"
+
+
+def read_lora(folder: Path, option: str) -> dict[str, LoraWeights]:
+    """LoRA as mlx-lm writes and reads it.
+
+    Args:
+        folder: holds its weights and settings.
+        option: what named the folder, for the message.
+
+    Raises:
+        InputError: the folder holds none.
+    """
+    if not folder.is_dir():
+        raise InputError(f"no folder {folder}", expected=_EXPECTED, do=f"check {option}")
+    settings = read_json(folder / LORA_SETTINGS, _EXPECTED)
+    scale = (settings.get("lora_parameters") or {}).get("scale")
+    if settings.get("fine_tune_type", "lora") != "lora" or not isinstance(scale, int | float):
+        raise InputError(
+            f"{folder / LORA_SETTINGS} does not describe LoRA",
+            expected='"fine_tune_type": "lora" and a scale in "lora_parameters"',
+            do="convert a PEFT checkpoint with `python -m convert` first",
+        )
+    return _lora_weights(folder / LORA_FILE, float(scale))
+
+
+def read_task_lora(folder: Path, backbone: Backbone) -> dict[str, LoraWeights]:
+    """The LoRA that a model is to have on every row while streams learn to draft for it.
+
+    Raises:
+        InputError: the folder holds none, or another model's.
+    """
+    lora = read_lora(folder, "--task-lora")
+    if (folder / CONFIG_FILE).exists():
+        difference = read_identity(folder).difference(BaseIdentity.of(backbone))
+        if difference:
+            raise InputError(
+                f"the LoRA in {folder} belongs to another base model: this one has {difference}",
+                expected="a LoRA of this model",
+                do="choose its model with --model, or another --task-lora",
+            )
+    check_lora(backbone.model, lora, folder)
+    return lora
+
+
+def _lora_weights(path: Path, scale: float) -> dict[str, LoraWeights]:
+    tensors = read_tensors(path, _EXPECTED)
+    modules = sorted({name.rpartition(".")[0] for name in tensors})
+    odd = [name for name in tensors if name.rpartition(".")[2] not in ("lora_a", "lora_b")]
+    if odd or len(tensors) != 2 * len(modules) or not modules:
+        raise InputError(
+            f"{path} holds {', '.join(odd[:3]) or 'no whole pairs'}",
+            expected="pairs of lora_a and lora_b",
+            do="use a LoRA's own file",
+        )
+    return {
+        module: LoraWeights(tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"], scale)
+        for module in modules
+    }
