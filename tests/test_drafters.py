@@ -422,13 +422,15 @@ def test_every_drafter_samples_from_the_target(name, distribution):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["prompt-lookup", "draft-model", "medusa", "mlp-speculator"])
-def test_a_hundred_thousand_draws(name):
-    probs = transition_probs({"temp": 1.0})
-    texts = [sampled_text(name, {"temp": 1.0}, 2000, seed)[0] for seed in range(50)]
-    found = p_value(texts, probs)
-    print(f"{name}: p = {found:.3f}")
-    assert found > 1e-3
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_hundred_thousand_draws(name, distribution):
+    settings, first = DISTRIBUTIONS[distribution], 1000 * (1 + SAMPLED.index(name))
+    found = [sampled_text(name, settings, 2000, first + seed) for seed in range(50)]
+    p = p_value([text for text, _ in found], transition_probs(settings))
+    calls = sum(calls for _, calls in found)
+    print(f"{name}, {distribution}: p = {p:.3f}, {100_000 / calls:.2f} tokens a call")
+    assert calls < 100_000 and p > 1e-3
 
 
 def accept_first_child(tree, target_tokens):
