@@ -17,6 +17,7 @@ from .cache import TreeCache
 from .config import (
     DRAFTERS,
     HEAD_DRAFTERS,
+    MAX_DRAFT_TOKENS,
     STREAM_SCHEDULES,
     TEXT_DRAFTERS,
     AcceptanceConfig,
@@ -46,6 +47,7 @@ from .drafters.medusa import MedusaDrafter
 from .drafters.mlp_speculator import MlpSpeculatorDrafter
 from .drafters.prompt_lookup import PromptLookupDrafter
 from .drafters.streams import StreamDrafter
+from .drafters.with_lookup import WithLookup
 from .errors import InputError
 from .heads import DraftingHeads
 from .medusa import MedusaHeads
@@ -78,6 +80,8 @@ class GenerateConfig(SamplingConfig):
         num_streams: streams to use, at most as many as were trained; None for all.
         stream_schedule: when they run, see `StreamDrafter`: "fused" or "second-pass"; None for
             "second-pass".
+        lookup_nodes: nodes that streams' trees, or those of heads, have besides, for what followed
+            the same words earlier in the text.
         prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
         draft_model: the loaded draft model, see `ssmlx.load_draft_model`.
         heads: the loaded Medusa heads or MLP speculator, see `ssmlx.load_heads`.
@@ -92,6 +96,7 @@ class GenerateConfig(SamplingConfig):
     prune: PruneConfig | None = None
     num_streams: int | None = None
     stream_schedule: StreamSchedule | None = None
+    lookup_nodes: int = 0
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
@@ -111,6 +116,12 @@ class GenerateConfig(SamplingConfig):
                     expected="1 or more",
                     do="give a larger value",
                 )
+        if not 0 <= self.lookup_nodes <= MAX_DRAFT_TOKENS:
+            raise InputError(
+                f"--lookup-nodes {self.lookup_nodes}",
+                expected=f"0 to {MAX_DRAFT_TOKENS}",
+                do="choose a number in that range",
+            )
         for name, known in (("drafter", DRAFTERS), ("stream_schedule", STREAM_SCHEDULES)):
             value = getattr(self, name)
             if value is not None and value not in known:
@@ -293,6 +304,12 @@ def make_drafter(
         return None
     config = settled(config, model)
     _check_prune(model, config, kind)
+    if config.lookup_nodes and kind in TEXT_DRAFTERS:
+        raise InputError(
+            f"--lookup-nodes with --drafter {kind}",
+            expected="streams or heads, whose trees they go into",
+            do="drop one of the two",
+        )
     if kind == "prompt-lookup":
         return PromptLookupDrafter(config.prompt_lookup)
     if kind == "lookahead":
@@ -301,10 +318,13 @@ def make_drafter(
         assert config.draft_model is not None
         return DraftModelDrafter(config.draft_model, config.draft, sampling)
     if kind in HEAD_DRAFTERS:
-        return _head_drafter(model, config)
-    streams = check_streams(model, config)
-    assert config.tree is not None and config.stream_schedule is not None
-    return StreamDrafter(model, config.tree, streams, config.stream_schedule)
+        drafter = _head_drafter(model, config)
+    else:
+        streams = check_streams(model, config)
+        assert config.tree is not None and config.stream_schedule is not None
+        more, schedule = config.lookup_nodes, config.stream_schedule
+        drafter = StreamDrafter(model, config.tree, streams, schedule, more_levels=more)
+    return WithLookup(drafter, config.lookup_nodes) if config.lookup_nodes else drafter
 
 
 def _head_drafter(model: StreamFusedModel, config: GenerateConfig) -> Drafter:
@@ -341,7 +361,8 @@ def _token_steps(
     """The decoding loop, and its drafter if it has one."""
     sampling = Sampling(config, model.backbone.vocab_size)
     drafter = make_drafter(model, config, sampling)
-    reads_text = sampling.context_size > 0 or config.resolved_drafter(model) in TEXT_DRAFTERS
+    from_text = config.lookup_nodes > 0 or config.resolved_drafter(model) in TEXT_DRAFTERS
+    reads_text = sampling.context_size > 0 or (from_text and drafter is not None)
     if len(context) != cache.offset and (context or reads_text):
         raise ValueError(
             f"{len(context)} tokens of context for a cache of {cache.offset}: "

@@ -328,10 +328,10 @@ def pace_of(config: GenerateConfig, model: StreamFusedModel) -> Pace:
     """When drafting as `config` says falls back to plain decoding on `model`.
 
     Never, where streaming was asked for in so many words, nothing was measured here, or what is
-    asked for has no fixed cost.
+    asked for has no fixed cost, or must see every token.
     """
-    drafter = config.resolved_drafter(model)
-    profile = profile_of(model) if drafter == "streams" and not config.decoding else None
+    is_open = config.resolved_drafter(model) == "streams" and not config.decoding
+    profile = profile_of(model) if is_open and not config.lookup_nodes else None
     if profile is None:
         return Pace()
     done = settled(config, model)

@@ -71,6 +71,7 @@ def drafter_settings(seed=0):
     few = make_heads("mlp-speculator", backbone, vocab=FEW_TOKENS, tie_weights=True)
     return {
         "streams": {"drafter": "streams", "tree": TreeConfig(size=8)},
+        "streams, lookup": {"drafter": "streams", "tree": TreeConfig(size=6), "lookup_nodes": 5},
         "streams, budget": {"drafter": "streams", "prune": BUDGET},
         "prompt-lookup": {"drafter": "prompt-lookup"},
         "prompt-lookup, threshold": {"drafter": "prompt-lookup", "prune": THRESHOLD},
@@ -82,17 +83,22 @@ def drafter_settings(seed=0):
         "medusa, full": {"heads": medusa, "tree": TreeConfig(kind="full", width=2)},
         "medusa, few tokens": {"heads": make_heads("medusa", backbone, vocab=FEW_TOKENS)},
         "medusa, budget": {"heads": medusa, "prune": BUDGET},
+        "medusa, lookup, budget": {"heads": medusa, "lookup_nodes": 3, "prune": BUDGET},
         "mlp-speculator": {"heads": speculator},
         "mlp-speculator, few tokens": {
             "heads": few,
             "speculator_tree": SpeculatorTreeConfig(size=9),
         },
+        "mlp-speculator, lookup": {"heads": speculator, "lookup_nodes": 1},
         "mlp-speculator, threshold": {"heads": speculator, "prune": THRESHOLD},
     }
 
 
 DRAFTERS = tuple(drafter_settings())
-WITHOUT_STREAMS = ("prompt-lookup", "lookahead", "draft-model", "medusa", "mlp-speculator")
+WITHOUT_STREAMS = (
+    "prompt-lookup", "lookahead", "draft-model", "medusa", "mlp-speculator",
+    "mlp-speculator, lookup",
+)  # fmt: skip
 
 
 def written(model, prompt, count, config):
@@ -364,7 +370,8 @@ DRAWS = 3000
 SAMPLED = [
     name
     for name in DRAFTERS
-    if name not in ("draft-model, budget", "medusa, full", "medusa, budget")
+    if name
+    not in ("draft-model, budget", "medusa, full", "medusa, budget", "medusa, lookup, budget")
 ]
 DISTRIBUTIONS = {"T=1": {"temp": 1.0}, "T=0.7, top-k 10": {"temp": 0.7, "top_k": 10}}
 

@@ -290,6 +290,11 @@ def add_tree_options(group: argparse._ArgumentGroup) -> None:
         help=f"nodes of the best tree, the root included (default: {TreeConfig().size})",
     )
     group.add_argument(
+        "--lookup-nodes", type=int, metavar="N",
+        help="nodes beside these, for what followed the same words earlier in the text: for "
+        "answers that quote their prompt (default: none)",
+    )  # fmt: skip
+    group.add_argument(
         "--prune",
         choices=("off", "budget", "threshold"),
         help="drop unlikely nodes before the upper layers, by early exit: budget keeps the M "
@@ -359,7 +364,8 @@ def _taken(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
 
 
 _THRESHOLD, _LENGTH = "prune_threshold", "num_draft_tokens"
-_OTHER_OPTIONS = ("decoding", "max_tokens", "num_streams", "stream_schedule", "drafter")
+_LOOKUP = "lookup_nodes"
+_OTHER_OPTIONS = ("decoding", "max_tokens", "num_streams", "stream_schedule", "drafter", _LOOKUP)
 _TREE_OPTIONS = ("tree", "tree_width", "tree_size")
 _PRUNE_OPTIONS = ("prune", "prune_to", "prune_threshold")
 _STREAM_OPTIONS = ("num_streams", "stream_schedule")
@@ -379,6 +385,7 @@ _DRAFT_OPTIONS = {
     "speculator_size": ("mlp-speculator",),
     **{name: ("streams",) for name in _STREAM_OPTIONS},
     **{name: ("streams", "medusa") for name in _TREE_OPTIONS},
+    _LOOKUP: ("streams", *HEAD_DRAFTERS),
     **{
         name: tuple(drafter for drafter in DRAFTERS if drafter != "lookahead")
         for name in _PRUNE_OPTIONS
@@ -472,6 +479,8 @@ def load_from(args: argparse.Namespace, default_adapter: str | None = None) -> A
         _reject(args, _ADAPTER_OPTIONS, "a model with streams, that is an --adapter")
         if drafter != "medusa":
             _reject(args, _TREE_OPTIONS, "a model with streams, that is an --adapter, or --heads")
+        if drafter not in HEAD_DRAFTERS:
+            _reject(args, (_LOOKUP,), "a model with streams, that is an --adapter, or --heads")
         if drafter is None:
             _reject(args, _ACCEPTANCE_OPTIONS, "a drafter: an --adapter, or --drafter")
     return model, tokenizer

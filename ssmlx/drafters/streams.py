@@ -26,6 +26,7 @@ class StreamDrafter:
             "second-pass", those of the accepted node alone in a pass of the upper layers after
             it. Both draft the same: the second pass reads the upper layers' weights once more,
             and spares M * G rows there.
+        more_levels: by which trees are deeper that others add to.
     """
 
     draft_calls = 0
@@ -37,6 +38,8 @@ class StreamDrafter:
         tree: TreeConfig,
         num_streams: int,
         schedule: StreamSchedule = "second-pass",
+        *,
+        more_levels: int = 0,
     ) -> None:
         self.num_levels = num_streams
         self.num_streams = num_streams if schedule == "fused" else 0
@@ -44,7 +47,7 @@ class StreamDrafter:
         most = model.draft_vocab_size
         width = tree.full_width if tree.kind == "full" else tree.width or most
         tree = replace(tree, width=min(width, most))
-        self._model, self._tree = model, tree
+        self._model, self._tree, self._path = model, tree, 1 + num_streams + more_levels
         self._num_candidates = draft_topology(tree, num_streams).num_candidates
         self.max_nodes = tree.num_nodes(num_streams)
         self.num_parameters = model.streams.num_parameters if model.streams else 0
@@ -59,7 +62,7 @@ class StreamDrafter:
         """See `Drafter.start`. All that streams know is in the model's own rows."""
         model = self._model
         layers = range(model.insertion_layer, model.num_layers)
-        self._cache = StreamCache(layers, scratch=self.num_levels + 2 * (self.num_levels + 1))
+        self._cache = StreamCache(layers, scratch=self.num_levels + 2 * self._path)
 
     def propose(self, verified: Verified) -> Tree:
         """See `Drafter.propose`."""

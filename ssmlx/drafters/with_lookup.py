@@ -1,0 +1,128 @@
+"""Any drafter's tree, and beside it what followed the same words earlier in the text.
+
+Prompt lookup that stays on the device: where the drafter's guesses come from the model, and the
+answer quotes its prompt (names, numbers, code, sentences to be summarised), the copy goes on
+where the guesses end. No paper's; the losslessness of the tree's verification covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..draft import Drafter, Verified
+from ..shapes import indices
+from ..tree import PAD_TOKEN, Tree
+
+NGRAM = 4  # most tokens that are looked up; fewer where so many are found nowhere
+_ROOM = 256  # tokens by which the text's buffer grows
+
+
+class TextOnDevice:
+    """The text so far, on the device, where a target call's tokens are written unread.
+
+    Attributes:
+        tokens: [C] the text, then room.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
+        self.tokens = mx.array([*tokens, *[PAD_TOKEN] * _ROOM], mx.int32)
+
+    def write(self, tokens: mx.array, place: mx.array) -> None:
+        """Put `tokens` [P] where `place` [1] says. Written twice, they are there once."""
+        self._most += tokens.shape[0]
+        if self._most > self.tokens.shape[0]:
+            more = max(_ROOM, self.tokens.shape[0])
+            self.tokens = mx.concatenate([self.tokens, mx.full(more, PAD_TOKEN, mx.int32)])
+        self.tokens = mx.slice_update(self.tokens, tokens, place, axes=(0,))
+
+
+def continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
+    """[count] the tokens that followed the text's last ones where they stood before.
+
+    The longest n-gram decides, then the newest place. What reaches the end of the text goes on
+    in itself, so that a text with a period is drafted at full length. Tokens that stand nowhere
+    else are followed by `PAD_TOKEN`.
+
+    Args:
+        text: [C] tokens.
+        last: [1] the place of the newest.
+        count: tokens to give.
+    """
+    places, agrees, length = indices(text.shape[0]), None, mx.zeros(text.shape[0], mx.int32)
+    for back in range(NGRAM):
+        # Places shifted by `back`; what falls off the left end is compared with nothing.
+        shifted = mx.concatenate([mx.full(back, PAD_TOKEN - 1, mx.int32), text])[: text.shape[0]]
+        same = shifted == text[mx.maximum(last - back, 0)]
+        agrees = same & (places < last) if agrees is None else agrees & same & (last >= back)
+        length = length + agrees.astype(mx.int32)
+    found = mx.argmax(length * text.shape[0] + places * (length > 0), keepdims=True)
+    period = mx.maximum(last - found, 1)
+    following = text[found + 1 + indices(count) % period]
+    return mx.where(length[found] > 0, following, PAD_TOKEN)
+
+
+def extend(tree: Tree, chain: mx.array, count: int) -> Tree:
+    """The tree with `count` nodes more: the chain, from where the tree stops agreeing with it.
+
+    Args:
+        tree: N nodes in paths of P columns.
+        chain: [P - 1 + count] tokens below the root.
+        count: nodes to add.
+    """
+    num_nodes, width = tree.paths.shape
+    along = chain[mx.maximum(tree.depths - 1, 0)]
+    agrees = ((tree.tokens == along) | (tree.depths == 0))[tree.paths].all(axis=1)
+    node = mx.where(agrees, tree.depths, -1).argmax(keepdims=True)
+    depth = tree.depths[node]
+    added = indices(count)
+    columns = indices(width + count)
+    known = mx.concatenate([tree.paths, mx.repeat(tree.paths[:, -1:], count, axis=1)], axis=1)
+    below = num_nodes + mx.minimum(columns - depth - 1, added[:, None])
+    paths = mx.where(columns <= depth, known[node], below)
+    return Tree(
+        mx.concatenate([tree.tokens, chain[depth + added]]),
+        mx.concatenate([tree.depths, depth + 1 + added]),
+        mx.concatenate([known, paths.astype(mx.int32)]),
+        num_nodes + count - 1,
+    )
+
+
+class WithLookup:
+    """A drafter, and `num_nodes` nodes that look up how the text went on before.
+
+    Args:
+        drafter: one that does not wait for the target, and calls no other model.
+        num_nodes: nodes to add to each of its trees, in a chain.
+    """
+
+    draft_calls = 0
+    waits = False
+
+    def __init__(self, drafter: Drafter, num_nodes: int) -> None:
+        self.drafter, self._num_nodes = drafter, num_nodes
+        self.num_streams, self.num_parameters = drafter.num_streams, drafter.num_parameters
+        self.num_levels = drafter.num_levels + num_nodes
+        self.max_nodes = drafter.max_nodes + num_nodes
+        self._text = TextOnDevice(())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the drafter's own keys and values."""
+        return getattr(self.drafter, "cache_bytes", 0)
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """See `Drafter.start`."""
+        self.drafter.start(tokens)
+        self._text = TextOnDevice(tokens)
+
+    def propose(self, verified: Verified) -> Tree:
+        """See `Drafter.propose`."""
+        accepted, place = verified.acceptance, verified.position + 1
+        self._text.write(accepted.new_tokens, place)
+        tree = self.drafter.propose(verified)
+        count = tree.paths.shape[1] - 1 + self._num_nodes
+        last = place + accepted.num_accepted
+        return extend(tree, continuation(self._text.tokens, last, count), self._num_nodes)
