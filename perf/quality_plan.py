@@ -104,12 +104,15 @@ def streaming_variants(args: argparse.Namespace) -> dict[str, GenerateConfig]:
     config = settled(generate_config(args))
     if args.trees is None:
         assert config.tree is not None
-        return {tree_label(config.tree): config}
+        return {draft_label(config.tree, config.lookup_nodes): config}
     for name in ("tree", "tree_width", "tree_size"):
         if getattr(args, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag} beside --trees", expected="one of them", do=f"drop {flag}")
-    return {tree_label(tree): replace(config, tree=tree) for tree in parse_trees(args.trees)}
+    nodes = config.lookup_nodes
+    return {
+        draft_label(tree, nodes): replace(config, tree=tree) for tree in parse_trees(args.trees)
+    }
 
 
 def parse_trees(text: str) -> list[TreeConfig]:
@@ -130,6 +133,11 @@ def parse_trees(text: str) -> list[TreeConfig]:
         size = {"width": int(number)} if kind == "full" else {"size": int(number)}
         trees.append(TreeConfig(kind="full" if kind == "full" else "best", **size))
     return trees
+
+
+def draft_label(tree: TreeConfig, lookup_nodes: int) -> str:
+    """A tree, and the nodes beside it that look up the text, in a few characters."""
+    return tree_label(tree) + (f" + {lookup_nodes} looked up" if lookup_nodes else "")
 
 
 def tree_label(tree: TreeConfig) -> str:
