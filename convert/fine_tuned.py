@@ -13,7 +13,7 @@ import torch
 from ssmlx.adapter import CONFIG_FILE
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
-from ssmlx.lora import LoraWeights
+from ssmlx.lora import LoraWeights, layer_of
 from ssmlx.task_lora import LORA_FILE, read_lora
 
 from .checkpoint import ADAPTER_WEIGHTS
@@ -54,7 +54,7 @@ def merge_weights(base: Any, lora: Mapping[str, LoraWeights], source: Path) -> N
     """
     layers = getattr(base.model, "decoder", base.model).layers
     for path, weights in lora.items():
-        a, b = (_tensor(part) for part in (weights.a, weights.b))
+        a, b = (tensor_of(part) for part in (weights.a, weights.b))
         found = _weight(layers, path)
         if found is None or found.shape != (b.shape[1], a.shape[0]):
             raise InputError(
@@ -65,20 +65,15 @@ def merge_weights(base: Any, lora: Mapping[str, LoraWeights], source: Path) -> N
         found += weights.scale * (a @ b).t()
 
 
-def place(path: str) -> tuple[int, str]:
-    """Layer and path inside it of `model.layers.22.mlp.up_proj`."""
-    _, _, inside = path.partition("layers.")
-    layer, _, module = inside.partition(".")
-    return int(layer), module
-
-
 def _weight(layers: Any, path: str) -> torch.Tensor | None:
     try:
-        layer, module = place(path)
+        layer, module = layer_of(path)
         return layers[layer].get_submodule(module).weight
     except (AttributeError, IndexError, ValueError):
         return None
 
 
-def _tensor(array: mx.array) -> torch.Tensor:
-    return torch.from_numpy(np.array(array.astype(mx.float32)))
+def tensor_of(array: mx.array) -> torch.Tensor:
+    """An MLX array as a tensor: int32 stays, floating types become float32."""
+    whole = array if array.dtype == mx.int32 else array.astype(mx.float32)
+    return torch.from_numpy(np.array(whole))

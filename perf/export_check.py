@@ -223,13 +223,8 @@ def _main(args: argparse.Namespace) -> int:
     return 0 if all(row.is_exact for row in rows if row.precision == "float32") else 1
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, more)
-    parser.add_argument(
-        "folders", type=Path, nargs="+", metavar="FOLDER", help="what `ssmlx.export` wrote"
-    )
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """What was exported, and what to ask it."""
     parser.add_argument(
         "--model", default="smollm2-135m-q4_1", help="that was exported (default: %(default)s)"
     )
@@ -239,6 +234,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--count", type=int, default=20, help="prompts (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="(default: %(default)s)")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = make_parser(PROG, description, more)
+    parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="FOLDER", help="what `ssmlx.export` wrote"
+    )
+    add_source_options(parser)
     parser.add_argument(
         "--name", default="export-check", help="of the result's file (default: %(default)s)"
     )

@@ -25,8 +25,7 @@ from ssmlx.errors import InputError
 from ssmlx.loading import load
 
 from .common import save
-from .export_check import Answer, exported_answer, mlx_answer, mlx_config
-from .samples import PROMPTS
+from .export_check import Answer, add_source_options, exported_answer, mlx_answer, mlx_config
 
 PROG = "perf.export_mac"
 
@@ -195,15 +194,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what `ssmlx.export` wrote")
-    parser.add_argument(
-        "--model", default="smollm2-135m-q4_1", help="that was exported (default: %(default)s)"
-    )
-    parser.add_argument("--adapter", default="sql", help="that was exported (default: %(default)s)")
-    parser.add_argument(
-        "--prompts", type=Path, default=PROMPTS, metavar="FILE", help='objects with a "prompt"'
-    )
-    parser.add_argument("--count", type=int, default=20, help="prompts (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="(default: %(default)s)")
+    add_source_options(parser)
     parser.add_argument("--compute-units", choices=COMPUTE_UNITS, help="one choice only")
     return parser.parse_args(argv)
 

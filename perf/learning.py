@@ -17,7 +17,7 @@ from ssmlx.config import read_json
 from ssmlx.errors import InputError
 from ssmlx.training.record import LOG_FILE, read_record
 
-from .common import RESULTS, ROOT, make_folder
+from .common import RESULTS, ROOT, make_folder, split_name
 from .pictures import new_figure
 from .tables import aligned
 
@@ -59,7 +59,7 @@ def read_rounds(text: str) -> tuple[str, list[list[Point]]]:
     Raises:
         InputError: a folder holds no log with a validation.
     """
-    name, _, folders = text.partition("=")
+    name, folders = split_name(text)
     if not (name and folders):
         raise InputError(
             f"--run {text}", expected="NAME=FOLDER[,FOLDER]", do="name the runs of the folders"

@@ -32,7 +32,7 @@ from .bundled import CONFIG_FILE
 from .config import AdapterScope, StreamConfig, read_json
 from .errors import InputError
 from .files import account_for, read_tensors
-from .lora import LoraWeights, RowScope, attach_lora, detach_lora, linear_shape
+from .lora import LoraWeights, RowScope, attach_lora, detach_lora, layer_of, linear_shape
 from .model import LowRank, StreamFusedModel, StreamWeights
 from .shapes import to_list
 
@@ -281,16 +281,16 @@ def _scale_of(lora: Mapping[str, LoraWeights]) -> float | None:
 def mlx_lm_settings(adapter: Adapter) -> dict[str, Any]:
     """The adapter_config.json with which mlx-lm itself loads the LoRA."""
     lora = adapter.every_row_lora
-    layers = {int(path.split(".layers.")[1].split(".")[0]) for path in lora}
+    places = [layer_of(path) for path in lora]
     weights = next(iter(lora.values()))
     return {
         "fine_tune_type": "lora",
-        "num_layers": adapter.config.num_layers - min(layers),
+        "num_layers": adapter.config.num_layers - min(layer for layer, _ in places),
         "lora_parameters": {
             "rank": weights.a.shape[-1],
             "scale": weights.scale,
             "dropout": 0.0,
-            "keys": sorted({path.split(".layers.")[1].split(".", 1)[1] for path in lora}),
+            "keys": sorted({module for _, module in places}),
         },
     }
 

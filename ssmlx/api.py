@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -417,10 +417,10 @@ def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
 
 
 @dataclass
-class _Budget:
+class Budget:
     """Where an answer ends: at an end token, at `max_tokens`, or at the context's end."""
 
-    end_tokens: set[int]
+    end_tokens: Set[int]
     max_tokens: int
     context_room: int | None
     generated: int = 0
@@ -481,7 +481,7 @@ def stream_generate(
     check_prompt(model, num_prompt if tokens else 0)
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
-    budget = _Budget(end_token_ids(model, tokenizer), config.max_tokens, room)
+    budget = Budget(end_token_ids(model, tokenizer), config.max_tokens, room)
     steps, drafter = _token_steps(model, tokens, cache, config, progress, context, budget.ends)
     lossy = drafter is not None and config.acceptance.kind != "exact"
     measure = partial(memory_of, model, cache, config, drafter)
@@ -492,7 +492,7 @@ def _responses(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
     steps: Iterator[list[int]],
-    budget: _Budget,
+    budget: Budget,
     num_prompt: int,
     drafter: Drafter | None,
     lossy: bool,

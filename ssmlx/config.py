@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,10 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
 MAX_TREE_NODES = 1024
 MAX_DRAFT_TOKENS = 256
+
+# An edge's log probability is held in this range: below zero by more than float32 rounding, so
+# that a child always scores less than its parent and the best nodes are closed under ancestors.
+MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB = -20.0, -1e-3
 
 
 def _require(ok: bool, found: str, *, expected: str, do: str) -> None:
@@ -243,6 +247,11 @@ class TreeConfig:
             expected=f"1 to {MAX_TREE_NODES} nodes",
             do="choose a size in that range",
         )
+
+    def no_wider_than(self, num_tokens: int) -> TreeConfig:
+        """The same tree, a level's children no more than there are tokens to draft."""
+        width = self.full_width if self.kind == "full" else self.width or num_tokens
+        return replace(self, width=min(width, num_tokens))
 
     def num_nodes(self, num_streams: int) -> int:
         """N, the nodes of a drafted tree, for `num_streams` levels below the root.

@@ -71,8 +71,9 @@ class Verified:
 class Drafter(Protocol):
     """Proposes the tree that the next step verifies.
 
-    All attributes but `draft_calls` never change. Siblings of a tree carry different tokens; a
-    node of token `tree.PAD_TOKEN` fills a tree up to a usual size and is never accepted.
+    All attributes but `draft_calls` and `cache_bytes` never change. Siblings of a tree carry
+    different tokens; a node of token `tree.PAD_TOKEN` fills a tree up to a usual size and is never
+    accepted.
 
     Attributes:
         num_streams: streams that a step must carry for this drafter.
@@ -80,6 +81,7 @@ class Drafter(Protocol):
         max_nodes: nodes of the trees that it proposes, at most, padding included.
         num_parameters: parameters that it needs beside the target's and LoRA's.
         draft_calls: forward passes of a model other than the target, since `start`.
+        cache_bytes: bytes of keys and values of its own, beside those of a draft model.
         waits: whether `propose` reads what the target decided, which waits for it.
     """
 
@@ -89,6 +91,9 @@ class Drafter(Protocol):
     num_parameters: int
     draft_calls: int
     waits: bool
+
+    @property
+    def cache_bytes(self) -> int: ...
 
     def start(self, tokens: Sequence[int]) -> None:
         """Begin a sequence: `tokens` are all that precede the answer."""

@@ -53,6 +53,13 @@ class LoraWeights:
         return ((self.scale * b.T) @ a.T).astype(mx.float32)
 
 
+def layer_of(path: str) -> tuple[int, str]:
+    """Layer and path inside it of `model.layers.22.mlp.up_proj`."""
+    _, _, inside = path.partition("layers.")
+    layer, _, module = inside.partition(".")
+    return int(layer), module
+
+
 class RowLora(nn.Module):
     """A linear layer with LoRA on the rows from `scope.first` on.
 

@@ -8,7 +8,7 @@ grow from their ranks exactly as from streams.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +184,7 @@ class MedusaHeads:
 
     def fitting(self, tree: TreeConfig) -> TreeConfig:
         """`tree`, no wider than there are tokens to guess."""
-        width = tree.full_width if tree.kind == "full" else tree.width or self.draft_vocab_size
-        return replace(tree, width=min(width, self.draft_vocab_size))
+        return tree.no_wider_than(self.draft_vocab_size)
 
 
 def carries_heads(folder: Path) -> bool:

@@ -12,8 +12,6 @@ from .adapter import stream_tensors
 from .backbone import head_bytes
 from .cache import TreeCache
 from .draft import Drafter
-from .drafters.streams import StreamDrafter
-from .drafters.with_lookup import WithLookup
 from .lora import RowLora
 from .model import StreamFusedModel
 from .shapes import arrays_in
@@ -117,7 +115,7 @@ def memory_of(
         drafter=drafter_bytes(config),
         cache=cache.nbytes - scratch_bytes(cache),
         tree=scratch_bytes(cache) + model.mask_bytes,
-        second_pass=drafter.cache_bytes if isinstance(drafter, StreamDrafter | WithLookup) else 0,
+        second_pass=drafter.cache_bytes if drafter else 0,
         peak=mx.get_peak_memory(),
     )
 

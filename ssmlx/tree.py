@@ -15,12 +15,10 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
+from .config import MAX_EDGE_LOGPROB as MAX_EDGE_LOGPROB
+from .config import MIN_EDGE_LOGPROB as MIN_EDGE_LOGPROB
 from .config import TreeConfig
 from .shapes import expect_shape, indices
-
-# An edge's log probability is held in this range: below zero by more than float32 rounding, so
-# that a child always scores less than its parent and the best nodes are closed under ancestors.
-MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB = -20.0, -1e-3
 
 # The token of nodes that only fill a tree up to a usual size: no target token equals it.
 PAD_TOKEN = -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ssmlx.config import MAX_TREE_NODES, PruneConfig, StreamConfig, TreeConfig
@@ -101,9 +101,7 @@ class ExportConfig:
     def topology(self, config: StreamConfig, vocab_size: int) -> Topology:
         """All nodes that the drafted trees can have; as `StreamDrafter` chooses it."""
         streams, most = self.streams_of(config), config.draft_vocab_size or vocab_size
-        tree = self.tree
-        width = tree.full_width if tree.kind == "full" else tree.width or most
-        return draft_topology(replace(tree, width=min(width, most)), streams)
+        return draft_topology(self.tree.no_wider_than(most), streams)
 
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
         """The sizes of the graph for an adapter.

@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from ssmlx.adapter import Adapter, BaseIdentity
 from ssmlx.errors import InputError
+from ssmlx.lora import layer_of
 
 from ..base import load_base
-from ..fine_tuned import merge_weights, place
+from ..fine_tuned import merge_weights, tensor_of
 from ..reference import StreamFusedReference
 
 _PROBE_LENGTH = 32
@@ -43,7 +43,7 @@ def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamF
         lora_alpha=scale * rank,
         lora_modules=modules,
         lora_layers=layers,
-        draft_vocab=None if vocab is None else _tensor(vocab),
+        draft_vocab=None if vocab is None else tensor_of(vocab),
     )
     _fill(model, adapter)
     _limit_streams(model, num_streams)
@@ -98,7 +98,7 @@ def _lora_settings(adapter: Adapter) -> tuple[int, float, list[str], list[int]]:
     if not adapter.lora:
         return 0, 1.0, [], []
     sizes = {(weights.a.shape[1], weights.scale) for weights in adapter.lora.values()}
-    places = [place(path) for path in adapter.lora]
+    places = [layer_of(path) for path in adapter.lora]
     modules, layers = sorted({m for _, m in places}), sorted({n for n, _ in places})
     if len(sizes) > 1 or len(places) != len(modules) * len(layers):
         raise InputError(
@@ -114,17 +114,18 @@ def _lora_settings(adapter: Adapter) -> tuple[int, float, list[str], list[int]]:
 def _fill(model: StreamFusedReference, adapter: Adapter) -> None:
     """Copy the adapter's tensors into the reference."""
     for path, weights in adapter.lora.items():
-        layer, module = place(path)
+        layer, module = layer_of(path)
         pair = model.adapters[f"layers.{layer}.{module}"].adapter
-        pair.lora_A.weight.copy_(_tensor(weights.a).t())
-        pair.lora_B.weight.copy_(_tensor(weights.b).t())
+        pair.lora_A.weight.copy_(tensor_of(weights.a).t())
+        pair.lora_B.weight.copy_(tensor_of(weights.b).t())
     streams = adapter.streams
     if model.stream_embeddings is not None:
-        model.stream_embeddings.copy_(_tensor(streams.embeddings))
+        assert streams.embeddings is not None
+        model.stream_embeddings.copy_(tensor_of(streams.embeddings))
     for mine, theirs in ((model.stream_init, streams.init), (model.prune_adapter, streams.prune)):
         if mine is not None and theirs is not None:
-            mine.lora_A.weight.copy_(_tensor(theirs.a))
-            mine.lora_B.weight.copy_(_tensor(theirs.b))
+            mine.lora_A.weight.copy_(tensor_of(theirs.a))
+            mine.lora_B.weight.copy_(tensor_of(theirs.b))
 
 
 def _limit_streams(model: StreamFusedReference, num_streams: int) -> None:
@@ -132,14 +133,6 @@ def _limit_streams(model: StreamFusedReference, num_streams: int) -> None:
     model.config = replace(model.config, num_streams=num_streams)
     if model.stream_embeddings is not None:
         model.stream_embeddings = nn.Parameter(model.stream_embeddings[:num_streams].detach())
-
-
-def _tensor(array: Any) -> torch.Tensor:
-    """An MLX array as a tensor: int32 stays, floating types become float32."""
-    import mlx.core as mx
-
-    whole = array if array.dtype == mx.int32 else array.astype(mx.float32)
-    return torch.from_numpy(np.array(whole))
 
 
 def check_context(model: StreamFusedReference, num_slots: int) -> None:

@@ -97,14 +97,13 @@ def _base_of(objective: Objective) -> list[Any]:
 def _task_digests(folder: Path | None, objective: Objective) -> tuple[list[str], list[str]]:
     """The task's LoRA as the run depends on it, and as the layers below the streams do."""
     from ..files import folder_digest
+    from ..lora import layer_of
 
     if folder is None:
         return [], []
-    paths = {id(module): path for path, module in objective.model.backbone.model.named_modules()}
-    below = objective.model.backbone.layers[: objective.model.config.insertion_layer]
-    prefixes = tuple(f"{paths[id(layer)]}." for layer in below)
-    acts = any(path.startswith(prefixes) for path in objective.model.adapter.task_lora)
-    return [folder_digest(folder)], [folder_digest(folder)] if acts else []
+    adapter, digest = objective.model.adapter, [folder_digest(folder)]
+    lowest = min(layer_of(path)[0] for path in adapter.task_lora)
+    return digest, digest if lowest < adapter.config.insertion_layer else []
 
 
 def _write_adapter(folder: Path, state: Run) -> None:

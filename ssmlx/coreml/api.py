@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api import FinishReason, GenerationResponse
+from ..api import Budget, GenerationResponse
 from ..config import read_json
 from ..errors import InputError
 from ..loading import load_words
@@ -140,16 +140,6 @@ def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
         )
 
 
-def _cut(step: list[int], ends: frozenset[int], left: int) -> tuple[list[int], FinishReason | None]:
-    """The part of `step` that belongs to the answer, and why it ends if it does."""
-    for index, token in enumerate(step, 1):
-        if token in ends:
-            return step[:index], "stop"
-        if index == left:
-            return step[:index], "length"
-    return step, None
-
-
 def _responses(
     model: ExportedModel,
     steps: Iterator[list[int]],
@@ -157,16 +147,17 @@ def _responses(
     max_tokens: int,
     cache: SlotCache,
 ) -> Iterator[GenerationResponse]:
-    detokenizer, generated = model.tokenizer.detokenizer, 0
+    detokenizer = model.tokenizer.detokenizer
+    budget = Budget(model.end_token_ids, max_tokens, None)
     room = model.manifest.num_slots - model.manifest.num_nodes
     started = first_done = time.perf_counter()
     for calls, step in enumerate(steps, 1):
         now = time.perf_counter()
         first_done = now if calls == 1 else first_done
-        step, reason = _cut(step, model.end_token_ids, max_tokens - generated)
+        step, reason = budget.cut(step)
         if reason is None and cache.offset > room:
             reason = "context"
-        generated += len(step)
+        budget.generated += len(step)
         for token in step[:-1] if reason == "stop" else step:
             detokenizer.add_token(token)
         if reason:
@@ -176,7 +167,7 @@ def _responses(
             tokens=tuple(step),
             finish_reason=reason,
             prompt_tokens=num_prompt,
-            generation_tokens=generated,
+            generation_tokens=budget.generated,
             target_calls=calls,
             prefill_seconds=first_done - started,
             decode_seconds=now - first_done,

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-# As in `ssmlx/tree.py`, which needs MLX: edges are held where a child scores below its parent.
-MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB = -20.0, -1e-3
+from ..config import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
 
 @dataclass(frozen=True, eq=False)

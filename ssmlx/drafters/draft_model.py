@@ -127,7 +127,7 @@ class DraftModelDrafter:
         self._topology = comb_topology(width, levels)
         self.max_nodes = self._topology.num_nodes
         self.num_parameters = model.num_parameters
-        self.draft_calls = 0
+        self.draft_calls = self.cache_bytes = 0
         self.waits = True
 
     def start(self, tokens: Sequence[int]) -> None:

@@ -70,7 +70,7 @@ class LookaheadDrafter:
     Its trees must reach the target whole: pruning would stop the iterations.
     """
 
-    num_streams, num_parameters, draft_calls = 0, 0, 0
+    num_streams, num_parameters, draft_calls, cache_bytes = 0, 0, 0, 0
     waits = True
 
     def __init__(self, config: LookaheadConfig) -> None:

@@ -23,7 +23,7 @@ class MedusaDrafter:
         InputError: the full tree would be too large.
     """
 
-    num_streams, draft_calls = 0, 0
+    num_streams, draft_calls, cache_bytes = 0, 0, 0
     waits = False
 
     def __init__(self, backbone: Backbone, heads: MedusaHeads, tree: TreeConfig) -> None:

@@ -23,7 +23,7 @@ class MlpSpeculatorDrafter:
         InputError: the speculator cannot draft a tree of these widths.
     """
 
-    num_streams, draft_calls = 0, 0
+    num_streams, draft_calls, cache_bytes = 0, 0, 0
     waits = False
 
     def __init__(

@@ -21,7 +21,7 @@ class PromptLookupDrafter:
     end of the text goes on in itself, so a text with a period is drafted at full length.
     """
 
-    num_streams, num_parameters, draft_calls = 0, 0, 0
+    num_streams, num_parameters, draft_calls, cache_bytes = 0, 0, 0, 0
     waits = True
 
     def __init__(self, config: PromptLookupConfig) -> None:

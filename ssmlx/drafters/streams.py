@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 
@@ -44,9 +43,7 @@ class StreamDrafter:
         self.num_levels = num_streams
         self.num_streams = num_streams if schedule == "fused" else 0
         # A stream cannot rank more candidates than there are tokens that it may draft.
-        most = model.draft_vocab_size
-        width = tree.full_width if tree.kind == "full" else tree.width or most
-        tree = replace(tree, width=min(width, most))
+        tree = tree.no_wider_than(model.draft_vocab_size)
         self._model, self._tree, self._path = model, tree, 1 + num_streams + more_levels
         self._num_candidates = draft_topology(tree, num_streams).num_candidates
         self.max_nodes = tree.num_nodes(num_streams)

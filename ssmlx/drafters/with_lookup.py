@@ -51,12 +51,12 @@ def continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
         last: [1] the place of the newest.
         count: tokens to give.
     """
-    places, agrees, length = indices(text.shape[0]), None, mx.zeros(text.shape[0], mx.int32)
+    places, length = indices(text.shape[0]), mx.zeros(text.shape[0], mx.int32)
+    agrees = places < last
     for back in range(NGRAM):
         # Places shifted by `back`; what falls off the left end is compared with nothing.
         shifted = mx.concatenate([mx.full(back, PAD_TOKEN - 1, mx.int32), text])[: text.shape[0]]
-        same = shifted == text[mx.maximum(last - back, 0)]
-        agrees = same & (places < last) if agrees is None else agrees & same & (last >= back)
+        agrees = agrees & (shifted == text[mx.maximum(last - back, 0)]) & (last >= back)
         length = length + agrees.astype(mx.int32)
     found = mx.argmax(length * text.shape[0] + places * (length > 0), keepdims=True)
     period = mx.maximum(last - found, 1)
@@ -111,7 +111,7 @@ class WithLookup:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the drafter's own keys and values."""
-        return getattr(self.drafter, "cache_bytes", 0)
+        return self.drafter.cache_bytes
 
     def start(self, tokens: Sequence[int]) -> None:
         """See `Drafter.start`."""
