@@ -34,6 +34,8 @@ from .samples import Sample, add_sample_options, load_sample
 
 PROG = "perf.speed"
 Answerer = Callable[[list[int]], Answer]
+WARM_UP = 3
+"""Steps before those that are timed."""
 COLOURS = {"streaming": "#0b6e4f", "plain": "#8d99ae", "mlx-lm": "#2b2d42"}
 
 
@@ -80,45 +82,34 @@ def bare_forward(
         mx.eval(model.backbone.logits(nodes), model.draft_logits(own))
 
     cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes)
+    forward()  # `streams` follows the cache, once
     return forward
-
-
-def median_seconds(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each call, taken in turns after a warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 3):
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            if repeat >= 3:
-                times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def step_cost(
     model: StreamFusedModel, prompt: list[int], size: int, repeats: int
 ) -> dict[str, Any]:
-    """A whole step against the model's forward alone, on the same tree and cache."""
+    """Whole steps of one answer, each beside the model's forward alone on its tree and cache."""
     drafter = StreamDrafter(model, TreeConfig(kind="best", size=size), model.num_streams)
     cache, off = model.make_cache(), PruneConfig()
     prefill(model, prompt[:-1], cache)
-    first = step(model, root_tree(mx.array(prompt[-1:], mx.int32)), cache, drafter, off)
-    mx.eval(first.arrays(), cache.state)
-    cache.advance(1)
-    tree = first.next_tree
-
-    def whole() -> None:
+    tree = root_tree(mx.array(prompt[-1:], mx.int32))
+    times: dict[str, list[float]] = {"forward": [], "step": []}
+    for _ in range(WARM_UP + repeats):
+        forward = bare_forward(model, tree, cache, model.num_streams)
+        started = time.perf_counter()
+        forward()
+        times["forward"].append(time.perf_counter() - started)
+        started = time.perf_counter()
         result = step(model, tree, cache, drafter, off, greedy)
         mx.eval(result.arrays(), cache.state)
-        # Forgotten again, so that every repeat verifies the same tree at the same place.
-        before = cache.offset
         cache.advance(len(result.read()))
-        cache.trim(before)
-
-    calls = {"step": whole, "forward": bare_forward(model, tree, cache, model.num_streams)}
-    seconds = median_seconds(calls, repeats)
-    share = seconds["step"] / seconds["forward"] - 1
-    return {**seconds, "beside_forward": share, "tree_size": tree.num_nodes, "repeats": repeats}
+        times["step"].append(time.perf_counter() - started)
+        tree = result.next_tree
+    seconds = {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
+    share, low, high = ratio_interval(times["step"][WARM_UP:], times["forward"][WARM_UP:])
+    beside = {"beside_forward": share - 1, "interval": [low - 1, high - 1]}
+    return {**seconds, **beside, "tree_size": tree.num_nodes, "repeats": repeats}
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
@@ -167,9 +158,11 @@ def report(summary: dict[str, Any], cost: dict[str, Any]) -> str:
         ratio, low, high = summary[name]
         lines.append(f"{name.replace('_', ' '):22} {ratio:.2f}x  [{low:.2f}, {high:.2f}]")
     lines.append(f"same tokens everywhere: {summary['same_tokens']}")
+    low, high = cost["interval"]
     lines.append(
         f"a step of {cost['tree_size']} nodes: {cost['step'] * 1e3:.1f} ms, its forward "
-        f"{cost['forward'] * 1e3:.1f} ms: {cost['beside_forward']:.1%} beside the forward"
+        f"{cost['forward'] * 1e3:.1f} ms: {cost['beside_forward']:.1%} beside the forward "
+        f"[{low:.1%}, {high:.1%}]"
     )
     return "\n".join(lines)
 

@@ -183,7 +183,7 @@ def load_words(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
 
 
 def load(
-    model: str = DEFAULT_MODEL,
+    model: str | Path = DEFAULT_MODEL,
     *,
     adapter: str | Path | None = None,
     dtype: str = "auto",

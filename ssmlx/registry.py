@@ -88,15 +88,18 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "ssmlx"
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str | Path) -> Path:
     """The local folder of a model, downloading the model where it is not here yet.
 
     Args:
-        name: a folder, an alias, or a name on the Hub (`org/name`), tried in this order.
+        name: a folder, an alias, or a name on the Hub (`org/name`), tried in this order. A `Path`
+            is always a folder.
 
     Raises:
         InputError: nothing goes by that name, the folder is incomplete, or a download failed.
     """
+    if isinstance(name, Path):
+        return _checked(name)
     path = _local_path(name)
     if path is not None:
         return _checked(path)

@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,8 +26,8 @@ from convert.export.export import Report, build_graphs, export  # noqa: E402
 from convert.export.interpreted import interpreted_backend  # noqa: E402
 from convert.export.settings import ExportConfig  # noqa: E402
 from convert.mil import Program  # noqa: E402
-from perf import export_check, export_mac  # noqa: E402
-from ssmlx import coreml  # noqa: E402
+from perf import export_check, export_mac, export_ties  # noqa: E402
+from ssmlx import coreml, load  # noqa: E402
 from ssmlx.api import GenerateConfig, stream_generate  # noqa: E402
 from ssmlx.config import PruneConfig, TreeConfig  # noqa: E402
 from ssmlx.coreml.tree import TreeTables  # noqa: E402
@@ -239,6 +239,59 @@ def test_the_check_compares_with_plain_decoding(make_export, tmp_path, monkeypat
     assert row["tokens_per_call"] == row["mlx_tokens_per_call"] > 1
     assert row["megabytes"] == round(made.report.package_bytes / 1e6, 1)
     assert "same tokens 3/3" in capsys.readouterr().out
+
+
+class Nudged:
+    """A backend whose second draft ranks other tokens."""
+
+    def __init__(self, backend):
+        self.backend, self.drafts = backend, 0
+
+    def make_state(self):
+        self.drafts = 0
+        return self.backend.make_state()
+
+    def predict(self, function, inputs, state):
+        found = dict(self.backend.predict(function, inputs, state))
+        self.drafts += function == "decode"
+        if self.drafts == 2:
+            found["candidate_tokens"] = (found["candidate_tokens"] + 1) % 64
+        return found
+
+
+def test_the_check_tells_a_tie_from_another_draft(make_export, monkeypatch):
+    """Calls that differ are forgiven where two nodes are equally likely, and only there."""
+    made = make_export(precision="float32", profile="gpu")
+    exported, _ = export_check.load_exported(made.out)
+    worse = replace(exported, backend=Nudged(exported.backend))
+    prompt = coreml.prompt_tokens(exported, PROMPTS[0])
+    mine, theirs = (export_check.exported_answer(m, prompt, 12) for m in (worse, exported))
+    assert mine.tokens == theirs.tokens and mine.target_calls > theirs.target_calls
+    call = export_ties.parting_call(mine.advances, theirs.advances)
+    assert call == 2 and mine.advances[:2] == theirs.advances[:2]
+    recorder = export_ties.Recorder(exported.backend)
+    export_check.exported_answer(replace(exported, backend=recorder), prompt, 12)
+    expected = export_ties.margin(recorder.logprobs[1], exported.manifest.tree)
+    assert export_ties.deciding_margin(worse, prompt, call, 12) == expected > 0
+
+    monkeypatch.setattr(export_check, "load_exported", lambda folder: (worse, "nudged"))
+    model = load(made.folders.base, adapter=made.folders.adapter, dtype="float32")
+    row = export_check.check(made.out, model, PROMPTS[:1], 12)
+    assert (row.same_tokens, row.same_calls) == (1, 0) and row.tree_margin == expected
+    assert not row.is_exact
+    assert replace(row, tree_margin=0.0).is_exact and replace(row, tree_margin=9e-5).is_exact
+    assert not replace(row, same_tokens=0, tree_margin=0.0).is_exact
+
+
+def test_the_margin_of_a_tree():
+    tables = TreeTables.of(draft_topology(TreeConfig(size=3), 2), 3)
+    logprobs = np.log(np.array([[0.5, 0.25], [0.5, 0.1]], np.float32))
+    # Below the root: 0.5, then 0.25 and 0.5 * 0.5 for the one place that is left.
+    assert export_ties.margin(logprobs, tables) == pytest.approx(0, abs=1e-6)
+    logprobs[0, 1] = np.log(0.2)
+    assert export_ties.margin(logprobs, tables) == pytest.approx(np.log(0.25 / 0.2), abs=1e-6)
+    whole = TreeTables.of(draft_topology(TreeConfig(kind="full", width=2), 2), 7)
+    assert export_ties.margin(logprobs, whole) == float("inf")
 
 
 def test_the_check_knows_the_tree_of_a_package():

@@ -86,11 +86,11 @@ def test_the_timed_forward_drafts_as_the_runtime_does(folders, monkeypatch):
     sample = speed.load_sample(args, "all")
     cache, tree = sample.model.make_cache(), random_tree(random.Random(0), 5, 50)
     prefill(sample.model, sample.prompts[0], cache)
-    seen = []
+    forward, seen = speed.bare_forward(sample.model, tree, cache, 2), []
     monkeypatch.setattr(speed.mx, "eval", lambda *arrays: seen.extend(arrays))
     views, real = [], TreeCache.tree_view
     monkeypatch.setattr(TreeCache, "tree_view", lambda *a: views.append(a[3:]) or real(*a))
-    speed.bare_forward(sample.model, tree, cache, 2)()
+    forward()
     assert [array.shape for array in seen] == [(5, 64), (2, 20)]
     assert [bool(view and view[0]) for view in views] == [False, False, True, True]
 

@@ -111,6 +111,9 @@ def test_a_local_folder_is_taken_as_it_is(places, monkeypatch):
     monkeypatch.setenv("HOME", str(places.root))
     for name in (str(places.root / "org/model"), "org/model", "./org/model", "~/org/model"):
         assert resolve_model(name).samefile(places.root / "org/model")
+    assert resolve_model(Path("org/model")) == Path("org/model")
+    with pytest.raises(InputError, match="smollm2-135m does not exist; expected a model folder"):
+        resolve_model(Path("smollm2-135m"))
     assert places.calls == []
 
 

@@ -7,8 +7,9 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_drafters import streams_model, written
+from test_drafters import cycle_model, streams_model, written
 from tiny import VOCAB, make_tokenizer, random_tree, tree_from_parents
+from tiny_heads import cycle_heads
 
 from ssmlx.api import GenerateConfig, make_drafter, stream_generate
 from ssmlx.config import TreeConfig
@@ -99,6 +100,18 @@ def test_a_text_that_repeats_itself_takes_fewer_calls(schedule):
     assert tokens == expected
     assert max(beside) <= 1 + model.num_streams + 8
     assert max(beside) > 1 + model.num_streams and len(beside) < 0.6 * len(alone)
+
+
+@pytest.mark.parametrize(("num_right", "guessed"), [(0, 0), (2, 2)])
+def test_every_call_goes_on_by_the_whole_chain(num_right, guessed):
+    """Heads foresee the first tokens of a text with a period, what was looked up the others."""
+    model, nodes = cycle_model(), 5
+    heads = cycle_heads("medusa", model.backbone, num_right=num_right)
+    config = GenerateConfig(heads=heads, tree=TreeConfig(size=3), lookup_nodes=nodes)
+    count = 1 + 60 * (1 + guessed + nodes)
+    tokens, lengths = written(model, [*range(VOCAB), 0], count, config)
+    assert tokens == [(1 + index) % VOCAB for index in range(count)]
+    assert lengths == [1] + [1 + guessed + nodes] * 60
 
 
 def test_turns_continue_the_text():

@@ -90,6 +90,20 @@ def root_tree(token: int) -> DraftTree:
     return DraftTree(np.array([token], np.int32), zero, zero[:, None])
 
 
+def node_scores(logprobs: np.ndarray, tables: TreeTables) -> np.ndarray:
+    """[N] how likely each node that there can be is: its path's log probabilities, summed.
+
+    Args:
+        logprobs: [G, K] of each stream's candidates.
+        tables: the nodes.
+    """
+    clipped = np.clip(logprobs.astype(np.float32), MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
+    edges = np.concatenate([[0], clipped.flatten()[tables.slots]]).astype(np.float32)
+    levels = np.arange(tables.paths.shape[1])
+    below_root = (levels > 0) & (levels <= tables.depths[:, None])
+    return np.where(below_root, edges[tables.paths], 0).sum(axis=1)
+
+
 def grow_tree(root: int, tokens: np.ndarray, logprobs: np.ndarray, tables: TreeTables) -> DraftTree:
     """The tree below `root` of each stream's ranked candidates (section 3.2.2).
 
@@ -103,11 +117,7 @@ def grow_tree(root: int, tokens: np.ndarray, logprobs: np.ndarray, tables: TreeT
     tree = DraftTree(node_tokens, tables.depths, tables.paths)
     if len(node_tokens) <= tables.size:
         return tree
-    clipped = np.clip(logprobs.astype(np.float32), MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
-    edges = np.concatenate([[0], clipped.flatten()[tables.slots]]).astype(np.float32)
-    levels = np.arange(tables.paths.shape[1])
-    below_root = (levels > 0) & (levels <= tables.depths[:, None])
-    scores = np.where(below_root, edges[tables.paths], 0).sum(axis=1)
+    scores = node_scores(logprobs, tables)
     best = np.argpartition(-scores, tables.size - 1)[: tables.size]
     return tree.select(np.sort(best))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -193,7 +194,7 @@ def _best(scores: mx.array, count: int) -> mx.array:
 
 
 def load_draft_model(
-    name: str, tokenizer: TokenizerWrapper, vocab_size: int, *, dtype: str = "auto"
+    name: str | Path, tokenizer: TokenizerWrapper, vocab_size: int, *, dtype: str = "auto"
 ) -> DraftModel:
     """Load a model that drafts for another.
 

@@ -54,9 +54,9 @@ def continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
     places, length = indices(text.shape[0]), mx.zeros(text.shape[0], mx.int32)
     agrees = places < last
     for back in range(NGRAM):
-        # Places shifted by `back`; what falls off the left end is compared with nothing.
+        # Places shifted by `back`; what falls off the left end is equal to nothing.
         shifted = mx.concatenate([mx.full(back, PAD_TOKEN - 1, mx.int32), text])[: text.shape[0]]
-        agrees = agrees & (shifted == text[mx.maximum(last - back, 0)]) & (last >= back)
+        agrees = agrees & (shifted == text[mx.maximum(last - back, 0)])
         length = length + agrees.astype(mx.int32)
     found = mx.argmax(length * text.shape[0] + places * (length > 0), keepdims=True)
     period = mx.maximum(last - found, 1)
