@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from ssmlx.cli.options import run
 from ssmlx.files import folder_digest
 from ssmlx.training.config import SCHEDULES
 from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
-from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_settings
+from ssmlx.training.job import Job, bar, finish, make_out, prepare, run_to_end
 from ssmlx.training.options import (
     add_cache_option,
     add_init_option,
@@ -150,7 +149,6 @@ def _lower_of(
 def _main(args: argparse.Namespace) -> None:
     import torch
 
-    from ssmlx.training.record import LOG_FILE, PICTURE_FILE, Record
     from ssmlx.training.validation import Validation
 
     from .reference import copy_task_lora, save_reference, start_from
@@ -173,20 +171,16 @@ def _main(args: argparse.Namespace) -> None:
     state = Run(objective, job.num_steps)
     task = [] if args.task_lora is None else [folder_digest(args.task_lora)]
     identity = job.identity(args.dtype, *task, init=args.init)
-    state.resume(options.out / STATE_FILE, identity)
-    record = Record(options.out / LOG_FILE, state.step)
-    write_settings(job, PROG, args.dtype)
-    lower = _lower_of(job, objective, args.cache_gb, _lower_lora(job, args.task_lora))
-    validation = Validation(objective, job.valid, options.tree_size)
-    learn(
-        job, state, lower, validation, record,
-        save=lambda: state.save(options.out / STATE_FILE, identity),
+    record = run_to_end(
+        job, state,
+        prog=PROG, dtype=args.dtype, identity=identity, state_file=STATE_FILE,
+        lower=lambda: _lower_of(job, objective, args.cache_gb, _lower_lora(job, args.task_lora)),
+        validation=lambda: Validation(objective, job.valid, options.tree_size),
     )  # fmt: skip
     save_reference(model, options.out)
     if args.task_lora is not None:
         copy_task_lora(args.task_lora, options.out)
-    record.draw(options.out / PICTURE_FILE, options.out.name)
-    print(f"{options.out}: step {state.step} of {job.num_steps}", file=sys.stderr)
+    finish(job, state, record)
 
 
 def main(argv: list[str] | None = None) -> int:

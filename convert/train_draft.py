@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import DraftModelConfig, read_json
 from ssmlx.errors import InputError
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.job import learn, make_out, prepare, write_settings
+from ssmlx.training.job import finish, make_out, prepare, run_to_end
 from ssmlx.training.options import add_run_options, run_options
 
 from .train import OPTIMISATION, add_machine_options, add_optimisation_options
@@ -82,8 +81,6 @@ def _check_out(out: Path) -> None:
 def _main(args: argparse.Namespace) -> None:
     import torch
 
-    from ssmlx.training.record import LOG_FILE, PICTURE_FILE, Record
-
     from .draft_training import DraftObjective, build_draft, trained_weights, write_draft
     from .training import ReplayValidation, Run, choose_device, freeze_base
 
@@ -96,18 +93,16 @@ def _main(args: argparse.Namespace) -> None:
     model = build_draft(path, job.config, args.layers).to(device)
     freeze_base(model, dtype)
     objective = DraftObjective(model, job.train, None, device, dtype)
-    state, identity = Run(objective, job.num_steps), job.identity(args.dtype, PROG)
-    state.resume(out / STATE_FILE, identity)
-    record = Record(out / LOG_FILE, state.step)
-    write_settings(job, PROG, args.dtype)
-    validation = ReplayValidation(objective, job.valid, length)
-    learn(
-        job, state, objective.lower, validation, record,
-        save=lambda: state.save(out / STATE_FILE, identity),
+    state = Run(objective, job.num_steps)
+    record = run_to_end(
+        job, state,
+        prog=PROG, dtype=args.dtype, identity=job.identity(args.dtype, PROG),
+        state_file=STATE_FILE,
+        lower=lambda: objective.lower,
+        validation=lambda: ReplayValidation(objective, job.valid, length),
     )  # fmt: skip
     write_draft(trained_weights(model), path, args.layers, out / MODEL_FOLDER)
-    record.draw(out / PICTURE_FILE, out.name)
-    print(f"{out}: step {state.step} of {job.num_steps}", file=sys.stderr)
+    finish(job, state, record)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from ssmlx.config import read_json
 from ssmlx.errors import InputError
 from ssmlx.files import folder_digest
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.job import Job, bar, learn, make_out, prepare, write_settings
+from ssmlx.training.job import Job, bar, finish, make_out, prepare, run_to_end
 from ssmlx.training.options import add_run_options, run_options
 
 from .train import OPTIMISATION, add_machine_options, add_optimisation_options
@@ -394,8 +393,6 @@ def _plan(args: argparse.Namespace) -> _Plan:
 def _main(args: argparse.Namespace) -> None:
     import torch
 
-    from ssmlx.training.record import LOG_FILE, PICTURE_FILE, Record
-
     from .head_training import HeadObjective
     from .heads import save_published
     from .training import ReplayValidation, Run, choose_device
@@ -409,15 +406,14 @@ def _main(args: argparse.Namespace) -> None:
     lora = folder_digest(args.lora)
     identity = job.identity(args.dtype, asdict(plan.settings), lora, folder_digest(args.init))
     state = Run(objective, job.num_steps)  # type: ignore[arg-type]
-    state.resume(out / STATE_FILE, identity)
-    record = Record(out / LOG_FILE, state.step)
-    write_settings(job, PROG, args.dtype)
-    states = _states_of(args, job, objective, lora)
-    validation = ReplayValidation(objective, job.valid, job.options.tree_size)
-    learn(job, state, states, validation, record, lambda: state.save(out / STATE_FILE, identity))
+    record = run_to_end(
+        job, state,
+        prog=PROG, dtype=args.dtype, identity=identity, state_file=STATE_FILE,
+        lower=lambda: _states_of(args, job, objective, lora),
+        validation=lambda: ReplayValidation(objective, job.valid, job.options.tree_size),
+    )  # fmt: skip
     save_published(plan.model, out, job.options.model, plan.lm_head)
-    record.draw(out / PICTURE_FILE, out.name)
-    print(f"{out}: step {state.step} of {job.num_steps}", file=sys.stderr)
+    finish(job, state, record)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -353,21 +353,35 @@ def _check_folder(folder: Path) -> None:
 def _read_lora(
     folder: Path, scope: AdapterScope, values: Mapping[str, Any], scale_name: str
 ) -> dict[str, LoraWeights]:
-    path, scale = folder / LORA_FILES[scope], values.get(scale_name)
-    tensors = read_tensors(path, f"LoRA of scope {scope!r}")
-    modules = {name.rpartition(".")[0] for name in tensors}
-    pairs = {f"{module}.{part}" for module in modules for part in ("lora_a", "lora_b")}
-    expected = {name: tensors[name].shape if name in tensors else () for name in sorted(pairs)}
-    account_for(tensors, expected, path)
+    scale = values.get(scale_name)
     if not isinstance(scale, int | float):
         raise InputError(
             f"{folder / CONFIG_FILE} has {scale_name} {scale!r}",
             expected="a number",
             do="convert the checkpoint again",
         )
+    return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
+
+
+def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights]:
+    """LoRA of each module by its path, from `lora_a` and `lora_b` as mlx-lm names them.
+
+    Args:
+        path: a safetensors file.
+        what: what it should hold, for the message.
+        scale: of all modules.
+
+    Raises:
+        InputError: the file is missing or broken, or a tensor of a pair is.
+    """
+    tensors = read_tensors(path, what)
+    modules = sorted({name.rpartition(".")[0] for name in tensors})
+    pairs = [f"{module}.{part}" for module in modules for part in ("lora_a", "lora_b")]
+    expected = {name: tensors[name].shape if name in tensors else () for name in pairs}
+    account_for(tensors, expected, path)
     return {
-        module: LoraWeights(tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"], float(scale))
-        for module in sorted(modules)
+        module: LoraWeights(tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"], scale)
+        for module in modules
     }
 
 

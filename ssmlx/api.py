@@ -254,22 +254,6 @@ def required_scratch(model: StreamFusedModel, config: GenerateConfig) -> int:
     return scratch_rows(drafter) if drafter else 0
 
 
-def check_streams(model: StreamFusedModel, config: GenerateConfig) -> int:
-    """G, the streams to use.
-
-    Raises:
-        InputError: more than were trained, or none.
-    """
-    streams = model.num_streams if config.num_streams is None else config.num_streams
-    if not 1 <= streams <= model.num_streams:
-        raise InputError(
-            f"--num-streams {streams}",
-            expected=f"1 to {model.num_streams}, as many as the adapter was trained with",
-            do="choose a number in that range",
-        )
-    return streams
-
-
 def _check_prune(model: StreamFusedModel, config: GenerateConfig, drafter: DrafterKind) -> None:
     kind = config.prune.kind if config.prune else "off"
     if kind != "off" and drafter == "lookahead":
@@ -320,8 +304,9 @@ def make_drafter(
     if kind in HEAD_DRAFTERS:
         drafter = _head_drafter(model, config)
     else:
-        streams = check_streams(model, config)
+        assert model.config is not None
         assert config.tree is not None and config.stream_schedule is not None
+        streams = model.config.usable_streams(config.num_streams)
         more, schedule = config.lookup_nodes, config.stream_schedule
         drafter = StreamDrafter(model, config.tree, streams, schedule, more_levels=more)
     return WithLookup(drafter, config.lookup_nodes) if config.lookup_nodes else drafter

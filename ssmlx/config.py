@@ -179,6 +179,21 @@ class StreamConfig:
         """N - Ns, the layer before which streams are inserted."""
         return self.num_layers - self.num_msa_layers
 
+    def usable_streams(self, asked: int | None) -> int:
+        """G, the streams to use: those that are asked for, or all.
+
+        Raises:
+            InputError: more than were trained, or none.
+        """
+        streams = self.num_streams if asked is None else asked
+        _require(
+            1 <= streams <= self.num_streams,
+            f"--num-streams {streams}",
+            expected=f"1 to {self.num_streams}, as many as the adapter was trained with",
+            do="choose a number in that range, or another --adapter",
+        )
+        return streams
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StreamConfig:
         """Build from JSON values, ignoring keys that are not settings.

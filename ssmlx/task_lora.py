@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .adapter import CONFIG_FILE, LORA_FILES, BaseIdentity, check_lora, read_identity
+from .adapter import (
+    CONFIG_FILE,
+    LORA_FILES,
+    BaseIdentity,
+    check_lora,
+    read_identity,
+    read_lora_file,
+)
 from .backbone import Backbone
 from .config import read_json
 from .errors import InputError
-from .files import read_tensors
 from .lora import LoraWeights
 
 LORA_FILE, LORA_SETTINGS = LORA_FILES["all"], "adapter_config.json"
@@ -35,7 +41,14 @@ def read_lora(folder: Path, option: str) -> dict[str, LoraWeights]:
             expected='"fine_tune_type": "lora" and a scale in "lora_parameters"',
             do="convert a PEFT checkpoint with `python -m convert` first",
         )
-    return _lora_weights(folder / LORA_FILE, float(scale))
+    lora = read_lora_file(folder / LORA_FILE, _EXPECTED, float(scale))
+    if not lora:
+        raise InputError(
+            f"{folder / LORA_FILE} is empty",
+            expected="pairs of lora_a and lora_b",
+            do="use a LoRA's own file",
+        )
+    return lora
 
 
 def read_task_lora(folder: Path, backbone: Backbone) -> dict[str, LoraWeights]:
@@ -55,19 +68,3 @@ def read_task_lora(folder: Path, backbone: Backbone) -> dict[str, LoraWeights]:
             )
     check_lora(backbone.model, lora, folder)
     return lora
-
-
-def _lora_weights(path: Path, scale: float) -> dict[str, LoraWeights]:
-    tensors = read_tensors(path, _EXPECTED)
-    modules = sorted({name.rpartition(".")[0] for name in tensors})
-    odd = [name for name in tensors if name.rpartition(".")[2] not in ("lora_a", "lora_b")]
-    if odd or len(tensors) != 2 * len(modules) or not modules:
-        raise InputError(
-            f"{path} holds {', '.join(odd[:3]) or 'no whole pairs'}",
-            expected="pairs of lora_a and lora_b",
-            do="use a LoRA's own file",
-        )
-    return {
-        module: LoraWeights(tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"], scale)
-        for module in modules
-    }

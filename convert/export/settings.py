@@ -83,24 +83,10 @@ class ExportConfig:
                 do="drop one of them",
             )
 
-    def streams_of(self, config: StreamConfig) -> int:
-        """G, the streams to use of those that `config` has.
-
-        Raises:
-            InputError: there are not as many.
-        """
-        streams = config.num_streams if self.num_streams is None else self.num_streams
-        if not 1 <= streams <= config.num_streams:
-            raise InputError(
-                f"--num-streams {streams}",
-                expected=f"1 to {config.num_streams}, as many as the adapter was trained with",
-                do="choose a number in that range, or another --adapter",
-            )
-        return streams
-
     def topology(self, config: StreamConfig, vocab_size: int) -> Topology:
         """All nodes that the drafted trees can have; as `StreamDrafter` chooses it."""
-        streams, most = self.streams_of(config), config.draft_vocab_size or vocab_size
+        most = config.draft_vocab_size or vocab_size
+        streams = config.usable_streams(self.num_streams)
         return draft_topology(self.tree.no_wider_than(most), streams)
 
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
@@ -130,7 +116,7 @@ class ExportConfig:
             num_nodes=count,
             num_kept=self.prune.keep if pruned else count,
             num_parents=count if chosen else topology.num_internal,
-            num_streams=self.streams_of(config),
+            num_streams=config.usable_streams(self.num_streams),
             num_candidates=topology.num_candidates,
             num_slots=self.context,
             chunk=self.chunk,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -126,10 +125,9 @@ def _main(args: argparse.Namespace) -> None:
 
     from ..adapter import load_adapter
     from ..task_lora import read_task_lora
-    from ..training.job import learn, make_out, prepare, write_settings
+    from ..training.job import finish, make_out, prepare, run_to_end
     from ..training.mlx_model import TrainedModel, new_adapter, start_from
     from ..training.mlx_run import Objective, Run, load_frozen
-    from ..training.record import LOG_FILE, PICTURE_FILE, Record
     from ..training.validation import Validation
 
     job, path = prepare(options, train)
@@ -145,19 +143,16 @@ def _main(args: argparse.Namespace) -> None:
     task, lower_task = _task_digests(args.task_lora, objective)
     identity = job.identity(*_base_of(objective), *task, init=args.init)
     make_out(options.out)
-    state.resume(options.out / STATE_FILE, identity)
-    record = Record(options.out / LOG_FILE, state.step)
-    write_settings(job, PROG, str(backbone.dtype).removeprefix("mlx.core."))
-    lower = _lower_of(job, objective, args.cache_gb, lower_task)
-    validation = Validation(objective, job.valid, options.tree_size)
     with wired_limit(backbone.model):
-        learn(
-            job, state, lower, validation, record,
-            save=lambda: state.save(options.out / STATE_FILE, identity),
+        record = run_to_end(
+            job, state,
+            prog=PROG, dtype=str(backbone.dtype).removeprefix("mlx.core."),
+            identity=identity, state_file=STATE_FILE,
+            lower=lambda: _lower_of(job, objective, args.cache_gb, lower_task),
+            validation=lambda: Validation(objective, job.valid, options.tree_size),
         )  # fmt: skip
     _write_adapter(options.out / ADAPTER_FOLDER, state)
-    record.draw(options.out / PICTURE_FILE, options.out.name)
-    print(f"{options.out / ADAPTER_FOLDER}: step {state.step} of {job.num_steps}", file=sys.stderr)
+    finish(job, state, record, options.out / ADAPTER_FOLDER)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,6 +29,9 @@ SETTINGS_FILE = "training.json"
 Lower = Callable[["Batch"], Any]
 """A batch to [B, T, D] hidden states before layer N - Ns."""
 
+Validate = Callable[[], dict[str, float]]
+"""Figures on the held-out examples, by name."""
+
 
 class Run(Protocol):
     """The trained weights, their optimiser, and the step that they are at."""
@@ -37,6 +40,14 @@ class Run(Protocol):
 
     def advance(self, batch: Batch, lower: Any) -> dict[str, float]:
         """One optimiser step; returns the parts of its loss."""
+        ...
+
+    def save(self, path: Path, identity: str) -> None:
+        """Write the state beside `path`, then put it there."""
+        ...
+
+    def resume(self, path: Path, identity: str) -> None:
+        """Go on from a saved state, if there is one."""
         ...
 
 
@@ -176,8 +187,56 @@ def _check_tokens(examples: Sequence[Example], vocab_size: int, path: Path) -> N
         )
 
 
-def learn(
-    job: Job, state: Run, lower: Lower, validation: Callable[[], dict[str, float]], record: Record,
+def run_to_end(
+    job: Job,
+    state: Run,
+    *,
+    prog: str,
+    dtype: str,
+    identity: str,
+    state_file: str,
+    lower: Callable[[], Lower],
+    validation: Callable[[], Validate],
+) -> Record:
+    """Go on with a run where it was stopped, if it was; returns its record.
+
+    Args:
+        job: what to train on. Its folder is there.
+        state: as it begins.
+        prog: the command.
+        dtype: of what is not trained.
+        identity: a digest of all that decides the result.
+        state_file: where in the run's folder its state is saved.
+        lower: makes what the frozen layers say of a batch.
+        validation: makes what is measured now and then.
+
+    Raises:
+        InputError: the folder holds another run, or a broken state.
+    """
+    from .record import LOG_FILE, Record
+
+    out = job.options.out
+    state.resume(out / state_file, identity)
+    record = Record(out / LOG_FILE, state.step)
+    write_settings(job, prog, dtype)
+    _learn(
+        job, state, lower(), validation(), record,
+        save=lambda: state.save(out / state_file, identity),
+    )  # fmt: skip
+    return record
+
+
+def finish(job: Job, state: Run, record: Record, result: Path | None = None) -> None:
+    """Draw a run's curves, and say how far it is; `result` is what it wrote, its folder if None."""
+    from .record import PICTURE_FILE
+
+    out = job.options.out
+    record.draw(out / PICTURE_FILE, out.name)
+    print(f"{result or out}: step {state.step} of {job.num_steps}", file=sys.stderr)
+
+
+def _learn(
+    job: Job, state: Run, lower: Lower, validation: Validate, record: Record,
     save: Callable[[], None],
 ) -> None:  # fmt: skip
     """Take the steps that are left, saving and validating as it goes."""
