@@ -45,6 +45,7 @@ EPILOG = """examples:
   python -m perf.bench
   sudo -v && python -m perf.bench        # with energy, on macOS
   python -m perf.bench --minutes 2 --dtype float16
+  python -m perf.bench --minutes 20 --contexts 64 512 2000 4000
 
 Writes bench.json, .txt and .png into --out, and adds the line to bench.jsonl there. What there is
 no time for is left out, and the report says so."""
@@ -74,7 +75,12 @@ PARTS = (
     Part("chat", "chat", DATA / "chat_test.jsonl", 96),
 )
 # Shares of the time. The first adapter is also what contexts and energy are measured with.
-WEIGHTS = {"sql": 0.3, "64": 0.07, "512": 0.1, "2000": 0.2, "energy": 0.08, "chat": 0.25}
+WEIGHTS = {"sql": 0.3, "energy": 0.08, "chat": 0.25}
+
+
+def context_weight(length: int) -> float:
+    """The share of `length` tokens of context: mostly what reading them takes."""
+    return 0.06 + 7e-5 * length
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -94,9 +100,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="as of python -m ssmlx.generate (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="N",
+        help="tokens of context (default: " + " ".join(map(str, CONTEXTS)) + ")",
+    )  # fmt: skip
+    parser.add_argument(
         "--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s"
     )
     args = parser.parse_args(argv)
+    args.contexts = sorted(set(args.contexts))
+    if args.contexts[0] < 1:
+        parser.error(f"--contexts {args.contexts[0]}: expected 1 or more")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: expected more than 0")
     return args
@@ -116,7 +129,7 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
     """All measurements, the first adapter's first."""
     path = resolve_model(args.model)  # before the clock: a download is no measurement
     started = time.perf_counter()
-    clock = Clock(60 * args.minutes - RESERVED_SECONDS, weights_of(parts))
+    clock = Clock(60 * args.minutes - RESERVED_SECONDS, weights_of(parts, args.contexts))
     result: dict[str, Any] = {
         "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
@@ -130,28 +143,28 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
         if result["answers"] and clock.left <= result["part_seconds"]:
             result["left_out"].append(part.adapter)
             continue
-        result |= measure_part(part, path, args.dtype, clock, result)
+        result |= measure_part(part, path, args, clock, result)
         gc.collect()
         mx.clear_cache()
     return {**result, "seconds": time.perf_counter() - started}
 
 
-def weights_of(parts: Sequence[Part]) -> dict[str, float]:
+def weights_of(parts: Sequence[Part], contexts: Sequence[int]) -> dict[str, float]:
     """Shares of the time, in order: the first adapter, what is measured with it, the others."""
     first, *others = (part.adapter for part in parts)
-    between = {name: WEIGHTS[name] for name in (*map(str, CONTEXTS), "energy")}
-    if unavailable() is not None:
-        del between["energy"]
+    between = {str(length): context_weight(length) for length in contexts}
+    if unavailable() is None:
+        between["energy"] = WEIGHTS["energy"]
     adapters = {name: WEIGHTS.get(name, WEIGHTS["sql"]) for name in (first, *others)}
     return {first: adapters.pop(first), **between, **adapters}
 
 
 def measure_part(
-    part: Part, path: Path, dtype: str, clock: Clock, result: Mapping[str, Any]
+    part: Part, path: Path, args: argparse.Namespace, clock: Clock, result: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Measure an adapter; the first one also by context, and its energy."""
     started = clock.now()
-    target = load_target(part.adapter, path, dtype, TASKS[part.task], part.data)
+    target = load_target(part.adapter, path, args.dtype, TASKS[part.task], part.data)
     load_seconds = clock.now() - started
     found = answer_prompts(target, part.max_tokens, clock.deadline(part.adapter), clock)
     answers = answers_result(target, part.max_tokens, found)
@@ -159,8 +172,8 @@ def measure_part(
     added: dict[str, Any] = {"answers": [*result["answers"], answers]}
     if result["answers"]:
         return added
-    contexts = contexts_result(target, found, clock)
-    missing = [n for n in CONTEXTS if n not in [one["tokens"] for one in contexts]]
+    contexts = contexts_result(target, found, clock, args.contexts)
+    missing = [n for n in args.contexts if n not in [one["tokens"] for one in contexts]]
     return {
         **added,
         # What another adapter will take at least; its answers are longer.

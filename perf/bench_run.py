@@ -88,7 +88,9 @@ def speedup(ours: Sequence[Answer], theirs: Sequence[Answer]) -> dict[str, float
     return asdict(Estimate(*ratio_interval([a for a, _ in timed], [b for _, b in timed])))
 
 
-def contexts_result(target: Target, before: Rounds[Found], clock: Clock) -> list[dict[str, Any]]:
+def contexts_result(
+    target: Target, before: Rounds[Found], clock: Clock, contexts: Sequence[int]
+) -> list[dict[str, Any]]:
     """Speeds by length of context, each length until its deadline.
 
     Where a first round would not end in time, that length and the longer ones are left out.
@@ -97,11 +99,12 @@ def contexts_result(target: Target, before: Rounds[Found], clock: Clock) -> list
         target: what decodes.
         before: answers to prompts, which tell what to expect.
         clock: says how much time there is.
+        contexts: tokens, ascending.
     """
     answerers, results = target.answerers(CONTEXT_TOKENS), []
-    limit = target.model.backbone.context_length or max(CONTEXTS) + CONTEXT_TOKENS
+    limit = target.model.backbone.context_length or max(contexts) + CONTEXT_TOKENS
     found, known = before, len(target.prompts[0])
-    for length in CONTEXTS:
+    for length in contexts:
         expected = expected_seconds(found, length / known)
         if length + CONTEXT_TOKENS > limit or expected > clock.left:
             break

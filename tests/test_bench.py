@@ -234,13 +234,13 @@ def run_bench(folders, out, monkeypatch, *more, base="base"):
     data = folders / "prompts.jsonl"
     parts = [bench.Part(str(folders / scope), "chat", data, 6) for scope in ("all", "streams")]
     monkeypatch.setattr(bench, "PARTS", parts)
-    monkeypatch.setattr(bench, "CONTEXTS", (8, 24))
-    monkeypatch.setattr(bench, "WEIGHTS", {"sql": 1, "8": 0.5, "24": 0.5, "energy": 1})
-    monkeypatch.setattr(bench_run, "CONTEXTS", (8, 24))
+    monkeypatch.setattr(bench, "WEIGHTS", {"sql": 1, "energy": 1})
+    monkeypatch.setattr(bench, "context_weight", lambda length: 0.5)
     monkeypatch.setattr(bench, "RESERVED_SECONDS", 0.0)
     monkeypatch.setattr(bench_energy.platform, "system", lambda: "Linux")
     monkeypatch.setattr(bench_run, "MOST_ROUNDS", 2)
     monkeypatch.setattr(bench_run, "CONTEXT_TOKENS", 8)
+    more = ("--contexts", "24", "8", *more)
     return bench.main(["--model", str(folders / base), "--out", str(out), *more])
 
 
@@ -298,10 +298,9 @@ def test_a_longer_context_is_not_begun_where_a_shorter_one_was_too_long(folders,
     monkeypatch.setattr(bench_run, "MOST_ROUNDS", 1)
     before = bench_run.answer_prompts(target, 6, 0.0, Clock(1, {}, now=lambda: 0.0))
     assert expected_seconds(before, 10) > expected_seconds(before, 1) > 0
-    monkeypatch.setattr(bench_run, "CONTEXTS", (8, 24, 48))
     monkeypatch.setattr(bench_run, "expected_seconds", lambda found, growth: 5 * growth)
     clock = Clock(12, {"8": 1, "24": 1, "48": 1}, now=time)
-    found = contexts_result(target, before, clock)
+    found = contexts_result(target, before, clock, (8, 24, 48))
     assert [one["tokens"] for one in found] == [8]  # 24 might take 15 s of the 12
 
 
@@ -309,6 +308,7 @@ def test_a_longer_context_is_not_begun_where_a_shorter_one_was_too_long(folders,
     "argv, said",
     [
         (["--minutes", "0"], "--minutes 0: expected more than 0"),
+        (["--contexts", "64", "0"], "--contexts 0: expected 1 or more"),
         (["--dtype", "int3"], "--dtype"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
     ],
