@@ -86,26 +86,52 @@ def bare_forward(
     return forward
 
 
+def one_row(model: StreamFusedModel, tree: Tree, cache: TreeCache) -> Callable[[], None]:
+    """The forward of plain decoding alone, T(1): the root of `tree` through all layers."""
+    root = root_tree(tree.tokens[:1])
+
+    def forward() -> None:
+        hidden = model.upper(model.lower(root, cache), root, cache, 0)
+        mx.eval(model.backbone.logits(hidden))
+
+    return forward
+
+
+def seconds_of(call: Callable[[], None]) -> float:
+    """Seconds that `call` takes."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
 def step_cost(
     model: StreamFusedModel, prompt: list[int], size: int, repeats: int
 ) -> dict[str, Any]:
-    """Whole steps of one answer, each beside the model's forward alone on its tree and cache."""
+    """Whole steps of one answer, each beside forwards alone on its tree and cache.
+
+    Returns:
+        Median seconds of a whole "step", of its "forward" (the model's layers, second pass and
+        heads) and of "one_row" through the model; "beside_forward", the step's share beside its
+        forward, with its interval over steps.
+    """
     drafter = StreamDrafter(model, TreeConfig(kind="best", size=size), model.num_streams)
     cache, off = model.make_cache(), PruneConfig()
     prefill(model, prompt[:-1], cache)
     tree = root_tree(mx.array(prompt[-1:], mx.int32))
-    times: dict[str, list[float]] = {"forward": [], "step": []}
-    for _ in range(WARM_UP + repeats):
-        forward = bare_forward(model, tree, cache, model.num_streams)
-        started = time.perf_counter()
-        forward()
-        times["forward"].append(time.perf_counter() - started)
-        started = time.perf_counter()
+    times: dict[str, list[float]] = {"one_row": [], "forward": [], "step": []}
+
+    def whole() -> None:
+        nonlocal tree
         result = step(model, tree, cache, drafter, off, greedy)
         mx.eval(result.arrays(), cache.state)
         cache.advance(len(result.read()))
-        times["step"].append(time.perf_counter() - started)
         tree = result.next_tree
+
+    for _ in range(WARM_UP + repeats):
+        times["one_row"].append(seconds_of(one_row(model, tree, cache)))
+        forward = bare_forward(model, tree, cache, model.num_streams)
+        times["forward"].append(seconds_of(forward))
+        times["step"].append(seconds_of(whole))
     seconds = {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
     share, low, high = ratio_interval(times["step"][WARM_UP:], times["forward"][WARM_UP:])
     beside = {"beside_forward": share - 1, "interval": [low - 1, high - 1]}
@@ -159,6 +185,12 @@ def report(summary: dict[str, Any], cost: dict[str, Any]) -> str:
         lines.append(f"{name.replace('_', ' '):22} {ratio:.2f}x  [{low:.2f}, {high:.2f}]")
     lines.append(f"same tokens everywhere: {summary['same_tokens']}")
     low, high = cost["interval"]
+    allowed = summary["tokens_per_call"] * cost["one_row"] / cost["forward"]
+    reached = summary["streaming_over_mlx_lm"][0] / allowed
+    lines.append(
+        f"one row takes {cost['one_row'] * 1e3:.1f} ms: the forward allows {allowed:.2f}x, "
+        f"of which {reached:.2f} was reached"
+    )
     lines.append(
         f"a step of {cost['tree_size']} nodes: {cost['step'] * 1e3:.1f} ms, its forward "
         f"{cost['forward'] * 1e3:.1f} ms: {cost['beside_forward']:.1%} beside the forward "
