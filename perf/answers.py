@@ -9,8 +9,8 @@ from typing import Any
 from huggingface_hub.utils import tqdm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.api import GenerateConfig
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 
 from .common import Answer, in_turns, mlx_lm_answer, ssmlx_answer, text_of
 from .quality_plan import Plan

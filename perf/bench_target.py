@@ -14,13 +14,15 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.adapter import Adapter, fuse_streams
-from ssmlx.api import GenerateConfig, check_prompt, end_token_ids, make_drafter
+from ssmlx.api import check_prompt, end_token_ids
 from ssmlx.bundled import resolve_adapter
+from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError
 from ssmlx.loading import load_base, load_weights, load_words
 from ssmlx.lora import RowScope, attach_lora
 from ssmlx.memory import Memory, memory_of, total_bytes
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 from ssmlx.shapes import arrays_in
 
 from .common import Answer, mlx_lm_answer, ssmlx_answer

@@ -8,10 +8,10 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.api import GenerateConfig
 from ssmlx.config import TreeConfig
 from ssmlx.cost import DraftShape
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 
 from .calibrate_choice import Candidate
 from .calibrate_costs import Bar, no_bar

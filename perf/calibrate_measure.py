@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.api import GenerateConfig
 from ssmlx.config import TreeConfig
 from ssmlx.cost import DraftShape, StepCosts
 from ssmlx.errors import InputError
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 from ssmlx.training.replay import Guesses
 
 from .calibrate_choice import Candidate, Setting, best, pruned, unpruned

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ssmlx.api import GenerateConfig, token_steps
+from ssmlx.api import token_steps
 from ssmlx.cost import DraftShape, StepCosts, Surface
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 
 from .calibrate_costs import WARM_CALLS, Bar, Clock, no_bar
 

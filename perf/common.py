@@ -14,9 +14,10 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.api import GenerateConfig, stream_generate
+from ssmlx.api import stream_generate
 from ssmlx.errors import InputError
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 
 from .machine import machine
 

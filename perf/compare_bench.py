@@ -18,8 +18,9 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.adapter import Adapter, check_base, check_lora
-from ssmlx.api import check_prompt, make_drafter
+from ssmlx.api import check_prompt
 from ssmlx.config import SamplingConfig
+from ssmlx.drafters.choice import make_drafter
 from ssmlx.loading import load_base, load_words
 from ssmlx.lora import RowScope, attach_lora
 from ssmlx.model import StreamFusedModel

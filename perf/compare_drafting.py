@@ -13,13 +13,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.adapter import fuse_streams, stream_tensors
-from ssmlx.api import GenerateConfig
 from ssmlx.backbone import Backbone
 from ssmlx.config import HEAD_DRAFTERS
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.errors import InputError
 from ssmlx.heads import DraftingHeads, load_heads
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 
 from .compare_plan import Plan, TaskPlan
 from .compare_systems import System

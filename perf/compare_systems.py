@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from ssmlx.api import GenerateConfig
 from ssmlx.cli.options import (
     Parser,
     add_drafter_options,
@@ -17,6 +16,7 @@ from ssmlx.cli.options import (
 )
 from ssmlx.config import SamplingConfig
 from ssmlx.errors import InputError
+from ssmlx.settings import GenerateConfig
 from ssmlx.tuning import settled
 
 from .systems import MLX_LM

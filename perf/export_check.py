@@ -22,13 +22,15 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx import coreml
-from ssmlx.api import GenerateConfig, GenerationResponse, stream_generate
+from ssmlx.api import stream_generate
 from ssmlx.cli.generate import read_prompts
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import PruneConfig, TreeConfig
 from ssmlx.errors import InputError
 from ssmlx.loading import load
 from ssmlx.model import StreamFusedModel
+from ssmlx.response import GenerationResponse
+from ssmlx.settings import GenerateConfig
 from ssmlx.shapes import to_float
 
 from .common import save

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx import coreml
-from ssmlx.api import GenerateConfig
 from ssmlx.cli.generate import read_prompts
 from ssmlx.cli.options import make_parser, run
 from ssmlx.coreml.backends import COMPUTE_UNITS, DECODE
 from ssmlx.errors import InputError
 from ssmlx.loading import load
+from ssmlx.settings import GenerateConfig
 
 from .common import save
 from .export_check import Answer, add_source_options, exported_answer, mlx_answer, mlx_config

@@ -14,12 +14,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.api import GenerateConfig
 from ssmlx.chat_session import ChatSession
 from ssmlx.cli.generate import read_prompts
 from ssmlx.config import TreeConfig
 from ssmlx.loading import load
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 
 from .common import save, ssmlx_answer
 from .samples import PROMPTS, sample_folders

@@ -14,10 +14,10 @@ from typing import Any
 
 from huggingface_hub.utils import tqdm
 
-from ssmlx.api import GenerateConfig
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import AdapterScope, PruneConfig, TreeConfig
 from ssmlx.errors import InputError
+from ssmlx.settings import GenerateConfig
 
 from .common import Answer, mlx_lm_answer, save, ssmlx_answer
 from .samples import Sample, add_sample_options, load_sample

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.api import GenerateConfig, check_prompt
+from ssmlx.api import check_prompt
 from ssmlx.backbone import Backbone
 from ssmlx.cli.options import generate_config
 from ssmlx.config import TreeConfig
@@ -17,6 +17,7 @@ from ssmlx.errors import InputError
 from ssmlx.loading import load_base, load_words
 from ssmlx.model import StreamFusedModel
 from ssmlx.registry import resolve_model
+from ssmlx.settings import GenerateConfig
 from ssmlx.tuning import settled
 
 from .common import make_folder

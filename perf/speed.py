@@ -18,13 +18,13 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.api import GenerateConfig
 from ssmlx.cache import StreamCache, TreeCache
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import PruneConfig, TreeConfig
 from ssmlx.decode import greedy, prefill, step
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 from ssmlx.tree import Tree, root_tree
 
 from .common import RESULTS, Answer, in_turns, mlx_lm_answer, save, ssmlx_answer

@@ -10,14 +10,15 @@ from typing import Any, Literal
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.adapter import CONFIG_FILE, check_base, check_lora
-from ssmlx.api import GenerateConfig, required_scratch
 from ssmlx.backbone import Backbone
 from ssmlx.bundled import resolve_adapter
 from ssmlx.config import read_json
+from ssmlx.drafters.choice import required_scratch
 from ssmlx.errors import InputError
 from ssmlx.loading import load, load_base, load_words
 from ssmlx.lora import RowScope, attach_lora
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 from ssmlx.task_lora import read_lora
 
 from .common import split_name

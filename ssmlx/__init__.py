@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 from .blas import prefer_openblas
 
 if TYPE_CHECKING:
-    from .api import GenerateConfig as GenerateConfig
-    from .api import GenerationResponse as GenerationResponse
     from .api import generate as generate
     from .api import stream_generate as stream_generate
     from .bundled import bundled_adapters as bundled_adapters
@@ -36,6 +34,8 @@ if TYPE_CHECKING:
     from .heads import load_heads as load_heads
     from .loading import load as load
     from .loading import swap_adapter as swap_adapter
+    from .response import GenerationResponse as GenerationResponse
+    from .settings import GenerateConfig as GenerateConfig
 
 __version__ = "0.1.0"
 
@@ -48,8 +48,8 @@ _HOMES = {
     "bundled_adapters": "bundled",
     "generate": "api",
     "stream_generate": "api",
-    "GenerateConfig": "api",
-    "GenerationResponse": "api",
+    "GenerateConfig": "settings",
+    "GenerationResponse": "response",
     "ChatSession": "chat_session",
     "DraftModel": "drafters.draft_model",
     "load_draft_model": "drafters.draft_model",

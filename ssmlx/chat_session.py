@@ -9,18 +9,16 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .api import (
-    GenerateConfig,
-    GenerationResponse,
-    required_scratch,
-    stream_generate,
-)
+from .api import stream_generate
 from .decode import Progress
+from .drafters.choice import required_scratch
 from .errors import InputError
 from .loading import swap_adapter
 from .memory import Memory, memory_of
 from .model import StreamFusedModel
 from .prompts import Message, chat_tokens
+from .response import GenerationResponse
+from .settings import GenerateConfig
 from .shapes import to_int
 
 

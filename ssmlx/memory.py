@@ -17,7 +17,7 @@ from .model import StreamFusedModel
 from .shapes import arrays_in
 
 if TYPE_CHECKING:
-    from .api import GenerateConfig
+    from .settings import GenerateConfig
 
 MIB = 2**20
 LABELS = {

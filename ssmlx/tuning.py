@@ -34,7 +34,7 @@ from .pace import Pace
 from .registry import cache_dir
 
 if TYPE_CHECKING:
-    from .api import GenerateConfig
+    from .settings import GenerateConfig
 
 FORMAT = "ssmlx-profile/1"
 COMMAND = "python -m perf.calibrate"

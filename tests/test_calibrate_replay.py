@@ -23,10 +23,11 @@ from perf.calibrate_guesses import (
     true_ranks,
 )
 from perf.calibrate_steps import config_of
-from ssmlx.api import GenerateConfig, token_steps
+from ssmlx.api import token_steps
 from ssmlx.config import PruneConfig, TreeConfig
 from ssmlx.cost import DraftShape
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 from ssmlx.training.replay import Guesses, replay
 from ssmlx.tree import grow_tree
 

@@ -24,7 +24,7 @@ from tiny_heads import make_heads
 import ssmlx
 from ssmlx import decode
 from ssmlx.accept import Acceptance, accept
-from ssmlx.api import GenerateConfig, make_drafter, required_scratch, stream_generate, token_steps
+from ssmlx.api import stream_generate, token_steps
 from ssmlx.backbone import Backbone
 from ssmlx.cache import TreeCache
 from ssmlx.cli import generate
@@ -37,6 +37,7 @@ from ssmlx.config import (
     TreeConfig,
 )
 from ssmlx.draft import Verified
+from ssmlx.drafters.choice import make_drafter, required_scratch
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter, check_vocabulary
 from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
 from ssmlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -45,6 +46,7 @@ from ssmlx.errors import InputError
 from ssmlx.model import StreamFusedModel
 from ssmlx.prune import surviving_nodes
 from ssmlx.sampling import filter_logprobs, log_softmax
+from ssmlx.settings import GenerateConfig
 from ssmlx.tree import PAD_TOKEN, comb_topology
 
 BUDGET = PruneConfig(kind="budget", keep=4)

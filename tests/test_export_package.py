@@ -28,10 +28,11 @@ from convert.export.settings import ExportConfig  # noqa: E402
 from convert.mil import Program  # noqa: E402
 from perf import export_check, export_mac, export_ties  # noqa: E402
 from ssmlx import coreml, load  # noqa: E402
-from ssmlx.api import GenerateConfig, stream_generate  # noqa: E402
+from ssmlx.api import stream_generate  # noqa: E402
 from ssmlx.config import PruneConfig, TreeConfig  # noqa: E402
 from ssmlx.coreml.tree import TreeTables  # noqa: E402
 from ssmlx.export import main  # noqa: E402
+from ssmlx.settings import GenerateConfig  # noqa: E402
 from ssmlx.tree import draft_topology  # noqa: E402
 
 TREE, PRUNE = TreeConfig(size=6), PruneConfig(kind="budget", keep=4)

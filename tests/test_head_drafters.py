@@ -30,17 +30,19 @@ from tiny import (
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, head_config, make_heads, random_heads
 
 from ssmlx.accept import Acceptance
-from ssmlx.api import GenerateConfig, make_drafter, required_scratch, stream_generate, token_steps
+from ssmlx.api import stream_generate, token_steps
 from ssmlx.backbone import Backbone
 from ssmlx.cli import chat, generate
 from ssmlx.config import PruneConfig, SpeculatorTreeConfig, TreeConfig
 from ssmlx.decode import streaming_decode
+from ssmlx.drafters.choice import make_drafter, required_scratch
 from ssmlx.errors import InputError
 from ssmlx.heads import attach_heads, write_heads
 from ssmlx.lora import RowLora
 from ssmlx.medusa import carries_heads
 from ssmlx.mlp_speculator import num_candidate_nodes
 from ssmlx.model import StreamFusedModel
+from ssmlx.settings import GenerateConfig
 from ssmlx.tree import root_tree
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -17,7 +17,7 @@ from tiny import LAYERS, make_base, make_lora, make_model, make_streams, make_to
 from tiny_heads import HEAD_KINDS, make_heads
 
 from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams
-from ssmlx.api import GenerateConfig, stream_generate
+from ssmlx.api import stream_generate
 from ssmlx.backbone import Backbone
 from ssmlx.cache import TreeCache
 from ssmlx.chat_session import ChatSession
@@ -28,6 +28,7 @@ from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.memory import MIB, Memory, memory_of
 from ssmlx.model import StreamFusedModel
 from ssmlx.prompts import prompt_tokens
+from ssmlx.settings import GenerateConfig
 
 PROMPT, VOCAB, DRAFT_VOCAB, WIDTH = [3, 1, 4, 1, 5], 512, 40, 128
 # Large enough that MLX's rounding of small arrays does not count.

@@ -34,7 +34,7 @@ from ssmlx.adapter import (  # noqa: E402
     read_streams,
     write_adapter,
 )
-from ssmlx.api import GenerateConfig, token_steps  # noqa: E402
+from ssmlx.api import token_steps  # noqa: E402
 from ssmlx.backbone import decoder_path  # noqa: E402
 from ssmlx.config import StreamConfig, TreeConfig  # noqa: E402
 from ssmlx.decode import prefill  # noqa: E402
@@ -43,6 +43,7 @@ from ssmlx.loading import load_base  # noqa: E402
 from ssmlx.lora import LoraWeights  # noqa: E402
 from ssmlx.model import StreamFusedModel  # noqa: E402
 from ssmlx.models import model_classes  # noqa: E402
+from ssmlx.settings import GenerateConfig  # noqa: E402
 
 LAYERS, STREAMS, VOCAB, CONTEXT = 4, 2, 64, 48
 PROMPT = [5, 2, 3, 11, 7]

@@ -21,7 +21,7 @@ from tiny import LAYERS, VOCAB, make_base, make_lora, make_streams, make_tokeniz
 from tiny_heads import make_heads
 
 from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams, load_adapter, write_adapter
-from ssmlx.api import GenerateConfig, stream_generate
+from ssmlx.api import stream_generate
 from ssmlx.backbone import Backbone
 from ssmlx.bundled import resolve_adapter
 from ssmlx.cli.generate import read_prompts
@@ -32,6 +32,7 @@ from ssmlx.lora import RowLora
 from ssmlx.model import StreamFusedModel
 from ssmlx.prompts import prompt_tokens
 from ssmlx.registry import resolve_model
+from ssmlx.settings import GenerateConfig
 
 PROMPT, COUNT, WIDTH = [3, 1, 4, 1, 5], 24, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 128, "head_dim": 16}

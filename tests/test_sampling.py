@@ -21,7 +21,7 @@ from tiny import (
 )
 
 from ssmlx.accept import accept, accept_typical
-from ssmlx.api import GenerateConfig, stream_generate, summary, token_steps
+from ssmlx.api import stream_generate, token_steps
 from ssmlx.backbone import Backbone
 from ssmlx.cli import chat, generate
 from ssmlx.cli.options import generate_config
@@ -29,6 +29,7 @@ from ssmlx.config import AcceptanceConfig, SamplingConfig, TreeConfig
 from ssmlx.decode import plain_decode
 from ssmlx.errors import InputError
 from ssmlx.model import StreamFusedModel
+from ssmlx.response import summary
 from ssmlx.sampling import (
     Places,
     Sampling,
@@ -37,6 +38,7 @@ from ssmlx.sampling import (
     last_tokens,
     places_of,
 )
+from ssmlx.settings import GenerateConfig
 from ssmlx.tree import PAD_TOKEN
 
 PROMPT = [3, 1, 4, 1, 5]

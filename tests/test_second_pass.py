@@ -21,14 +21,16 @@ from tiny import (
 )
 
 from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams
-from ssmlx.api import GenerateConfig, required_scratch, stream_generate, token_steps
+from ssmlx.api import stream_generate, token_steps
 from ssmlx.backbone import Backbone
 from ssmlx.cache import PathColumns, TreeCache
 from ssmlx.config import STREAM_SCHEDULES, PruneConfig, StreamConfig, TreeConfig
 from ssmlx.decode import plain_decode, streaming_decode
+from ssmlx.drafters.choice import required_scratch
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.masks import earlier_streams, stream_visibility
+from ssmlx.settings import GenerateConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 TREES = (TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=7))

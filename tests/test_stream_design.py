@@ -15,7 +15,7 @@ from tiny import first_tokens, make_model, tree_from_parents
 from tiny import make_base as make_mlx_base
 
 from ssmlx.adapter import fuse_streams, load_adapter, write_adapter
-from ssmlx.api import GenerateConfig, token_steps
+from ssmlx.api import token_steps
 from ssmlx.backbone import Backbone
 from ssmlx.config import StreamConfig, TreeConfig
 from ssmlx.decode import plain_decode, prefill
@@ -23,6 +23,7 @@ from ssmlx.errors import InputError
 from ssmlx.loading import load_base
 from ssmlx.model import StreamFusedModel
 from ssmlx.rotation import ValueRotation
+from ssmlx.settings import GenerateConfig
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

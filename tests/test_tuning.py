@@ -12,12 +12,14 @@ from tiny import first_tokens, make_model
 
 import ssmlx
 from ssmlx import tuning
-from ssmlx.api import GenerateConfig, make_drafter, token_steps
+from ssmlx.api import token_steps
 from ssmlx.cli import chat, generate
 from ssmlx.config import AcceptanceConfig, PruneConfig, TreeConfig
 from ssmlx.cost import DraftShape
+from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError
 from ssmlx.pace import FIRST_WAIT, Pace
+from ssmlx.settings import GenerateConfig
 from ssmlx.tuning import (
     Place,
     Profile,

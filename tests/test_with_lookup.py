@@ -11,10 +11,12 @@ from test_drafters import cycle_model, streams_model, written
 from tiny import VOCAB, make_tokenizer, random_tree, tree_from_parents
 from tiny_heads import cycle_heads
 
-from ssmlx.api import GenerateConfig, make_drafter, stream_generate
+from ssmlx.api import stream_generate
 from ssmlx.config import TreeConfig
+from ssmlx.drafters.choice import make_drafter
 from ssmlx.drafters.with_lookup import NGRAM, TextOnDevice, WithLookup, continuation, extend
 from ssmlx.errors import InputError
+from ssmlx.settings import GenerateConfig
 from ssmlx.tree import PAD_TOKEN, root_tree
 
 

@@ -17,12 +17,13 @@ from convert.export.graph import DECODE, Graph
 from convert.export.settings import ExportConfig
 from convert.reference import save_reference
 from ssmlx.adapter import Adapter, load_adapter
-from ssmlx.api import GenerateConfig, token_steps
+from ssmlx.api import token_steps
 from ssmlx.coreml.decode import streaming_decode
 from ssmlx.coreml.manifest import Manifest
 from ssmlx.coreml.slots import SlotCache
 from ssmlx.coreml.tree import TreeTables
 from ssmlx.loading import load, load_base
+from ssmlx.settings import GenerateConfig
 
 WORDS = 64  # the tokenizer's
 CONTEXT, CHUNK = 64, 4

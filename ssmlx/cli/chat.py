@@ -147,7 +147,7 @@ class Chat:
 
 def answer(session: ChatSession, text: str, screen: Screen) -> None:
     """Stream the reply to `text`, then the quiet line."""
-    from ..api import summary
+    from ..response import summary
     from .progress import PromptBar
 
     last = None

@@ -22,7 +22,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..api import GenerationResponse
+    from ..response import GenerationResponse
 
 PROG = "ssmlx.generate"
 EPILOG = """examples:
@@ -126,7 +126,7 @@ def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
 def _print_text(
     responses: Iterator[GenerationResponse], *, verbose: bool
 ) -> list[GenerationResponse]:
-    from ..api import summary
+    from ..response import summary
 
     seen = []
     for response in responses:

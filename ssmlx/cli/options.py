@@ -32,7 +32,7 @@ from ..config import (
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from ..api import GenerateConfig
+    from ..settings import GenerateConfig
 
 
 class Parser(argparse.ArgumentParser):
@@ -320,7 +320,7 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
     Raises:
         InputError: a value is out of range, or an option could have no effect.
     """
-    from ..api import GenerateConfig
+    from ..settings import GenerateConfig
 
     _reject_idle_options(args)
     bias = getattr(args, "logit_bias", None)
@@ -494,7 +494,7 @@ def load_drafter(
     Raises:
         InputError: they cannot be loaded, do not fit the model, or the settings do not.
     """
-    from ..api import required_scratch
+    from ..drafters.choice import required_scratch
 
     if args.draft_model is not None:
         from ..drafters.draft_model import load_draft_model

@@ -44,7 +44,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ..api import summary
+    from ..response import summary
     from .api import load, prompt_tokens, stream_generate
 
     prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api import Budget, GenerationResponse
 from ..config import read_json
 from ..errors import InputError
 from ..loading import load_words
 from ..prompts import chat_tokens, encode
+from ..response import Budget, GenerationResponse
 from .backends import Backend, coreml_backend
 from .coreai import coreai_backend
 from .decode import Progress, streaming_decode
