@@ -1,8 +1,8 @@
 """`python -m perf.speed`: tokens/s of streaming, of plain decoding, and of mlx-lm, in one run.
 
 Every prompt is answered by each in turn, in an order that rotates, after a warm-up; the speed-up
-is the ratio of medians over prompts, with a 95 % bootstrap interval. Then one step is taken
-apart: the model's forward alone against everything that a step does. Writes JSON and a picture.
+is the ratio of medians over prompts, with a 95 % bootstrap interval. Then steps are taken apart:
+the model's forward alone, and all else that a step does. Writes JSON and a picture.
 """
 
 from __future__ import annotations
@@ -10,32 +10,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.cache import StreamCache, TreeCache
 from ssmlx.cli.options import make_parser, run
-from ssmlx.config import PruneConfig, TreeConfig
-from ssmlx.decode import greedy, prefill, step
-from ssmlx.drafters.streams import StreamDrafter
-from ssmlx.model import StreamFusedModel
+from ssmlx.config import TreeConfig
 from ssmlx.settings import GenerateConfig
-from ssmlx.tree import Tree, root_tree
 
 from .common import RESULTS, Answer, in_turns, mlx_lm_answer, save, ssmlx_answer
 from .machine import machine
 from .metrics import ratio_interval
 from .samples import Sample, add_sample_options, load_sample
+from .step_cost import step_cost
 
 PROG = "perf.speed"
 Answerer = Callable[[list[int]], Answer]
-WARM_UP = 3
-"""Steps before those that are timed."""
 COLOURS = {"streaming": "#0b6e4f", "plain": "#8d99ae", "mlx-lm": "#2b2d42"}
 
 
@@ -61,81 +53,6 @@ def time_all(systems: dict[str, Answerer], prompts: list[list[int]]) -> dict[str
     for prompt, name in in_turns(tqdm(prompts, desc="prompts", disable=None), names):
         answers[name].append(systems[name](prompt))
     return answers
-
-
-def bare_forward(
-    model: StreamFusedModel, tree: Tree, cache: TreeCache, num_streams: int
-) -> Callable[[], None]:
-    """The forward of a step alone: layers, second pass and both heads, on the same rows."""
-    streams = StreamCache(range(model.insertion_layer, model.num_layers))
-    path, split = tree.paths[-1], model.insertion_layer
-    last, position = path[-1:], cache.length + tree.depths[-1:]
-
-    def forward() -> None:
-        hidden = model.lower(tree, cache)
-        nodes = model.upper(hidden, tree, cache, 0)
-        if not streams.capacity:
-            cache.commit(path, path, split, tree.depths[-1:] + 1)
-            streams.follow(cache, num_streams)
-            cache.trim(cache.offset)
-        own = model.second_pass(hidden, last, position, streams, num_streams)
-        mx.eval(model.backbone.logits(nodes), model.draft_logits(own))
-
-    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes)
-    forward()  # `streams` follows the cache, once
-    return forward
-
-
-def one_row(model: StreamFusedModel, tree: Tree, cache: TreeCache) -> Callable[[], None]:
-    """The forward of plain decoding alone, T(1): the root of `tree` through all layers."""
-    root = root_tree(tree.tokens[:1])
-
-    def forward() -> None:
-        hidden = model.upper(model.lower(root, cache), root, cache, 0)
-        mx.eval(model.backbone.logits(hidden))
-
-    return forward
-
-
-def seconds_of(call: Callable[[], None]) -> float:
-    """Seconds that `call` takes."""
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def step_cost(
-    model: StreamFusedModel, prompt: list[int], size: int, repeats: int
-) -> dict[str, Any]:
-    """Whole steps of one answer, each beside forwards alone on its tree and cache.
-
-    Returns:
-        Median seconds of a whole "step", of its "forward" (the model's layers, second pass and
-        heads) and of "one_row" through the model; "beside_forward", the step's share beside its
-        forward, with its interval over steps.
-    """
-    drafter = StreamDrafter(model, TreeConfig(kind="best", size=size), model.num_streams)
-    cache, off = model.make_cache(), PruneConfig()
-    prefill(model, prompt[:-1], cache)
-    tree = root_tree(mx.array(prompt[-1:], mx.int32))
-    times: dict[str, list[float]] = {"one_row": [], "forward": [], "step": []}
-
-    def whole() -> None:
-        nonlocal tree
-        result = step(model, tree, cache, drafter, off, greedy)
-        mx.eval(result.arrays(), cache.state)
-        cache.advance(len(result.read()))
-        tree = result.next_tree
-
-    for _ in range(WARM_UP + repeats):
-        times["one_row"].append(seconds_of(one_row(model, tree, cache)))
-        forward = bare_forward(model, tree, cache, model.num_streams)
-        times["forward"].append(seconds_of(forward))
-        times["step"].append(seconds_of(whole))
-    seconds = {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
-    share, low, high = ratio_interval(times["step"][WARM_UP:], times["forward"][WARM_UP:])
-    beside = {"beside_forward": share - 1, "interval": [low - 1, high - 1]}
-    return {**seconds, **beside, "tree_size": tree.num_nodes, "repeats": repeats}
 
 
 def draw(summary: dict[str, Any], path: Path) -> None:
@@ -191,10 +108,10 @@ def report(summary: dict[str, Any], cost: dict[str, Any]) -> str:
         f"one row takes {cost['one_row'] * 1e3:.1f} ms: the forward allows {allowed:.2f}x, "
         f"of which {reached:.2f} was reached"
     )
+    forward, rest = (f"{cost[name] * 1e3:.1f} ms" for name in ("forward", "rest"))
     lines.append(
-        f"a step of {cost['tree_size']} nodes: {cost['step'] * 1e3:.1f} ms, its forward "
-        f"{cost['forward'] * 1e3:.1f} ms: {cost['beside_forward']:.1%} beside the forward "
-        f"[{low:.1%}, {high:.1%}]"
+        f"a step of {cost['tree_size']} nodes: its forward {forward}, all else {rest}: "
+        f"{cost['beside_forward']:.1%} [{low:.1%}, {high:.1%}] beside it"
     )
     return "\n".join(lines)
 

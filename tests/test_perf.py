@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from real import make_adapter, one_line, run_module, without_prune, words, write_base
 from tiny import random_tree
 
-from perf import common, lossless, speed
+from perf import common, lossless, speed, step_cost
 from ssmlx.adapter import Adapter, write_adapter
 from ssmlx.cache import TreeCache
 from ssmlx.decode import prefill
@@ -86,13 +86,34 @@ def test_the_timed_forward_drafts_as_the_runtime_does(folders, monkeypatch):
     sample = speed.load_sample(args, "all")
     cache, tree = sample.model.make_cache(), random_tree(random.Random(0), 5, 50)
     prefill(sample.model, sample.prompts[0], cache)
-    forward, seen = speed.bare_forward(sample.model, tree, cache, 2), []
-    monkeypatch.setattr(speed.mx, "eval", lambda *arrays: seen.extend(arrays))
+    forward, seen = step_cost.bare_forward(sample.model, tree, cache, 2), []
+    monkeypatch.setattr(step_cost.mx, "eval", lambda *arrays: seen.extend(arrays))
     views, real = [], TreeCache.tree_view
     monkeypatch.setattr(TreeCache, "tree_view", lambda *a: views.append(a[3:]) or real(*a))
     forward()
     assert [array.shape for array in seen] == [(5, 64), (2, 20)]
     assert [bool(view and view[0]) for view in views] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["light", "turned"])
+def test_the_rest_of_a_step_is_all_but_the_forward(folders, monkeypatch, name):
+    """It goes on by what a whole step would, and runs no layer and no head."""
+    sample = speed.load_sample(speed_args(folders, name), "all")
+    model, steps = sample.model, step_cost.Steps(sample.model, sample.prompts[0], 6)
+    for _ in range(6):
+        num_tokens, tree = steps._take(model, steps._drafters[0])
+        steps.cache.trim(steps.cache.offset)
+        steps.whole()
+        steps.run_forward()
+        before = steps.cache.offset
+        with monkeypatch.context() as patched:
+            for forward in ("lower", "upper", "second_pass", "draft_logits"):
+                patched.setattr(model, forward, None)
+            patched.setattr(type(model.backbone), "logits", None)
+            steps.rest()
+        assert steps.cache.offset == before + num_tokens
+        assert steps.tree.tokens.tolist() == tree.tokens.tolist()
+        assert steps.tree.paths.tolist() == tree.paths.tolist()
 
 
 def speed_args(folders, name):
