@@ -66,7 +66,8 @@ def trained(tmp_path, monkeypatch):
         return ablation.main(argv), list(names)
 
     fails = ""
-    monkeypatch.setattr(ablation.subprocess, "run", fake)
+    # The name in `ablation` alone: matplotlib runs commands of its own, once on a new machine.
+    monkeypatch.setattr(ablation, "subprocess", SimpleNamespace(run=fake))
     return train
 
 
