@@ -28,7 +28,7 @@ _GROUPS: dict[str, dict[str, str]] = {
         "stream_design": "how streams differ: embeddings (eq. 3) or value_rotation (eq. 7)",
         "rotation_step": "radians that each stream's values are rotated by",
         "stream_init": "f of eq. 3: identity, low_rank B A h, or residual h + B A h; low_rank of "
-        "rank 32 learned two to three times as fast as identity on SmolLM2",
+        "rank 32 learned faster than identity on SmolLM2, three times at first",
         "stream_init_rank": "eta, the rank of f; 0 for identity",
         "prune_rank": "theta, the rank of the pruning adapter; 0 for none",
         "draft_vocab_size": "guess among this many of the data's most frequent tokens; 0 for all",
