@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.chat_session import ChatSession
 from ssmlx.cli.generate import read_prompts
+from ssmlx.cli.options import make_parser, run
 from ssmlx.config import TreeConfig
 from ssmlx.loading import load
 from ssmlx.model import StreamFusedModel
@@ -24,6 +25,7 @@ from ssmlx.settings import GenerateConfig
 from .common import save, ssmlx_answer
 from .samples import PROMPTS, sample_folders
 
+PROG = "perf.long_chat"
 TOPICS = (
     "the sea", "a garden", "music", "winter", "bread", "trains", "a lighthouse", "honey",
     "mountains", "clocks", "rivers", "paper", "glass", "birds", "salt", "bridges", "maps",
@@ -55,13 +57,26 @@ def long_prompt(tokenizer: TokenizerWrapper, length: int) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))[:length]
 
 
-def main() -> int:
-    """Entry point: exit code 1 if an answer differs or memory grows."""
-    parser = argparse.ArgumentParser(prog="python -m perf.long_chat", description=__doc__)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--max-tokens", type=int, default=24, help="longest answer")
-    parser.add_argument("--prompt-tokens", type=int, default=2000)
-    args = parser.parse_args()
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = make_parser(PROG, description, more)
+    for flag, default, text in (
+        ("--turns", 20, "turns of the chat"),
+        ("--max-tokens", 24, "longest answer"),
+        ("--prompt-tokens", 2000, "tokens of the long prompt"),
+    ):
+        parser.add_argument(
+            flag, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+    args = parser.parse_args(argv)
+    for flag in ("turns", "max_tokens", "prompt_tokens"):
+        if getattr(args, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)}: expected 1 or more")
+    return args
+
+
+def _main(args: argparse.Namespace) -> int:
     with sample_folders("streams") as (path, adapter):
         model, tokenizer = load(str(path), adapter=adapter, dtype="float32")
     tree = TreeConfig(kind="best", size=8)
@@ -86,6 +101,12 @@ def main() -> int:
     print("saved", save("long_chat", result), file=sys.stderr)
     good = result["same_answers"] == args.turns and result["long_prompt_same"]
     return 0 if good and result["memory_growth_mib"] < 8 else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point: exit code 1 if an answer differs or memory grows."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ def scopes_of(args: argparse.Namespace) -> tuple[AdapterScope, ...]:
 
 
 def _main(args: argparse.Namespace) -> int:
+    variants(args.max_tokens)  # nonsense is refused before anything is loaded
     rows = []
     for scope in scopes_of(args):
         sample = load_sample(args, scope)

@@ -117,6 +117,8 @@ def report(summary: dict[str, Any], cost: dict[str, Any]) -> str:
 
 
 def _main(args: argparse.Namespace) -> int:
+    # Nonsense is refused before anything is loaded.
+    GenerateConfig(max_tokens=args.max_tokens, tree=TreeConfig(size=args.tree_size))
     sample = load_sample(args, "all")
     systems = answerers(sample, args.max_tokens, args.tree_size)
     cost = step_cost(sample.model, sample.prompts[0], args.tree_size, args.repeats)
@@ -141,6 +143,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tree-size", type=int, default=TreeConfig().size, metavar="N")
     parser.add_argument("--repeats", type=int, default=40, help="steps that are taken apart")
     args = parser.parse_args(argv)
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats}: expected 1 or more")
     return run(lambda: _main(args), PROG)
 
 

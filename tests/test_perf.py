@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from real import make_adapter, one_line, run_module, without_prune, words, write_base
 from tiny import random_tree
 
-from perf import common, lossless, speed, step_cost
+from perf import common, long_chat, lossless, speed, step_cost
 from ssmlx.adapter import Adapter, write_adapter
 from ssmlx.cache import TreeCache
 from ssmlx.decode import prefill
@@ -139,7 +139,18 @@ BAD = {
     "model alone": (("--model", "x"), "--model would do nothing here"),
     "prompts": (("--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
     "count": (("--count", "0"), "--count 0"),
+    "length": (("--max-tokens", "0"), "--max-tokens 0; expected 1 or more"),
 }
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [(speed, "--repeats"), *((long_chat, f"--{name}") for name in ("turns", "prompt-tokens"))],
+)
+def test_a_count_of_nothing_is_one_line(command, flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main([flag, "0"])
+    assert f"{flag} 0: expected 1 or more" in one_line(capsys.readouterr().err, command.PROG)
 
 
 @pytest.mark.parametrize(("argv", "said"), BAD.values(), ids=BAD)
