@@ -136,6 +136,14 @@ def test_turns_continue_the_text():
         stream_generate(model, tokenizer, [1], config, cache=cache)
 
 
+def test_the_drafter_is_told_of_every_text(monkeypatch):
+    heard, both = [], make_drafter(streams_model(), GenerateConfig(lookup_nodes=2))
+    monkeypatch.setattr(both.drafter, "start", heard.append)
+    both.start([1, 2])
+    both.start([3])
+    assert heard == [[1, 2], [3]]
+
+
 def test_nothing_waits_for_the_lookup(monkeypatch):
     """The loop still builds ahead, and reads one small result a call."""
     from ssmlx import decode
