@@ -36,7 +36,7 @@ from .bench_run import (
     contexts_result,
 )
 from .bench_target import Target, load_target
-from .common import BASE, RESULTS, ROOT, make_folder, publish
+from .common import BASE, RESULTS, ROOT, check_counts, make_folder, publish
 from .machine import machine
 from .tasks import TASKS
 
@@ -108,8 +108,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     args.contexts = sorted(set(args.contexts))
-    if args.contexts[0] < 1:
-        parser.error(f"--contexts {args.contexts[0]}: expected 1 or more")
+    check_counts(parser, args, "contexts")
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: expected more than 0")
     return args

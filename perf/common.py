@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -111,6 +112,15 @@ def split_name(item: str) -> tuple[str | None, str]:
     name, equals, value = item.partition("=")
     is_whole = not equals or Path(item).expanduser().exists()
     return (None, item) if is_whole else (name, value)
+
+
+def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+    """End with one line where an option is below 1, or one of its numbers is."""
+    for name in names:
+        value = getattr(args, name)
+        least = min(value) if isinstance(value, list) else value
+        if least < 1:
+            parser.error(f"--{name.replace('_', '-')} {least}: expected 1 or more")
 
 
 def make_folder(path: Path) -> None:

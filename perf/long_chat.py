@@ -22,7 +22,7 @@ from ssmlx.loading import load
 from ssmlx.model import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
-from .common import save, ssmlx_answer
+from .common import check_counts, save, ssmlx_answer
 from .samples import PROMPTS, sample_folders
 
 PROG = "perf.long_chat"
@@ -70,9 +70,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             flag, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
         )
     args = parser.parse_args(argv)
-    for flag in ("turns", "max_tokens", "prompt_tokens"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)}: expected 1 or more")
+    check_counts(parser, args, "turns", "max_tokens", "prompt_tokens")
     return args
 
 

@@ -20,7 +20,7 @@ from ssmlx.cli.options import make_parser, run
 from ssmlx.config import TreeConfig
 from ssmlx.settings import GenerateConfig
 
-from .common import RESULTS, Answer, in_turns, mlx_lm_answer, save, ssmlx_answer
+from .common import RESULTS, Answer, check_counts, in_turns, mlx_lm_answer, save, ssmlx_answer
 from .machine import machine
 from .metrics import ratio_interval
 from .samples import Sample, add_sample_options, load_sample
@@ -143,8 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tree-size", type=int, default=TreeConfig().size, metavar="N")
     parser.add_argument("--repeats", type=int, default=40, help="steps that are taken apart")
     args = parser.parse_args(argv)
-    if args.repeats < 1:
-        parser.error(f"--repeats {args.repeats}: expected 1 or more")
+    check_counts(parser, args, "repeats")
     return run(lambda: _main(args), PROG)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -111,7 +111,7 @@ def seconds_of(call: Callable[[], None]) -> float:
 
 
 class Steps:
-    """The steps of one answer, each of which can be taken again and again before the next.
+    """The steps of one answer, each taken on a forward that was run before.
 
     Args:
         model: with streams, which run in a second pass.
@@ -120,22 +120,16 @@ class Steps:
     """
 
     def __init__(self, model: StreamFusedModel, prompt: list[int], size: int) -> None:
-        self.model, self.cache = model, model.make_cache()
-        self._done: Any = ForwardDone(model)
+        self.cache = model.make_cache()
+        self._done = cast("Any", ForwardDone(model))
         tree = TreeConfig(kind="best", size=size)
-        models: tuple[Any, ...] = (model, self._done)
-        self._drafters = [StreamDrafter(one, tree, one.num_streams) for one in models]
+        self._drafter = StreamDrafter(self._done, tree, model.num_streams)
         prefill(model, prompt[:-1], self.cache)
         self.tree = root_tree(mx.array(prompt[-1:], mx.int32))
 
-    def whole(self) -> None:
-        """Take a step, and forget it."""
-        self._take(self.model, self._drafters[0])
-        self.cache.trim(self.cache.offset)
-
     def rest(self) -> None:
         """All that a step does beside the model's forward; the text goes on by it."""
-        num_tokens, tree = self._take(self._done, self._drafters[1])
+        num_tokens, tree = self._take()
         self.cache.advance(num_tokens)
         mx.eval(self.cache.state)
         self.tree = tree
@@ -143,11 +137,11 @@ class Steps:
     def run_forward(self) -> None:
         """Run the forward that `rest` does without."""
         self._done.forget()
-        self._take(self._done, self._drafters[1])
+        self._take()
         self.cache.trim(self.cache.offset)
 
-    def _take(self, model: Any, drafter: StreamDrafter) -> tuple[int, Tree]:
-        result = step(model, self.tree, self.cache, drafter, PruneConfig(), greedy)
+    def _take(self) -> tuple[int, Tree]:
+        result = step(self._done, self.tree, self.cache, self._drafter, PruneConfig(), greedy)
         mx.eval(result.arrays(), self.cache.state)
         return len(result.read()), result.next_tree
 
@@ -158,19 +152,17 @@ def step_cost(
     """Steps of one answer, taken apart in turns.
 
     Returns:
-        Median seconds of a "step" that is built, run and read before the next; of its "forward"
-        alone, the model's layers with their masks, second pass and heads; of the "rest", all else;
-        and of "one_row" through the model. "beside_forward" is the rest over the forward, with
-        its "interval" over steps.
+        Median seconds of a step's "forward" alone, the model's layers with their masks, second
+        pass and heads; of the "rest", all else that it does; and of "one_row" through the model.
+        "beside_forward" is the rest over the forward, with its "interval" over steps.
     """
     steps = Steps(model, prompt, size)
     cache = steps.cache
-    times: dict[str, list[float]] = {"one_row": [], "forward": [], "step": [], "rest": []}
+    times: dict[str, list[float]] = {"one_row": [], "forward": [], "rest": []}
     for _ in range(WARM_UP + repeats):
         tree = steps.tree
         times["one_row"].append(seconds_of(one_row(model, tree, cache)))
         times["forward"].append(seconds_of(bare_forward(model, tree, cache, model.num_streams)))
-        times["step"].append(seconds_of(steps.whole))
         steps.run_forward()
         times["rest"].append(seconds_of(steps.rest))
     seconds = {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}

@@ -16,7 +16,9 @@ from tiny import random_tree
 from perf import common, long_chat, lossless, speed, step_cost
 from ssmlx.adapter import Adapter, write_adapter
 from ssmlx.cache import TreeCache
-from ssmlx.decode import prefill
+from ssmlx.config import PruneConfig, TreeConfig
+from ssmlx.decode import prefill, step
+from ssmlx.drafters.streams import StreamDrafter
 
 
 def with_rotation(adapter: Adapter) -> Adapter:
@@ -100,10 +102,12 @@ def test_the_rest_of_a_step_is_all_but_the_forward(folders, monkeypatch, name):
     """It goes on by what a whole step would, and runs no layer and no head."""
     sample = speed.load_sample(speed_args(folders, name), "all")
     model, steps = sample.model, step_cost.Steps(sample.model, sample.prompts[0], 6)
+    drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams)
     for _ in range(6):
-        num_tokens, tree = steps._take(model, steps._drafters[0])
+        whole = step(model, steps.tree, steps.cache, drafter, PruneConfig())
+        num_tokens, tree = len(whole.read()), whole.next_tree
+        mx.eval(tree.tokens, tree.paths)
         steps.cache.trim(steps.cache.offset)
-        steps.whole()
         steps.run_forward()
         before = steps.cache.offset
         with monkeypatch.context() as patched:
