@@ -28,6 +28,7 @@ from ssmlx.adapter import fuse_streams, load_adapter, unfuse_streams, write_adap
 from ssmlx.config import STREAM_SCHEDULES, TreeConfig
 from ssmlx.decode import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.task_lora import read_lora
 from ssmlx.tree import root_tree
 
 TREE = TreeConfig(kind="full", width=2)
@@ -177,3 +178,11 @@ def test_a_task_needs_streams_of_their_own(base, data, runs, tmp_path, capsys): 
     lora, _ = runs
     assert main(argv(base, data, tmp_path / "run", "--task-lora", str(lora))) == 2
     assert "--task-lora with --adapter-scope all" in one_line(capsys.readouterr().err, PROG)
+
+
+def test_a_lora_without_weights_is_refused(tmp_path):
+    settings = {"fine_tune_type": "lora", "lora_parameters": {"scale": 2.0}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {})
+    said = refusal(read_lora, tmp_path, "--task-lora")
+    assert "adapters.safetensors is empty; expected pairs of lora_a and lora_b" in said
