@@ -170,9 +170,9 @@ def test_turns_share_cache_text_and_draft_model(name):
 # --- Models whose next token depends on the last one alone ---
 
 
-def markov_base(seed=0, cycle=False):
+def markov_base(seed=0, cycle=False, **changes):
     """Attention and MLP add nothing. With `cycle`, t is followed by (t + 1) % VOCAB."""
-    model = make_base(seed=seed)
+    model = make_base(seed=seed, **changes)
     for layer in model.layers:
         layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
         layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
@@ -369,6 +369,7 @@ def test_another_vocabulary_is_refused():
 # --- Statistics: one long text of a model whose next token depends on the last one alone ---
 
 DRAWS = 1500
+SMALL = {"num_hidden_layers": 2}  # One layer below the streams, one with them.
 SAMPLED = [
     name
     for name in DRAFTERS
@@ -380,7 +381,7 @@ DISTRIBUTIONS = {"T=1": {"temp": 1.0}, "T=0.7, top-k 10": {"temp": 0.7, "top_k":
 
 def transition_probs(settings):
     """[V, V] what the target writes after each token, by mlx-lm's model and filters."""
-    logits = markov_base()(mx.arange(VOCAB)[:, None])[:, 0]
+    logits = markov_base(**SMALL)(mx.arange(VOCAB)[:, None])[:, 0]
     config = GenerateConfig(**settings)
     kept = filter_logprobs(log_softmax(logits), config)
     return np.array(mx.softmax(kept / config.temp, axis=-1))
@@ -409,10 +410,10 @@ def p_value(texts, probs):
 
 def sampled_text(name, settings, count, seed=5):
     """`count` tokens, and the target calls that they took."""
-    model = make_model("llama", "streams", base=markov_base())
+    model = make_model("llama", "streams", base=markov_base(**SMALL), num_msa_layers=1)
     more = drafter_settings()[name]
     if "draft_model" in more:
-        more["draft_model"] = DraftModel(markov_base(7))
+        more["draft_model"] = DraftModel(markov_base(7, **SMALL))
     config = GenerateConfig(**more, **settings, seed=seed)
     tokens, lengths = written(model, [1], count, config)
     return [1, *tokens], len(lengths)

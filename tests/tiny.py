@@ -106,6 +106,7 @@ def make_model(
     *,
     base: nn.Module | None = None,
     num_streams: int = 3,
+    num_msa_layers: int = 2,
     merge_lora: bool = True,
     seed: int = 0,
     end_token_ids: tuple[int, ...] = (),
@@ -115,8 +116,8 @@ def make_model(
     model = make_base(architecture, seed=seed, **changes) if base is None else base
     config = StreamConfig(
         num_streams=num_streams,
-        num_msa_layers=2,
-        num_layers=LAYERS,
+        num_msa_layers=num_msa_layers,
+        num_layers=len(model.layers),
         hidden_size=WIDTH,
         stream_init="residual",
         stream_init_rank=3,
