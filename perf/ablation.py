@@ -19,7 +19,6 @@ from convert import train as trainer
 from convert.checkpoint import ADAPTER_WEIGHTS
 from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.training.config import TrainConfig
 from ssmlx.training.options import train_config
 
 from .ablation_report import VARIED, draw, read_run, read_runs, settings_of, table
@@ -36,12 +35,12 @@ on with the run that was stopped, and skips those that are finished."""
 
 def variants(args: argparse.Namespace) -> dict[str, list[str]]:
     """The options that tell the runs apart, by name."""
-    runs = {}
+    runs, identity = {}, ["--stream-init", "identity"]
     for count in args.layers:
-        runs[f"embeddings-{count}"] = ["--num-msa-layers", str(count)]
+        runs[f"embeddings-{count}"] = ["--num-msa-layers", str(count), *identity]
     for count in args.layers:
         rotation = ["--stream-design", "value_rotation", "--rotation-step", str(args.rotation_step)]
-        runs[f"rotation-{count}"] = ["--num-msa-layers", str(count), *rotation]
+        runs[f"rotation-{count}"] = ["--num-msa-layers", str(count), *rotation, *identity]
     for rank in args.ranks:
         f = ["--stream-init", "low_rank", "--stream-init-rank", str(rank)]
         runs[f"rank-{rank}"] = ["--num-msa-layers", str(args.rank_layers), *f]
@@ -54,7 +53,8 @@ def commands(args: argparse.Namespace, shared: list[str]) -> dict[Path, list[str
     Raises:
         InputError: an option makes no sense, or is one of those that tell the runs apart.
     """
-    given, default = trainer.parse_args(["--data", "", "--out", "", *shared]), TrainConfig()
+    needed = ["--data", "", "--out", ""]
+    given, default = trainer.parse_args([*needed, *shared]), trainer.parse_args(needed)
     for name in VARIED:
         if getattr(given, name) != getattr(default, name):
             flag = "--" + name.replace("_", "-")

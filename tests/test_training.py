@@ -13,6 +13,7 @@ from ssmlx.training.batches import BatchPlan, collate, epoch_order, in_order
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, Example, read_examples
 from ssmlx.training.draft_vocab import choose_draft_vocab, coverage, draft_indices
+from ssmlx.training.options import train_config, training_parser
 from ssmlx.training.record import LOG_FILE, Record, draw_curves, read_record
 from ssmlx.training.replay import Guesses, num_candidates, replay
 
@@ -270,6 +271,24 @@ def test_nonsense_settings_are_refused_by_their_option(changed):
     with pytest.raises(InputError, match="--") as error:
         TrainConfig(**changed)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ("low_rank", 32)),
+        (["--stream-init-rank", "8"], ("low_rank", 8)),
+        (["--stream-init-rank", "0"], ("identity", 0)),
+        (["--stream-init", "identity"], ("identity", 0)),
+        (["--stream-init", "residual"], ("residual", 32)),
+        (["--num-streams", "0"], ("identity", 0)),
+        (["--stream-design", "value_rotation", "--rotation-step", "0.1"], ("identity", 0)),
+    ],
+)
+def test_f_follows_from_the_other_options_where_it_is_not_given(given, expected):
+    parser = training_parser("x.train", "Train.", "")
+    train = train_config(parser.parse_args(["--data", "d", "--out", "o", *given]))
+    assert (train.stream_init, train.stream_init_rank) == expected
 
 
 # Record -------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ DESIGNS = ("embeddings", "value_rotation")
 class TrainConfig:
     """How an adapter is trained; the same for both trainers. Defaults follow section 4.
 
+    The commands choose f by the other settings where it is not given (`options.train_config`).
+
     Attributes:
         num_streams: gamma; 0 trains the LoRA alone, the baseline of table 1.
         num_msa_layers: Ns, top layers with multi-stream attention; LoRA is on these layers.

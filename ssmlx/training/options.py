@@ -19,6 +19,8 @@ _CHOICES = {
     "stream_init": ("identity", "low_rank", "residual"),
     "schedule": SCHEDULES,
 }
+STREAM_INIT_RANK = 32
+_UNTIL_THE_REST_IS_KNOWN = ("stream_init", "stream_init_rank")
 _GROUPS: dict[str, dict[str, str]] = {
     "streams": {
         "num_streams": "gamma, tokens guessed ahead; 0 trains the LoRA alone",
@@ -27,9 +29,10 @@ _GROUPS: dict[str, dict[str, str]] = {
         "alone, which leaves the model's answers as they are (train on its own continuations)",
         "stream_design": "how streams differ: embeddings (eq. 3) or value_rotation (eq. 7)",
         "rotation_step": "radians that each stream's values are rotated by",
-        "stream_init": "f of eq. 3: identity, low_rank B A h, or residual h + B A h; low_rank of "
-        "rank 32 learned faster than identity on SmolLM2, three times at first",
-        "stream_init_rank": "eta, the rank of f; 0 for identity",
+        "stream_init": "f of eq. 3: identity, low_rank B A h, or residual h + B A h. On SmolLM2 "
+        "low_rank learned faster than identity, three times at first (default: low_rank; "
+        "identity where streams rotate, or where there are none)",
+        "stream_init_rank": "eta, the rank of f (default: 32; 0 for identity)",
         "prune_rank": "theta, the rank of the pruning adapter; 0 for none",
         "draft_vocab_size": "guess among this many of the data's most frequent tokens; 0 for all",
     },
@@ -104,6 +107,7 @@ def training_parser(module: str, description: str, epilog: str) -> argparse.Argu
         group = parser.add_argument_group(title)
         for name, text in options.items():
             _add_option(group, name, text, getattr(defaults, name))
+    parser.set_defaults(**dict.fromkeys(_UNTIL_THE_REST_IS_KNOWN))
     return parser
 
 
@@ -115,7 +119,8 @@ def _add_option(group: argparse._ArgumentGroup, name: str, text: str, default: A
         settings["help"] += f" (default: {shown})" if shown else ""
         group.add_argument(flag, nargs="+", type=kind, metavar="X", **settings)
         return
-    settings["help"] += " (default: %(default)s)"
+    if name not in _UNTIL_THE_REST_IS_KNOWN:
+        settings["help"] += " (default: %(default)s)"
     if name in _CHOICES:
         group.add_argument(flag, choices=_CHOICES[name], **settings)
     else:
@@ -222,7 +227,19 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     Raises:
         InputError: one of them makes no sense.
     """
-    return TrainConfig.from_dict({f.name: getattr(args, f.name) for f in fields(TrainConfig)})
+    values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
+    return TrainConfig.from_dict({**values, **_stream_init(args)})
+
+
+def _stream_init(args: argparse.Namespace) -> dict[str, Any]:
+    """f of eq. 3 and its rank, where they are not given, by what streams are."""
+    kind, rank = args.stream_init, args.stream_init_rank
+    if kind is None:
+        embedded = args.stream_design == "embeddings" and args.num_streams > 0
+        kind = "low_rank" if embedded and rank != 0 else "identity"
+    if rank is None:
+        rank = 0 if kind == "identity" else STREAM_INIT_RANK
+    return {"stream_init": kind, "stream_init_rank": rank}
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
