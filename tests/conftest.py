@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import ssmlx  # noqa: F401  # isort: skip
+from importlib.util import find_spec
+
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_torch_thread():
+    """At these sizes a second thread costs more than it brings."""
+    if find_spec("torch"):
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

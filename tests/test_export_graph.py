@@ -42,15 +42,6 @@ WHOLE, PRUNED = PruneConfig(), PruneConfig(kind="budget", keep=4)
 TOKENS = 24
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def config(**changes) -> ExportConfig:
     values = {"tree": BEST, "context": CONTEXT, "chunk": CHUNK, "precision": "float32"}
     return ExportConfig(**{**values, **changes})

@@ -40,15 +40,6 @@ PROMPTS = [words(count, first) for count, first in ((9, 0), (4, 7), (14, 20))]
 TOKENS = 16
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def config(**changes) -> ExportConfig:
     return ExportConfig(**{"tree": TREE, "context": 64, "chunk": 4, **changes})
 

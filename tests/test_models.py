@@ -84,15 +84,6 @@ BASES = {
 OPTS = [name for name in BASES if name.startswith("opt")]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make_base(name, *, seed=0, **changes):
     """A random model of transformers, no norm and no bias of which is as it begins."""
     family, sizes = BASES[name]

@@ -28,15 +28,6 @@ TINY_VOCAB = 13
 STREAMS = 2
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make_pair(folder, architecture, scope, kind):
     """A reference, and the MLX model that the converter makes of its checkpoint."""
     base = make_base(architecture, vocab=TINY_VOCAB)

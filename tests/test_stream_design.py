@@ -53,15 +53,6 @@ DESIGNS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make_reference(base=None, draft=(), *, vocab=VOCAB, lora_rank=3, **config):
     """A reference whose every adapter does something."""
     model = StreamFusedReference(
