@@ -36,9 +36,9 @@ from .bench_run import (
     contexts_result,
 )
 from .bench_target import Target, load_target
-from .common import BASE, RESULTS, ROOT, check_counts, make_folder, publish
+from .common import BASE, RESULTS, check_counts, make_folder, publish
 from .machine import machine
-from .tasks import TASKS
+from .tasks import TASKS, data_file
 
 PROG = "perf.bench"
 EPILOG = """examples:
@@ -49,7 +49,6 @@ EPILOG = """examples:
 
 Writes bench.json, .txt and .png into --out, and adds the line to bench.jsonl there. What there is
 no time for is left out, and the report says so."""
-DATA = ROOT / "examples" / "data"
 RESERVED_SECONDS = 8.0  # for the picture
 
 
@@ -60,20 +59,17 @@ class Part:
     Attributes:
         adapter: a bundled name, or a folder.
         task: one of `TASKS`.
-        data: what to ask.
         max_tokens: longest answer.
+        data: what to ask; None for what ships for the task.
     """
 
     adapter: str
     task: str
-    data: Path
     max_tokens: int
+    data: Path | None = None
 
 
-PARTS = (
-    Part("sql", "sql", DATA / "sql_test_100.jsonl", 64),
-    Part("chat", "chat", DATA / "chat_test.jsonl", 96),
-)
+PARTS = (Part("sql", "sql", 64), Part("chat", "chat", 96))
 # Shares of the time. The first adapter is also what contexts and energy are measured with.
 WEIGHTS = {"sql": 0.3, "energy": 0.08, "chat": 0.25}
 
@@ -163,7 +159,8 @@ def measure_part(
 ) -> dict[str, Any]:
     """Measure an adapter; the first one also by context, and its energy."""
     started = clock.now()
-    target = load_target(part.adapter, path, args.dtype, TASKS[part.task], part.data)
+    task = TASKS[part.task]
+    target = load_target(part.adapter, path, args.dtype, task, data_file(task, part.data))
     load_seconds = clock.now() - started
     found = answer_prompts(target, part.max_tokens, clock.deadline(part.adapter), clock)
     answers = answers_result(target, part.max_tokens, found)

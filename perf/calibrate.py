@@ -37,17 +37,12 @@ from .calibrate_costs import CONTEXTS, CostPlan
 from .calibrate_guesses import rank_table
 from .calibrate_measure import Measured, answer_prompts, choose, measure_costs
 from .calibrate_report import BUSY, RANKS, draw, report
-from .common import RESULTS, ROOT, make_folder, publish
+from .common import RESULTS, make_folder, publish
 from .machine import machine
-from .tasks import Example
+from .tasks import TASKS, Example, data_file
 
 PROG = "perf.calibrate"
 DEFAULT_ADAPTER = "chat"
-DATA = {
-    "sql": ROOT / "examples" / "data" / "sql_test_100.jsonl",
-    "e2e": ROOT / "examples" / "data" / "e2e_test_100.jsonl",
-    "chat": ROOT / "examples" / "data" / "chat_valid.jsonl",
-}
 
 
 def bar(items: Iterable[Any], label: str) -> Iterator[Any]:
@@ -150,13 +145,14 @@ def data_of(args: argparse.Namespace) -> Path:
     if args.data is not None:
         return Path(args.data)
     name = adapter_name(args)
-    if name not in DATA or name not in bundled_adapters():
+    task = TASKS.get(name)
+    if task is None or task.test is None or name not in bundled_adapters():
         raise InputError(
             f"no prompts ship for the adapter {name}",
             expected="prompts such as it will be asked",
             do="give --data FILE.jsonl, a JSON object with `prompt` or `messages` a line",
         )
-    return DATA[name]
+    return data_file(task, task.valid)
 
 
 def load_streams(args: argparse.Namespace) -> tuple[StreamFusedModel, TokenizerWrapper]:

@@ -18,7 +18,7 @@ from ssmlx.cli.options import make_parser, run
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
 
-from .common import BASE, RESULTS, ROOT, publish
+from .common import BASE, RESULTS, publish
 from .compare_bench import load_bench
 from .compare_picture import draw
 from .compare_plan import Plan, make_plan
@@ -27,13 +27,13 @@ from .compare_report import report
 from .compare_run import measure
 from .compare_summary import failures, result_of, task_result
 from .compare_systems import CHECKPOINTS, SYSTEMS
-from .tasks import TASKS
+from .tasks import DATA_HELP, TASKS, add_data_dir
 
 PROG = "perf.compare"
 EPILOG = """examples:
   python -m perf.compare --task sql --count 20 --systems streams lookahead prompt-lookup
-  python -m perf.compare --task sql e2e chat --data chat=examples/data/chat_test.jsonl \\
-      --adapter e2e=adapters/e2e --medusa sql=heads/sql-medusa --draft-model org/small
+  python -m perf.compare --task sql e2e chat --data e2e=e2e.jsonl --adapter e2e=adapters/e2e \\
+      --medusa sql=heads/sql-medusa --draft-model org/small
   python -m perf.compare --task sql --systems "streams --tree full --tree-width 2" \\
       "streams --tree full --tree-width 4" "medusa --tree-size 32"
   python -m perf.compare --from perf/results/compare.json --readme README.md
@@ -65,14 +65,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def add_data_options(data: argparse._ArgumentGroup) -> None:
     """What is asked."""
     data.add_argument(
-        "--data", action="append", default=[], metavar="[TASK=]FILE.jsonl",
-        help="a JSON object a line: prompt, and completion or references (default: the task's "
-        "test.jsonl in --data-dir)",
-    )  # fmt: skip
-    data.add_argument(
-        "--data-dir", type=Path, default=ROOT / "data", metavar="FOLDER",
-        help="holds TASK/test.jsonl (default: %(default)s)",
-    )  # fmt: skip
+        "--data", action="append", default=[], metavar="[TASK=]FILE.jsonl", help=DATA_HELP
+    )
+    add_data_dir(data)
     data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
 
 

@@ -35,7 +35,7 @@ from ssmlx.shapes import to_float
 
 from .common import save
 from .export_ties import TIE, deciding_margin, parting_call
-from .samples import PROMPTS
+from .tasks import SAMPLE_PROMPTS
 
 PROG = "perf.export_check"
 REPORT = "report.json"
@@ -254,8 +254,9 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--adapter", default="sql", help="that was exported (default: %(default)s)")
     parser.add_argument(
-        "--prompts", type=Path, default=PROMPTS, metavar="FILE", help='objects with a "prompt"'
-    )
+        "--prompts", type=Path, default=SAMPLE_PROMPTS, metavar="FILE",
+        help='objects with a "prompt"',
+    )  # fmt: skip
     parser.add_argument("--count", type=int, default=20, help="prompts (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="(default: %(default)s)")
 

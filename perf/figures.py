@@ -98,7 +98,8 @@ def draw_all(folders: Sequence[Path], wanted: Sequence[str], out: Path) -> list[
 
 
 def _main(args: argparse.Namespace) -> int:
-    for folder in args.results:
+    folders = [RESULTS] if args.results is None else args.results
+    for folder in args.results or ():
         if not folder.is_dir():
             raise InputError(
                 f"--results {folder} is no folder",
@@ -107,7 +108,7 @@ def _main(args: argparse.Namespace) -> int:
             )
     make_folder(args.out)
     try:
-        missing = draw_all(args.results, args.figures, args.out)
+        missing = draw_all(folders, args.figures, args.out)
     except ImportError as error:
         raise InputError(
             "matplotlib is not installed", expected="it", do="pip install matplotlib"
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         help="which to draw (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--results", type=Path, nargs="+", default=[RESULTS], metavar="FOLDER",
+        "--results", type=Path, nargs="+", metavar="FOLDER",
         help="where results are, in these folders and below (default: perf/results)",
     )  # fmt: skip
     parser.add_argument(

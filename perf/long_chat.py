@@ -23,7 +23,8 @@ from ssmlx.model import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
 from .common import check_counts, save, ssmlx_answer
-from .samples import PROMPTS, sample_folders
+from .samples import sample_folders
+from .tasks import SAMPLE_PROMPTS
 
 PROG = "perf.long_chat"
 TOPICS = (
@@ -53,7 +54,7 @@ def hold_chat(
 
 def long_prompt(tokenizer: TokenizerWrapper, length: int) -> list[int]:
     """`length` tokens of the sample prompts, one after the other."""
-    text = "\n".join(read_prompts(PROMPTS))
+    text = "\n".join(read_prompts(SAMPLE_PROMPTS))
     return list(tokenizer.encode(text, add_special_tokens=False))[:length]
 
 

@@ -32,9 +32,9 @@ from ssmlx.prompts import prompt_tokens
 from ssmlx.registry import resolve_model
 
 from .common import BASE, ROOT
+from .tasks import SAMPLE_PROMPTS
 
 CHECKPOINT = ROOT / "examples" / "smollm2-135m-sql"
-PROMPTS = ROOT / "examples" / "data" / "sql_test_100.jsonl"
 Folders = tuple[Path, Path | None]
 
 
@@ -82,9 +82,10 @@ def add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
     group.add_argument(
         "--prompts",
         type=Path,
-        default=PROMPTS,
+        default=SAMPLE_PROMPTS,
         metavar="FILE",
-        help=f'JSON objects with a "prompt", one a line (default: {PROMPTS.relative_to(ROOT)})',
+        help='JSON objects with a "prompt", one a line '
+        f"(default: {SAMPLE_PROMPTS.relative_to(ROOT)})",
     )
     group.add_argument(
         "--count", type=int, default=count, help="the first N prompts (default: %(default)s)"

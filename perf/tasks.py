@@ -17,22 +17,41 @@ from ssmlx.prompts import chat_tokens, prompt_tokens
 from .common import ROOT
 from .metrics import Scorer, Scores, exact_match, rouge_scorer, score_all
 
+EXAMPLES = ROOT / "examples" / "data"
+SAMPLE_PROMPTS = EXAMPLES / "sql_test_100.jsonl"
+
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and how answers are judged; `max_tokens` is the longest answer."""
+    """What is asked, and how answers are judged.
+
+    Attributes:
+        name: as in --task.
+        max_tokens: longest answer.
+        figures: the names of its scores.
+        test: the data that ships for it, if any.
+        valid: data that ships beside `test`, to choose settings with.
+    """
 
     name: str
     max_tokens: int
     figures: tuple[str, str] = ("ROUGE-1", "ROUGE-LSum")
+    test: Path | None = None
+    valid: Path | None = None
 
 
 TASKS = {
-    "sql": Task("sql", 64, ("exact match", "exact match, any case")),
-    "e2e": Task("e2e", 96),
+    "sql": Task("sql", 64, ("exact match", "exact match, any case"), test=SAMPLE_PROMPTS),
+    "e2e": Task("e2e", 96, test=EXAMPLES / "e2e_test_100.jsonl"),
     "dialogsum": Task("dialogsum", 128),
-    "chat": Task("chat", 160),
+    "chat": Task(
+        "chat", 160, test=EXAMPLES / "chat_test.jsonl", valid=EXAMPLES / "chat_valid.jsonl"
+    ),
 }
+DATA_HELP = (
+    "a JSON object a line: prompt, and completion or references (default: the task's test.jsonl "
+    "in --data-dir, or without it what ships in examples/data)"
+)
 
 
 @dataclass(frozen=True)
@@ -69,28 +88,26 @@ def add_data_options(data: argparse._ArgumentGroup) -> None:
         "--data",
         type=Path,
         metavar="FILE.jsonl",
-        help="a JSON object a line: prompt, and completion or references (default: the task's "
-        "test.jsonl in --data-dir)",
+        help=DATA_HELP,
     )
-    data.add_argument(
-        "--data-dir",
-        type=Path,
-        default=ROOT / "data",
-        metavar="FOLDER",
-        help="holds TASK/test.jsonl (default: %(default)s)",
-    )
+    add_data_dir(data)
 
 
-def data_file(task: Task, data: Path | None, folder: Path) -> Path:
-    """The data of a task: the file `data`, or the task's own in `folder`.
+def add_data_dir(data: argparse._ArgumentGroup) -> None:
+    """Where whole data sets are."""
+    data.add_argument("--data-dir", type=Path, metavar="FOLDER", help="holds TASK/test.jsonl")
+
+
+def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
+    """The data of a task: the file `data`, the task's own in `folder`, or what ships for it.
 
     Raises:
         InputError: it is not there.
     """
-    path = data or folder / task.name / "test.jsonl"
-    if not path.is_file():
+    path = data or (folder / task.name / "test.jsonl" if folder else task.test)
+    if path is None or not path.is_file():
         raise InputError(
-            f"no data file {path}",
+            f"no data file {path}" if path else f"no data ships for the task {task.name}",
             expected="a JSON object a line: prompt, and completion or references",
             do="give --data FILE.jsonl" if data else "give --data FILE.jsonl or --data-dir",
         )

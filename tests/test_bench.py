@@ -232,7 +232,7 @@ def test_texts_have_their_length_and_differ(folders):
 
 def run_bench(folders, out, monkeypatch, *more, base="base"):
     data = folders / "prompts.jsonl"
-    parts = [bench.Part(str(folders / scope), "chat", data, 6) for scope in ("all", "streams")]
+    parts = [bench.Part(str(folders / scope), "chat", 6, data) for scope in ("all", "streams")]
     monkeypatch.setattr(bench, "PARTS", parts)
     monkeypatch.setattr(bench, "WEIGHTS", {"sql": 1, "energy": 1})
     monkeypatch.setattr(bench, "context_weight", lambda length: 0.5)

@@ -192,6 +192,13 @@ def test_what_was_not_measured_is_told_with_its_command(draw, tmp_path):
     assert out.split() == [str(tmp_path / "figures" / "figure-4.png")] and err == ""
 
 
+def test_a_fresh_checkout_is_told_what_to_run(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(figures, "RESULTS", figures.ROOT / "perf" / "no-results")
+    assert figures.main(["--figures", "4", "--out", str(tmp_path)]) == 0
+    assert "nothing of ours yet; run\n  python -m perf.compare" in capsys.readouterr().err
+
+
 def test_the_commands_that_are_told_are_commands():
     for text in (figures.command_4(), figures.command_5(), figures.command_9b()):
         words = shlex.split(text.partition("; do ")[2].partition("; done")[0] or text)
