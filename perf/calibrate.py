@@ -14,6 +14,7 @@ used for it. Takes a few minutes; nothing else should run.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,6 +44,7 @@ from .tasks import TASKS, Example, data_file
 
 PROG = "perf.calibrate"
 DEFAULT_ADAPTER = "chat"
+NOTHING_CHECKED = "nothing was checked: the held-out answers are a single token each"
 
 
 def bar(items: Iterable[Any], label: str) -> Iterator[Any]:
@@ -182,15 +184,18 @@ def _main(args: argparse.Namespace) -> int:
     costs, noise = measure_costs(model, prompts, plan, bar)
     measured = choose(model, answered, costs, [row for row in plan.rows if row > 1], bar)
     profile = profile_from(model, measured)
+    # Before the check, which may be stopped.
+    print(keep(args, profile, noise))
     checks = []
     if held_out:
         checks = check(model, tokenizer, held_out, measured.chosen, measured.candidates,
                        max_tokens=args.max_tokens, bar=bar)  # fmt: skip
+        if not checks:
+            print(NOTHING_CHECKED, file=sys.stderr)
     assert model.config is not None
     streams = model.config.to_dict()
     result = {**result_of(args, profile, measured, checks, data, streams), "noise": noise}
     publish(result, args.out / f"calibrate-{result['adapter']}", report(result), draw)
-    print(keep(args, profile, noise))
     return 0
 
 

@@ -112,7 +112,12 @@ def check(
 def compare(
     ways: Mapping[str, Candidate], answers: Mapping[str, Sequence[Answer]]
 ) -> list[Checked]:
-    """Expected beside measured, of each way in `ways` and of plain decoding."""
+    """Expected beside measured, of each way in `ways` and of plain decoding.
+
+    Empty where a way has nothing to time: every answer is a single token.
+    """
+    if not all(_calls(own) and _seconds(own) for own in answers.values()):
+        return []
     plain_seconds = ways[CHOSEN].plain_seconds
     plain_speed, tokens = _speed(answers[PLAIN]), [one.tokens for one in answers[PLAIN]]
     found = []

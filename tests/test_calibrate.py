@@ -12,7 +12,7 @@ from real import one_line, write_base, write_tiny_adapter
 from test_cost import COSTS, flat
 from tiny import make_model
 
-from perf import calibrate, calibrate_costs
+from perf import calibrate, calibrate_check, calibrate_costs
 from perf.calibrate_check import CHOSEN, PLAIN, compare, to_check
 from perf.calibrate_choice import Candidate, Setting, best, pruned, unpruned
 from perf.calibrate_costs import (
@@ -292,6 +292,11 @@ def test_expected_stands_beside_what_was_measured():
     assert (chosen.expected_speedup, chosen.speedup) == (pytest.approx(2.4), pytest.approx(1.6))
 
 
+def test_answers_of_one_token_have_no_speed_to_check():
+    one = [Answer([1], 1, 0.0)]
+    assert compare({CHOSEN: candidate(16, 3.0, 0.05)}, {CHOSEN: one, PLAIN: one}) == []
+
+
 def test_the_picture_draws_the_trees_of_the_chosen_streams():
     rows = [
         candidate(size, 2.0, 1.0).to_dict() | {"tokens_per_second": size / 2} for size in (8, 4)
@@ -369,6 +374,24 @@ def test_a_trial_keeps_nothing(calibrated, tmp_path):
     code, out, _ = calibrated("--no-store", "--check", "0")
     assert code == 0 and "not kept, as --no-store says" in out and "held-out" not in out
     assert not (tmp_path / "profiles").exists()
+
+
+def test_the_result_outlives_a_check_that_has_nothing_to_time(calibrated, monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrate_check, "ssmlx_answer", lambda *_: Answer([1], 1, 0.0))
+    code, _, err = calibrated("--noisy", "--check", "1")
+    assert code == 0 and calibrate.NOTHING_CHECKED in err
+    result = json.loads((tmp_path / "out" / "calibrate-adapter.json").read_text())
+    assert result["checks"] == [] and list((tmp_path / "profiles").iterdir())
+
+
+def test_a_check_that_is_stopped_leaves_the_choice(calibrated, monkeypatch, tmp_path):
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate_check, "ssmlx_answer", stop)
+    code, out, _ = calibrated("--noisy")
+    (kept,) = (tmp_path / "profiles").iterdir()
+    assert code == 130 and f"kept {kept}" in out
 
 
 BAD = {
