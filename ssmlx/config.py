@@ -27,6 +27,7 @@ STREAM_INITS = ("identity", "low_rank", "residual")
 STREAM_DESIGNS = ("embeddings", "value_rotation")
 ADAPTER_SCOPES = ("all", "streams")
 STREAM_SCHEDULES = ("fused", "second-pass")
+DECODINGS = ("streaming", "plain")
 TEXT_DRAFTERS = ("prompt-lookup", "lookahead", "draft-model")  # those that read the text
 HEAD_DRAFTERS = ("medusa", "mlp-speculator")
 DRAFTERS = ("streams", *TEXT_DRAFTERS, *HEAD_DRAFTERS)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .config import (
+    DECODINGS,
     DRAFTERS,
     HEAD_DRAFTERS,
     MAX_DRAFT_TOKENS,
@@ -92,7 +93,8 @@ class GenerateConfig(SamplingConfig):
                 expected=f"0 to {MAX_DRAFT_TOKENS}",
                 do="choose a number in that range",
             )
-        for name, known in (("drafter", DRAFTERS), ("stream_schedule", STREAM_SCHEDULES)):
+        choices = {"decoding": DECODINGS, "drafter": DRAFTERS, "stream_schedule": STREAM_SCHEDULES}
+        for name, known in choices.items():
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise InputError(

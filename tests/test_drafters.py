@@ -347,6 +347,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(InputError, match=said):
             required_scratch(bare, GenerateConfig(**settings))
     for make in (
+        lambda: GenerateConfig(decoding="Plain"),
         lambda: GenerateConfig(drafter="oracle"),
         lambda: PromptLookupConfig(ngram=0),
         lambda: LookaheadConfig(ngram=1),

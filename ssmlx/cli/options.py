@@ -15,6 +15,7 @@ from ..bundled import bundled_adapters
 from ..config import (
     ACCEPTANCES,
     ATTENTIONS,
+    DECODINGS,
     DEFAULT_MODEL,
     DRAFTERS,
     DTYPES,
@@ -98,7 +99,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--decoding",
-        choices=("streaming", "plain"),
+        choices=DECODINGS,
         help="streaming: verify what a drafter proposes, same answer in fewer forward passes; "
         "plain: one token a pass (default: streaming with an adapter or a drafter, unless "
         "`python -m perf.calibrate` found plain decoding faster on this machine; else plain)",
