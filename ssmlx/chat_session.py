@@ -16,7 +16,7 @@ from .errors import InputError
 from .loading import swap_adapter
 from .memory import Memory, memory_of
 from .model import StreamFusedModel
-from .prompts import Message, chat_tokens
+from .prompts import Message, chat_tokens, check_text
 from .response import GenerationResponse
 from .settings import GenerateConfig
 from .shapes import to_int
@@ -95,7 +95,12 @@ class ChatSession:
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
-        """Forget the conversation; `system` becomes the system prompt."""
+        """Forget the conversation; `system` becomes the system prompt.
+
+        Raises:
+            InputError: `system` is not Unicode text; the conversation stays.
+        """
+        check_text(system or "")
         self.system = system
         self.messages: list[Message] = []
         if system:

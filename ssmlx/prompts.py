@@ -16,6 +16,10 @@ Message = Mapping[str, str]
 def chat_tokens(tokenizer: TokenizerWrapper, messages: Sequence[Message]) -> list[int]:
     """The prompt of a chat under the model's own template, up to where the answer starts."""
     _require_template(tokenizer)
+    for message in messages:
+        content: object = message.get("content")
+        # Training data may hold a turn of tools, without text.
+        check_text(content if isinstance(content, str) else "")
     return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
 
 
@@ -32,7 +36,7 @@ def prompt_tokens(
             `{prompt}`. None: the adapter's own, then the chat template, then raw.
 
     Raises:
-        InputError: the text is empty, or the template cannot be used.
+        InputError: the text is empty or not Unicode, or the template cannot be used.
     """
     if not text.strip():
         raise InputError("the prompt is empty", expected="some text", do="give a prompt")
@@ -54,9 +58,26 @@ def prompt_tokens(
 
 def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     """Tokens of `text`, with the model's start token unless the text begins with it."""
+    check_text(text)
     bos = tokenizer.bos_token
     add_special_tokens = bos is None or not text.startswith(bos)
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def check_text(text: str) -> None:
+    """Check that `text` has no stray byte or half of a surrogate pair, which tokenizers refuse.
+
+    Raises:
+        InputError: it has one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the text is not Unicode: {text[error.start]!a} at {error.start}",
+            expected="UTF-8 text",
+            do="correct that character",
+        ) from error
 
 
 def _require_template(tokenizer: TokenizerWrapper) -> None:

@@ -226,6 +226,26 @@ def test_an_overflow_is_told_and_the_chat_goes_on(run, make_session):
     assert first.endswith("; /reset starts anew")
 
 
+def test_a_stray_byte_spoils_its_message_alone(run, make_session):
+    code, out, err = run("w1 \udcff\n/system \udcff\nw1\n")
+    assert code == 0
+    assert out == "".join(r.text for r in make_session().reply("w1")) + "\n"
+    first, second, _ = err.splitlines()
+    assert first.startswith("the text is not Unicode: '\\udcff' at 3; expected UTF-8 text; ")
+    assert second.startswith("the text is not Unicode")
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_a_stray_byte_in_a_pipe_does_not_end_the_chat(base, locale):
+    command = [sys.executable, "-m", "ssmlx.chat", "--model", str(base), "--decoding", "plain"]
+    done = subprocess.run(
+        [*command, "--max-tokens", "4"], input=b"w1 \xff\nw1\n", cwd=ROOT, capture_output=True,
+        env={**os.environ, "LC_ALL": locale}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and len(done.stdout.split()) == 4
+    assert b"the text is not Unicode" in done.stderr.splitlines()[0]
+
+
 def test_a_model_without_chat_template_is_told(tmp_path):
     folder = write_base(tmp_path / "base")
     (folder / "chat_template.jinja").unlink()

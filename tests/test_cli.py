@@ -78,6 +78,10 @@ BAD = {
     "missing prompts": (("--prompts", "nowhere.jsonl"), "no file nowhere.jsonl"),
     "both prompts": ((*ASK, "--prompts", "x"), "not allowed with argument"),
     "neither": ((), "one of the arguments --prompt --prompts is required"),
+    "stray byte": (("--prompt", "w1 \udcff"), "the text is not Unicode: '\\udcff' at 3"),
+    "stray byte as it is": (
+        ("--prompt", "\ud800", "--template", "raw"), "the text is not Unicode: '\\ud800' at 0",
+    ),
     "empty prompt": (("--prompt", " "), "the prompt is empty"),
     "long prompt": (
         ("--prompt", words(300), "--template", "raw"),

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,9 @@ class Screen:
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
         self._dim = sys.stderr.isatty()
+        if isinstance(sys.stdin, TextIOWrapper):
+            # A stray byte then spoils its message alone.
+            sys.stdin.reconfigure(errors="surrogateescape")
 
     def note(self, text: str) -> None:
         """A quiet line."""
