@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ssmlx.cli.options import add_tree_options, make_parser, run
+from ssmlx.cli.options import add_tree_options, make_parser, run, template_text
 
 from .answers import answer_system
 from .common import BASE, RESULTS, publish
@@ -95,9 +95,10 @@ def add_system_options(systems: argparse._ArgumentGroup) -> None:
     )
     systems.add_argument(
         "--template",
+        type=template_text,
         metavar="chat|raw|TEXT",
-        help="for every system (default: each adapter's own; the first adapter's for a baseline "
-        "that has none)",
+        help="for every system; \\n is a new line (default: each adapter's own; the first "
+        "adapter's for a baseline that has none)",
     )
 
 

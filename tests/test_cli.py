@@ -10,6 +10,7 @@ import pytest
 from real import CONTEXT, ROOT, one_line, run_module, words, write_base, write_tiny_adapter
 
 import ssmlx
+from perf import quality
 from ssmlx.cli import chat, generate
 
 PROG = "ssmlx.generate"
@@ -264,6 +265,12 @@ def test_templates(run, loaded, adapter, template, whole, with_adapter):
     model = loaded[str(adapter) if with_adapter else None][0]
     tokens = ssmlx.stream_generate(model, tokenizer, expected, max_tokens=4)
     assert record["tokens"] == [token for response in tokens for token in response.tokens]
+
+
+def test_a_new_line_in_a_template_is_written_as_the_trainers_take_it():
+    for command, more in ((generate, ASK), (quality, ("--task", "sql", "--adapter", "x"))):
+        args = command.parse_args([*more, "--template", r"Q: {prompt}\nA:"])
+        assert args.template == "Q: {prompt}\nA:"
 
 
 def test_the_adapters_template_comes_before_the_models(run, base, tmp_path):

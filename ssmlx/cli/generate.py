@@ -19,6 +19,7 @@ from .options import (
     load_from,
     make_parser,
     run,
+    template_text,
 )
 
 if TYPE_CHECKING:
@@ -52,9 +53,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--template",
+        type=template_text,
         metavar="chat|raw|TEXT",
-        help="chat: the model's chat template; raw: the prompt as it is; or a text with {prompt} "
-        "(default: the adapter's own template, then chat, then raw)",
+        help="chat: the model's chat template; raw: the prompt as it is; or a text with {prompt}, "
+        "with \\n for a new line (default: the adapter's own template, then chat, then raw)",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument(

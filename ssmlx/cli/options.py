@@ -119,6 +119,11 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     )
 
 
+def template_text(text: str) -> str:
+    """What --template stands for: `\\n` in it is a new line, which a shell makes hard to type."""
+    return text.replace("\\n", "\n")
+
+
 def add_sampling_options(group: argparse._ArgumentGroup) -> None:
     """How the target decides on tokens: mlx-lm's names."""
     group.add_argument(
