@@ -20,12 +20,13 @@ _NAMES_SHOWN = 3
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its place when the block ends well.
 
-    If the block fails or is interrupted, nothing is left and an older `target` stays.
+    Where `target` is a link, that is the place that it leads to. If the block fails or is
+    interrupted, nothing is left and an older `target` stays.
 
     Raises:
         InputError: the folder cannot be made there.
     """
-    target = target.absolute()
+    target = target.resolve()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -62,6 +62,18 @@ def test_a_new_folder_replaces_an_older_one(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_link_to_a_folder_stays_one(tmp_path, exists):
+    real, link = tmp_path / "real", tmp_path / "link"
+    if exists:
+        real.mkdir()
+    link.symlink_to(real, target_is_directory=True)
+    with new_folder(link) as work:
+        (work / "new").touch()
+    assert link.is_symlink() and (real / "new").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
 
