@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import stream_generate
 from ssmlx.errors import InputError
+from ssmlx.files import write_whole
 from ssmlx.model import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
@@ -141,7 +142,8 @@ def save(name: str, result: dict[str, Any]) -> Path:
     """Write a result as JSON into perf/results."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")
+    saved = json.dumps({"machine": machine(), **result}, indent=1)
+    write_whole(path, f"{saved}\n".encode())
     return path
 
 
@@ -149,8 +151,8 @@ def write_result(result: Mapping[str, Any], target: Path, text: str) -> None:
     """Print a result's text, and write `target`.json and .txt."""
     print(text)
     saved = json.dumps(result, indent=1, ensure_ascii=False)
-    target.with_suffix(".json").write_text(saved + "\n", encoding="utf-8")
-    target.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+    write_whole(target.with_suffix(".json"), f"{saved}\n".encode())
+    write_whole(target.with_suffix(".txt"), f"{text}\n".encode())
     print("saved", target.with_suffix(".json"), file=sys.stderr)
 
 

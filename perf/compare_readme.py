@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.errors import InputError
+from ssmlx.files import write_whole
 
 from .compare_report import MIB, heading, same_text, speedup_text, task_heading, timing_text
 from .tables import estimate
@@ -42,7 +43,7 @@ def rewrite(path: Path, result: Mapping[str, Any]) -> None:
     text = path.read_bytes().decode("utf-8")
     before, rest = text.split(FIRST)
     after = rest.split(LAST)[1]
-    path.write_bytes(f"{before}{FIRST}\n{markdown(result)}\n{LAST}{after}".encode())
+    write_whole(path, f"{before}{FIRST}\n{markdown(result)}\n{LAST}{after}".encode())
 
 
 def markdown(result: Mapping[str, Any]) -> str:

@@ -1,8 +1,9 @@
-"""Reading tensors strictly, and writing folders whole or not at all."""
+"""Reading tensors strictly, and writing folders and files whole or not at all."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -56,6 +57,19 @@ def _swap(work: Path, target: Path) -> None:
         old.rename(target)
         raise
     shutil.rmtree(old)
+
+
+def write_whole(target: Path, content: bytes) -> None:
+    """Write a file beside its place and rename it there: the old one, or all of the new one."""
+    target = target.resolve()
+    work = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        work.write_bytes(content)
+        if target.exists():
+            shutil.copymode(target, work)
+        work.replace(target)
+    finally:
+        work.unlink(missing_ok=True)
 
 
 def folder_digest(folder: Path | None) -> str:

@@ -15,7 +15,7 @@ from real import EXAMPLE, WIDTH, make_adapter, snapshot, without_prune, write_ba
 
 from ssmlx.adapter import load_adapter, write_adapter
 from ssmlx.errors import InputError
-from ssmlx.files import account_for, new_folder, read_tensors
+from ssmlx.files import account_for, new_folder, read_tensors, write_whole
 
 
 def refusal(function, *args, **kwargs) -> str:
@@ -72,6 +72,16 @@ def test_a_link_to_a_folder_stays_one(tmp_path, exists):
         (work / "new").touch()
     assert link.is_symlink() and (real / "new").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_a_file_is_written_whole_and_keeps_its_mode(tmp_path):
+    path, link = tmp_path / "x", tmp_path / "link"
+    write_whole(path, b"old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    write_whole(link, b"new")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o640)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "x"]
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):

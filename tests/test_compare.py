@@ -22,8 +22,8 @@ from real import (
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
-from perf import compare, compare_bench, compare_run, compare_summary, machine
-from perf.common import Answer
+from perf import compare, compare_bench, compare_readme, compare_run, compare_summary, machine
+from perf.common import Answer, write_result
 from perf.compare_bench import load_bench
 from perf.compare_picture import draw
 from perf.compare_plan import by_task, make_plan
@@ -473,6 +473,22 @@ def test_the_readmes_table_is_rewritten_between_its_marks(command, tmp_path, cap
     assert compare.main(["--from", str(result), "--readme", str(readme)]) == 0
     assert readme.read_bytes().decode() == before
     assert capsys.readouterr().out == result.with_suffix(".txt").read_text()
+
+
+def test_a_kill_leaves_readme_and_result_as_they_were(monkeypatch, tmp_path):
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    readme, result = tmp_path / "README.md", tmp_path / "x.json"
+    readme.write_text(f"{FIRST}\nold\n{LAST}\n")
+    result.write_text("old")
+    monkeypatch.setattr(compare_readme, "markdown", lambda result: "new")
+    monkeypatch.setattr(Path, "replace", killed)
+    for write in (lambda: rewrite(readme, {}), lambda: write_result({}, result, "new")):
+        with pytest.raises(KeyboardInterrupt):
+            write()
+    assert "old" in readme.read_text() and result.read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 2, "nothing is left beside them"
 
 
 @pytest.mark.parametrize("text", ["", FIRST, f"{LAST} {FIRST}", f"{FIRST}{FIRST}{LAST}"])
