@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,24 @@ def write_result(result: Mapping[str, Any], target: Path, text: str) -> None:
     write_whole(target.with_suffix(".json"), f"{saved}\n".encode())
     write_whole(target.with_suffix(".txt"), f"{text}\n".encode())
     print("saved", target.with_suffix(".json"), file=sys.stderr)
+
+
+@contextmanager
+def reading(path: Path, command: str) -> Iterator[None]:
+    """Tell in one line that a saved result lacks what the block reads of it.
+
+    Raises:
+        InputError: it does.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(
+            f"{path} is incomplete ({what})",
+            expected=f"what this version of python -m {command} writes",
+            do="measure again",
+        ) from error
 
 
 def publish(

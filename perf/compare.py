@@ -18,11 +18,11 @@ from ssmlx.cli.options import make_parser, run
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
 
-from .common import BASE, RESULTS, publish
+from .common import BASE, RESULTS, publish, reading
 from .compare_bench import load_bench
 from .compare_picture import draw
 from .compare_plan import Plan, make_plan
-from .compare_readme import check_markers, rewrite
+from .compare_readme import check_markers, markdown, rewrite
 from .compare_report import report
 from .compare_run import measure
 from .compare_summary import failures, result_of, task_result
@@ -147,7 +147,7 @@ def read_result(path: Path) -> dict[str, Any]:
     """The result of an earlier run.
 
     Raises:
-        InputError: the file holds none.
+        InputError: the file holds none, or not all that is shown of it.
     """
     result = read_json(path, "a result of perf.compare")
     if not {"tasks", "machine", "repeats"} <= set(result):
@@ -156,6 +156,9 @@ def read_result(path: Path) -> dict[str, Any]:
             expected="the compare.json of python -m perf.compare",
             do="check --from",
         )
+    with reading(path, PROG):
+        for show in (report, markdown, failures):
+            show(result)
     return result
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
 
+from .common import reading
 from .metrics import Estimate
 from .tables import estimate
 from .theory import theoretical_speedup
@@ -62,23 +63,34 @@ Curves = Mapping[Curve, Mapping[int, Point]]
 
 
 def read_results(folders: Sequence[Path], pattern: str, key: str) -> list[Result]:
-    """The results in `folders` and below, the newest last; each has an entry `key`.
+    """The results in `folders` and below, the newest last; each has a list `key`.
 
     Raises:
-        InputError: a file is broken, or holds something else.
+        InputError: a file is broken, incomplete, or holds something else.
     """
     paths = {path for folder in folders for path in folder.rglob(pattern)}
     results: list[Result] = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
-        result = read_json(path, "a result")
+        result, command = read_json(path, "a result"), f"perf.{path.stem.partition('-')[0]}"
         if not isinstance(result.get(key), list):
             raise InputError(
-                f"{path} holds no result of perf.{path.stem.partition('-')[0]}",
+                f"{path} holds no result of {command}",
                 expected=f"an entry {key!r}",
                 do="move it elsewhere, or measure again",
             )
+        with reading(path, command):
+            _read_points(result)
         results.append(result)
     return results
+
+
+def _read_points(result: Result) -> None:
+    """Read all that the figures take from a result; KeyError and the like where it lacks some."""
+    if "tasks" not in result:
+        list(quality_points(result))
+        return
+    for points in (parity_points, sampling_curves, lambda found: tree_curves(found, [])):
+        points([result])
 
 
 def tasks_of(results: Sequence[Result], *, greedy: bool) -> Iterator[tuple[Result, Result]]:

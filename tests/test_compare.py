@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -561,6 +563,33 @@ def test_a_file_that_is_no_result_is_refused(tmp_path, capsys):
         path.write_text(text)
         assert compare.main(["--from", str(path)]) == 2
         assert said in one_line(capsys.readouterr().err, "perf.compare")
+
+
+def keys_of(value, *path):
+    """The path of every key in a result."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict):
+            yield (*path, key)
+        if isinstance(inner, dict | list):
+            yield from keys_of(inner, *path, key)
+
+
+def test_an_incomplete_result_is_told_in_one_line(command, tmp_path, capsys):
+    assert command("--systems", "streams")[0] == 0
+    whole, cut = saved(tmp_path), tmp_path / "cut.json"
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{FIRST}\n{LAST}\n")
+    capsys.readouterr()
+    codes = set()
+    for *above, last in keys_of(whole):
+        broken = copy.deepcopy(whole)
+        inner = functools.reduce(lambda found, key: found[key], above, broken)
+        del inner[last]
+        cut.write_text(json.dumps(broken))
+        codes.add(code := compare.main(["--from", str(cut), "--readme", str(readme)]))
+        out, err = capsys.readouterr()
+        assert code == 0 or (out == "" and str(cut) in one_line(err, "perf.compare"))
+    assert codes == {0, 2}
 
 
 def test_the_command_as_users_run_it():

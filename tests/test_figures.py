@@ -232,6 +232,23 @@ def test_bad_input_is_one_line(draw, tmp_path, capsys):
     assert code == 2 and "holds no result of perf.compare" in one_line(err, "perf.figures")
 
 
+@pytest.mark.parametrize(
+    ("broken", "lacking"),
+    [
+        ({"tasks": [{}]}, "no 'temp'"),
+        ({"temp": 0, "tasks": [{"task": "sql"}]}, "no 'systems'"),
+        ({"temp": 1, "tasks": [{"systems": [{"name": "streams"}]}]}, "no 'top_k'"),
+        ({"temp": 0, "tasks": [1]}, "int"),
+        ({"systems": [{}]}, "no 'role'"),
+    ],
+)
+def test_an_incomplete_result_is_told_in_one_line(draw, broken, lacking):
+    code, out, err = draw(broken)
+    assert (code, out) == (2, "")
+    told = one_line(err, "perf.figures")
+    assert ".json is incomplete (" in told and lacking in told and "; measure again" in told
+
+
 def test_the_command_as_users_run_it():
     done = run_module("perf.figures", "--figures", "6")
     assert done.returncode == 2
