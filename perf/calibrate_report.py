@@ -9,7 +9,7 @@ from typing import Any
 from ssmlx.cost import DraftShape, StepCosts
 
 from .figure_pictures import finish
-from .pictures import new_figure
+from .pictures import every_pair, new_figure
 from .tables import aligned
 
 Result = Mapping[str, Any]
@@ -133,10 +133,11 @@ def draw(result: Result, path: Path) -> None:
 
 def draw_costs(axes: Any, costs: StepCosts) -> None:
     """Milliseconds of a forward by rows, a line for each context."""
-    for context, colour in zip(costs.lower.contexts, CONTEXT_COLOURS, strict=False):
+    looks = every_pair(CONTEXT_COLOURS, ("-", "--", "-.", ":"))
+    for context, (colour, style) in zip(costs.lower.contexts, looks, strict=False):
         rows = costs.lower.rows
         times = [1e3 * forward_seconds(costs, row, context) for row in rows]
-        axes.plot(rows, times, "o-", ms=3, lw=1.2, color=colour, label=f"{context} tokens")
+        axes.plot(rows, times, f"o{style}", ms=3, lw=1.2, color=colour, label=f"{context} tokens")
     axes.set(xlabel="rows R of a forward", ylabel="milliseconds")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8, title="behind", title_fontsize=8)

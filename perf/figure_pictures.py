@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 
 from .figure_points import Curves, Parity, Point
 from .paper import E2E, MEDUSA, OPT, STREAMS, TABLE_1
-from .pictures import PAPER_COLOUR, PAPER_TEXT, new_figure
+from .pictures import PAPER_COLOUR, PAPER_TEXT, every_pair, new_figure
 from .theory import GAMMA, parity, theoretical_speedup
 
 ADVANCE_RATIOS = (0.6, 0.8, 1.0, 1.2, 1.4)  # zeta / beta of the paper's five curves
 COLOURS = ("#0b6e4f", "#33658a", "#b06f10", "#7b5ea7", "#2b2d42", "#b23a48")
+MARKS = ("o", "s", "^", "D")
 DRAFTER_COLOURS = {"streams": "#0b6e4f", "medusa": "#7b5ea7"}
 PAPER_METHODS = {"streams": STREAMS, "medusa": MEDUSA}
 
@@ -46,7 +48,7 @@ def draw_parity(points: Sequence[Parity], caption: str, path: Path) -> None:
     axes.axhline(1.0, color="#2b2d42", lw=0.8, ls=":")
     axes.plot(10, 1.0, marker="x", color=PAPER_TEXT, ls="none",
               label=f"the paper's parity: ratio 10, ζ = {parity(10):g} β")  # fmt: skip
-    for point, colour in zip(points, COLOURS, strict=False):
+    for point, colour in zip(points, cycle(COLOURS), strict=False):
         draw_parity_point(axes, point, colour)
     top = max([5.0, *(1.15 * max(p.measured.high, p.predicted) for p in points)])
     axes.set(xlim=(0, 100), ylim=(0, top), xlabel="latency ratio, $C_{target} / C_{draft}$",
@@ -90,9 +92,10 @@ def draw_trees(curves: Curves, caption: str, path: Path) -> None:
     left.axhspan(1.0, 2.0, color=PAPER_COLOUR, alpha=0.2, lw=0)
     left.annotate("the paper's axis, 1 to 2", (0.99, 1.97), xycoords=("axes fraction", "data"),
                   ha="right", va="top", fontsize=8, color=PAPER_TEXT)  # fmt: skip
-    for (curve, points), colour in zip(sorted(curves.items()), COLOURS, strict=False):
+    looks = every_pair(COLOURS, MARKS)
+    for (curve, points), (colour, mark) in zip(sorted(curves.items()), looks, strict=False):
         dashed = "--" if "without" in curve.label else "-"
-        style = {"fmt": "o", "ls": dashed, "color": colour}
+        style = {"fmt": mark, "ls": dashed, "color": colour}
         draw_line(left, points, "speedup", label=f"{curve.task}, {curve.label}", **style)
         draw_line(right, points, "tokens_per_call", **style)
     left.set_ylabel("speed-up over mlx-lm")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 from .paper import Span
@@ -19,6 +20,11 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def every_pair(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Without end: all colours in the first style of line or mark, then in the next, and anew."""
+    return cycle((colour, style) for style in styles for colour in colours)
 
 
 def bars(axes: Any, places: Any, rows: Sequence[Any], digits: int, **style: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def draw_speedups(groups: Mapping[str, Sequence[Any]], label: str, path: Path) -
     axes = figure.subplots()
     height = 0.8 / len(groups)
     for index, ((name, predictions), colour) in enumerate(
-        zip(groups.items(), COLOURS, strict=False)
+        zip(groups.items(), cycle(COLOURS), strict=False)
     ):
         places = np.arange(len(predictions)) + index * height
         low = np.array([one.low for one in predictions])

@@ -28,12 +28,13 @@ from perf.calibrate_costs import (
     surfaces,
 )
 from perf.calibrate_guesses import Exits
-from perf.calibrate_report import tree_points
+from perf.calibrate_report import draw_costs, tree_points
 from perf.calibrate_steps import timed_steps, with_beside
 from perf.common import Answer
+from perf.pictures import new_figure
 from ssmlx import tuning
 from ssmlx.config import PruneConfig, TreeConfig
-from ssmlx.cost import DraftShape
+from ssmlx.cost import DraftShape, Surface
 from ssmlx.errors import InputError
 from ssmlx.training.replay import Guesses
 
@@ -305,6 +306,16 @@ def test_the_picture_draws_the_trees_of_the_chosen_streams():
     pruned = candidate(9, 2.0, 1.0, prune=PruneConfig(kind="budget", keep=2)).to_dict()
     assert tree_points([*rows, pruned], 3, "second-pass") == [(4, 2.0), (8, 4.0)]
     assert tree_points(rows, 2, "second-pass") == []
+
+
+def test_the_picture_has_a_line_of_its_own_for_every_context():
+    pytest.importorskip("matplotlib")
+    contexts = range(0, 1400, 200)
+    lower = Surface.of({(row, context): row + context for row in (1, 9) for context in contexts})
+    axes = new_figure(4, 4).subplots()
+    draw_costs(axes, replace(COSTS, lower=lower))
+    assert len(axes.lines) == len(contexts)
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == len(contexts)
 
 
 @pytest.mark.parametrize(

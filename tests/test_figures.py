@@ -8,9 +8,10 @@ import shlex
 import pytest
 from real import one_line, run_module
 
-from perf import compare, figures
+from perf import compare, figure_pictures, figures
 from perf.compare_systems import parse_systems
-from perf.figure_points import Curve, parity_points, sampling_curves, tree_curves
+from perf.figure_points import Curve, Point, parity_points, sampling_curves, tree_curves
+from perf.metrics import Estimate
 from perf.paper import TABLE_1, TABLE_2, latencies, speeds
 from perf.theory import draft_target_cost, parity, streaming_cost, theoretical_speedup
 from ssmlx.config import PruneConfig, SamplingConfig, TreeConfig
@@ -181,6 +182,25 @@ def test_all_figures_are_drawn_from_their_results(draw, tmp_path):
     assert out.split() == [str(tmp_path / "figures" / name) for name in names]
     for name in names:
         assert (tmp_path / "figures" / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def looks(axes) -> tuple[list[str], int]:
+    """The labels of a legend, and how many of its lines look different."""
+    handles, labels = axes.get_legend_handles_labels()
+    lines = [getattr(handle, "lines", [handle])[0] for handle in handles]
+    drawn = {(one.get_color(), one.get_linestyle(), one.get_marker()) for one in lines}
+    return sorted(labels), len(drawn)
+
+
+def test_every_curve_is_drawn_and_looks_different(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(figure_pictures, "finish", lambda figure, *_: drawn.append(figure))
+    point = Point(*[Estimate(1.0, 0.9, 1.1)] * 2)
+    curves = {Curve("sql", f"curve {number}"): {1: point, 2: point} for number in range(9)}
+    figure_pictures.draw_trees(curves, "", tmp_path / "x.png")
+    left, _ = drawn[0].axes
+    assert looks(left) == ([f"sql, curve {number}" for number in range(9)], 9)
 
 
 def test_what_was_not_measured_is_told_with_its_command(draw, tmp_path):
