@@ -15,10 +15,10 @@ from ssmlx.settings import GenerateConfig
 from .common import Answer, in_turns, mlx_lm_answer, ssmlx_answer, text_of
 from .quality_plan import Plan
 from .store import AnswerStore, Kept, code_version, tell_kept, timed_on, weights_version
-from .systems import MLX_LM, System, load_system
+from .systems import MLX_LM, ModelUnderTest, load_system
 
 
-def answer_system(plan: Plan, system: System, *, fresh: bool) -> dict[str, list[Kept]]:
+def answer_system(plan: Plan, system: ModelUnderTest, *, fresh: bool) -> dict[str, list[Kept]]:
     """A system's answers by variant; variants take turns, so that their speeds compare."""
     stores = open_stores(plan, system, fresh=fresh)
     model, tokenizer = load_system(plan.weights, system)
@@ -40,7 +40,7 @@ def answer_system(plan: Plan, system: System, *, fresh: bool) -> dict[str, list[
     return {label: [store[prompt] for prompt in prompts] for label, store in stores.items()}
 
 
-def open_stores(plan: Plan, system: System, *, fresh: bool) -> dict[str, AnswerStore]:
+def open_stores(plan: Plan, system: ModelUnderTest, *, fresh: bool) -> dict[str, AnswerStore]:
     """Where each variant's answers are kept."""
     stores = {
         label: AnswerStore(plan.out, f"quality-{plan.task.name}", settings_of(plan, system, label))
@@ -61,7 +61,7 @@ def answerer(
     return lambda prompt: ssmlx_answer(model, tokenizer, prompt, config)
 
 
-def settings_of(plan: Plan, system: System, label: str) -> dict[str, Any]:
+def settings_of(plan: Plan, system: ModelUnderTest, label: str) -> dict[str, Any]:
     """Everything that an answer depends on, beside its prompt's tokens."""
     config = system.variants[label]
     return {

@@ -11,7 +11,7 @@ from .bench_clock import Clock, Rounds, rounds
 from .bench_target import SYSTEMS, Answerer, Target, endless, text_of_length
 from .common import Answer
 from .compare_run import answer_once
-from .metrics import Estimate, ratio, ratio_interval
+from .metrics import Estimate, ratio, ratio_interval, speedup
 
 CONTEXTS = (64, 512, 2000)
 CONTEXT_TOKENS = 48
@@ -49,6 +49,7 @@ def answers_result(target: Target, max_tokens: int, found: Rounds[Found]) -> dic
     """What the answers to prompts come to."""
     rows = {name: [one[name] for one in found.found] for name in SYSTEMS}
     plain = [answer.tokens for answer in rows["plain"]]
+    speeds = {name: [a.tokens_per_second for a in answers] for name, answers in rows.items()}
     return {
         "adapter": target.name,
         "scope": target.scope,
@@ -57,7 +58,7 @@ def answers_result(target: Target, max_tokens: int, found: Rounds[Found]) -> dic
         "prompts": len(found.found),
         "is_cold": found.is_cold,
         "systems": {name: system_row(target, name, answers) for name, answers in rows.items()},
-        "speedup": {name: speedup(rows[name], rows["mlx-lm"]) for name in SYSTEMS[1:]},
+        "speedup": {name: speedup(speeds[name], speeds["mlx-lm"]) for name in SYSTEMS[1:]},
         "same_tokens": {
             name: sum(a.tokens == b for a, b in zip(answers, plain, strict=True))
             for name, answers in rows.items()
@@ -77,15 +78,6 @@ def system_row(target: Target, name: str, answers: Sequence[Answer]) -> dict[str
         "peak_bytes": target.weight_bytes(name) + max(a.peak_bytes for a in answers),
         "weight_bytes": target.weight_bytes(name),
     }
-
-
-def speedup(ours: Sequence[Answer], theirs: Sequence[Answer]) -> dict[str, float] | None:
-    """Ratio of the medians of decode tokens/s; None where every answer was a single token."""
-    pairs = [(a.tokens_per_second, b.tokens_per_second) for a, b in zip(ours, theirs, strict=True)]
-    timed = [pair for pair in pairs if all(pair)]
-    if not timed:
-        return None
-    return asdict(Estimate(*ratio_interval([a for a, _ in timed], [b for _, b in timed])))
 
 
 def contexts_result(

@@ -28,7 +28,7 @@ from ssmlx.model import StreamFusedModel
 from .common import Answer, mlx_lm_answer, ssmlx_answer
 from .compare_drafting import Drafting, config_of, load_drafting, same_arrays
 from .compare_plan import Plan, TaskPlan
-from .compare_systems import DRAFT_ALONE, System
+from .compare_systems import DRAFT_ALONE, DecodingMethod
 from .samples import read_own_lora
 from .systems import MLX_LM
 
@@ -125,7 +125,7 @@ def scope_of(adapter: Adapter) -> str:
     return "task" if adapter.task_lora else adapter.config.adapter_scope
 
 
-def extra_of(system: System, drafting: Mapping[str, Drafting]) -> Extra:
+def extra_of(system: DecodingMethod, drafting: Mapping[str, Drafting]) -> Extra:
     """What a system needs beside the target; its drafter is made once, which checks it.
 
     Raises:
@@ -160,7 +160,9 @@ def answerers_of(
     }
 
 
-def ssmlx_answerer(drafting: Drafting, tokenizer: TokenizerWrapper, system: System) -> Answerer:
+def ssmlx_answerer(
+    drafting: Drafting, tokenizer: TokenizerWrapper, system: DecodingMethod
+) -> Answerer:
     """Answers by ssmlx's loop."""
     return lambda prompt: ssmlx_answer(
         drafting.model, tokenizer, prompt, config_of(system, drafting)

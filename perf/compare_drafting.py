@@ -22,7 +22,7 @@ from ssmlx.model import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
 from .compare_plan import Plan, TaskPlan
-from .compare_systems import System
+from .compare_systems import DecodingMethod
 from .samples import read_own_lora
 
 
@@ -101,7 +101,7 @@ def heads_of(kind: str, folder: Path, target: StreamFusedModel) -> DraftingHeads
     return heads
 
 
-def config_of(system: System, drafting: Drafting) -> GenerateConfig:
+def config_of(system: DecodingMethod, drafting: Drafting) -> GenerateConfig:
     """A system's settings for one answer. A draft model starts each with an empty cache."""
     assert system.config is not None
     loaded = dict(drafting.loaded)

@@ -13,7 +13,13 @@ from ssmlx.errors import InputError
 from ssmlx.registry import resolve_model
 
 from .common import make_folder, split_name
-from .compare_systems import CHECKPOINTS, DRAFT_ALONE, System, parse_systems, with_max_tokens
+from .compare_systems import (
+    CHECKPOINTS,
+    DRAFT_ALONE,
+    DecodingMethod,
+    parse_systems,
+    with_max_tokens,
+)
 from .samples import read_own_lora
 from .tasks import TASKS, Example, Task, data_file, read_examples, scorer_of
 
@@ -33,15 +39,15 @@ class TaskPlan:
     examples: Sequence[Example]
     adapter: Path | None
     checkpoints: Mapping[str, Path]
-    systems: Sequence[System]
+    systems: Sequence[DecodingMethod]
     left_out: Mapping[str, str]
     max_tokens: int
 
     @property
-    def timed(self) -> list[System]:
+    def timed(self) -> list[DecodingMethod]:
         """The systems, and the draft model by itself where there is one."""
         kinds = [system.kind for system in self.systems]
-        alone = [System(DRAFT_ALONE, DRAFT_ALONE)] if "draft-model" in kinds else []
+        alone = [DecodingMethod(DRAFT_ALONE, DRAFT_ALONE)] if "draft-model" in kinds else []
         return [*self.systems, *alone]
 
 
@@ -121,7 +127,7 @@ def task_plan(
     args: argparse.Namespace,
     task: Task,
     given: Mapping[str, Mapping[str, str]],
-    systems: Sequence[System],
+    systems: Sequence[DecodingMethod],
 ) -> TaskPlan:
     """A task with its data, its checkpoints, and the systems that have what they need.
 

@@ -14,7 +14,7 @@ from ssmlx.shapes import to_float
 from .common import Answer, in_turns, text_of
 from .compare_bench import Answerer, Bench, load_bench
 from .compare_plan import Plan, TaskPlan
-from .compare_systems import DRAFT_ALONE, PLAIN, System
+from .compare_systems import DRAFT_ALONE, PLAIN, DecodingMethod
 from .machine import power_source
 from .store import (
     AnswerStore,
@@ -114,7 +114,7 @@ def open_stores(plan: Plan, task: TaskPlan, *, fresh: bool) -> dict[str, AnswerS
     return stores
 
 
-def settings_of(plan: Plan, task: TaskPlan, system: System) -> dict[str, Any]:
+def settings_of(plan: Plan, task: TaskPlan, system: DecodingMethod) -> dict[str, Any]:
     """Everything that an answer and its time depend on, beside the prompt's tokens."""
     kind = "draft-model" if system.kind == DRAFT_ALONE else system.kind
     checkpoint = task.checkpoints.get(kind)

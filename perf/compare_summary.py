@@ -10,9 +10,9 @@ from typing import Any
 from .compare_bench import Bench
 from .compare_plan import Plan, TaskPlan
 from .compare_run import Answers, Measured
-from .compare_systems import DRAFT_ALONE, PLAIN, System
+from .compare_systems import DRAFT_ALONE, PLAIN, DecodingMethod
 from .machine import machine
-from .metrics import Estimate, mean, ratio, ratio_interval
+from .metrics import mean, ratio, speedup
 from .store import Kept
 from .systems import MLX_LM
 from .tasks import score_texts
@@ -56,7 +56,7 @@ def task_result(task: TaskPlan, measured: Measured) -> dict[str, Any]:
 
 
 def system_row(
-    task: TaskPlan, system: System, measured: Measured, shared: Mapping[str, Any]
+    task: TaskPlan, system: DecodingMethod, measured: Measured, shared: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A system's line of the tables; `shared` is the metric of plain decoding's answers."""
     bench, prompts = measured.bench, measured.answers[system.name]
@@ -77,7 +77,7 @@ def system_row(
     }
 
 
-def options_of(system: System, bench: Bench) -> dict[str, Any]:
+def options_of(system: DecodingMethod, bench: Bench) -> dict[str, Any]:
     """How a system drafts; empty where it does not."""
     extra = bench.extras[system.name]
     if system.config is None or not extra.levels:
@@ -127,22 +127,14 @@ def call_seconds(prompts: Prompts | None) -> float | None:
     return statistics.median(times) if times else None
 
 
-def speedups(system: System, answers: Answers) -> dict[str, Any]:
+def speedups(system: DecodingMethod, answers: Answers) -> dict[str, Any]:
     """Tokens/s over mlx-lm's, and over the draft model's where there is one."""
-    own = answers[system.name]
-    found = {"speedup": speedup(own, answers[MLX_LM])}
-    if "draft-model" in answers and system.kind == "streams":
-        found["speedup_over_draft_model"] = speedup(own, answers["draft-model"])
+    speeds = {name: medians(prompts, "tokens_per_second") for name, prompts in answers.items()}
+    own = speeds[system.name]
+    found = {"speedup": speedup(own, speeds[MLX_LM])}
+    if "draft-model" in speeds and system.kind == "streams":
+        found["speedup_over_draft_model"] = speedup(own, speeds["draft-model"])
     return found
-
-
-def speedup(ours: Prompts, theirs: Prompts) -> dict[str, float] | None:
-    """Ratio of medians over prompts; None where every answer was a single token."""
-    speeds = (medians(ours, "tokens_per_second"), medians(theirs, "tokens_per_second"))
-    pairs = [pair for pair in zip(*speeds, strict=True) if all(pair)]
-    if not pairs:
-        return None
-    return asdict(Estimate(*ratio_interval([a for a, _ in pairs], [b for _, b in pairs])))
 
 
 def figures_of(task: TaskPlan, prompts: Prompts) -> dict[str, Any]:
@@ -158,7 +150,7 @@ def is_same(ours: Prompts, theirs: Prompts) -> bool:
     return all(a[0].answer.tokens == b[0].answer.tokens for a, b in pairs)
 
 
-def memory(system: System, bench: Bench, prompts: Prompts) -> dict[str, int]:
+def memory(system: DecodingMethod, bench: Bench, prompts: Prompts) -> dict[str, int]:
     """What a system takes beside the target's weights: its own, and at its peak."""
     extra = bench.extras[system.name]
     peak = max(kept.answer.peak_bytes for repeats in prompts for kept in repeats)

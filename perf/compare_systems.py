@@ -28,8 +28,8 @@ _RESERVED = ("drafter", "draft_model", "heads", "acceptance", "typical_epsilon",
 
 
 @dataclass(frozen=True)
-class System:
-    """A way to answer.
+class DecodingMethod:
+    """A way to answer in `perf.compare`, on weights that all share.
 
     Attributes:
         name: as in the tables: its kind, and its options where it has some.
@@ -42,13 +42,13 @@ class System:
     config: GenerateConfig | None = None
 
 
-def parse_systems(texts: Sequence[str], sampling: SamplingConfig) -> list[System]:
+def parse_systems(texts: Sequence[str], sampling: SamplingConfig) -> list[DecodingMethod]:
     """The systems to run, mlx-lm and plain decoding always among them.
 
     Raises:
         InputError: one is unknown, named twice, or its options are wrong.
     """
-    systems: dict[str, System] = {}
+    systems: dict[str, DecodingMethod] = {}
     for text in texts:
         system = parse_system(text, sampling)
         if system.name in systems:
@@ -72,7 +72,7 @@ class _SystemParser(Parser):
         )
 
 
-def parse_system(text: str, sampling: SamplingConfig) -> System:
+def parse_system(text: str, sampling: SamplingConfig) -> DecodingMethod:
     """`streams --tree full` as a system: its kind, and drafting options as of ssmlx.generate.
 
     Raises:
@@ -87,12 +87,12 @@ def parse_system(text: str, sampling: SamplingConfig) -> System:
         )
     name = " ".join([kind, *options])
     if kind == MLX_LM:
-        return System(name, kind)
+        return DecodingMethod(name, kind)
     args = parse_drafting(name, options)
     args.decoding, args.drafter = (PLAIN, None) if kind == PLAIN else ("streaming", kind)
     # What its name says, on every machine: no profile of this one decides.
     config = settled(generate_config(args))
-    return System(name, kind, replace(config, **sampling_values(sampling)))
+    return DecodingMethod(name, kind, replace(config, **sampling_values(sampling)))
 
 
 def parse_drafting(name: str, options: Sequence[str]) -> argparse.Namespace:
@@ -117,7 +117,7 @@ def sampling_values(sampling: SamplingConfig) -> dict[str, Any]:
     return {"temp": sampling.temp, "top_k": sampling.top_k, "seed": sampling.seed}
 
 
-def with_max_tokens(system: System, most: int) -> System:
+def with_max_tokens(system: DecodingMethod, most: int) -> DecodingMethod:
     """The system, its answers no longer than `most` tokens."""
     if system.config is None:
         return system

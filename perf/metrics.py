@@ -7,7 +7,7 @@ Scores are percentages, one for each prompt. Intervals are of 95 %, by resamplin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -79,6 +79,18 @@ def ratio_interval(ours: list[float], theirs: list[float]) -> tuple[float, float
     low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
     middle = np.median(pairs, axis=1)
     return float(middle[0] / middle[1]), float(low), float(high)
+
+
+def speedup(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float] | None:
+    """Ratio of the medians of tokens/s, [prompts] each, as JSON values.
+
+    An answer of a single token has none, which is 0 here: such prompts do not count. None where
+    no other is left.
+    """
+    pairs = [pair for pair in zip(ours, theirs, strict=True) if all(pair)]
+    if not pairs:
+        return None
+    return asdict(Estimate(*ratio_interval([a for a, _ in pairs], [b for _, b in pairs])))
 
 
 def normalise_sql(text: str) -> str:

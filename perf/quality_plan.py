@@ -22,7 +22,7 @@ from ssmlx.tuning import settled
 
 from .common import make_folder
 from .systems import (
-    System,
+    ModelUnderTest,
     adapter_system,
     base_systems,
     baseline_system,
@@ -42,7 +42,7 @@ class Plan:
     data: Path
     out: Path
     examples: Sequence[Example]
-    systems: Sequence[System]
+    systems: Sequence[ModelUnderTest]
     max_tokens: int
 
 
@@ -72,8 +72,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def plain_systems(
-    args: argparse.Namespace, adapters: list[System], backbone: Backbone
-) -> list[System]:
+    args: argparse.Namespace, adapters: list[ModelUnderTest], backbone: Backbone
+) -> list[ModelUnderTest]:
     """What the adapters are compared with."""
     plain = {"plain": GenerateConfig(decoding="plain", max_tokens=args.max_tokens)}
     systems = base_systems(adapters, plain)
@@ -86,7 +86,7 @@ def plain_systems(
 def check_prompts(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
-    systems: Iterable[System],
+    systems: Iterable[ModelUnderTest],
     examples: Sequence[Example],
 ) -> None:
     """Check that every system has room for every prompt."""

@@ -11,7 +11,7 @@ import numpy as np
 from .answers import Kept
 from .metrics import Scores, mean, paired_difference, ratio
 from .quality_plan import Plan
-from .systems import MLX_LM, System
+from .systems import MLX_LM, ModelUnderTest
 from .tasks import score_texts
 
 
@@ -34,7 +34,9 @@ def result_of(plan: Plan, answers: Mapping[str, Mapping[str, list[Kept]]]) -> di
     }
 
 
-def system_row(plan: Plan, system: System, answers: Mapping[str, list[Kept]]) -> dict[str, Any]:
+def system_row(
+    plan: Plan, system: ModelUnderTest, answers: Mapping[str, list[Kept]]
+) -> dict[str, Any]:
     """A system in the table: its best tree, and all that were tried."""
     own = {label: kept for label, kept in answers.items() if label != MLX_LM}
     variants = {label: summarise(plan, kept) for label, kept in own.items()}
@@ -57,7 +59,7 @@ def system_row(plan: Plan, system: System, answers: Mapping[str, list[Kept]]) ->
     return row
 
 
-def drafting(system: System, label: str) -> dict[str, Any]:
+def drafting(system: ModelUnderTest, label: str) -> dict[str, Any]:
     """What the trees of a system have in common."""
     config = system.variants[label]
     assert config is not None and config.prune is not None
@@ -65,7 +67,7 @@ def drafting(system: System, label: str) -> dict[str, Any]:
 
 
 def mlx_lm_rows(
-    plan: Plan, systems: Sequence[System], answers: Mapping[str, Mapping[str, list[Kept]]]
+    plan: Plan, systems: Sequence[ModelUnderTest], answers: Mapping[str, Mapping[str, list[Kept]]]
 ) -> list[dict[str, Any]]:
     """mlx-lm in the table, where it was asked for."""
     return [
@@ -117,7 +119,9 @@ def differences(
     return rows
 
 
-def identity(plan: Plan, system: System, kept: Mapping[str, Sequence[Kept]]) -> dict[str, Any]:
+def identity(
+    plan: Plan, system: ModelUnderTest, kept: Mapping[str, Sequence[Kept]]
+) -> dict[str, Any]:
     """How many of an adapter's answers are the untouched base's."""
     bases = (other for other in plan.systems if other.role == "base")
     base = next(other.name for other in bases if other.wording == system.wording)

@@ -29,8 +29,8 @@ Variants = Mapping[str, GenerateConfig | None]
 
 
 @dataclass(frozen=True)
-class System:
-    """Weights that answer.
+class ModelUnderTest:
+    """Weights that answer in `perf.quality`.
 
     Attributes:
         name: as in the table.
@@ -92,7 +92,7 @@ def adapter_system(
     backbone: Backbone,
     streaming: Mapping[str, GenerateConfig],
     template: str | None,
-) -> System:
+) -> ModelUnderTest:
     """An adapter with streams, checked against the base model and the trees."""
     adapter = read_own_lora(folder)
     check_base(adapter, backbone)
@@ -101,7 +101,7 @@ def adapter_system(
     for config in streaming.values():
         required_scratch(model, config)
     settings = adapter.config
-    return System(
+    return ModelUnderTest(
         name,
         "adapter",
         folder,
@@ -114,12 +114,14 @@ def adapter_system(
     )
 
 
-def base_systems(adapters: Iterable[System], plain: Mapping[str, GenerateConfig]) -> list[System]:
+def base_systems(
+    adapters: Iterable[ModelUnderTest], plain: Mapping[str, GenerateConfig]
+) -> list[ModelUnderTest]:
     """What each adapter of scope "streams" drafts for, without it, under the same prompts.
 
     That is the untouched base, or the base with the LoRA of a task.
     """
-    bases: dict[Any, System] = {}
+    bases: dict[Any, ModelUnderTest] = {}
     for system in adapters:
         if system.scope == "streams" and system.wording not in bases:
             name = f"base, as {system.name}" if bases else "base"
@@ -136,9 +138,9 @@ def baseline_system(
     folder: Path,
     backbone: Backbone,
     plain: Mapping[str, GenerateConfig],
-    first: System,
+    first: ModelUnderTest,
     template: str | None,
-) -> System:
+) -> ModelUnderTest:
     """LoRA without streams; its template is its own where it has one, else the first adapter's."""
     folder = folder.expanduser()
     check_lora(backbone.model, read_lora(folder, "--baseline"), folder)
@@ -147,10 +149,10 @@ def baseline_system(
         own = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
     ends = tuple(own.get("end_token_ids") or first.end_tokens)
     template = template or own.get("prompt_template") or first.template
-    return System("baseline", "baseline", folder, "all", template, ends, 0, plain)
+    return ModelUnderTest("baseline", "baseline", folder, "all", template, ends, 0, plain)
 
 
-def with_mlx_lm(systems: list[System], wanted: str | None) -> list[System]:
+def with_mlx_lm(systems: list[ModelUnderTest], wanted: str | None) -> list[ModelUnderTest]:
     """Let the `wanted` system answer by mlx-lm's own loop too; "" is the first.
 
     Raises:
@@ -169,7 +171,7 @@ def with_mlx_lm(systems: list[System], wanted: str | None) -> list[System]:
     ]
 
 
-def load_system(path: Path, system: System) -> tuple[StreamFusedModel, TokenizerWrapper]:
+def load_system(path: Path, system: ModelUnderTest) -> tuple[StreamFusedModel, TokenizerWrapper]:
     """The weights of a system in float32, and a tokenizer that knows its end tokens."""
     if system.role == "adapter":
         fused, tokenizer = load(str(path), adapter=system.folder, dtype="float32")

@@ -32,8 +32,8 @@ from perf.compare_plan import by_task, make_plan
 from perf.compare_readme import FIRST, LAST, rewrite
 from perf.compare_report import report
 from perf.compare_run import settings_of
-from perf.compare_summary import failures, speedup
-from perf.compare_systems import PLAIN, SYSTEMS, parse_systems
+from perf.compare_summary import failures, speedups
+from perf.compare_systems import PLAIN, SYSTEMS, DecodingMethod, parse_systems
 from perf.store import Kept
 from ssmlx import decode
 from ssmlx.adapter import write_adapter
@@ -416,6 +416,11 @@ def kept(seconds: float, tokens: int = 5) -> Kept:
 def test_a_speed_up_is_a_ratio_of_medians_over_prompts():
     ours = [[kept(1.0), kept(9.0), kept(1.0)], [kept(2.0)] * 3, [kept(4.0)] * 3]
     theirs = [[kept(2.0)] * 3, [kept(3.0)] * 3, [kept(8.0)] * 3]
+    method = DecodingMethod("streams", "streams")
+
+    def speedup(ours, theirs):
+        return speedups(method, {"streams": ours, "mlx-lm": theirs})["speedup"]
+
     found = speedup(ours, theirs)
     assert found["value"] == pytest.approx((4 / 2.0) / (4 / 3.0))
     assert found["low"] <= found["value"] <= found["high"]
