@@ -143,7 +143,8 @@ def stream_generate(
     config = replace(config or GenerateConfig(), **settings)
     tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else [int(t) for t in prompt]
     cache = cache if cache is not None else model.make_cache()
-    num_prompt = cache.offset + len(tokens)
+    num_cached = cache.offset
+    num_prompt = num_cached + len(tokens)
     check_prompt(model, num_prompt if tokens else 0)
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
@@ -151,7 +152,9 @@ def stream_generate(
     steps, drafter = _token_steps(model, tokens, cache, config, progress, context, budget.ends)
     lossy = drafter is not None and config.acceptance.kind != "exact"
     measure = partial(memory_of, model, cache, config, drafter)
-    return _responses(model, tokenizer, steps, budget, num_prompt, drafter, lossy, measure)
+    return _responses(
+        model, tokenizer, steps, budget, num_prompt, num_cached, drafter, lossy, measure
+    )
 
 
 def _responses(
@@ -160,6 +163,7 @@ def _responses(
     steps: Iterator[list[int]],
     budget: Budget,
     num_prompt: int,
+    num_cached: int,
     drafter: Drafter | None,
     lossy: bool,
     measure: Callable[[], Memory],
@@ -187,6 +191,7 @@ def _responses(
                 decode_seconds=now - first_done,
                 peak_memory=mx.get_peak_memory() / 1e9,
                 draft_calls=drafter.draft_calls if drafter else 0,
+                cached_tokens=num_cached,
                 lossy=lossy,
                 memory=measure() if reason else None,
             )

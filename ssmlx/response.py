@@ -27,6 +27,7 @@ class GenerationResponse:
         decode_seconds: from then on.
         peak_memory: GB, as `mx.get_peak_memory`.
         draft_calls: forward passes of a draft model so far.
+        cached_tokens: tokens of the prompt that the cache held already.
         lossy: whether tokens were accepted that the target might not have written.
         memory: where the memory goes; on the last segment alone.
     """
@@ -41,6 +42,7 @@ class GenerationResponse:
     decode_seconds: float
     peak_memory: float
     draft_calls: int = 0
+    cached_tokens: int = 0
     lossy: bool = False
     memory: Memory | None = None
 
@@ -51,8 +53,9 @@ class GenerationResponse:
 
     @property
     def prompt_tps(self) -> float:
-        """Prompt tokens per second."""
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+        """Prompt tokens per second, of those that were processed."""
+        processed = self.prompt_tokens - self.cached_tokens
+        return processed / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def generation_tps(self) -> float:

@@ -90,6 +90,8 @@ def test_turns_reuse_the_cache_and_answer_as_if_they_did_not(make_session, proce
     prompt_part = processed[: len(processed) - (LENGTH + 1 if decoding == "plain" else 0)]
     assert sum(prompt_part) == new - 1
     assert turn[-1].prompt_tokens == len(chat_tokens(session.tokenizer, session.messages[:-1]))
+    # What came from the cache took no time.
+    assert turn[-1].prompt_tps == pytest.approx(new / turn[-1].prefill_seconds)
 
 
 def test_progress_tells_only_what_is_processed(make_session):

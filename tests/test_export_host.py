@@ -193,7 +193,10 @@ def test_a_cache_goes_on_where_the_last_answer_ended():
     said = [token for response in first for token in response.tokens]
     assert said == [4, 5, 6, 7]
     more = list(range(cache.offset + 1, cache.offset + 4))
+    held = cache.offset
     second = next(stream_generate(model, more, cache=cache))
+    assert second.cached_tokens == held and second.prompt_tokens == held + 3
+    assert second.prompt_tps == pytest.approx(3 / second.prefill_seconds)
     assert second.prompt_tokens == more[-1]
     assert second.tokens[0] == more[-1] + 1
 

@@ -118,12 +118,13 @@ def stream_generate(
     """
     tokens = encode(prompt, model.tokenizer) if isinstance(prompt, str) else list(prompt)
     cache = cache if cache is not None else model.make_cache()
-    num_prompt = cache.offset + len(tokens)
-    _check_prompt(model.manifest, cache.offset, len(tokens))
+    num_cached = cache.offset
+    _check_prompt(model.manifest, num_cached, len(tokens))
     if max_tokens < 1:
         raise InputError(f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
     steps = streaming_decode(model.backend, model.manifest, tokens, cache, progress)
-    return _responses(model, steps, num_prompt, max_tokens, cache)
+    num_prompt = num_cached + len(tokens)
+    return _responses(model, steps, num_prompt, num_cached, max_tokens, cache)
 
 
 def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
@@ -144,6 +145,7 @@ def _responses(
     model: ExportedModel,
     steps: Iterator[list[int]],
     num_prompt: int,
+    num_cached: int,
     max_tokens: int,
     cache: SlotCache,
 ) -> Iterator[GenerationResponse]:
@@ -172,6 +174,7 @@ def _responses(
             prefill_seconds=first_done - started,
             decode_seconds=now - first_done,
             peak_memory=_peak_memory(),
+            cached_tokens=num_cached,
         )
         if reason:
             return
