@@ -32,7 +32,7 @@ from torch import nn
 from ssmlx.adapter import check_draft_vocab
 from ssmlx.config import StreamConfig
 from ssmlx.errors import InputError
-from ssmlx.training.options import check_scale
+from ssmlx.training.options import check_init, check_scale
 
 from .checkpoint import (
     ADAPTER_CONFIG,
@@ -778,6 +778,7 @@ def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
     """
     folder = Path(checkpoint_dir)
     config = read_stream_config(folder / STREAMS_CONFIG)
+    check_init(folder, config, model.config)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
         lora = read_lora_settings(folder / ADAPTER_CONFIG, config)
         check_scale(folder, lora.scale, model.lora.scale)

@@ -14,7 +14,6 @@ from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
 from ssmlx.training.job import Job, bar, finish, make_out, prepare, run_to_end
 from ssmlx.training.options import (
     add_cache_option,
-    add_init_option,
     add_task_lora_option,
     check_task_lora,
     run_options,
@@ -62,9 +61,8 @@ OPTIMISATION: dict[str, tuple[type, Any, str]] = {
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = training_parser(
-        "convert.train", "Train a model to draft for itself, in PyTorch.", EPILOG
+        "convert.train", "Train a model to draft for itself, in PyTorch.", EPILOG, "a checkpoint"
     )
-    add_init_option(parser, "a checkpoint")
     add_task_lora_option(
         parser, "a checkpoint of this command with --num-streams 0: the LoRA of a task"
     )

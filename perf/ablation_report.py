@@ -65,7 +65,7 @@ def read_run(folder: Path) -> Run | None:
         folder.name,
         config.stream_design,
         config.num_msa_layers,
-        config.stream_init_rank,
+        config.stream_init_rank or 0,
         last["step"],
         config.num_steps(settings["examples"]),
         last["tokens_per_call"],

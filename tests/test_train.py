@@ -330,7 +330,10 @@ def test_a_run_starts_from_another_runs_weights(base, data, tmp_path):
         (("--lora-rank", "8"), "has the scale alpha / rank 8"),
         (("--num-streams", "3"), "stream_embeddings of shape [2,"),
         (("--prune-rank", "0"), "expected none of that name"),
-        (("--num-msa-layers", "1"), "expected none of that name"),
+        (("--num-msa-layers", "1"), "have num_msa_layers 2"),
+        (("--stream-init", "identity"), "have stream_init low_rank"),
+        (("--stream-init-rank", "8"), "have stream_init_rank 32"),
+        (("--stream-design", "value_rotation", "--rotation-step", "0.1"), "have stream_design emb"),
     ],
 )
 def test_a_start_of_other_settings_is_refused(base, data, tmp_path, capsys, more, said):

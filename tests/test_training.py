@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from ssmlx.bundled import CONFIG_FILE
 from ssmlx.config import TreeConfig
 from ssmlx.errors import InputError
 from ssmlx.training.batches import BatchPlan, collate, epoch_order, in_order
@@ -261,8 +262,8 @@ def test_settings_survive_json():
         {"stream_weights": (-0.1,)},
         {"stream_design": "value_rotation"},
         {"rotation_step": 0.1},
-        {"stream_init": "residual"},
-        {"stream_init_rank": 4},
+        {"stream_init": "residual", "stream_init_rank": 0},
+        {"stream_init": "identity", "stream_init_rank": 4},
         {"num_streams": 0, "adapter_scope": "streams"},
         {"warmup": 1.0},
     ],
@@ -286,8 +287,32 @@ def test_nonsense_settings_are_refused_by_their_option(changed):
     ],
 )
 def test_f_follows_from_the_other_options_where_it_is_not_given(given, expected):
-    parser = training_parser("x.train", "Train.", "")
+    parser = training_parser("x.train", "Train.", "", "an adapter")
     train = train_config(parser.parse_args(["--data", "d", "--out", "o", *given]))
+    assert (train.stream_init, train.stream_init_rank) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "expected"),
+    [
+        ({"num_streams": 2, "stream_init": "identity", "stream_init_rank": 0}, [], ("identity", 0)),
+        (
+            {"num_streams": 0, "stream_init": "identity", "stream_init_rank": 0},
+            [],
+            ("low_rank", 32),
+        ),
+        (
+            {"num_streams": 2, "stream_init": "identity"},
+            ["--stream-init-rank", "4"],
+            ("low_rank", 4),
+        ),
+    ],
+)
+def test_f_is_that_of_the_streams_to_start_from(tmp_path, found, given, expected):
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(found))
+    parser = training_parser("x.train", "Train.", "", "an adapter")
+    options = ["--data", "d", "--out", "o", "--init", str(tmp_path), *given]
+    train = train_config(parser.parse_args(options))
     assert (train.stream_init, train.stream_init_rank) == expected
 
 

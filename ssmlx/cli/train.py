@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from ..training.options import (
     add_cache_option,
-    add_init_option,
     add_task_lora_option,
     check_task_lora,
     run_options,
@@ -54,8 +53,8 @@ call would advance on held-out text; training pays where that is well above 1.""
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
-    parser = training_parser(PROG, "Train a model to draft for itself, with MLX.", EPILOG)
-    add_init_option(parser, "an adapter")
+    description = "Train a model to draft for itself, with MLX."
+    parser = training_parser(PROG, description, EPILOG, "an adapter")
     add_task_lora_option(parser, "the LoRA of a task, as mlx-lm or this command wrote it")
     group = parser.add_argument_group("machine")
     group.add_argument(

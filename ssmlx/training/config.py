@@ -7,19 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ..config import ADAPTER_SCOPES, STREAM_INITS, AdapterScope, StreamInit
+from ..config import ADAPTER_SCOPES, STREAM_DESIGNS, STREAM_INITS, AdapterScope, StreamInit
 from ..errors import InputError
 
 Schedule = Literal["linear", "cosine", "constant"]
 SCHEDULES = ("linear", "cosine", "constant")
-DESIGNS = ("embeddings", "value_rotation")
+STREAM_INIT_RANK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How an adapter is trained; the same for both trainers. Defaults follow section 4.
-
-    The commands choose f by the other settings where it is not given (`options.train_config`).
 
     Attributes:
         num_streams: gamma; 0 trains the LoRA alone, the baseline of table 1.
@@ -27,7 +25,8 @@ class TrainConfig:
         adapter_scope: "all", LoRA on every row; "streams", on stream rows alone, base frozen.
         stream_design: "embeddings" (eq. 3) or "value_rotation" (eq. 7).
         rotation_step: epsilon of eq. 7 in radians; 0 for embeddings.
-        stream_init, stream_init_rank: f of eq. 3 and its rank eta.
+        stream_init, stream_init_rank: f of eq. 3 and its rank eta. None chooses: low_rank of
+            rank 32, or identity (which has none) where streams rotate, or where there are none.
         prune_rank: theta, the rank of the early-exit adapter; 0 trains none.
         draft_vocab_size: tokens that streams may guess, the most frequent; 0 for all.
         lora_rank, lora_alpha, lora_modules: LoRA in PEFT's terms; no modules means every linear.
@@ -49,8 +48,8 @@ class TrainConfig:
     adapter_scope: AdapterScope = "all"
     stream_design: str = "embeddings"
     rotation_step: float = 0.0
-    stream_init: StreamInit = "identity"
-    stream_init_rank: int = 0
+    stream_init: StreamInit | None = None
+    stream_init_rank: int | None = None
     prune_rank: int = 8
     draft_vocab_size: int = 0
     lora_rank: int = 16
@@ -71,6 +70,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._settle_f()
         for name in ("num_msa_layers", "lora_rank", "batch_size", "max_length"):
             self._check(name, getattr(self, name) >= 1, "1 or more")
         for name in (
@@ -83,13 +83,25 @@ class TrainConfig:
         self._check("warmup", 0 <= self.warmup < 1, "a share of the steps, below 1")
         self._check("schedule", self.schedule in SCHEDULES, "one of " + ", ".join(SCHEDULES))
         self._check("adapter_scope", self.adapter_scope in ADAPTER_SCOPES, "all or streams")
-        self._check("stream_design", self.stream_design in DESIGNS, "one of " + ", ".join(DESIGNS))
+        self._check(
+            "stream_design", self.stream_design in STREAM_DESIGNS, ", ".join(STREAM_DESIGNS)
+        )
         self._check("stream_init", self.stream_init in STREAM_INITS, ", ".join(STREAM_INITS))
         for field in fields(self):
             value = getattr(self, field.name)
             is_sound = not isinstance(value, float) or math.isfinite(value)
             self._check(field.name, is_sound, "a finite number")
         self._check_pairs()
+
+    def _settle_f(self) -> None:
+        kind, rank = self.stream_init, self.stream_init_rank
+        if kind is None:
+            embedded = self.stream_design == "embeddings" and self.num_streams > 0
+            kind = "low_rank" if embedded and rank != 0 else "identity"
+        if rank is None:
+            rank = 0 if kind == "identity" else STREAM_INIT_RANK
+        object.__setattr__(self, "stream_init", kind)
+        object.__setattr__(self, "stream_init_rank", rank)
 
     def _check_pairs(self) -> None:
         rotated = self.stream_design == "value_rotation"

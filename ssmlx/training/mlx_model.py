@@ -31,7 +31,7 @@ from ..model import LowRank, StreamWeights
 from ..rotation import ValueRotation
 from .batches import Batch
 from .config import TrainConfig
-from .options import check_scale
+from .options import check_init, check_scale
 
 EMBEDDING_STD = 0.02
 _CARRIERS_AT_ONCE = 64
@@ -258,6 +258,7 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
         InputError: the adapter is another model's, or has a weight that the model has not.
     """
     check_base(adapter, model.backbone)
+    check_init(source, adapter.config, model.config)
     scales = {lora.scale for lora in model.adapter.lora.values()}
     for path, lora in adapter.lora.items():
         check_scale(source, lora.scale, max(scales, default=lora.scale))

@@ -8,19 +8,27 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..bundled import CONFIG_FILE
 from ..cli.options import make_parser
-from ..config import DEFAULT_MODEL, TreeConfig
+from ..config import (
+    ADAPTER_SCOPES,
+    DEFAULT_MODEL,
+    STREAM_DESIGNS,
+    STREAM_INITS,
+    StreamConfig,
+    TreeConfig,
+    read_json,
+)
 from ..errors import InputError
-from .config import DESIGNS, SCHEDULES, TrainConfig
+from .config import SCHEDULES, STREAM_INIT_RANK, TrainConfig
 
+F = ("stream_init", "stream_init_rank")
 _CHOICES = {
-    "adapter_scope": ("all", "streams"),
-    "stream_design": DESIGNS,
-    "stream_init": ("identity", "low_rank", "residual"),
+    "adapter_scope": ADAPTER_SCOPES,
+    "stream_design": STREAM_DESIGNS,
+    "stream_init": STREAM_INITS,
     "schedule": SCHEDULES,
 }
-STREAM_INIT_RANK = 32
-_UNTIL_THE_REST_IS_KNOWN = ("stream_init", "stream_init_rank")
 _GROUPS: dict[str, dict[str, str]] = {
     "streams": {
         "num_streams": "gamma, tokens guessed ahead; 0 trains the LoRA alone",
@@ -31,8 +39,8 @@ _GROUPS: dict[str, dict[str, str]] = {
         "rotation_step": "radians that each stream's values are rotated by",
         "stream_init": "f of eq. 3: identity, low_rank B A h, or residual h + B A h. On SmolLM2 "
         "low_rank learned faster than identity, three times at first (default: low_rank; "
-        "identity where streams rotate, or where there are none)",
-        "stream_init_rank": "eta, the rank of f (default: 32; 0 for identity)",
+        "identity where streams rotate, or where there are none; with --init what that has)",
+        "stream_init_rank": f"eta, the rank of f (default: {STREAM_INIT_RANK}; 0 for identity)",
         "prune_rank": "theta, the rank of the pruning adapter; 0 for none",
         "draft_vocab_size": "guess among this many of the data's most frequent tokens; 0 for all",
     },
@@ -98,16 +106,18 @@ class RunOptions:
         TreeConfig(size=self.tree_size)
 
 
-def training_parser(module: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """A parser with every option that the trainers share."""
+def training_parser(
+    module: str, description: str, epilog: str, init: str
+) -> argparse.ArgumentParser:
+    """A parser with every option that the trainers share; `init` is what --init takes."""
     parser = make_parser(module, description, epilog)
     add_run_options(parser)
+    add_init_option(parser, init)
     defaults = TrainConfig()
     for title, options in _GROUPS.items():
         group = parser.add_argument_group(title)
         for name, text in options.items():
-            _add_option(group, name, text, getattr(defaults, name))
-    parser.set_defaults(**dict.fromkeys(_UNTIL_THE_REST_IS_KNOWN))
+            _add_option(group, name, text, None if name in F else getattr(defaults, name))
     return parser
 
 
@@ -119,12 +129,13 @@ def _add_option(group: argparse._ArgumentGroup, name: str, text: str, default: A
         settings["help"] += f" (default: {shown})" if shown else ""
         group.add_argument(flag, nargs="+", type=kind, metavar="X", **settings)
         return
-    if name not in _UNTIL_THE_REST_IS_KNOWN:
+    if default is not None:
         settings["help"] += " (default: %(default)s)"
     if name in _CHOICES:
         group.add_argument(flag, choices=_CHOICES[name], **settings)
     else:
-        group.add_argument(flag, type=type(default), metavar="X", **settings)
+        number = int if default is None else type(default)
+        group.add_argument(flag, type=number, metavar="X", **settings)
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, with_trees: bool = True) -> None:
@@ -212,6 +223,27 @@ def check_scale(source: Path, found: float, expected: float) -> None:
         )
 
 
+def check_init(source: Path, found: StreamConfig, wanted: StreamConfig) -> None:
+    """Check that streams to start from mean in the new run what they meant in theirs.
+
+    Args:
+        source: whose they are.
+        found: its settings; without streams anything goes.
+        wanted: the run's.
+
+    Raises:
+        InputError: they start, differ or stand otherwise.
+    """
+    for name in (*F, "stream_design", "rotation_step", "num_msa_layers"):
+        before, now = getattr(found, name), getattr(wanted, name)
+        if found.num_streams and before != now:
+            raise InputError(
+                f"the streams in {source} have {name} {before}",
+                expected=f"{now}, this run's",
+                do=f"give --{name.replace('_', '-')} {before}",
+            )
+
+
 def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
     """How much of the disk `what` may take."""
     group.add_argument(
@@ -222,24 +254,23 @@ def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
 
 
 def train_config(args: argparse.Namespace) -> TrainConfig:
-    """The settings that the options ask for.
+    """The settings that the options ask for; f is that of --init where they do not name one.
 
     Raises:
         InputError: one of them makes no sense.
     """
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
-    return TrainConfig.from_dict({**values, **_stream_init(args)})
+    if all(values[name] is None for name in F):
+        values |= _f_of(args.init)
+    return TrainConfig.from_dict(values)
 
 
-def _stream_init(args: argparse.Namespace) -> dict[str, Any]:
-    """f of eq. 3 and its rank, where they are not given, by what streams are."""
-    kind, rank = args.stream_init, args.stream_init_rank
-    if kind is None:
-        embedded = args.stream_design == "embeddings" and args.num_streams > 0
-        kind = "low_rank" if embedded and rank != 0 else "identity"
-    if rank is None:
-        rank = 0 if kind == "identity" else STREAM_INIT_RANK
-    return {"stream_init": kind, "stream_init_rank": rank}
+def _f_of(folder: Path | None) -> dict[str, Any]:
+    """f of eq. 3 in the adapter or checkpoint that a run starts from, if that has streams."""
+    if folder is None or not (folder / CONFIG_FILE).is_file():
+        return {}
+    found = read_json(folder / CONFIG_FILE, "the settings of streams")
+    return {name: found[name] for name in F if name in found} if found.get("num_streams") else {}
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
