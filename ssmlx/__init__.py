@@ -2,8 +2,9 @@
 
     import ssmlx
 
-    model, tokenizer = ssmlx.load("smollm2-135m", adapter="adapters/sql")
-    for response in ssmlx.stream_generate(model, tokenizer, "..."):
+    model, tokenizer = ssmlx.load("smollm2-135m", adapter="sql")
+    prompt = ssmlx.prompt_tokens("...", model, tokenizer)
+    for response in ssmlx.stream_generate(model, tokenizer, prompt):
         print(response.text, end="", flush=True)
 
 Shapes are written against the legend in `ssmlx.shapes`.
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from .heads import load_heads as load_heads
     from .loading import load as load
     from .loading import swap_adapter as swap_adapter
+    from .prompts import chat_tokens as chat_tokens
+    from .prompts import prompt_tokens as prompt_tokens
     from .response import GenerationResponse as GenerationResponse
     from .settings import GenerateConfig as GenerateConfig
 
@@ -61,6 +64,8 @@ _HOMES = {
     "SpeculatorTreeConfig": "config",
     "TreeConfig": "config",
     "PruneConfig": "config",
+    "chat_tokens": "prompts",
+    "prompt_tokens": "prompts",
     "InputError": "errors",
 }
 __all__ = ["__version__", *_HOMES]

@@ -37,7 +37,7 @@ NO_DEFAULT = (
 )
 EPILOG = """examples:
   python -m ssmlx.chat
-  python -m ssmlx.chat --adapter adapters/sql --tree best --tree-size 16
+  python -m ssmlx.chat --adapter sql --tree best --tree-size 16
   python -m ssmlx.chat --adapter none --drafter prompt-lookup
   python -m ssmlx.chat --heads heads/medusa
   echo "What is a monsoon?" | python -m ssmlx.chat

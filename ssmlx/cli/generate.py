@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 PROG = "ssmlx.generate"
 EPILOG = """examples:
   python -m ssmlx.generate --prompt "Name three primary colours."
-  python -m ssmlx.generate --adapter adapters/sql --prompts questions.jsonl --jsonl > answers.jsonl
-  python -m ssmlx.generate --adapter adapters/sql --tree full --tree-width 2 --prompt "..."
+  python -m ssmlx.generate --adapter sql --prompts questions.jsonl --jsonl > answers.jsonl
+  python -m ssmlx.generate --adapter sql --tree full --tree-width 2 --prompt "..."
   python -m ssmlx.generate --drafter prompt-lookup --temp 0.7 --top-k 40 --seed 1 --prompt "..."
   python -m ssmlx.generate --heads heads/medusa --tree-size 24 --prompt "..."
   python -m ssmlx.generate --model org/large --draft-model org/small --prompt "..."
