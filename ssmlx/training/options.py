@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bundled import CONFIG_FILE
-from ..cli.options import make_parser
+from ..cli.options import make_parser, template_text
 from ..config import (
     ADAPTER_SCOPES,
     DEFAULT_MODEL,
@@ -276,6 +276,6 @@ def _f_of(folder: Path | None) -> dict[str, Any]:
 def run_options(args: argparse.Namespace) -> RunOptions:
     """The rest of the options."""
     templates = {"chat": None, "raw": "{prompt}"}
-    text = args.template.replace("\\n", "\n")
+    text = template_text(args.template)
     values = {f.name: getattr(args, f.name) for f in fields(RunOptions) if f.name != "template"}
     return RunOptions(template=templates.get(text, text), **values)
