@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.errors import InputError
-from ssmlx.prompts import encode
+from ssmlx.prompts import encode, refusing_turns
 
 ROLES = ("system", "user", "assistant")
 KINDS = ("prompt", "messages")
@@ -150,17 +150,9 @@ def _one_text(prompt: dict[str, Any], number: int) -> str:
 
 
 def _encode(prompt: dict[str, Any], tokenizer: Any, number: int) -> list[int]:
-    from jinja2 import TemplateError
-
-    try:
+    with refusing_turns(f"the turns of prompt {number}"):
         return list(
             tokenizer.apply_chat_template(
                 as_messages(prompt), add_generation_prompt=True, return_dict=False
             )
         )
-    except TemplateError as error:
-        raise InputError(
-            f"the model's chat template refuses prompt {number} ({error})",
-            expected="turns that it knows",
-            do="change or drop that prompt",
-        ) from error

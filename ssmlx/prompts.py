@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -14,13 +15,33 @@ Message = Mapping[str, str]
 
 
 def chat_tokens(tokenizer: TokenizerWrapper, messages: Sequence[Message]) -> list[int]:
-    """The prompt of a chat under the model's own template, up to where the answer starts."""
+    """The prompt of a chat under the model's own template, up to where the answer starts.
+
+    Raises:
+        InputError: there is no template, or it refuses the turns.
+    """
     _require_template(tokenizer)
     for message in messages:
         content: object = message.get("content")
         # Training data may hold a turn of tools, without text.
         check_text(content if isinstance(content, str) else "")
-    return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
+    with refusing_turns("these turns"):
+        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
+
+
+@contextmanager
+def refusing_turns(turns: str) -> Iterator[None]:
+    """Tell in one line what a chat template has against `turns`."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise InputError(
+            f"the model's chat template refuses {turns} ({' '.join(str(error).split())})",
+            expected="turns that it knows",
+            do="change or drop them",
+        ) from error
 
 
 def prompt_tokens(

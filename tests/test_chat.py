@@ -9,7 +9,16 @@ import subprocess
 import sys
 
 import pytest
-from real import ROOT, answer, one_line, run_module, words, write_base, write_tiny_adapter
+from real import (
+    CHAT_TEMPLATE,
+    ROOT,
+    answer,
+    one_line,
+    run_module,
+    words,
+    write_base,
+    write_tiny_adapter,
+)
 
 import ssmlx
 from ssmlx import loading
@@ -246,6 +255,16 @@ def test_a_stray_byte_in_a_pipe_does_not_end_the_chat(base, locale):
     )  # fmt: skip
     assert done.returncode == 0 and len(done.stdout.split()) == 4
     assert b"the text is not Unicode" in done.stderr.splitlines()[0]
+
+
+def test_a_template_without_a_system_role_is_told(run, loaded, monkeypatch):
+    refusal = "{{ raise_exception('System role not supported') }}"
+    template = f"{{% if messages[0].role == 'system' %}}{refusal}{{% endif %}}{CHAT_TEMPLATE}"
+    monkeypatch.setattr(loaded[1]._tokenizer, "chat_template", template)
+    code, out, err = run("w1\n/system\nw1\n", "--system", "w9")
+    assert (code, out.count("\n")) == (0, 1)
+    told = "the model's chat template refuses these turns (System role not supported); expected"
+    assert err.startswith(told) and "Traceback" not in err
 
 
 def test_a_model_without_chat_template_is_told(tmp_path):

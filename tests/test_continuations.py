@@ -296,6 +296,15 @@ def test_bad_prompts_are_one_line(folder, tmp_path, capsys, text, message):
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
+def test_a_prompt_that_the_template_refuses_is_named():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}<s> w1"
+    )
+    with pytest.raises(InputError, match=r"refuses the turns of prompt 3 \(one turn\)"):
+        prompt_file.encode_prompts(PROMPTS, tokenizer, 64)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -99,6 +99,16 @@ def test_a_broken_line_is_named(tmp_path, text, said):
     assert "\n" not in str(error.value)
 
 
+def test_a_chat_that_the_template_refuses_is_named(tmp_path):
+    tokenizer = make_tokenizer(eos=END)
+    tokenizer._tokenizer.chat_template = "{{ raise_exception('no chats') }}"
+    tokenizer.has_chat_template = True
+    write(tmp_path / "x.jsonl", {"text": "w1 w2"}, {"prompt": "w1", "completion": "w2"})
+    with pytest.raises(InputError, match=r"x\.jsonl, line 2: .* \(no chats\)") as error:
+        read_examples(tmp_path / "x.jsonl", Encoder(tokenizer, None, END, 50))
+    assert str(error.value).count("expected") == 1
+
+
 def test_missing_and_unusable_files_are_told(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         read_examples(tmp_path / "train.jsonl", encoder())

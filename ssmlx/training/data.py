@@ -141,6 +141,10 @@ def _lines(path: Path) -> list[tuple[int, str]]:
 def _example(path: Path, number: int, text: str, encoder: Encoder) -> Example | None:
     try:
         return encoder.encode(json.loads(text))
+    except InputError as error:
+        raise InputError(
+            f"{path}, line {number}: {error.found}", expected=error.expected, do=error.do
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{path}, line {number}: {error or type(error).__name__}",
