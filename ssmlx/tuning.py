@@ -267,7 +267,12 @@ def leaves_shape_open(config: GenerateConfig) -> bool:
 
 def _leaves_all_open(config: GenerateConfig) -> bool:
     """Whether even drafting itself was not asked for."""
-    asked = config.decoding or config.drafter or config.acceptance.kind != "exact"
+    asked = (
+        config.decoding
+        or config.drafter
+        or config.lookup_nodes
+        or config.acceptance.kind != "exact"
+    )
     return not asked and leaves_shape_open(config)
 
 

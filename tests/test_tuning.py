@@ -257,7 +257,8 @@ def test_plain_decoding_is_taken_where_it_is_faster(model):
     "asked",
     [
         {"decoding": "streaming"}, {"drafter": "streams"}, {"tree": TreeConfig()},
-        {"num_streams": 2}, {"acceptance": AcceptanceConfig(kind="typical"), "temp": 1.0},
+        {"num_streams": 2}, {"lookup_nodes": 8},
+        {"acceptance": AcceptanceConfig(kind="typical"), "temp": 1.0},
     ],
     ids=lambda asked: next(iter(asked)),
 )  # fmt: skip
