@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from ssmlx.cli.options import make_parser, run
-from ssmlx.config import DraftModelConfig, read_json
+from ssmlx.config import DraftModelConfig
 from ssmlx.errors import InputError
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.job import finish, make_out, prepare, run_to_end
+from ssmlx.training.job import finish, make_out, prepare, read_base, run_to_end
 from ssmlx.training.options import add_run_options, run_options
 
 from .train import OPTIMISATION, add_machine_options, add_optimisation_options
@@ -56,8 +56,7 @@ def draft_train_config(args: argparse.Namespace) -> TrainConfig:
     """
     from ssmlx.registry import resolve_model
 
-    path = resolve_model(args.model) / "config.json"
-    most = read_json(path, "a model folder")["num_hidden_layers"]
+    most = read_base(resolve_model(args.model))["num_hidden_layers"]
     if not 1 <= args.layers <= most:
         raise InputError(
             f"--layers {args.layers}",

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmlx.cli.options import make_parser, run
-from ssmlx.config import read_json
 from ssmlx.errors import InputError
 from ssmlx.files import folder_digest
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.job import Job, bar, finish, make_out, prepare, run_to_end
+from ssmlx.training.job import Job, bar, finish, make_out, prepare, read_base, run_to_end
 from ssmlx.training.options import add_run_options, run_options
 
 from .train import OPTIMISATION, add_machine_options, add_optimisation_options
@@ -371,8 +370,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     from .head_training import check_fits
 
     options = run_options(args)
-    base = read_json(resolve_model(options.model) / "config.json", "a model folder")
-    init = read_init(args, base["vocab_size"])
+    init = read_init(args, read_base(resolve_model(options.model))["vocab_size"])
     settings = head_settings(args, init)
     vocab = None if init is None else init.draft_vocab
     vocab_size = (args.draft_vocab_size or 0) if vocab is None else len(vocab)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -91,6 +93,15 @@ def write_base(
     more = {"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2}
     save_config({**sizes, **more}, folder / "config.json")
     write_tokenizer(folder)
+    return folder
+
+
+def write_nested_base(folder: Path, base: Path) -> Path:
+    """A copy of a folder of `write_base` whose sizes are nested, as those of a vision model are."""
+    shutil.copytree(base, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    nested = {"model_type": settings["model_type"], "text_config": settings}
+    (folder / "config.json").write_text(json.dumps(nested))
     return folder
 
 

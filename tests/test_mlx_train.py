@@ -18,7 +18,7 @@ import ssmlx
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from real import ROOT, VOCAB, WIDTH, one_line, words, write_base
+from real import ROOT, VOCAB, WIDTH, one_line, words, write_base, write_nested_base
 
 from ssmlx.adapter import load_adapter
 from ssmlx.backbone import Backbone
@@ -586,6 +586,13 @@ def test_what_cannot_be_read_or_written_is_told(base, data, tmp_path, capsys):
     (tmp_path / "train.jsonl").write_bytes(b"\xff\n")
     assert main(argv(base, tmp_path, tmp_path / "run")) == 2
     assert "not UTF-8" in one_line(capsys.readouterr().err, PROG)
+
+
+def test_a_model_of_nested_settings_is_refused(base, data, tmp_path, capsys):
+    nested = write_nested_base(tmp_path / "nested", base)
+    assert main(argv(nested, data, tmp_path / "run")) == 2
+    assert "None for " in one_line(capsys.readouterr().err, PROG)
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_runs_folder_is_refused(base, data, tmp_path, capsys):

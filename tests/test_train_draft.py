@@ -17,7 +17,17 @@ import ssmlx
 import mlx.core as mx  # isort: skip
 import mlx_lm
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
-from real import LAYERS, ROOT, VOCAB, answer, one_line, words, write_base, write_tokenizer
+from real import (
+    LAYERS,
+    ROOT,
+    VOCAB,
+    answer,
+    one_line,
+    words,
+    write_base,
+    write_nested_base,
+    write_tokenizer,
+)
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -343,6 +353,13 @@ def test_an_option_that_would_do_nothing_is_refused(base, data, tmp_path, capsys
             main(argv(base, data, tmp_path / "run", flag, "8"))
         assert exit_code.value.code == 2
         assert flag in capsys.readouterr().err
+
+
+def test_a_model_of_nested_settings_is_refused(base, data, tmp_path, capsys):
+    nested = write_nested_base(tmp_path / "nested", base)
+    assert main(argv(nested, data, tmp_path / "run")) == 2
+    assert "None for " in one_line(capsys.readouterr().err, PROG)
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_runs_folder_is_refused(base, data, tmp_path, capsys):

@@ -15,7 +15,7 @@ import pytest
 import ssmlx  # noqa: F401  first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
-from real import ROOT, VOCAB, WIDTH, one_line, words, write_base
+from real import ROOT, VOCAB, WIDTH, one_line, words, write_base, write_nested_base
 
 torch = pytest.importorskip("torch")
 from torch.nn import functional as F  # noqa: E402
@@ -435,6 +435,13 @@ def test_bad_options_are_told_in_one_line(base, data, tmp_path, capsys, kind, mo
     assert main(argv(kind, base, data, tmp_path / "run", *more)) == 2
     assert said in one_line(capsys.readouterr().err, PROG)
     assert not (tmp_path / "run" / STATE_FILE).exists()
+
+
+def test_a_model_of_nested_settings_is_refused(base, data, tmp_path, capsys):
+    nested = write_nested_base(tmp_path / "nested", base)
+    assert main(argv("medusa", nested, data, tmp_path / "run")) == 2
+    assert "None for " in one_line(capsys.readouterr().err, PROG)
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_runs_folder_is_refused(base, data, tmp_path, capsys):

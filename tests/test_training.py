@@ -14,6 +14,7 @@ from ssmlx.training.batches import BatchPlan, collate, epoch_order, in_order
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, Example, read_examples
 from ssmlx.training.draft_vocab import choose_draft_vocab, coverage, draft_indices
+from ssmlx.training.job import read_base
 from ssmlx.training.options import train_config, training_parser
 from ssmlx.training.record import LOG_FILE, Record, draw_curves, read_record
 from ssmlx.training.replay import Guesses, num_candidates, replay
@@ -115,6 +116,20 @@ def test_missing_and_unusable_files_are_told(tmp_path):
     write(tmp_path / "x.jsonl", {"prompt": "w1 w1", "completion": "w2"})
     with pytest.raises(InputError, match="no example that fits"):
         read_examples(tmp_path / "x.jsonl", encoder(max_length=3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"n_layer": 2, "n_embd": 8, "vocab_size": 9}, "None for num_hidden_layers"),
+        ({"text_config": {"num_hidden_layers": 2}}, "None for num_hidden_layers"),
+        ({"num_hidden_layers": 2, "hidden_size": "8"}, "'8' for hidden_size"),
+    ],
+)
+def test_a_model_of_other_settings_is_refused(tmp_path, settings, said):
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=f"{said}; expected a decoder of regular layers"):
+        read_base(tmp_path)
 
 
 # Batches ------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .record import Record
 
 SETTINGS_FILE = "training.json"
+_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 Lower = Callable[["Batch"], Any]
 """A batch to [B, T, D] hidden states before layer N - Ns."""
@@ -96,6 +97,24 @@ def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
     return tqdm(items, desc=label, disable=None, **settings)
 
 
+def read_base(folder: Path) -> dict[str, Any]:
+    """The settings of a base model, with its layers, its width and its tokens among them.
+
+    Raises:
+        InputError: there are none, or the model names its sizes in another way.
+    """
+    path = folder / "config.json"
+    settings = read_json(path, "a model folder")
+    for name in _SIZES:
+        if not isinstance(settings.get(name), int):
+            raise InputError(
+                f"{path} has {settings.get(name)!r} for {name}",
+                expected="a decoder of regular layers (such as Llama, Mistral, Qwen, Phi, OPT)",
+                do="choose another --model",
+            )
+    return settings
+
+
 def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
     """Read the data; returns the job, and the base model's folder.
 
@@ -108,7 +127,7 @@ def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
     from .draft_vocab import choose_draft_vocab
 
     path = resolve_model(options.model)
-    base = read_json(path / "config.json", "a model folder")
+    base = read_base(path)
     words = load_words(path, base)
     config = stream_config(train, base, options, [words.eos_token_id])
     encoder = Encoder(words, options.template, words.eos_token_id, train.max_length)
@@ -146,6 +165,11 @@ def stream_config(
     train: TrainConfig, base: dict[str, Any], options: RunOptions, end_tokens: list[int]
 ) -> StreamConfig:
     """What the checkpoint will say of itself.
+
+    Args:
+        train, options: what is asked for.
+        base: as `read_base` gives it.
+        end_tokens: the model's.
 
     Raises:
         InputError: the model is too small for the settings.
