@@ -13,7 +13,8 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,59 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     Raises:
         InputError: the folder holds no such model, or lacks some of its weights.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     folder = Path(path)
-    quantization = read_json(folder / "config.json", "a model folder").get("quantization")
+    settings = read_json(folder / "config.json", "a model folder")
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
-    if quantization is None:
-        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    with _loading(folder):
+        if settings.get("quantization") is None:
+            return _load_whole(folder, options)
+        return _load_packed(folder, settings["quantization"], options)
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[None]:
+    """Tell in one line what transformers' loader stumbles over, in place of its own reports."""
+    from transformers.utils import logging  # takes seconds
+
+    verbosity = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # it raises many kinds, with long advice in them
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"{folder} cannot be loaded as a model ({message})",
+            expected="a whole model folder that transformers can load",
+            do="download or convert it again, or choose another model",
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _load_whole(folder: Path, options: Mapping[str, Any]) -> Any:
+    """A model whose weights transformers reads. It would draw those that it does not find."""
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # told below
+        **options,
+    )
+    faults = [f"lacks {name}" for name in sorted(set(report["missing_keys"]) - _tied(model))]
+    misshapen = sorted(str(name) for name, *_ in report["mismatched_keys"])
+    _refuse([*faults, *(f"holds {name} in another shape" for name in misshapen)], model, folder)
+    return model
+
+
+def _load_packed(folder: Path, quantization: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """A model with the unpacked weights of an mlx-lm folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     for name in ("quantization", "quantization_config"):
         if hasattr(config, name):
@@ -95,9 +140,17 @@ def _unpack(packed: Mapping[str, Any], module: str, settings: Mapping[str, Any])
 
 def _fill_base(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     report = model.load_state_dict(weights, strict=False)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    faults = [f"lacks {name}" for name in report.missing_keys if name not in tied]
+    faults = [f"lacks {name}" for name in report.missing_keys if name not in _tied(model)]
     faults += [f"holds an unknown {name}" for name in report.unexpected_keys]
+    _refuse(faults, model, folder)
+
+
+def _tied(model: Any) -> set[str]:
+    """The weights that a file need not hold."""
+    return {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+
+
+def _refuse(faults: Sequence[str], model: nn.Module, folder: Path) -> None:
     if faults:
         raise InputError(
             f"{folder} {faults[0]}",

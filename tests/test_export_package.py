@@ -427,10 +427,10 @@ def test_bad_input_is_one_line(make_export, tmp_path, capsys, monkeypatch):
     other = folders.base.parent / "other"
     shutil.copytree(folders.base, other)
     settings = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**settings, "model_type": "mamba"}))
+    (other / "config.json").write_text(json.dumps({**settings, "model_type": "mistral"}))
     assert "belongs to another base model" in refused("--model", str(other), *ours[2:])
     (other / "config.json").write_text(json.dumps({**settings, "model_type": "none such"}))
-    assert "cannot be loaded by transformers" in refused("--model", str(other), *ours[2:])
+    assert "cannot be loaded as a model" in refused("--model", str(other), *ours[2:])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert 'pip install "ssmlx[coreml]"' in refused(*ours)
     assert 'pip install "ssmlx[coreai]"' in refused(*ours, "--target", "coreai")

@@ -594,6 +594,37 @@ def test_load_base_names_a_missing_weight(tmp_path):
         load_base(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (None, r"lacks model\.norm\.weight; expected the weights of LlamaForCausalLM"),
+        (torch.ones(7), r"holds model\.norm\.weight in another shape"),
+    ],
+)
+def test_load_base_draws_no_weights_of_its_own(tied, changed, said, tmp_path):
+    make_base(tie_word_embeddings=tied).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = read_tensors(file)
+    del tensors["model.norm.weight"]
+    more = {} if changed is None else {"model.norm.weight": changed}
+    save_file({**tensors, **more}, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=said):
+        load_base(tmp_path)
+
+
+def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
+    make_base().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-20])
+    for settings in ({}, {"hidden_size": "x"}, {"model_type": "nope"}):
+        values = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**values, **settings}))
+        with pytest.raises(InputError, match="cannot be loaded as a model") as error:
+            load_base(tmp_path)
+        assert "\n" not in str(error.value)
+
+
 # --- The real checkpoint ---
 
 

@@ -29,9 +29,9 @@ def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamF
         num_streams: G, the streams to use; the first ones of those trained.
 
     Raises:
-        InputError: the adapter is another model's, or the model cannot be driven this way.
+        InputError: the model cannot be loaded or driven this way, or the adapter is another's.
     """
-    base = _load(folder)
+    base = load_base(folder)
     _check_identity(base, adapter)
     merge_weights(base, adapter.task_lora, Path("the adapter"))
     rank, scale, modules, layers = _lora_settings(adapter)
@@ -48,20 +48,6 @@ def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamF
     _fill(model, adapter)
     _limit_streams(model, num_streams)
     return model.eval().requires_grad_(False)
-
-
-def _load(folder: Path) -> Any:
-    try:
-        return load_base(folder)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        if isinstance(error, InputError):
-            raise
-        message = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"{folder} cannot be loaded by transformers ({message})",
-            expected="a decoder model such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral",
-            do="choose another --model",
-        ) from error
 
 
 def base_identity(base: Any) -> BaseIdentity:
