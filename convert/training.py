@@ -22,6 +22,7 @@ from ssmlx.training.batches import Batch, in_order
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Example
 from ssmlx.training.draft_vocab import draft_indices
+from ssmlx.training.job import check_gradient
 from ssmlx.training.replay import Guesses, Replay
 from ssmlx.training.validation import answers
 
@@ -287,7 +288,11 @@ class Run:
         )
 
     def advance(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
-        """One optimiser step; returns the parts of its loss."""
+        """One optimiser step; returns the parts of its loss.
+
+        Raises:
+            InputError: the gradient is no number any more; the weights stay as they were.
+        """
         train = self.objective.train
         rate = train.rate(self.step, self.num_steps)
         for group in self.optimizer.param_groups:
@@ -295,7 +300,8 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         loss, parts = self.objective.loss(batch, lower, self.step)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.named.values(), train.clip_norm)
+        norm = nn.utils.clip_grad_norm_(self.named.values(), train.clip_norm)
+        check_gradient(float(norm), self.step + 1)
         self.optimizer.step()
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}

@@ -26,6 +26,7 @@ from convert.reference import StreamFusedReference, load_reference  # noqa: E402
 from convert.train import PROG, SETTINGS_FILE, STATE_FILE, STORE_FILE, main  # noqa: E402
 from convert.training import Objective, Run, build_model, freeze_base  # noqa: E402
 from ssmlx.config import StreamConfig  # noqa: E402
+from ssmlx.errors import InputError  # noqa: E402
 from ssmlx.training.batches import BatchPlan, collate  # noqa: E402
 from ssmlx.training.config import TrainConfig  # noqa: E402
 from ssmlx.training.data import Example  # noqa: E402
@@ -185,6 +186,24 @@ def test_every_trained_weight_moves(base, changes):
     still = [name for name, p in run.named.items() if torch.equal(p, before[name])]
     assert still == []
     assert all("linear.weight" not in name for name in run.named)
+
+
+def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(argv(base, data, out, "--learning-rate", "1e30", "--save-every", "1")) == 2
+    assert "the gradient of step 2 is nan" in capsys.readouterr().err.splitlines()[-1]
+    assert torch.load(out / STATE_FILE, weights_only=True)["step"] == 1
+
+
+def test_a_step_that_is_refused_leaves_the_weights(base):
+    objective = make_objective(base)
+    run, plan = Run(objective, 10), BatchPlan(random_examples(8), 4, seed=0)
+    before = {name: weight.detach().clone() for name, weight in run.named.items()}
+    lower = torch.full_like(objective.lower(plan.batch(0)), torch.nan)
+    with pytest.raises(InputError, match="the gradient of step 1 is nan"):
+        run.advance(plan.batch(0), lower)
+    assert all(torch.equal(run.named[name], weight) for name, weight in before.items())
+    assert run.step == 0
 
 
 def test_bfloat16_holds_what_is_trained_in_float32(base):

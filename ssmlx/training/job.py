@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -248,6 +249,20 @@ def run_to_end(
         save=lambda: state.save(out / state_file, identity),
     )  # fmt: skip
     return record
+
+
+def check_gradient(norm: float, step: int) -> None:
+    """Refuse to go on where weights are, or would become, no numbers.
+
+    Raises:
+        InputError: the norm of the gradient is not finite.
+    """
+    if not math.isfinite(norm):
+        raise InputError(
+            f"the gradient of step {step} is {norm}",
+            expected="a finite one",
+            do="lower --learning-rate, and start again with another --out",
+        )
 
 
 def finish(job: Job, state: Run, record: Record, result: Path | None = None) -> None:

@@ -24,6 +24,7 @@ from ..shapes import to_int, to_list
 from .batches import Batch
 from .config import TrainConfig
 from .draft_vocab import draft_indices
+from .job import check_gradient
 from .lower_store import LowerStore
 from .mlx_losses import linear_cross_entropy
 from .mlx_model import Layout, TrainedModel, Weights
@@ -308,12 +309,7 @@ class Run:
         self.objective.model.bind(self.weights)
         if mx.get_cache_memory() > _CACHE_BYTES:  # of buffers in the shapes of other batches
             mx.clear_cache()
-        if not np.isfinite(float(norm)):
-            raise InputError(
-                f"the gradient of step {self.step + 1} is {float(norm)}",
-                expected="a finite one",
-                do="lower --learning-rate, and start again with another --out",
-            )
+        check_gradient(float(norm), self.step + 1)
         parts = self.objective.named_parts(batch, self.step, means)
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}
