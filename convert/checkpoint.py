@@ -14,7 +14,7 @@ Nothing here needs PyTorch but the reading of a .bin file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,27 @@ _UNSUPPORTED = (
     "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern",
     "exclude_modules", "lora_bias", "trainable_token_indices",
 )  # fmt: skip
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(n, str) for n in value)
+
+
+# Settings of LoRA: PEFT's default, what is taken, and what to say of the rest. PEFT's other ways
+# to start LoRA may change the base's weights too, so that the LoRA is another model's.
+_LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "r": (None, lambda r: _is_whole(r) and r > 0, "a positive whole number"),
+    "lora_alpha": (8, lambda alpha: _is_whole(alpha) or isinstance(alpha, float), "a number"),
+    "target_modules": (None, lambda names: names == "all-linear" or _are_names(names),
+                       "a list of names, or all-linear"),
+    "use_rslora": (False, lambda flag: isinstance(flag, bool), "true or false"),
+    "init_lora_weights": (True, lambda way: isinstance(way, bool) or way == "gaussian",
+                          "true, false or 'gaussian', which leave the base's weights alone"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,27 +142,26 @@ def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
     for name, expected in (("peft_type", "LORA"), ("bias", "none")):
         if values.get(name, expected) != expected:
             raise _unsupported(path, name, values[name], repr(expected))
-    rank, targets = values.get("r"), values.get("target_modules")
-    if not isinstance(rank, int) or rank < 1:
-        raise _unsupported(path, "r", rank, "a positive whole number")
-    if not isinstance(targets, list) and targets != "all-linear":
-        raise _unsupported(path, "target_modules", targets, "a list of names, or all-linear")
+    for name, (default, is_fit, expected) in _LORA_VALUES.items():
+        if not is_fit(values.get(name, default)):
+            raise _unsupported(path, name, values.get(name), expected)
+    targets = values["target_modules"]
     return LoraSettings(
-        rank,
+        values["r"],
         values.get("lora_alpha", 8),
         () if targets == "all-linear" else tuple(targets),
         _layers(path, values.get("layers_to_transform"), config.num_layers),
-        bool(values.get("use_rslora")),
+        values.get("use_rslora", False),
     )
 
 
-def _layers(path: Path, layers: list[int] | int | None, num_layers: int) -> tuple[int, ...]:
+def _layers(path: Path, layers: Any, num_layers: int) -> tuple[int, ...]:
     if layers is None:
         return tuple(range(num_layers))
-    chosen = (layers,) if isinstance(layers, int) else tuple(layers)
-    if not chosen or not all(0 <= layer < num_layers for layer in chosen):
+    chosen = layers if isinstance(layers, list) else [layers]
+    if not chosen or not all(_is_whole(n) and 0 <= n < num_layers for n in chosen):
         raise _unsupported(path, "layers_to_transform", layers, f"layers of 0 to {num_layers - 1}")
-    return chosen
+    return tuple(chosen)
 
 
 def peft_settings(lora: LoraSettings, modules: Iterable[str], base_model: str) -> dict[str, Any]:

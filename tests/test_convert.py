@@ -313,17 +313,34 @@ def test_missing_or_broken_settings_are_told(checkpoint, refusal, name):
         ({"bias": "all"}, "bias is 'all'"),
         ({"r": 0}, "r is 0"),
         ({"r": "3"}, "r is '3'"),
+        ({"r": True}, "r is True"),
         ({"r": 5}, "misshapen: "),
+        ({"lora_alpha": "16"}, "lora_alpha is '16'"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"use_rslora": "no"}, "use_rslora is 'no'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"target_modules": [1]}, "target_modules is [1]"),
+        ({"target_modules": []}, "target_modules is []"),
         ({"target_modules": "q_.*"}, "target_modules is 'q_.*'"),
         ({"target_modules": ["w_proj"]}, "acts on w_proj, which layer 2 of the base model lacks"),
         ({"target_modules": ["q_proj"]}, "spare: "),
         ({"layers_to_transform": [9]}, "layers_to_transform is [9]"),
+        ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1']"),
+        ({"layers_to_transform": "1"}, "layers_to_transform is '1'"),
+        ({"layers_to_transform": []}, "layers_to_transform is []"),
         ({"layers_to_transform": None}, "missing: "),
     ],
 )
 def test_lora_that_is_not_plain_is_refused(checkpoint, refusal, changed, said):
     settings(checkpoint, **changed)
     assert said in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("way", [True, False, "gaussian"])
+def test_lora_that_started_beside_the_base_is_read(checkpoint, convert, way):
+    settings(checkpoint, init_lora_weights=way)
+    convert(checkpoint)
 
 
 @pytest.mark.parametrize(
