@@ -313,12 +313,12 @@ def check_continuations(path: Path) -> None:
     """Check that a data file holds a model's own answers.
 
     Raises:
-        InputError: a line does not.
+        InputError: a line does not, or the file cannot be read.
     """
-    if not path.is_file():
-        return  # told where the examples are read
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip() and '"completion_tokens"' not in line:
+    from ssmlx.training.data import read_lines
+
+    for number, line in read_lines(path):
+        if '"completion_tokens"' not in line:
             raise InputError(
                 f"{path}, line {number} has no completion_tokens",
                 expected="in stage 2, the model's own answers",

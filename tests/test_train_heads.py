@@ -38,10 +38,12 @@ from convert.train_heads import (  # noqa: E402
     STORE_FILE,
     HeadSettings,
     build_heads,
+    check_continuations,
     load_frozen,
     main,
 )
 from convert.training import Run  # noqa: E402
+from ssmlx.errors import InputError  # noqa: E402
 from ssmlx.heads import load_heads  # noqa: E402
 from ssmlx.loading import load_base as load_mlx_base  # noqa: E402
 from ssmlx.training.batches import BatchPlan, collate  # noqa: E402
@@ -404,6 +406,15 @@ def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_
     before, after = weights(one), weights(two)
     gaps = [(before[name] - after[name]).abs().max().item() for name in before]
     assert 0 < max(gaps) < 0.01  # one step at stage 2's rate
+
+
+def test_answers_may_hold_any_line_separator_of_unicode(tmp_path):
+    row = {"completion": "w1\u2028w2\u0085w3", "completion_tokens": [1]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n\n", "utf-8")
+    check_continuations(tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(InputError, match="not UTF-8 text"):
+        check_continuations(tmp_path / "x.jsonl")
 
 
 def test_without_room_for_the_store_the_model_runs_every_step(base, data, tmp_path):

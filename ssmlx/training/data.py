@@ -106,7 +106,7 @@ def read_examples(
     Raises:
         InputError: the file is missing or empty, or a line is not an example.
     """
-    lines = _lines(path)
+    lines = read_lines(path)
     found = [
         _example(path, number, text, encoder)
         for number, text in (progress(lines) if progress else lines)
@@ -121,7 +121,12 @@ def read_examples(
     return examples
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """The lines of a data file that are not blank, each with its number.
+
+    Raises:
+        InputError: the file is missing, or no UTF-8.
+    """
     if not path.is_file():
         raise InputError(
             f"{path} does not exist",
