@@ -16,18 +16,21 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
-import torch
-from safetensors.torch import save_file
-from torch import nn
 
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
 from ssmlx.files import new_folder
+
+from .installed import check_torch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 PROG = "convert.base"
 PICKLES = "pytorch_model*.bin"
@@ -43,6 +46,8 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     Raises:
         InputError: the folder holds no such model, or lacks some of its weights.
     """
+    import torch
+
     folder = Path(path)
     settings = read_json(folder / "config.json", "a model folder")
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
@@ -107,6 +112,8 @@ def _load_packed(folder: Path, quantization: Mapping[str, Any], options: Mapping
 
 def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The weights of an mlx-lm folder in float32, unpacked in float32 arithmetic."""
+    import torch
+
     packed: dict[str, Any] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         loaded: Any = mx.load(str(file))
@@ -168,6 +175,8 @@ def write_safetensors(source: Path, target: Path) -> None:
         InputError: there are no such weights, they cannot be read without running code, or
             `target` exists.
     """
+    from safetensors.torch import save_file
+
     read_json(source / "config.json", "a model folder")
     pickles = sorted(source.glob(PICKLES))
     if not pickles:
@@ -198,6 +207,8 @@ def copy_settings(source: Path, target: Path) -> None:
 
 def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a .bin file, each with memory of its own; no pickled code is run."""
+    import torch
+
     tensors: dict[str, torch.Tensor] = {}
     taken: set[int] = set()
     try:
@@ -224,10 +235,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _main(args: argparse.Namespace) -> None:
+    check_torch()
+    write_safetensors(args.source, args.target)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = parse_args(argv)
-    return run(lambda: write_safetensors(args.source, args.target), PROG)
+    return run(lambda: _main(args), PROG)
 
 
 if __name__ == "__main__":

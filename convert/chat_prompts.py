@@ -18,6 +18,7 @@ from ssmlx.errors import InputError
 from .chat_lists import FOLLOW_UPS, PLAIN, SLOTS, TEMPLATES
 from .continuations import add_generator_options, check_batch_size, plan_batches, write_jsonl
 from .generation import Sampling, end_tokens, generate_batch, load_generator
+from .installed import check_torch
 from .magpie import normalised, sample_prompts
 from .prompt_file import encode_prompts, read_prompts
 
@@ -235,6 +236,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def _main(args: argparse.Namespace) -> None:
     from ssmlx.registry import resolve_model
 
+    check_torch()
     check_batch_size(args.batch_size)
     written = written_prompts(args.seed)
     try:

@@ -17,8 +17,8 @@ from ssmlx.config import DEFAULT_MODEL
 from ssmlx.errors import InputError
 from ssmlx.files import folder_digest
 
-from .fine_tuned import template_of
 from .generation import Answer, Sampling, end_tokens, generate_batch, load_generator
+from .installed import check_torch
 from .prompt_file import distinct, encode_prompts, read_prompts
 
 PROG = "convert.continuations"
@@ -277,6 +277,9 @@ def check_batch_size(batch_size: int) -> None:
 
 def _main(args: argparse.Namespace) -> None:
     from ssmlx.registry import resolve_model
+
+    check_torch()
+    from .fine_tuned import template_of
 
     check_batch_size(args.batch_size)
     sampling = Sampling(max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)

@@ -21,6 +21,8 @@ from ssmlx.training.options import (
     training_parser,
 )
 
+from .installed import check_torch
+
 if TYPE_CHECKING:
     from .training import Objective
 
@@ -148,6 +150,7 @@ def _lower_of(
 
 
 def _main(args: argparse.Namespace) -> None:
+    check_torch()
     import torch
 
     from ssmlx.training.validation import Validation

@@ -12,6 +12,7 @@ from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import finish, make_out, prepare, read_base, run_to_end
 from ssmlx.training.options import add_run_options, run_options
 
+from .installed import check_torch
 from .train import OPTIMISATION, add_machine_options, add_optimisation_options
 
 PROG = "convert.train_draft"
@@ -78,6 +79,7 @@ def _check_out(out: Path) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
+    check_torch()
     import torch
 
     from .draft_training import DraftObjective, build_draft, trained_weights, write_draft

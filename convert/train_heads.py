@@ -14,6 +14,7 @@ from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import Job, bar, finish, make_out, prepare, read_base, run_to_end
 from ssmlx.training.options import add_run_options, run_options
 
+from .installed import check_torch
 from .train import OPTIMISATION, add_machine_options, add_optimisation_options
 
 if TYPE_CHECKING:
@@ -389,6 +390,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
 
 
 def _main(args: argparse.Namespace) -> None:
+    check_torch()
     import torch
 
     from .head_training import HeadObjective

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import DEFAULT_MODEL, PruneConfig, TreeConfig
-from ssmlx.errors import InputError
+
+from ..installed import check_installed
 
 if TYPE_CHECKING:
     from .export import Report
@@ -144,24 +144,9 @@ def summary(out: Path, report: Report) -> str:
     return "\n".join(lines)
 
 
-def check_installed(target: str) -> None:
-    """Check that the extra for `target` is there, before anything slow.
-
-    Raises:
-        InputError: names the first package that is not.
-    """
-    for name in _NEEDED[target]:
-        if importlib.util.find_spec(name) is None:
-            raise InputError(
-                f"the package {name} is not installed",
-                expected=f"what the extra {target} brings",
-                do=f'`pip install "ssmlx[{target}]"`',
-            )
-
-
 def _main(args: argparse.Namespace) -> None:
     config = export_config(args)
-    check_installed(args.target)
+    check_installed(_NEEDED[args.target], args.target, f'pip install "ssmlx[{args.target}]"')
     from .export import export
 
     print(summary(args.out, export(args.model, args.adapter, args.out, config)), file=sys.stderr)
