@@ -31,10 +31,11 @@ EPILOG = """examples:
       --out data/sql-own/train.jsonl
 
 A line of the prompts file is a JSON object with "prompt" (a text) or "messages" (a list of role
-and content, the last one from the user). The answers come in the order of the prompts, one JSON
-object a line: the prompt as it was, "completion", "prompt_tokens", "completion_tokens" (with the
-end token where the model gave one) and "finish_reason" ("stop" or "length"). A greedy model has
-one answer to a prompt, so a prompt that comes again is left out unless --temp is above 0.
+and content, the last one from the user; an answer behind it, as training data has, is left out).
+The answers come in the order of the prompts, one JSON object a line: the prompt, "completion",
+"prompt_tokens", "completion_tokens" (with the end token where the model gave one) and
+"finish_reason" ("stop" or "length"). A greedy model has one answer to a prompt, so a prompt that
+comes again is left out unless --temp is above 0.
 
 Finished batches are kept in OUT.part, and the same command goes on from there. On a machine
 whose cores are shared, OMP_NUM_THREADS=1 can be many times faster than the default."""
@@ -206,6 +207,18 @@ def write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> None:
         work.unlink(missing_ok=True)
 
 
+def make_parent(path: Path) -> None:
+    """The folder of a file to write, made if need be.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 def _unwritable(path: Path, error: OSError) -> InputError:
     return InputError(
         f"cannot write {path} ({error.strerror})",
@@ -286,6 +299,7 @@ def _main(args: argparse.Namespace) -> None:
     prompts = read_prompts(args.prompts)
     if not args.temp:
         prompts = distinct(prompts)
+    make_parent(args.out)
     template = None if args.lora is None else template_of(args.lora)
     model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device, args.lora)
     longest = _longest_prompt(model, args.max_tokens)

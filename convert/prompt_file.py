@@ -26,6 +26,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The objects of a file, each with "prompt" or "messages", and whatever else it holds.
 
+    A last turn of the assistant's, as training data has it, is left out of "messages".
+
     Raises:
         InputError: the file is missing or empty, or names the first bad line.
     """
@@ -56,13 +58,19 @@ def _checked_record(line: str, where: str) -> dict[str, Any]:
     kinds = [kind for kind in KINDS if isinstance(record, dict) and kind in record]
     if len(kinds) != 1:
         found = "has both" if kinds else "has neither"
-        raise InputError(f"{where} {found}", expected='either "prompt" or "messages"', do=do)
+        raise InputError(
+            f"{where} {found}",
+            expected='either "prompt" or "messages" ("text" and token ids tell no prompt)',
+            do=do,
+        )
+    if kinds == ["messages"]:
+        record["messages"] = _unanswered(record["messages"])
     messages = as_messages(record)
     if not _are_messages(messages):
         raise InputError(
             f'{where} has a bad "{kinds[0]}"',
             expected="a text, or a list of objects with role (system, user, assistant) and "
-            "content, the last one from the user",
+            "content, the last one from the user, or an answer to it",
             do=do,
         )
     if not messages[-1]["content"].strip():
@@ -75,6 +83,13 @@ def as_messages(prompt: dict[str, Any]) -> Any:
     if "messages" in prompt:
         return prompt["messages"]
     return [{"role": "user", "content": prompt["prompt"]}]
+
+
+def _unanswered(messages: Any) -> Any:
+    """Turns of a chat without the answer at their end, if there is one."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    is_answer = isinstance(last, dict) and last.get("role") == "assistant"
+    return messages[:-1] if is_answer else messages
 
 
 def _are_messages(messages: Any) -> bool:

@@ -280,9 +280,11 @@ def test_a_part_of_other_prompts_or_of_something_else_is_refused(tmp_path):
         ('{"prompt": "w1"}\n{"prompt": " "}\n', "line 2 has an empty prompt"),
         ('{"prompt": "w1", "messages": []}\n', "line 1 has both"),
         ('"w1"\n', "line 1 has neither"),
+        ('{"text": "w1"}\n', 'line 1 has neither; expected either "prompt" or "messages" ("text" '),
         ('{"prompt": 3}\n', 'line 1 has a bad "prompt"'),
         ('{"messages": []}\n', 'line 1 has a bad "messages"'),
         ('{"messages": [{"role": "assistant", "content": "w1"}]}\n', 'bad "messages"'),
+        ('{"messages": [{"role": "system", "content": "w1"}]}\n', 'bad "messages"'),
         ('{"prompt": "w1"}\n{"prompt": "' + "w2 " * 60 + '"}\n', "prompt 2 has 67 tokens"),
     ],
 )
@@ -325,12 +327,29 @@ def test_bad_options_are_one_line(folder, prompts, tmp_path, capsys, changes, me
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_missing_prompts_and_unwritable_output_are_one_line(folder, prompts, tmp_path, capsys):
+def test_missing_prompts_and_unwritable_output_are_one_line(
+    folder, prompts, tmp_path, capsys, monkeypatch
+):
     argv = command(folder, tmp_path / "nothing.jsonl", tmp_path / "out.jsonl")
     assert continuations.main(argv) == 2
     assert "nothing.jsonl does not exist" in capsys.readouterr().err
-    assert continuations.main(command(folder, prompts, tmp_path / "no" / "out.jsonl")) == 2
-    assert "cannot write" in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(continuations, "load_generator", None)  # told before it
+    assert continuations.main(command(folder, prompts, tmp_path / "file" / "out.jsonl")) == 2
+    assert "cannot write" in one_line(capsys.readouterr().err, continuations.PROG)
+
+
+def test_the_folder_of_the_output_is_made(folder, prompts, tmp_path):
+    out = tmp_path / "own" / "sql" / "train.jsonl"
+    assert continuations.main(command(folder, prompts, out)) == 0
+    assert len(read(out)) == len(PROMPTS)
+
+
+def test_examples_of_chats_are_answered_anew(tmp_path):
+    turns = [{"role": role, "content": "w1"} for role in ("system", "user", "assistant")]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (turns, turns[:2])))
+    assert prompt_file.read_prompts(path) == [{"messages": turns[:2]}] * 2
 
 
 def test_top_p_keeps_the_likeliest_tokens():
