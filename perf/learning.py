@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from .tables import aligned
 
 PROG = "perf.learning"
 COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")
+LINES = ("-", "--", ":", "-.")
 EPILOG = """examples:
   python -m perf.learning --run sql=runs/first,runs/second --run chat=runs/chat
+  python -m perf.learning --run "sql=runs/sql" --run "sql, identity f=runs/identity"
   python -m perf.learning --from perf/results/learning.json"""
 
 Point = tuple[int, float, float]
@@ -91,14 +94,24 @@ def table(curves: Mapping[str, Sequence[Sequence[Point]]]) -> str:
     return "\n".join(aligned(rows))
 
 
+def styles(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Colour and line of every curve; `sql, identity f` has the colour of `sql`, dashed."""
+    tasks = [name.partition(",")[0] for name in names]
+    colours = dict(zip(dict.fromkeys(tasks), cycle(COLOURS), strict=False))
+    return [
+        (colours[task], LINES[tasks[:index].count(task) % len(LINES)])
+        for index, task in enumerate(tasks)
+    ]
+
+
 def draw(curves: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:
     """Tokens per call against steps, a line a round; the learning rate falls to zero in each."""
-    figure = new_figure(6.5, 3.6)
+    figure = new_figure(6.5, 3.9)
     axes = figure.subplots()
-    for colour, (name, rounds) in zip(COLOURS * len(curves), curves.items(), strict=False):
+    for (name, rounds), (colour, line) in zip(curves.items(), styles(list(curves)), strict=True):
         for points in rounds:
             steps, tokens = [p[0] for p in points], [p[1] for p in points]
-            axes.plot(steps, tokens, marker="o", ms=3.5, color=colour)
+            axes.plot(steps, tokens, marker="o", ms=3.5, color=colour, linestyle=line)
         last, reached, _ = rounds[-1][-1]
         axes.annotate(f"{name} {reached:.2f}", (last, reached), (6, 0), textcoords="offset points",
                       va="center", fontsize=9, color=colour)  # fmt: skip

@@ -52,6 +52,14 @@ def test_a_round_goes_on_where_the_one_before_ended(folders, tmp_path, capsys):
     assert capsys.readouterr().out == table
 
 
+def test_a_task_has_one_colour_and_each_of_its_curves_another_line():
+    found = learning.styles(["a", "b", "a, other", "c", "d", "e", "a, third"])
+    (a, b, other, *_, e, third) = found
+    assert a[0] == other[0] == third[0] != b[0]
+    assert (a[1], other[1], third[1]) == learning.LINES[:3]
+    assert e[1] == "-" and len(set(found[:5])) == 5
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [("a", "NAME=FOLDER"), ("a=", "NAME=FOLDER"), ("a=none", "holds no validation")],

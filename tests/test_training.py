@@ -282,6 +282,7 @@ def test_settings_survive_json():
         {"num_msa_layers": 0},
         {"epochs": 0},
         {"learning_rate": -1.0},
+        {"learning_rate": 1e38},
         {"schedule": "step"},
         {"stream_weights": (0.1, 0.2)},
         {"stream_weights": (-0.1,)},

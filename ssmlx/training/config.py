@@ -80,6 +80,7 @@ class TrainConfig:
             self._check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("epochs", "learning_rate", "embedding_rate", "clip_norm", "lora_alpha"):
             self._check(name, getattr(self, name) > 0, "more than 0")
+        self._check("learning_rate", self.learning_rate <= 1, "at most 1")
         self._check("warmup", 0 <= self.warmup < 1, "a share of the steps, below 1")
         self._check("schedule", self.schedule in SCHEDULES, "one of " + ", ".join(SCHEDULES))
         self._check("adapter_scope", self.adapter_scope in ADAPTER_SCOPES, "all or streams")
