@@ -370,7 +370,7 @@ def test_another_vocabulary_is_refused():
 # --- Statistics: one long text of a model whose next token depends on the last one alone ---
 
 DRAWS = 1500
-SMALL = {"num_hidden_layers": 2}  # One layer below the streams, one with them.
+SMALL = {"num_hidden_layers": 1}  # What is tested is the drafting.
 SAMPLED = [
     name
     for name in DRAFTERS
