@@ -102,7 +102,10 @@ def add_run_options(group: argparse._ArgumentGroup) -> None:
         help=f"which of {', '.join(SYSTEMS)}; mlx-lm and plain always take part (default: all)",
     )  # fmt: skip
     most = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
-    group.add_argument("--max-tokens", type=int, help=f"longest answer (default: {most})")
+    group.add_argument(
+        "--max-tokens", action="append", default=[], metavar="[TASK=]N",
+        help=f"longest answer (default: {most})",
+    )  # fmt: skip
     group.add_argument(
         "--repeats", type=int, default=3, metavar="N",
         help="times that every prompt is answered (default: %(default)s)",

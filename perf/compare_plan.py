@@ -81,7 +81,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     sampling = sampling_of(args)
     systems = parse_systems(args.systems, sampling)
     names = list(dict.fromkeys(args.task))
-    flags = ("data", "adapter", *(kind.replace("-", "_") for kind in CHECKPOINTS))
+    flags = ("data", "adapter", "max_tokens", *(kind.replace("-", "_") for kind in CHECKPOINTS))
     given = {flag: by_task(flag, getattr(args, flag), names) for flag in flags}
     tasks = [task_plan(args, TASKS[name], given, systems) for name in names]
     weights = resolve_model(args.model)
@@ -140,7 +140,7 @@ def task_plan(
     scorer_of(task)
     adapter = adapter_of(task, given["adapter"].get(task.name))
     checkpoints = checkpoints_of(task, given)
-    most = task.max_tokens if args.max_tokens is None else args.max_tokens
+    most = most_tokens(task, given["max_tokens"].get(task.name))
     lacking = left_out(task, adapter, checkpoints)
     return TaskPlan(
         task, path, examples, adapter, checkpoints,
@@ -148,6 +148,21 @@ def task_plan(
         {system.name: lacking[system.kind] for system in systems if system.kind in lacking},
         most,
     )  # fmt: skip
+
+
+def most_tokens(task: Task, given: str | None) -> int:
+    """The longest answer of a task: as given, or its own.
+
+    Raises:
+        InputError: it is no number of tokens.
+    """
+    if given is None:
+        return task.max_tokens
+    if not given.isdecimal() or int(given) < 1:
+        raise InputError(
+            f"--max-tokens {given}", expected="a number of 1 or more", do="correct the option"
+        )
+    return int(given)
 
 
 def adapter_of(task: Task, given: str | None) -> Path | None:

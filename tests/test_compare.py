@@ -79,7 +79,8 @@ def arguments(folders, tmp_path):
     def arguments(*more, adapter="sql=tuned", task=("sql",)):
         name, _, folder = adapter.partition("=")
         argv = ["--task", *task, "--model", folders / "base", "--data-dir", folders]
-        argv += ["--out", tmp_path / "out", "--max-tokens", 9, "--repeats", 2]
+        argv += ["--out", tmp_path / "out", "--repeats", 2]
+        argv += [] if "--max-tokens" in more else ["--max-tokens", 9]
         argv += ["--adapter", f"{name}={folders / folder}"]
         return [*map(str, argv), *map(str, more)]
 
@@ -197,10 +198,12 @@ def test_several_tasks_and_trees(command, folders, tmp_path):
     code, _, _ = command(
         *("--systems", full, "medusa --tree-size 5", "--medusa", f"chat={folders / 'medusa'}"),
         *("--adapter", f"chat={folders / 'light'}", "--repeats", 1),
+        *("--max-tokens", "sql=9", "--max-tokens", "chat=7"),
         task=("sql", "chat"),
     )
     assert code == 0
     result = saved(tmp_path)
+    assert [task["max_tokens"] for task in result["tasks"]] == [9, 7]
     assert [task["task"] for task in result["tasks"]] == ["sql", "chat"]
     assert list(rows_of(result, 0)) == ["mlx-lm", "plain", full]
     assert list(rows_of(result, 1)) == ["mlx-lm", "plain", full, "medusa --tree-size 5"]
@@ -522,7 +525,8 @@ BAD = {
     "repeats": (("--repeats", 0), "--repeats 0; expected 1 or more"),
     "warm-up": (("--warm-up", -1), "--warm-up -1"),
     "count": (("--count", 0), "--count 0"),
-    "max tokens": (("--max-tokens", 0), "--max-tokens 0"),
+    "max tokens": (("--max-tokens", 0), "--max-tokens 0; expected a number of 1 or more"),
+    "max tokens of two": (("--max-tokens", 4, "--max-tokens", "sql=5"), "--max-tokens sql=5"),
     "top-k": (("--top-k", 4), "--top-k would do nothing here"),
     "no data": (("--data", "nowhere.jsonl"), "no data file nowhere.jsonl"),
     "task of data": (("--data", "e2e=x.jsonl"), "--data e2e=x.jsonl"),
