@@ -314,7 +314,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
         kinds = {type(m) for _, m in backbone.layers[-1].named_modules()}
         assert (nn.QuantizedLinear in kinds) == (dtype == "stored")
         assert backbone.dtype == mx.float32
-        run = Run(make_objective(None, backbone=backbone), 10)
+        run = Run(make_objective(None, backbone=backbone, stream_init="identity"), 10)
         found.append(run.gradients(batch, run.objective.lower(batch)))
     (mine, losses), (expected, expected_losses) = found
     assert mx.allclose(mx.stack(losses), mx.stack(expected_losses), atol=1e-4)
@@ -540,7 +540,8 @@ def test_without_room_for_the_store_the_layers_run_every_step(base, data, tmp_pa
         (("--epochs", "0"), "--epochs 0"),
         (("--epochs", "inf"), "--epochs inf"),
         (("--learning-rate", "nan"), "--learning-rate nan"),
-        (("--learning-rate", "1e38"), "the gradient of step"),
+        (("--learning-rate", "1e38"), "--learning-rate 1e+38"),
+        (("--main-weight", "1e38"), "the gradient of step"),
         (("--stream-weights", "1", "2", "3"), "--stream-weights"),
         (("--rotation-step", "9", "--stream-design", "value_rotation"), "--rotation-step 9"),
         (("--save-every", "0"), "--save-every 0"),

@@ -484,5 +484,5 @@ def test_a_chat_of_several_turns_is_asked_under_the_chat_template(tmp_path):
     assert first.tokens(None, Words(), None) == [1, 2] and asked == [(turns, True)]
     assert (first.prompt, second.prompt) == ("Who are you?", "Hi")
     with pytest.raises(InputError, match='bad "messages"'):
-        data.write_text(json.dumps({"messages": turns[:3]}))
+        data.write_text(json.dumps({"messages": turns[:1]}))
         read_examples(data, TASKS["chat"], None)
