@@ -188,9 +188,10 @@ def test_every_trained_weight_moves(base, changes):
     assert all("linear.weight" not in name for name in run.named)
 
 
-def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, capsys):
+def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
-    assert main(argv(base, data, out, "--learning-rate", "1e30", "--save-every", "1")) == 2
+    monkeypatch.setattr(TrainConfig, "rate", lambda train, step, num_steps: 1e30)
+    assert main(argv(base, data, out, "--save-every", "1")) == 2
     assert "the gradient of step 2 is nan" in capsys.readouterr().err.splitlines()[-1]
     assert torch.load(out / STATE_FILE, weights_only=True)["step"] == 1
 
