@@ -23,7 +23,7 @@ import numpy as np
 
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import read_json
-from ssmlx.errors import InputError
+from ssmlx.errors import InputError, first_line
 from ssmlx.files import new_folder
 
 from .installed import check_torch
@@ -70,9 +70,8 @@ def _loading(folder: Path) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # it raises many kinds, with long advice in them
-        message = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"{folder} cannot be loaded as a model ({message})",
+            f"{folder} cannot be loaded as a model ({first_line(error)})",
             expected="a whole model folder that transformers can load",
             do="download or convert it again, or choose another model",
         ) from error

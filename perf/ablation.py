@@ -7,7 +7,6 @@ and with value rotation, and over the rank of f (eq. 3); `draw` shows what the r
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from ssmlx.errors import InputError
 from ssmlx.training.options import train_config
 
 from .ablation_report import VARIED, draw, read_run, read_runs, settings_of, table
-from .common import RESULTS, ROOT
+from .common import RESULTS, ROOT, make_folder, write_result
 
 PROG = "perf.ablation"
 EPILOG = """examples:
@@ -94,15 +93,10 @@ def train(args: argparse.Namespace, shared: list[str]) -> int:
 def show(args: argparse.Namespace) -> int:
     """Print the table; write it, the JSON and the picture."""
     runs, shared = read_runs(args.runs)
-    text = table(runs)
-    print(text)
     for path in (args.results, args.out.parent):
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
     result = {"shared": shared, "runs": [asdict(one) for one in runs]}
-    target = args.results / "ablation.json"
-    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    target.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
-    print("saved", target, file=sys.stderr)
+    write_result(result, args.results / "ablation", table(runs))
     try:
         draw(runs, shared, args.runs.resolve().name, args.out)
     except ImportError:

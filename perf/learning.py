@@ -16,6 +16,7 @@ from typing import Any
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
+from ssmlx.files import write_whole
 from ssmlx.training.record import LOG_FILE, read_record
 
 from .common import RESULTS, ROOT, make_folder, split_name
@@ -134,7 +135,7 @@ def _main(args: argparse.Namespace) -> None:
     for folder in (args.results, args.out.parent):
         make_folder(folder)
     result = args.results / "learning.json"
-    result.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
+    write_whole(result, f"{json.dumps(curves, indent=1)}\n".encode())
     try:
         draw(curves, args.out)
         print("saved", result, args.out, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The one exception that a user's mistake raises."""
+"""The one exception that a user's mistake raises, and what of another's text it tells."""
 
 
 class InputError(ValueError):
@@ -11,3 +11,8 @@ class InputError(ValueError):
     def __init__(self, found: str, *, expected: str, do: str) -> None:
         super().__init__(f"{found}; expected {expected}; {do}")
         self.found, self.expected, self.do = found, expected, do
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line; its kind where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0].strip()

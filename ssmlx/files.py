@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .errors import InputError
+from .errors import InputError, first_line
 
 _NAMES_SHOWN = 3
 
@@ -95,7 +95,7 @@ def read_tensors(path: Path, what: str) -> dict[str, mx.array]:
         mx.eval(loaded)
     except (RuntimeError, ValueError, OSError) as error:
         raise InputError(
-            f"{path} cannot be read ({_first_line(error)}; {path.stat().st_size} bytes)",
+            f"{path} cannot be read ({first_line(error)}; {path.stat().st_size} bytes)",
             expected=f"{what}, a whole safetensors file",
             do="copy it again, it may be truncated",
         ) from error
@@ -141,7 +141,3 @@ def _shortened(names: list[str]) -> str:
     more = len(names) - _NAMES_SHOWN
     shown = ", ".join(names[:_NAMES_SHOWN])
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

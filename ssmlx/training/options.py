@@ -234,9 +234,11 @@ def check_init(source: Path, found: StreamConfig, wanted: StreamConfig) -> None:
     Raises:
         InputError: they start, differ or stand otherwise.
     """
+    if not found.num_streams:
+        return
     for name in (*F, "stream_design", "rotation_step", "num_msa_layers"):
         before, now = getattr(found, name), getattr(wanted, name)
-        if found.num_streams and before != now:
+        if before != now:
             raise InputError(
                 f"the streams in {source} have {name} {before}",
                 expected=f"{now}, this run's",
