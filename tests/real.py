@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,6 +169,35 @@ def run_module(*args: str, stdin: str = "", **options) -> subprocess.CompletedPr
         env={**os.environ, "TERM": "dumb"},
         **options,
     )
+
+
+_AS_HERE = """
+import runpy, sys
+import ssmlx
+import mlx.core
+if (threads := int(sys.argv.pop(1))):
+    import torch
+    torch.set_num_threads(threads)
+sys.argv.pop(0)
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def kill_once_there(path: Path, module: str, arguments: list[str]) -> None:
+    """SIGKILL to `python -m module` as soon as a file is there.
+
+    It computes there what it would here, to the last bit: libraries are loaded in the same order
+    (the OpenBLAS that MLX loads first is then PyTorch's too) and use as many threads.
+    """
+    threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0
+    command = [sys.executable, "-c", _AS_HERE, str(threads), module, *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not path.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    err = process.communicate()[1].decode()
+    assert path.exists(), err
 
 
 def one_line(err: str, prog: str) -> str:

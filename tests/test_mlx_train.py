@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +15,7 @@ import ssmlx
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from real import ROOT, VOCAB, WIDTH, one_line, words, write_base, write_nested_base
+from real import ROOT, VOCAB, WIDTH, kill_once_there, one_line, words, write_base, write_nested_base
 
 from ssmlx.adapter import load_adapter
 from ssmlx.backbone import Backbone
@@ -198,8 +195,6 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
     assert found_parts == pytest.approx(expected_parts, abs=1e-5)
     gaps["loss"] = max(abs(found_parts[n] - v) for n, v in expected_parts.items())
     gaps["weight"] = max(gap(mine.weights[n], p) for n, p in named_as_mine(theirs.named).items())
-    if os.environ.get("SHOW"):
-        print(gaps)
     assert max(gaps["gradient"], gaps["weight"]) < 1e-4
 
 
@@ -398,15 +393,10 @@ def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path):
 
 
 def test_a_killed_run_goes_on_to_the_same_result(base, data, tmp_path):
-    out, command = tmp_path / "killed", [sys.executable, "-m", "ssmlx.train"]
+    out = tmp_path / "killed"
     more = ("--epochs", "20", "--save-every", "2")
     arguments = argv(base, data, out, *more)
-    process = subprocess.Popen([*command, *arguments], cwd=ROOT, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while not (out / STATE_FILE).exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    kill_once_there(out / STATE_FILE, "ssmlx.train", arguments)
     assert not (out / ADAPTER_FOLDER).exists()
     assert main(arguments) == 0
     assert main(argv(base, data, tmp_path / "whole", *more)) == 0

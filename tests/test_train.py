@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -15,7 +10,7 @@ import pytest
 import ssmlx
 
 torch = pytest.importorskip("torch")
-from real import LAYERS, ROOT, VOCAB, WIDTH, one_line, words, write_base  # noqa: E402
+from real import LAYERS, VOCAB, WIDTH, kill_once_there, one_line, words, write_base  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from convert.__main__ import main as convert  # noqa: E402
@@ -269,16 +264,9 @@ def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path):
 
 
 def test_a_killed_run_goes_on_to_the_same_result(base, data, tmp_path):
-    out, command = tmp_path / "killed", [sys.executable, "-m", "convert.train"]
+    out = tmp_path / "killed"
     arguments = argv(base, data, out, "--epochs", "30", "--save-every", "2")
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment,
-                               stderr=subprocess.PIPE)  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (out / STATE_FILE).exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    kill_once_there(out / STATE_FILE, "convert.train", arguments)
     killed_at = torch.load(out / STATE_FILE, weights_only=True)["step"]
     assert 0 < killed_at < 180
     assert main(arguments) == 0

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -19,9 +14,9 @@ import mlx_lm
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from real import (
     LAYERS,
-    ROOT,
     VOCAB,
     answer,
+    kill_once_there,
     one_line,
     words,
     write_base,
@@ -276,14 +271,7 @@ def test_a_killed_run_goes_on_to_the_same_result(base, data, tmp_path):
     out, whole = tmp_path / "killed", tmp_path / "whole"
     more = ("--epochs", "40", "--save-every", "2")
     arguments = argv(base, data, out, *more)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen([sys.executable, "-m", PROG, *arguments], cwd=ROOT, env=environment,
-                               stderr=subprocess.PIPE)  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (out / STATE_FILE).exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    kill_once_there(out / STATE_FILE, PROG, arguments)
     assert 0 < torch.load(out / STATE_FILE, weights_only=True)["step"] < 80
     assert not (out / MODEL_FOLDER).exists()
     assert main(arguments) == 0

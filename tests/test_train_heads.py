@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -15,7 +10,7 @@ import pytest
 import ssmlx  # noqa: F401  first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
-from real import ROOT, VOCAB, WIDTH, one_line, words, write_base, write_nested_base
+from real import VOCAB, WIDTH, kill_once_there, one_line, words, write_base, write_nested_base
 
 torch = pytest.importorskip("torch")
 from torch.nn import functional as F  # noqa: E402
@@ -284,16 +279,9 @@ def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, kind,
 
 
 def test_a_killed_run_goes_on_to_the_same_result(base, data, tmp_path):
-    out, command = tmp_path / "killed", [sys.executable, "-m", PROG]
+    out = tmp_path / "killed"
     arguments = argv("medusa", base, data, out, "--epochs", "20", "--save-every", "2")
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen([*command, *arguments], cwd=ROOT, env=environment,
-                               stderr=subprocess.PIPE)  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (out / STATE_FILE).exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    kill_once_there(out / STATE_FILE, PROG, arguments)
     assert 0 < torch.load(out / STATE_FILE, weights_only=True)["step"] < 60
     assert main(arguments) == 0
     whole = tmp_path / "whole"
