@@ -14,6 +14,7 @@ from typing import Any
 
 from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 
 from .chat_lists import FOLLOW_UPS, PLAIN, SLOTS, TEMPLATES
 from .continuations import add_generator_options, check_batch_size, plan_batches, write_jsonl
@@ -239,14 +240,7 @@ def _main(args: argparse.Namespace) -> None:
     check_torch()
     check_batch_size(args.batch_size)
     written = written_prompts(args.seed)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot make {args.out} ({error.strerror})",
-            expected="a folder that can be written",
-            do="choose another --out",
-        ) from error
+    make_folder(args.out)
     model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device)
     sampled = sampled_prompts(_sample(args, model, tokenizer), written)
     for split in SPLITS:

@@ -15,7 +15,7 @@ from typing import Any
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import DEFAULT_MODEL
 from ssmlx.errors import InputError
-from ssmlx.files import folder_digest
+from ssmlx.files import folder_digest, make_folder
 
 from .generation import Answer, Sampling, end_tokens, generate_batch, load_generator
 from .installed import check_torch
@@ -207,18 +207,6 @@ def write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> None:
         work.unlink(missing_ok=True)
 
 
-def make_parent(path: Path) -> None:
-    """The folder of a file to write, made if need be.
-
-    Raises:
-        InputError: it cannot be made.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
 def _unwritable(path: Path, error: OSError) -> InputError:
     return InputError(
         f"cannot write {path} ({error.strerror})",
@@ -299,7 +287,7 @@ def _main(args: argparse.Namespace) -> None:
     prompts = read_prompts(args.prompts)
     if not args.temp:
         prompts = distinct(prompts)
-    make_parent(args.out)
+    make_folder(args.out.parent)
     template = None if args.lora is None else template_of(args.lora)
     model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device, args.lora)
     longest = _longest_prompt(model, args.max_tokens)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmlx.cli.options import run
-from ssmlx.files import folder_digest
+from ssmlx.files import folder_digest, make_folder
 from ssmlx.training.config import SCHEDULES
 from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
-from ssmlx.training.job import Job, bar, finish, make_out, prepare, run_to_end
+from ssmlx.training.job import Job, bar, finish, prepare, run_to_end
 from ssmlx.training.options import (
     add_cache_option,
     add_task_lora_option,
@@ -163,7 +163,7 @@ def _main(args: argparse.Namespace) -> None:
     options, train = run_options(args), train_config(args)
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     job, path = prepare(options, train)
-    make_out(options.out)
+    make_folder(options.out)
     base = _base_of(path, args.task_lora)
     model = build_model(base, job.config, train, job.draft_vocab).to(device)
     if args.init is not None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import DraftModelConfig
 from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.job import finish, make_out, prepare, read_base, run_to_end
+from ssmlx.training.job import finish, prepare, read_base, run_to_end
 from ssmlx.training.options import add_run_options, run_options
 
 from .installed import check_torch
@@ -90,7 +91,7 @@ def _main(args: argparse.Namespace) -> None:
     job, path = prepare(run_options(args), draft_train_config(args))
     out = job.options.out
     _check_out(out)
-    make_out(out)
+    make_folder(out)
     model = build_draft(path, job.config, args.layers).to(device)
     freeze_base(model, dtype)
     objective = DraftObjective(model, job.train, None, device, dtype)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.files import folder_digest
+from ssmlx.files import folder_digest, make_folder
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.job import Job, bar, finish, make_out, prepare, read_base, run_to_end
+from ssmlx.training.job import Job, bar, finish, prepare, read_base, run_to_end
 from ssmlx.training.options import add_run_options, run_options
 
 from .installed import check_torch
@@ -400,7 +400,7 @@ def _main(args: argparse.Namespace) -> None:
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     plan = _plan(args)
     job, out = plan.job, plan.job.options.out
-    make_out(out)
+    make_folder(out)
     widths = plan.settings.widths or getattr(plan.model.config, "widths", ())
     objective = HeadObjective(plan.model, plan.frozen, job.train, widths, device, dtype)
     lora = folder_digest(args.lora)

@@ -18,10 +18,11 @@ from convert import train as trainer
 from convert.checkpoint import ADAPTER_WEIGHTS
 from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 from ssmlx.training.options import train_config
 
 from .ablation_report import VARIED, draw, read_run, read_runs, settings_of, table
-from .common import RESULTS, ROOT, make_folder, write_result
+from .common import RESULTS, ROOT, write_result
 
 PROG = "perf.ablation"
 EPILOG = """examples:

@@ -21,6 +21,7 @@ from huggingface_hub.utils import tqdm
 
 from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 from ssmlx.metal import is_available
 from ssmlx.metal.kernels import attend
 from ssmlx.metal.mask import pack_bits
@@ -28,7 +29,7 @@ from ssmlx.metal.paths import bytes_read, choose_path, mlx_path
 from ssmlx.metal.plan import AttentionShape, Chip, is_supported, make_plan, this_chip
 
 from .attention_report import draw, report
-from .common import RESULTS, make_folder, publish
+from .common import RESULTS, publish
 from .machine import machine
 
 PROG = "perf.attention"

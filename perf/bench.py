@@ -21,6 +21,7 @@ import mlx.core as mx
 
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import DTYPES
+from ssmlx.files import make_folder
 from ssmlx.loading import is_quantised
 from ssmlx.registry import resolve_model
 
@@ -36,7 +37,7 @@ from .bench_run import (
     contexts_result,
 )
 from .bench_target import Target, load_target
-from .common import BASE, RESULTS, check_counts, make_folder, publish
+from .common import BASE, RESULTS, check_counts, publish
 from .machine import machine
 from .tasks import TASKS, data_file
 

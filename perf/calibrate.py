@@ -29,6 +29,7 @@ from ssmlx.api import check_prompt
 from ssmlx.bundled import bundled_adapters
 from ssmlx.cli.options import add_model_options, load_from, make_parser, run
 from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 from ssmlx.loading import adapters_for
 from ssmlx.model import StreamFusedModel
 from ssmlx.tuning import Place, Profile, mlx_version, store_profile
@@ -38,7 +39,7 @@ from .calibrate_costs import CONTEXTS, CostPlan
 from .calibrate_guesses import rank_table
 from .calibrate_measure import Measured, answer_prompts, choose, measure_costs
 from .calibrate_report import BUSY, RANKS, draw, report
-from .common import RESULTS, make_folder, publish
+from .common import RESULTS, publish
 from .machine import machine
 from .tasks import TASKS, Example, data_file
 

@@ -125,20 +125,6 @@ def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *nam
             parser.error(f"--{name.replace('_', '-')} {least}: expected 1 or more")
 
 
-def make_folder(path: Path) -> None:
-    """Make the folder for the results, unless it is there.
-
-    Raises:
-        InputError: it cannot be made.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"--out {path} ({error.strerror})", expected="a folder", do="choose another place"
-        ) from error
-
-
 def save(name: str, result: dict[str, Any]) -> Path:
     """Write a result as JSON into perf/results."""
     RESULTS.mkdir(exist_ok=True)

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ssmlx.cli.options import make_parser, run
-from ssmlx.config import read_json
-from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 
-from .common import BASE, RESULTS, publish, reading
+from .common import BASE, RESULTS, publish
 from .compare_bench import load_bench
 from .compare_picture import draw
 from .compare_plan import Plan, make_plan
-from .compare_readme import check_markers, markdown, rewrite
+from .compare_readme import check_markers, rewrite
 from .compare_report import report
 from .compare_run import measure
+from .compare_saved import read_results
 from .compare_summary import failures, result_of, task_result
 from .compare_systems import CHECKPOINTS, SYSTEMS
 from .tasks import DATA_HELP, TASKS, add_data_dir
@@ -36,7 +35,7 @@ EPILOG = """examples:
       --medusa sql=heads/sql-medusa --draft-model org/small
   python -m perf.compare --task sql --systems "streams --tree full --tree-width 2" \\
       "streams --tree full --tree-width 4" "medusa --tree-size 32"
-  python -m perf.compare --from perf/results/compare.json --readme README.md
+  python -m perf.compare --from sql/compare.json e2e/compare.json --readme README.md
 
 A system's own options are those of python -m ssmlx.generate, with it in quotes. A system whose
 weights are not given is left out, and the report says so. For an adapter of scope "all" the
@@ -53,13 +52,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--task", nargs="+", choices=tuple(TASKS), help="what to ask")
     source.add_argument(
-        "--from", dest="saved", type=Path, metavar="FILE.json",
-        help="measure nothing; show the result of an earlier run again",
+        "--from", dest="saved", type=Path, nargs="+", metavar="FILE.json",
+        help="measure nothing; show the result of an earlier run again, or of several, each of "
+        "other tasks, as one (with --out, written there as well)",
     )  # fmt: skip
     add_data_options(parser.add_argument_group("data"))
     add_weights_options(parser.add_argument_group("weights"))
     add_run_options(parser.add_argument_group("run"))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.task and args.out is None:
+        args.out = RESULTS
+    return args
 
 
 def add_data_options(data: argparse._ArgumentGroup) -> None:
@@ -123,7 +126,7 @@ def add_run_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
     group.add_argument(
-        "--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s"
+        "--out", type=Path, metavar="FOLDER", help=f"for the results (default: {RESULTS})"
     )
     group.add_argument(
         "--readme", type=Path, metavar="FILE",
@@ -146,33 +149,14 @@ def run_plan(plan: Plan, *, fresh: bool) -> dict[str, Any]:
     return result_of(plan, results)
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    """The result of an earlier run.
-
-    Raises:
-        InputError: the file holds none, or not all that is shown of it.
-    """
-    result = read_json(path, "a result of perf.compare")
-    if not {"tasks", "machine", "repeats"} <= set(result):
-        raise InputError(
-            f"{path} holds something else",
-            expected="the compare.json of python -m perf.compare",
-            do="check --from",
-        )
-    with reading(path, PROG):
-        for show in (report, markdown, failures):
-            show(result)
-    return result
-
-
 def _main(args: argparse.Namespace) -> int:
     if args.readme is not None:
         check_markers(args.readme)
-    if args.saved is not None:
-        result: Mapping[str, Any] = read_result(args.saved)
+    result = run_plan(make_plan(args), fresh=args.fresh) if args.task else read_results(args.saved)
+    if args.out is None:
         print(report(result))
     else:
-        result = run_plan(make_plan(args), fresh=args.fresh)
+        make_folder(args.out)
         publish(result, args.out / "compare", report(result), draw)
     if args.readme is not None:
         rewrite(args.readme, result)

@@ -10,9 +10,10 @@ from pathlib import Path
 from ssmlx.bundled import bundled_adapters, resolve_adapter
 from ssmlx.config import SamplingConfig
 from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 from ssmlx.registry import resolve_model
 
-from .common import make_folder, split_name
+from .common import split_name
 from .compare_systems import (
     CHECKPOINTS,
     DRAFT_ALONE,

@@ -14,8 +14,9 @@ from typing import Any
 
 from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 
-from .common import RESULTS, ROOT, make_folder
+from .common import RESULTS, ROOT
 from .figure_pictures import draw_parity, draw_sampling, draw_trees
 from .figure_points import parity_points, read_results, sampling_curves, tree_curves
 

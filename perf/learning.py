@@ -16,10 +16,10 @@ from typing import Any
 from ssmlx.cli.options import make_parser, run
 from ssmlx.config import read_json
 from ssmlx.errors import InputError
-from ssmlx.files import write_whole
+from ssmlx.files import make_folder, write_whole
 from ssmlx.training.record import LOG_FILE, read_record
 
-from .common import RESULTS, ROOT, make_folder, split_name
+from .common import RESULTS, ROOT, split_name
 from .pictures import new_figure
 from .tables import aligned
 

@@ -19,10 +19,11 @@ from ssmlx.cli.options import make_parser, run
 from ssmlx.config import read_json
 from ssmlx.cost import DraftShape
 from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 
 from .calibrate_choice import Candidate, best
 from .chips import CHIPS, Chip
-from .common import RESULTS, ROOT, make_folder, write_result
+from .common import RESULTS, ROOT, write_result
 from .predict_pictures import draw_roofline, draw_speedups
 from .roofline import Bound, Decoder, costs
 from .tables import aligned

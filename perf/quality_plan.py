@@ -14,13 +14,13 @@ from ssmlx.backbone import Backbone
 from ssmlx.cli.options import generate_config
 from ssmlx.config import TreeConfig
 from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 from ssmlx.loading import load_base, load_words
 from ssmlx.model import StreamFusedModel
 from ssmlx.registry import resolve_model
 from ssmlx.settings import GenerateConfig
 from ssmlx.tuning import settled
 
-from .common import make_folder
 from .systems import (
     ModelUnderTest,
     adapter_system,

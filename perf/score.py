@@ -16,8 +16,9 @@ from typing import Any
 
 from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
+from ssmlx.files import make_folder
 
-from .common import RESULTS, make_folder, split_name, write_result
+from .common import RESULTS, split_name, write_result
 from .machine import machine
 from .metrics import Scores, mean, paired_difference
 from .tables import aligned, estimate

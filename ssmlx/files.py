@@ -17,6 +17,26 @@ from .errors import InputError, first_line
 _NAMES_SHOWN = 3
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder to write into, and those above it, unless it is there.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> InputError:
+    return InputError(
+        f"cannot write {folder} ({error.strerror})",
+        expected="a folder that can be written",
+        do="choose another place",
+    )
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target` that takes its place when the block ends well.
@@ -32,11 +52,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise InputError(
-            f"cannot write {target} ({error.strerror})",
-            expected="a folder that can be written",
-            do="choose another place",
-        ) from error
+        raise _unwritable(target, error) from error
     try:
         yield work
         work.chmod(0o755)

@@ -574,6 +574,27 @@ def test_a_file_that_is_no_result_is_refused(tmp_path, capsys):
         assert said in one_line(capsys.readouterr().err, "perf.compare")
 
 
+def test_results_of_several_tasks_are_shown_as_one(tmp_path, command, capsys):
+    assert command("--systems", "streams")[0] == 0
+    whole, parts = saved(tmp_path), []
+    whole["tasks"].append({**whole["tasks"][0], "task": "e2e"})
+    for index, task in enumerate(whole["tasks"]):
+        parts.append(tmp_path / f"{index}.json")
+        parts[-1].write_text(json.dumps({**whole, "tasks": [task]}))
+    files, joined = [str(path) for path in parts], tmp_path / "new" / "joined"
+    assert compare.main(["--from", *files, "--out", str(joined)]) == 0
+    assert saved(joined.parent, "joined") == whole
+    assert (joined / "compare.txt").read_text() == report(whole) + "\n"
+    assert capsys.readouterr().out == report(whole) + "\n"
+    assert compare.main(["--from", *files, files[0]]) == 2
+    assert "holds sql, and so does" in one_line(capsys.readouterr().err, "perf.compare")
+    for settings in ({"dtype": "float16"}, {"machine": {**whole["machine"], "memory": "1 GiB"}}):
+        parts[1].write_text(json.dumps({**whole, "tasks": whole["tasks"][1:], **settings}))
+        assert compare.main(["--from", *files]) == 2
+        said = one_line(capsys.readouterr().err, "perf.compare")
+        assert f" in {files[0]} and " in said and "measured in the same way" in said
+
+
 def keys_of(value, *path):
     """The path of every key in a result."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):

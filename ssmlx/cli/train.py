@@ -123,8 +123,9 @@ def _main(args: argparse.Namespace) -> None:
     from mlx_lm.generate import wired_limit
 
     from ..adapter import load_adapter
+    from ..files import make_folder
     from ..task_lora import read_task_lora
-    from ..training.job import finish, make_out, prepare, run_to_end
+    from ..training.job import finish, prepare, run_to_end
     from ..training.mlx_model import TrainedModel, new_adapter, start_from
     from ..training.mlx_run import Objective, Run, load_frozen
     from ..training.validation import Validation
@@ -141,7 +142,7 @@ def _main(args: argparse.Namespace) -> None:
     state = Run(objective, job.num_steps)
     task, lower_task = _task_digests(args.task_lora, objective)
     identity = job.identity(*_base_of(objective), *task, init=args.init)
-    make_out(options.out)
+    make_folder(options.out)
     with wired_limit(backbone.model):
         record = run_to_end(
             job, state,

@@ -146,22 +146,6 @@ def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
     return Job(options, train, config, examples, valid, vocab), path
 
 
-def make_out(folder: Path) -> None:
-    """The folder of a run, made if need be.
-
-    Raises:
-        InputError: it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {folder} ({error.strerror})",
-            expected="a folder that can be written",
-            do="choose another --out",
-        ) from error
-
-
 def stream_config(
     train: TrainConfig, base: dict[str, Any], options: RunOptions, end_tokens: list[int]
 ) -> StreamConfig:
