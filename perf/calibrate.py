@@ -5,7 +5,8 @@ guess is recorded along some answers. From the two follow the expected tokens/s 
 draft: kind and size of the tree, number of streams, schedule, pruning budget. The fastest is kept
 for this machine, model and adapter (in the cache folder, see `SSMLX_CACHE`); `ssmlx.generate`,
 `ssmlx.chat` and the Python API use it from then on where none of these is asked for, and decode
-plainly where nothing pays. At the end the choice and others are timed on prompts that were not
+plainly where nothing pays. Behind a long context a row costs more, and another tree may be the
+fastest: each context that was timed has its own choice. At the end the choice and others are timed on prompts that were not
 used for it. Takes a few minutes; nothing else should run.
 
     python -m perf.calibrate --adapter sql
@@ -97,8 +98,7 @@ def profile_from(model: StreamFusedModel, measured: Measured) -> Profile:
         made=time.strftime("%Y-%m-%d"),
         mlx=mlx_version(),
         context=int(measured.setting.context),
-        shape=measured.chosen.shape,
-        tokens_per_call=measured.chosen.tokens_per_call,
+        ways=measured.ways,
         costs=measured.setting.costs,
     )
 
@@ -129,6 +129,9 @@ def result_of(
         "costs": profile.costs.to_dict(),
         "candidates": [one.to_dict() for one in measured.candidates],
         "chosen": measured.chosen.to_dict(),
+        "by_context": [
+            {"context": context, **one.to_dict()} for context, one in measured.by_context.items()
+        ],
         "checks": [{**one.to_dict(), "nodes": nodes.get(one.what, 1)} for one in checks],
         "profile": profile.to_dict(),
     }

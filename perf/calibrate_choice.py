@@ -9,6 +9,7 @@ from typing import Any
 from ssmlx.config import STREAM_SCHEDULES, PruneConfig, StreamSchedule, TreeConfig
 from ssmlx.cost import DraftShape, StepCosts
 from ssmlx.training.replay import Guesses
+from ssmlx.tuning import SLACK
 
 from .calibrate_guesses import (
     Exits,
@@ -19,8 +20,6 @@ from .calibrate_guesses import (
 )
 
 FULL_WIDTHS = (1, 2, 3, 4)
-SLACK = 0.01
-"""Of speeds this close, the one with the cheaper step is chosen: the figures are no surer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +75,31 @@ class Setting:
 
     def candidate(self, shape: DraftShape, tokens_per_call: float) -> Candidate:
         """`shape`, priced."""
-        return Candidate(
-            shape=shape,
-            tokens_per_call=tokens_per_call,
-            step_seconds=self.costs.step_seconds(shape, self.context),
-            plain_seconds=self.costs.plain_seconds(self.context),
+        return priced(self.costs, self.context, shape, tokens_per_call)
+
+
+def priced(
+    costs: StepCosts, context: float, shape: DraftShape, tokens_per_call: float
+) -> Candidate:
+    """A way to draft behind `context` tokens."""
+    return Candidate(
+        shape=shape,
+        tokens_per_call=tokens_per_call,
+        step_seconds=costs.step_seconds(shape, context),
+        plain_seconds=costs.plain_seconds(context),
+    )
+
+
+def best_by_context(
+    costs: StepCosts, candidates: Sequence[Candidate], contexts: Sequence[int]
+) -> dict[int, Candidate]:
+    """The fastest of the candidates behind each context; they guess as well behind any."""
+    return {
+        context: best(
+            [priced(costs, context, one.shape, one.tokens_per_call) for one in candidates]
         )
+        for context in contexts
+    }
 
 
 def unpruned(setting: Setting, sizes: Sequence[int]) -> list[Candidate]:

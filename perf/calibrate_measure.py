@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.config import TreeConfig
-from ssmlx.cost import DraftShape, StepCosts
+from ssmlx.cost import DraftShape, StepCosts, Way
 from ssmlx.errors import InputError
 from ssmlx.model import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 from ssmlx.training.replay import Guesses
 
-from .calibrate_choice import Candidate, Setting, best, pruned, unpruned
+from .calibrate_choice import Candidate, Setting, best, best_by_context, pruned, unpruned
 from .calibrate_costs import Bar, CostPlan, forward_costs, no_bar
 from .calibrate_guesses import Exits, contenders, exits_along, guesses_along
 from .calibrate_steps import with_beside
@@ -41,11 +41,22 @@ class Answered:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """All that the choice is made from, and the choice."""
+    """All that the choice is made from, and the choice: behind the answers' own context, and
+    behind each that forwards were timed behind."""
 
     setting: Setting
     candidates: list[Candidate]
     chosen: Candidate
+    by_context: dict[int, Candidate]
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """The choices as a profile keeps them."""
+        every = (self.chosen, *self.by_context.values())
+        found = {
+            one.shape: Way(shape=one.shape, tokens_per_call=one.tokens_per_call) for one in every
+        }
+        return tuple(found.values())
 
 
 def answer_prompts(
@@ -118,7 +129,8 @@ def choose(
         exits = record_exits(model, answered, streams, bar)
         small = [size for size in sizes if size <= EXIT_TREE]
         candidates += pruned(setting, exits, candidates, streams, small)
-    return Measured(setting, candidates, best(candidates))
+    by_context = best_by_context(costs, candidates, costs.lower.contexts)
+    return Measured(setting, candidates, best(candidates), by_context)
 
 
 def record_exits(

@@ -63,6 +63,22 @@ def choice_lines(candidates: Sequence[Result], count: int = 6) -> list[str]:
     return aligned([head, *rows])
 
 
+def context_lines(choices: Sequence[Result]) -> list[str]:
+    """The fastest way to draft behind each context."""
+    head = ["draft", "behind", "tokens per call", "ms a call", "over plain"]
+    rows = [
+        [
+            DraftShape.from_dict(one["shape"]).text(),
+            str(one["context"]),
+            f"{one['tokens_per_call']:.2f}",
+            f"{1e3 * one['step_seconds']:.1f}",
+            f"{one['speedup']:.2f}x",
+        ]
+        for one in choices
+    ]
+    return aligned([head, *rows])
+
+
 def check_lines(checks: Sequence[Result]) -> list[str]:
     """Expected beside measured."""
     head = ["held-out prompts", "tokens per call", "ms a call", "tokens/s", "ratio", "over plain"]
@@ -102,6 +118,7 @@ def report(result: Result) -> str:
             *choice_lines(result["candidates"]),
         ],
         [f"{verdict}: {chosen['speedup']:.2f}x plain decoding", f"  {chosen['options']}"],
+        ["the fastest way behind other contexts", *context_lines(result["by_context"])],
     ]
     if result["checks"]:
         parts.append(["expected / measured", *check_lines(result["checks"])])

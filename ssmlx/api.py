@@ -25,7 +25,7 @@ from .prompts import encode
 from .response import Budget, GenerationResponse, summary
 from .sampling import Sampling
 from .settings import GenerateConfig
-from .tuning import pace_of, settled
+from .tuning import pace_of, settled, settled_behind
 
 
 def token_steps(
@@ -51,6 +51,8 @@ def _token_steps(
     ends: Ends,
 ) -> tuple[Iterator[list[int]], Drafter | None]:
     """The decoding loop, and its drafter if it has one."""
+    num_tokens = cache.offset + len(prompt)
+    config = settled_behind(config, model, num_tokens)
     sampling = Sampling(config, model.backbone.vocab_size)
     drafter = make_drafter(model, config, sampling)
     from_text = config.lookup_nodes > 0 or config.resolved_drafter(model) in TEXT_DRAFTERS
@@ -86,7 +88,7 @@ def _token_steps(
         prefill_step_size=size,
         progress=progress,
         ends=ends,
-        pace=pace_of(config, model),
+        pace=pace_of(config, model, num_tokens),
     )
     return steps, drafter
 

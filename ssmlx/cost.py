@@ -87,6 +87,25 @@ class DraftShape:
         return cls(**{**values, "tree": tree, "prune": prune})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to draft, and what it was found to bring.
+
+    Attributes:
+        shape: what streams draft, and when.
+        tokens_per_call: that it advances by, after the prompt's call.
+    """
+
+    shape: DraftShape
+    tokens_per_call: float
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Way:
+        """What `asdict` and JSON made. Raises as `DraftShape.from_dict`, or ValueError."""
+        per_call = float(values["tokens_per_call"])
+        return cls(shape=DraftShape.from_dict(values["shape"]), tokens_per_call=per_call)
+
+
 @dataclass(frozen=True)
 class Surface:
     """Seconds against rows and context, straight lines between what was measured.

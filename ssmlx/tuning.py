@@ -27,7 +27,7 @@ import numpy as np
 from . import has_fast_blas
 from .adapter import BaseIdentity, stream_tensors
 from .config import PruneConfig, TreeConfig, read_json
-from .cost import DraftShape, StepCosts
+from .cost import DraftShape, StepCosts, Way
 from .errors import InputError
 from .model import StreamFusedModel
 from .pace import Pace
@@ -36,10 +36,12 @@ from .registry import cache_dir
 if TYPE_CHECKING:
     from .settings import GenerateConfig
 
-FORMAT = "ssmlx-profile/1"
+FORMAT = "ssmlx-profile/2"
 COMMAND = "python -m perf.calibrate"
 _FOLDER = "profiles"
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+SLACK = 0.01
+"""Ways to draft whose speeds are this close are equal: the figures are no surer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +84,14 @@ class Place:
 class Profile:
     """What was measured at a place, and what is best there.
 
+    A row costs the more the longer the context is, so long ones want smaller trees.
+
     Attributes:
         place: what it is of.
         made: the day, as 2026-08-02.
         mlx: the version that was measured.
-        context: committed tokens that the choice was made for.
-        shape: the fastest way to draft.
-        tokens_per_call: that were found with it, after the prompt's call.
+        context: committed tokens that the answers had, half-way through.
+        ways: the fastest way to draft behind so many; then those that are faster behind others.
         costs: what steps cost here.
     """
 
@@ -96,19 +99,32 @@ class Profile:
     made: str
     mlx: str
     context: int
-    shape: DraftShape
-    tokens_per_call: float
+    ways: tuple[Way, ...]
     costs: StepCosts
 
-    @property
-    def speedup(self) -> float:
-        """Expected tokens/s over plain decoding's."""
-        return self.tokens_per_call / self.costs.breakeven(self.shape, self.context)
+    def __post_init__(self) -> None:
+        if not self.ways:
+            raise ValueError("it says no way to draft")
 
-    @property
-    def drafting_pays(self) -> bool:
+    def way(self, context: float | None = None) -> Way:
+        """The fastest way to draft behind `context` tokens; behind its own unless told."""
+        first = self.ways[0]
+        if context is None:
+            return first
+        fastest = max(self.ways, key=lambda one: self._speedup(one, context))
+        better = self._speedup(fastest, context) > (1 + SLACK) * self._speedup(first, context)
+        return fastest if better else first
+
+    def speedup(self, context: float | None = None) -> float:
+        """Expected tokens/s over plain decoding's, behind `context` tokens or its own."""
+        return self._speedup(self.way(context), self.context if context is None else context)
+
+    def drafting_pays(self, context: float | None = None) -> bool:
         """Whether drafting is faster than plain decoding, on such text as was measured."""
-        return self.speedup > 1.0
+        return self.speedup(context) > 1.0
+
+    def _speedup(self, way: Way, context: float) -> float:
+        return way.tokens_per_call / self.costs.breakeven(way.shape, context)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -128,8 +144,7 @@ class Profile:
             made=str(values["made"]),
             mlx=str(values["mlx"]),
             context=int(values["context"]),
-            shape=DraftShape.from_dict(values["shape"]),
-            tokens_per_call=float(values["tokens_per_call"]),
+            ways=tuple(Way.from_dict(one) for one in values["ways"]),
             costs=StepCosts.from_dict(values["costs"]),
         )
 
@@ -237,15 +252,19 @@ def read_profile(model: StreamFusedModel) -> Profile | None:
 
 def _check(profile: Profile, place: Place, model: StreamFusedModel) -> None:
     """Raises ValueError where `profile` is not for `model` here and now."""
-    shape, mlx = profile.shape, mlx_version()
+    mlx = mlx_version()
     if profile.place != place:
         raise ValueError("it is of another machine, model or adapter")
     if profile.mlx != mlx:
         raise ValueError(f"it was measured with mlx {profile.mlx}, this is {mlx}")
     can_prune = model.streams is not None and model.streams.prune is not None
-    if not 1 <= shape.num_streams <= model.num_streams or (shape.is_pruned and not can_prune):
-        raise ValueError("the adapter cannot draft what it says")
-    if not (profile.speedup > 0 and shape.num_nodes > 0):
+    for way in profile.ways:
+        shape = way.shape
+        if not 1 <= shape.num_streams <= model.num_streams or (shape.is_pruned and not can_prune):
+            raise ValueError("the adapter cannot draft what it says")
+        if not (way.tokens_per_call > 0 and shape.num_nodes > 0):
+            raise ValueError("its figures are out of range")
+    if not profile.speedup() > 0:
         raise ValueError("its figures are out of range")
 
 
@@ -279,7 +298,7 @@ def _leaves_all_open(config: GenerateConfig) -> bool:
 def prefers_plain(config: GenerateConfig, model: StreamFusedModel) -> bool:
     """Whether nothing was asked for, and plain decoding is what is fastest here."""
     profile = profile_of(model) if _leaves_all_open(config) else None
-    return profile is not None and not profile.drafting_pays
+    return profile is not None and not profile.drafting_pays()
 
 
 def settled(config: GenerateConfig, model: StreamFusedModel | None = None) -> GenerateConfig:
@@ -297,13 +316,31 @@ def settled(config: GenerateConfig, model: StreamFusedModel | None = None) -> Ge
     if model is not None and is_open and config.resolved_drafter(model) == "streams":
         profile = profile_of(model)
         if profile is not None:
-            return _shaped(config, profile.shape)
+            return _shaped(config, profile.way().shape)
     return replace(
         config,
         tree=config.tree or TreeConfig(),
         prune=config.prune or PruneConfig(),
         stream_schedule=config.stream_schedule or "second-pass",
     )
+
+
+def settled_behind(config: GenerateConfig, model: StreamFusedModel, context: int) -> GenerateConfig:
+    """`config` with what the profile says of an answer that begins behind `context` tokens.
+
+    Where anything of the draft was asked for, or nothing was measured, it stays as it is.
+
+    Raises:
+        InputError: as `GenerateConfig.resolved_drafter`.
+    """
+    if not leaves_shape_open(config) or config.resolved_drafter(model) != "streams":
+        return config
+    profile = profile_of(model)
+    if profile is None:
+        return config
+    if _leaves_all_open(config) and not profile.drafting_pays(context):
+        return replace(config, decoding="plain")
+    return _shaped(config, profile.way(context).shape)
 
 
 def _shaped(config: GenerateConfig, shape: DraftShape) -> GenerateConfig:
@@ -325,12 +362,16 @@ def tuned_line(config: GenerateConfig, model: StreamFusedModel) -> str | None:
     profile = profile_of(model)
     if profile is None:
         return None
-    choice = "plain decoding, which is faster" if plain else profile.shape.text()
+    choice = "plain decoding, which is faster" if plain else profile.way().shape.text()
+    if not plain and len(profile.ways) > 1:
+        choice += ", other trees behind other contexts"
     return f"tuned for this machine: {choice} (perf.calibrate, {profile.made})"
 
 
-def pace_of(config: GenerateConfig, model: StreamFusedModel) -> Pace:
+def pace_of(config: GenerateConfig, model: StreamFusedModel, context: int | None = None) -> Pace:
     """When drafting as `config` says falls back to plain decoding on `model`.
+
+    `context` tokens are committed when it begins; those of the profile unless told.
 
     Never, where streaming was asked for in so many words, nothing was measured here, or what is
     asked for has no fixed cost, or must see every token.
@@ -351,7 +392,7 @@ def pace_of(config: GenerateConfig, model: StreamFusedModel) -> Pace:
     )
     if shape.is_pruned and profile.costs.early_exit is None:
         return Pace()
-    return Pace(profile.costs.breakeven(shape, profile.context))
+    return Pace(profile.costs.breakeven(shape, profile.context if context is None else context))
 
 
 def _say(line: str) -> None:

@@ -14,7 +14,7 @@ from tiny import make_model
 
 from perf import calibrate, calibrate_check, calibrate_costs
 from perf.calibrate_check import CHOSEN, PLAIN, compare, to_check
-from perf.calibrate_choice import Candidate, Setting, best, pruned, unpruned
+from perf.calibrate_choice import Candidate, Setting, best, best_by_context, pruned, unpruned
 from perf.calibrate_costs import (
     CostPlan,
     forward_costs,
@@ -242,6 +242,22 @@ def test_dear_rows_make_the_tree_small_and_cheap_ones_large():
     assert best(unpruned(cheap, sizes)).shape.num_nodes > 6
 
 
+def test_rows_that_grow_dearer_with_the_context_make_trees_smaller():
+    rng = np.random.default_rng(0)
+    ranks = [[int(rng.choice([0, 1, 2, 3])), int(rng.choice([0, 1, -1]))] for _ in range(60)]
+    lower = Surface.of(
+        {(rows, context): 6 + rows * context / 500 for rows in (1, 64) for context in (0, 1000)}
+    )
+    costs = replace(COSTS, lower=lower)
+    setting = Setting(costs=costs, context=0, guesses=[certain(list(range(100, 160)), ranks)])
+    candidates = unpruned(setting, [2, 3, 4, 6, 8, 12])
+    found = best_by_context(costs, candidates, [0, 500, 4000])
+    sizes = [one.shape.num_nodes for one in found.values()]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2]
+    assert found[0] == best(candidates)
+    assert found[500].step_seconds == costs.step_seconds(found[500].shape, 500)
+
+
 def test_fused_is_chosen_where_reading_the_upper_layers_again_costs_more():
     guesses = certain(list(range(10, 20)), [[0, 0]] * 10)
     rows_cheap = replace(COSTS, fused=flat(2.0, 0.0, rows=(2, 400)))
@@ -372,7 +388,11 @@ def test_the_command_measures_chooses_checks_and_keeps(calibrated, tmp_path):
     assert (tmp_path / "out" / "calibrate-adapter.txt").read_text().strip() in out
     (kept,) = (tmp_path / "profiles").iterdir()
     assert json.loads(kept.read_text()) == result["profile"]
-    assert result["profile"]["shape"] == result["chosen"]["shape"]
+    ways = [one["shape"] for one in result["profile"]["ways"]]
+    assert ways[0] == result["chosen"]["shape"]
+    assert [one["context"] for one in result["by_context"]] == [16, 64]
+    assert all(one["shape"] in ways for one in result["by_context"])
+    assert "the fastest way behind other contexts" in out
     speeds = [one["tokens_per_second"] for one in result["candidates"]]
     assert result["chosen"]["tokens_per_second"] >= 0.99 * max(speeds)
     assert {one["shape"]["prune"]["kind"] for one in result["candidates"]} == {"off", "budget"}

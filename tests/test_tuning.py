@@ -15,7 +15,7 @@ from ssmlx import tuning
 from ssmlx.api import token_steps
 from ssmlx.cli import chat, generate
 from ssmlx.config import AcceptanceConfig, PruneConfig, TreeConfig
-from ssmlx.cost import DraftShape
+from ssmlx.cost import DraftShape, Surface, Way
 from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError
 from ssmlx.pace import FIRST_WAIT, Pace
@@ -34,6 +34,7 @@ from ssmlx.tuning import (
 )
 
 SHAPE = DraftShape(tree=TreeConfig(size=7), num_streams=2, stream_schedule="fused")
+SMALL = DraftShape(tree=TreeConfig(size=2), num_streams=1)
 OPEN = GenerateConfig()
 
 
@@ -52,14 +53,18 @@ def profile(model, **changes) -> Profile:
     """One that says that drafting pays."""
     values = {
         "place": Place.of(model), "made": "2026-08-02", "mlx": mlx_version(), "context": 100,
-        "shape": SHAPE, "tokens_per_call": 9.0, "costs": COSTS, **changes,
+        "ways": (way(),), "costs": COSTS, **changes,
     }  # fmt: skip
     return Profile(**values)
 
 
+def way(tokens_per_call=9.0, shape=SHAPE) -> Way:
+    return Way(shape=shape, tokens_per_call=tokens_per_call)
+
+
 def slow(model, **changes) -> Profile:
     """One that says that it does not."""
-    return profile(model, tokens_per_call=1.01, **changes)
+    return profile(model, ways=(way(1.01),), **changes)
 
 
 def test_profiles_lie_in_the_cache_folder(model, tmp_path, monkeypatch):
@@ -77,9 +82,9 @@ def test_a_profile_is_found_again_as_it_was(model):
 
 def test_a_new_profile_takes_the_place_of_the_old_one(model):
     store_profile(profile(model))
-    assert profile_of(model).tokens_per_call == 9.0
-    store_profile(profile(model, tokens_per_call=8.0))
-    assert profile_of(model).tokens_per_call == 8.0
+    assert profile_of(model).way() == way(9.0)
+    store_profile(profile(model, ways=(way(8.0),)))
+    assert profile_of(model).way() == way(8.0)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +139,20 @@ def _edited(path, **changes):
     path.write_text(json.dumps({**values, **changes}))
 
 
+def _edited_way(path, *, shape=None, **changes):
+    """Its last way, spoilt."""
+    *before, last = json.loads(path.read_text())["ways"]
+    last = {**last, "shape": {**last["shape"], **(shape or {})}, **changes}
+    _edited(path, ways=[*before, last])
+
+
 BROKEN = {
     "no JSON": (lambda path: path.write_text("{"), "is not valid JSON"),
     "half": (lambda path: path.write_text(path.read_text()[:300]), "is not valid JSON"),
     "a list": (lambda path: path.write_text("[]"), "holds a list"),
     "binary": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is not valid JSON"),
-    "another format": (lambda path: _edited(path, format="ssmlx-profile/0"), "ssmlx-profile/0"),
+    "another format": (lambda path: _edited(path, format="ssmlx-profile/1"), "ssmlx-profile/1"),
+    "no ways": (lambda path: _edited(path, ways=[]), "it says no way to draft"),
     "no costs": (lambda path: _edited(path, costs=None), "NoneType"),
     "another place": (
         lambda path: _edited(
@@ -148,23 +161,17 @@ BROKEN = {
         "it is of another machine, model or adapter",
     ),
     "another mlx": (lambda path: _edited(path, mlx="0.1"), "measured with mlx 0.1, this is"),
-    "more streams": (
-        lambda path: _edited(path, shape={**json.loads(path.read_text())["shape"],
-                                          "num_streams": 9}),
-        "cannot draft",
-    ),
+    "more streams": (lambda path: _edited_way(path, shape={"num_streams": 9}), "cannot draft"),
     "a tree of no nodes": (
-        lambda path: _edited(path, shape={**json.loads(path.read_text())["shape"],
-                                          "tree": {"size": 0}}),
-        "--tree-size 0",
+        lambda path: _edited_way(path, shape={"tree": {"size": 0}}), "--tree-size 0"
     ),
-    "no tokens": (lambda path: _edited(path, tokens_per_call=0), "out of range"),
+    "no tokens": (lambda path: _edited_way(path, tokens_per_call=0), "out of range"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("spoil, reason", BROKEN.values(), ids=BROKEN.keys())
 def test_a_profile_that_does_not_fit_is_ignored_in_one_line(model, capsys, spoil, reason):
-    path = store_profile(profile(model))
+    path = store_profile(profile(model, ways=(way(), way(2.0, SMALL))))
     spoil(path)
     assert settled(OPEN, model) == settled(OPEN)
     assert profile_of(model) is None
@@ -228,7 +235,7 @@ def test_the_defaults_are_the_same_with_a_profile_where_no_model_is_given(model)
 
 def test_a_tuned_pruning_budget_reaches_the_loop(model, monkeypatch):
     budget = PruneConfig(kind="budget", keep=3)
-    store_profile(profile(model, shape=replace(SHAPE, prune=budget)))
+    store_profile(profile(model, ways=(way(shape=replace(SHAPE, prune=budget)),)))
     seen = []
     monkeypatch.setattr(ssmlx.api, "streaming_decode", lambda *a, **k: seen.append(k["prune"]))
     token_steps(model, [1], model.make_cache(), OPEN)
@@ -294,6 +301,75 @@ def test_the_line_says_what_is_done(model):
     )
 
 
+ROW_BY_CONTEXT = Surface.of(
+    {
+        (rows, context): 6 + rows / 10 + rows * context / 1000
+        for rows in (1, 64)
+        for context in (0, 1000)
+    }
+)
+"""Milliseconds of rows that cost the more the more they see."""
+
+
+def by_context(model) -> Profile:
+    """A small tree is faster from some 940 tokens on, and plain decoding from some 7,400."""
+    costs = replace(COSTS, lower=ROW_BY_CONTEXT)
+    return profile(model, ways=(way(3.0), way(2.4, SMALL)), costs=costs)
+
+
+def test_the_longer_the_context_the_smaller_the_tree(model):
+    found = by_context(model)
+    assert found.way() == found.way(0) == found.way(300) == way(3.0)
+    assert found.way(2000) == way(2.4, SMALL)
+    assert found.drafting_pays() and found.drafting_pays(2000) and not found.drafting_pays(9000)
+    for context in (0, 300, 2000, 9000):
+        speeds = [
+            one.tokens_per_call / found.costs.breakeven(one.shape, context) for one in found.ways
+        ]
+        assert found.speedup(context) == max(speeds)
+
+
+def test_of_equal_ways_the_first_is_taken(model):
+    other = replace(SHAPE, stream_schedule="second-pass")
+    gain = COSTS.breakeven(other, 50) / COSTS.breakeven(SHAPE, 50)
+    for more, expected in ((1.005, SHAPE), (1.02, other)):
+        found = profile(model, ways=(way(3.0), way(3.0 * gain * more, other)))
+        assert found.way(50).shape == expected
+
+
+def test_an_answer_is_drafted_as_its_context_says(model, monkeypatch):
+    store_profile(by_context(model))
+    seen = []
+
+    def streaming_decode(*args, drafter, pace, **more):
+        seen.append((drafter.max_nodes, pace._breakeven))
+
+    monkeypatch.setattr(ssmlx.api, "streaming_decode", streaming_decode)
+    monkeypatch.setattr(ssmlx.api, "plain_decode", lambda *args, **more: seen.append("plain"))
+    cache = model.make_cache()
+    token_steps(model, [1] * 10, cache, OPEN)
+    monkeypatch.setattr(type(cache), "offset", 1990)
+    token_steps(model, [1] * 10, cache, OPEN)
+    token_steps(model, [1] * 10, cache, replace(OPEN, tree=TreeConfig(size=5)))
+    monkeypatch.setattr(type(cache), "offset", 9000)
+    token_steps(model, [1] * 10, cache, OPEN)
+    token_steps(model, [1] * 10, cache, replace(OPEN, decoding="streaming"))
+    costs = by_context(model).costs
+    asked = DraftShape(tree=TreeConfig(size=5), num_streams=model.num_streams)
+    assert seen == [
+        (7, costs.breakeven(SHAPE, 10)),
+        (2, costs.breakeven(SMALL, 2000)),
+        (5, costs.breakeven(asked, 2000)),
+        "plain",
+        (2, None),
+    ]
+
+
+def test_the_line_says_where_it_depends_on_the_context(model):
+    store_profile(by_context(model))
+    assert "fused, other trees behind other contexts (perf.calibrate" in tuned_line(OPEN, model)
+
+
 def breakeven(pace: Pace) -> float | None:
     return pace._breakeven
 
@@ -324,7 +400,7 @@ def test_without_a_profile_the_pace_never_stops(model):
 def test_decoding_falls_back_and_returns_and_says_the_same(model):
     """Drafts of a tiny random model do not pay where a call costs three plain ones."""
     dear = replace(COSTS, lower=flat(27.0, 0.0))
-    store_profile(profile(model, costs=dear, tokens_per_call=9.0))
+    store_profile(profile(model, costs=dear))
     length = 120
     answers, lengths = {}, {}
     for config in (OPEN, GenerateConfig(decoding="streaming"), GenerateConfig(decoding="plain")):
@@ -412,4 +488,4 @@ def test_an_adapter_that_is_swapped_in_is_looked_up_under_its_own_name(base, ada
     session = ssmlx.ChatSession(model, tokenizer, GenerateConfig(max_tokens=5))
     assert profile_of(session.model) is None
     session.swap_adapter(adapter)
-    assert profile_of(session.model).shape == SHAPE
+    assert profile_of(session.model).way().shape == SHAPE
