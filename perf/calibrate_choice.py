@@ -75,30 +75,22 @@ class Setting:
 
     def candidate(self, shape: DraftShape, tokens_per_call: float) -> Candidate:
         """`shape`, priced."""
-        return priced(self.costs, self.context, shape, tokens_per_call)
-
-
-def priced(
-    costs: StepCosts, context: float, shape: DraftShape, tokens_per_call: float
-) -> Candidate:
-    """A way to draft behind `context` tokens."""
-    return Candidate(
-        shape=shape,
-        tokens_per_call=tokens_per_call,
-        step_seconds=costs.step_seconds(shape, context),
-        plain_seconds=costs.plain_seconds(context),
-    )
+        return Candidate(
+            shape=shape,
+            tokens_per_call=tokens_per_call,
+            step_seconds=self.costs.step_seconds(shape, self.context),
+            plain_seconds=self.costs.plain_seconds(self.context),
+        )
 
 
 def best_by_context(
-    costs: StepCosts, candidates: Sequence[Candidate], contexts: Sequence[int]
+    setting: Setting, candidates: Sequence[Candidate], contexts: Sequence[int]
 ) -> dict[int, Candidate]:
     """The fastest of the candidates behind each context; they guess as well behind any."""
+    places = {context: replace(setting, context=context) for context in contexts}
     return {
-        context: best(
-            [priced(costs, context, one.shape, one.tokens_per_call) for one in candidates]
-        )
-        for context in contexts
+        context: best([place.candidate(one.shape, one.tokens_per_call) for one in candidates])
+        for context, place in places.items()
     }
 
 

@@ -129,7 +129,7 @@ def choose(
         exits = record_exits(model, answered, streams, bar)
         small = [size for size in sizes if size <= EXIT_TREE]
         candidates += pruned(setting, exits, candidates, streams, small)
-    by_context = best_by_context(costs, candidates, costs.lower.contexts)
+    by_context = best_by_context(setting, candidates, costs.lower.contexts)
     return Measured(setting, candidates, best(candidates), by_context)
 
 

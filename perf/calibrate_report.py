@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,37 +46,30 @@ def rank_lines(table: Sequence[Sequence[float]]) -> list[str]:
     return aligned([head, *rows])
 
 
+_WAY_CELLS: Mapping[str, Callable[[Result], str]] = {
+    "draft": lambda one: DraftShape.from_dict(one["shape"]).text(),
+    "behind": lambda one: str(one["context"]),
+    "tokens per call": lambda one: f"{one['tokens_per_call']:.2f}",
+    "ms a call": lambda one: f"{1e3 * one['step_seconds']:.1f}",
+    "tokens/s": lambda one: f"{one['tokens_per_second']:.1f}",
+    "over plain": lambda one: f"{one['speedup']:.2f}x",
+}
+
+
+def way_lines(ways: Sequence[Result], head: Sequence[str]) -> list[str]:
+    """Ways to draft, one a line, with the columns that `head` names."""
+    return aligned([head, *([_WAY_CELLS[name](one) for name in head] for one in ways)])
+
+
 def choice_lines(candidates: Sequence[Result], count: int = 6) -> list[str]:
     """The fastest ways to draft, one a line: schedules and sizes beside each other."""
-    head = ["draft", "tokens per call", "ms a call", "tokens/s", "over plain"]
     ranked = sorted(candidates, key=lambda one: -one["tokens_per_second"])[:count]
-    rows = [
-        [
-            DraftShape.from_dict(one["shape"]).text(),
-            f"{one['tokens_per_call']:.2f}",
-            f"{1e3 * one['step_seconds']:.1f}",
-            f"{one['tokens_per_second']:.1f}",
-            f"{one['speedup']:.2f}x",
-        ]
-        for one in ranked
-    ]
-    return aligned([head, *rows])
+    return way_lines(ranked, ("draft", "tokens per call", "ms a call", "tokens/s", "over plain"))
 
 
 def context_lines(choices: Sequence[Result]) -> list[str]:
     """The fastest way to draft behind each context."""
-    head = ["draft", "behind", "tokens per call", "ms a call", "over plain"]
-    rows = [
-        [
-            DraftShape.from_dict(one["shape"]).text(),
-            str(one["context"]),
-            f"{one['tokens_per_call']:.2f}",
-            f"{1e3 * one['step_seconds']:.1f}",
-            f"{one['speedup']:.2f}x",
-        ]
-        for one in choices
-    ]
-    return aligned([head, *rows])
+    return way_lines(choices, ("draft", "behind", "tokens per call", "ms a call", "over plain"))
 
 
 def check_lines(checks: Sequence[Result]) -> list[str]:

@@ -63,13 +63,17 @@ def _check_same_way(
     first_path: Path, first: Mapping[str, Any], path: Path, result: Mapping[str, Any]
 ) -> None:
     """One line above the tables says how all of them were measured."""
-    machines = first["machine"], result["machine"]
-    pairs = [(key, first[key], result.get(key)) for key in first if key not in ("tasks", "machine")]
-    pairs += [(key, value, machines[1].get(key)) for key, value in machines[0].items()]
-    for key, mine, other in pairs:
-        if mine != other:
+    here, there = _settings(first), _settings(result)
+    for key, value in here.items():
+        if value != there.get(key):
             raise InputError(
-                f"{key} is {mine} in {first_path} and {other} in {path}",
+                f"{key} is {value} in {first_path} and {there.get(key)} in {path}",
                 expected="results that were measured in the same way",
                 do="show them one by one, or measure again",
             )
+
+
+def _settings(result: Mapping[str, Any]) -> dict[str, Any]:
+    """How and on what it was measured, as one table."""
+    shared = {key: value for key, value in result.items() if key not in ("tasks", "machine")}
+    return {**shared, **result["machine"]}

@@ -262,10 +262,8 @@ def _check(profile: Profile, place: Place, model: StreamFusedModel) -> None:
         shape = way.shape
         if not 1 <= shape.num_streams <= model.num_streams or (shape.is_pruned and not can_prune):
             raise ValueError("the adapter cannot draft what it says")
-        if not (way.tokens_per_call > 0 and shape.num_nodes > 0):
+        if not (way.tokens_per_call > 0 and profile.speedup() > 0 and shape.num_nodes > 0):
             raise ValueError("its figures are out of range")
-    if not profile.speedup() > 0:
-        raise ValueError("its figures are out of range")
 
 
 _KNOWN: WeakKeyDictionary[StreamFusedModel, Profile | None] = WeakKeyDictionary()

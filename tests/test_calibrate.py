@@ -251,7 +251,7 @@ def test_rows_that_grow_dearer_with_the_context_make_trees_smaller():
     costs = replace(COSTS, lower=lower)
     setting = Setting(costs=costs, context=0, guesses=[certain(list(range(100, 160)), ranks)])
     candidates = unpruned(setting, [2, 3, 4, 6, 8, 12])
-    found = best_by_context(costs, candidates, [0, 500, 4000])
+    found = best_by_context(setting, candidates, [0, 500, 4000])
     sizes = [one.shape.num_nodes for one in found.values()]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2]
     assert found[0] == best(candidates)

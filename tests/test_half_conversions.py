@@ -38,7 +38,7 @@ def converted(function, bits: np.ndarray) -> np.ndarray:
 def test_every_half_becomes_its_float(library):
     halves = np.arange(1 << 16, dtype=np.uint16)
     halves = halves[~np.isnan(halves.view(np.float16))]
-    found = converted(library.__getattr__("__extendhfsf2"), halves)
+    found = converted(library["__extendhfsf2"], halves)
     assert np.array_equal(found, halves.view(np.float16).astype(np.float32).view(np.uint32))
 
 
@@ -53,7 +53,7 @@ def test_floats_are_rounded_to_the_nearest_half(library):
             [0.0, -0.0, 65504, 65519.99, 65520, 1e30, -np.inf, 6e-8, 2.98e-8, 2.9e-8],
         ]
     ).astype(np.float32)
-    found = converted(library.__getattr__("__truncsfhf2"), floats.view(np.uint32))
+    found = converted(library["__truncsfhf2"], floats.view(np.uint32))
     with np.errstate(over="ignore"):
         expected = floats.astype(np.float16).view(np.uint16)
     assert np.array_equal(found.astype(np.uint16), expected)

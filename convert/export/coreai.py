@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ssmlx.errors import InputError
+from ssmlx.errors import InputError, first_line
 
 from .coreml import quiet, writing
 from .graph import Graph, Stateful
@@ -27,7 +27,7 @@ def import_coreai() -> tuple[Any, Any]:
             return importlib.import_module("coreai_torch"), importlib.import_module("coreai")
     except ImportError as error:
         raise InputError(
-            f"Core AI's converter cannot be imported ({str(error).splitlines()[0]})",
+            f"Core AI's converter cannot be imported ({first_line(error)})",
             expected="the packages coreai-core and coreai-torch (Python 3.11 or later)",
             do='`pip install "ssmlx[coreai]"`',
         ) from error

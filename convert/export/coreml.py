@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ssmlx.errors import InputError
+from ssmlx.errors import InputError, first_line
 
 from .graph import Carrying, Graph, Stateful
 from .settings import ExportConfig
@@ -57,7 +57,7 @@ def import_coremltools() -> Any:
             import coremltools
     except (ImportError, AttributeError) as error:
         raise InputError(
-            f"coremltools cannot be imported ({str(error).splitlines()[0]})",
+            f"coremltools cannot be imported ({first_line(error)})",
             expected="the packages that convert to Core ML",
             do='`pip install "ssmlx[coreml]"`',
         ) from error
@@ -172,9 +172,10 @@ def writing(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        number = error.errno if isinstance(error, OSError) else None
+        reason = os.strerror(number) if number else first_line(error)
         raise InputError(
-            f"cannot write {target} ({str(reason).splitlines()[0]})",
+            f"cannot write {target} ({reason})",
             expected="a disk with room for twice the package",
             do="free some space, or choose another --out",
         ) from error

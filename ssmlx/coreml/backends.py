@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, first_line
 from .manifest import Manifest
 
 PREFILL, DECODE = "prefill", "decode"
@@ -107,7 +107,7 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
         }
     except Exception as error:  # Core ML's own, of no common kind
         raise InputError(
-            f"{package} cannot be loaded by Core ML ({str(error).splitlines()[0]})",
+            f"{package} cannot be loaded by Core ML ({first_line(error)})",
             expected="a package that this macOS can run (macOS 15 or later)",
             do="update macOS, or export again",
         ) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, first_line
 from .backends import FUNCTIONS, Arrays
 from .manifest import Manifest
 
@@ -85,7 +85,7 @@ def coreai_backend(package: Path, manifest: Manifest) -> CoreAIBackend:
         ) from error
     except (RuntimeError, OSError, KeyError) as error:
         raise InputError(
-            f"{package} cannot be loaded by Core AI ({str(error).splitlines()[0]})",
+            f"{package} cannot be loaded by Core AI ({first_line(error)})",
             expected="a package that this version of coreai-core can run",
             do="export it again",
         ) from error
