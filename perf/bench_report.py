@@ -16,8 +16,9 @@ WEIGHTS = ("base", "lora", "streams", "draft_head")
 NOTES = (
     "[95 % bootstrap intervals]; medians over prompts, systems taking turns in an order that "
     "rotates, each greedy and on the same weights",
-    "mlx-lm: its own stream_generate; prefill: the prompt over the time to the first token; peak: "
-    "weights that the system needs, and the most in use beside them",
+    "mlx-lm: its own stream_generate; streaming: as ssmlx decodes here by default, tuned where "
+    "perf.calibrate was run; prefill: the prompt over the time to the first token; peak: weights "
+    "that the system needs, and the most in use beside them",
 )
 
 

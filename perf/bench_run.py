@@ -14,7 +14,7 @@ from .compare_run import answer_once
 from .metrics import Estimate, ratio, ratio_interval, speedup
 
 CONTEXTS = (64, 512, 2000)
-CONTEXT_TOKENS = 48
+CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
 MOST_ROUNDS = 12  # at each length of context
 SAFETY = 1.3
 Found = Mapping[str, Answer]
@@ -100,7 +100,7 @@ def contexts_result(
         expected = expected_seconds(found, length / known)
         if length + CONTEXT_TOKENS > limit or expected > clock.left:
             break
-        texts = [text_of_length(target, length, 211 * turn) for turn in range(MOST_ROUNDS)]
+        texts = [text_of_length(target, length, turn) for turn in range(MOST_ROUNDS)]
         with endless(target):
             found = rounds(
                 texts,

@@ -28,7 +28,7 @@ from ssmlx.shapes import arrays_in
 from .common import Answer, mlx_lm_answer, ssmlx_answer
 from .compare_bench import scope_of
 from .samples import read_own_lora
-from .tasks import Task, read_examples
+from .tasks import Example, Task, read_examples
 
 SYSTEMS = ("mlx-lm", "plain", "streaming")
 Answerer = Callable[[list[int]], Answer]
@@ -44,6 +44,7 @@ class Target:
         model, tokenizer: ssmlx's; the tokenizer stops where the adapter's answers end.
         mlx_model: mlx-lm's own.
         prompts: tokens, under the adapter's template.
+        answers: tokens of a right answer to each, with its end; none where none is known.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Target:
     tokenizer: TokenizerWrapper
     mlx_model: Any
     prompts: Sequence[list[int]]
+    answers: Sequence[list[int]]
 
     @property
     def drafting(self) -> str:
@@ -72,8 +74,9 @@ class Target:
         return total_bytes(arrays_in(self.mlx_model.parameters()))
 
     def answerers(self, max_tokens: int) -> dict[str, Answerer]:
-        """How each of `SYSTEMS` answers, greedily, at most `max_tokens`."""
-        streaming = GenerateConfig(decoding="streaming", max_tokens=max_tokens)
+        """How each of `SYSTEMS` answers, greedily, at most `max_tokens`; streaming as by default:
+        where a profile says that drafting does not pay, it stops."""
+        streaming = GenerateConfig(max_tokens=max_tokens)
         plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
         model, words = self.model, self.tokenizer
         return {
@@ -96,7 +99,7 @@ def load_target(name: str, path: Path, dtype: str, task: Task, data: Path) -> Ta
         InputError: something is missing, broken, or does not fit the rest.
     """
     adapter = adapter_with_streams(name)
-    backbone, settings = load_base(path, dtype)
+    backbone, settings = load_base(path, dtype, "auto")
     tokenizer = load_words(path, settings)
     mlx_model = load_weights(path, dtype, f"{path} cannot be loaded")[0]
     model = fuse_streams(backbone, adapter, merge_lora=True)
@@ -107,10 +110,20 @@ def load_target(name: str, path: Path, dtype: str, task: Task, data: Path) -> Ta
     mx.eval(backbone.model.parameters())
     tokenizer.eos_token_ids = end_token_ids(model, tokenizer)
     template = adapter.config.prompt_template
-    prompts = [e.tokens(model, tokenizer, template) for e in read_examples(data, task, None)]
+    examples = read_examples(data, task, None)
+    prompts = [one.tokens(model, tokenizer, template) for one in examples]
     for prompt in prompts:
         check_prompt(model, len(prompt))
-    return Target(Path(name).name, scope_of(adapter), model, tokenizer, mlx_model, prompts)
+    answers = [answer_tokens(one, tokenizer) for one in examples]
+    return Target(Path(name).name, scope_of(adapter), model, tokenizer, mlx_model, prompts, answers)
+
+
+def answer_tokens(example: Example, tokenizer: TokenizerWrapper) -> list[int]:
+    """The first right answer with its end; nothing where none is known."""
+    if not example.references:
+        return []
+    text = tokenizer.encode(example.references[0], add_special_tokens=False)
+    return [*text, tokenizer.eos_token_id]
 
 
 def arrays_without(model: nn.Module, paths: Iterable[str]) -> list[tuple[str, mx.array]]:
@@ -150,8 +163,13 @@ def endless(target: Target) -> Iterator[None]:
         model.config, tokenizer.eos_token_ids = config, ends
 
 
-def text_of_length(target: Target, length: int, start: int) -> list[int]:
-    """`length` tokens of the prompts, one after the other, from the token `start` on."""
-    joined = [token for prompt in target.prompts for token in prompt]
-    repeated = joined * (1 + (start + length) // len(joined))
-    return repeated[start : start + length]
+def text_of_length(target: Target, length: int, turn: int) -> list[int]:
+    """`length` tokens that end with a prompt, the one of that number: prompts with their answers
+    stand before it, as far as there is room."""
+    prompts, answers = target.prompts, target.answers
+    text = list(prompts[turn % len(prompts)])
+    while len(text) < length:
+        turn -= 1
+        before = turn % len(prompts)
+        text = [*prompts[before], *answers[before], *text]
+    return text[-length:]

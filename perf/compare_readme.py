@@ -9,7 +9,15 @@ from typing import Any
 from ssmlx.errors import InputError
 from ssmlx.files import write_whole
 
-from .compare_report import MIB, heading, same_text, speedup_text, task_heading, timing_text
+from .compare_report import (
+    MIB,
+    heading,
+    latency_speedup_text,
+    same_text,
+    speedup_text,
+    task_heading,
+    timing_text,
+)
 from .tables import estimate
 
 FIRST, LAST = "<!-- perf.compare -->", "<!-- /perf.compare -->"
@@ -59,7 +67,7 @@ def task_markdown(task: Mapping[str, Any]) -> str:
         "system",
         "speed-up over mlx-lm",
         "tokens per call",
-        "latency, ms",
+        "latency, ms (over mlx-lm)",
         *(f"{name}, %" for name in figure),
         "extra parameters",
         "peak memory beside the weights, MiB",
@@ -79,7 +87,7 @@ def cells(task: Mapping[str, Any], row: Mapping[str, Any], figures: Sequence[str
         f"`{row['name']}`",
         speedup_text(row),
         estimate(row["tokens_per_call"]).text(),
-        f"{1e3 * row['latency_seconds']['value']:.0f}",
+        f"{1e3 * row['latency_seconds']['value']:.0f} ({latency_speedup_text(task, row)})",
         *(estimate(row["figures"][name]).text(1) for name in figures),
         f"{row['extra_parameters']:,}" if row["extra_parameters"] else "0",
         f"{row['peak_bytes'] / MIB:.1f}",

@@ -128,10 +128,14 @@ def call_seconds(prompts: Prompts | None) -> float | None:
 
 
 def speedups(system: DecodingMethod, answers: Answers) -> dict[str, Any]:
-    """Tokens/s over mlx-lm's, and over the draft model's where there is one."""
+    """Tokens/s over mlx-lm's, and over the draft model's where there is one; whole answers too."""
     speeds = {name: medians(prompts, "tokens_per_second") for name, prompts in answers.items()}
+    latencies = [medians(answers[name], "seconds") for name in (MLX_LM, system.name)]
     own = speeds[system.name]
-    found = {"speedup": speedup(own, speeds[MLX_LM])}
+    found: dict[str, Any] = {
+        "speedup": speedup(own, speeds[MLX_LM]),
+        "latency_speedup": asdict(ratio(*latencies)),
+    }
     if "draft-model" in speeds and system.kind == "streams":
         found["speedup_over_draft_model"] = speedup(own, speeds["draft-model"])
     return found

@@ -433,7 +433,8 @@ def fuse_streams(
     every_row = RowScope(0)
     scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
     dtype = backbone.dtype
-    fused = StreamFusedModel(backbone, adapter.config, cast_streams(adapter.streams, dtype), scope)
+    streams = cast_streams(adapter.streams, dtype)
+    fused = StreamFusedModel(backbone, adapter.config, streams, scope)
     fused.is_fine_tuned = bool(adapter.every_row_lora)
     if check is not None:
         check(fused)
@@ -446,6 +447,8 @@ def fuse_streams(
         merged = {path for path, module in on_all.items() if isinstance(module, nn.Linear)}
         replaced |= dict.fromkeys(merged)
     backbone.replaced = replaced
+    # Now: the first answer would merge and cast, which takes time and memory.
+    mx.eval(model.parameters(), *stream_tensors(streams).values())
     return fused
 
 

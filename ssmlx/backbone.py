@@ -34,6 +34,9 @@ POSITIONED_ROPES: tuple[type[nn.Module], ...] = (
 _PROBE_TOKENS = (1, 2, 3)
 _HEAD_KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
+_PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+_GROUP_SIZES = (64, 32)
+
 LMHead = Callable[[mx.array], mx.array]
 """Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
 
@@ -87,6 +90,19 @@ def take_rows(layer: nn.Module, rows: mx.array) -> nn.Module:
     return taken
 
 
+def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
+    """A linear layer or embedding with its weights packed to `bits` bits, mlx-lm's affine format.
+
+    As it is where it is packed already, or no group size of MLX's divides its width.
+    """
+    width = int(layer.weight.shape[-1])
+    sizes = [size for size in _GROUP_SIZES if width % size == 0]
+    if isinstance(layer, _PACKED_KINDS) or not sizes:
+        return layer
+    packable: Any = layer
+    return packable.to_quantized(group_size=sizes[0], bits=bits)
+
+
 def head_bytes(head: LMHead | None) -> int:
     """Bytes of the weights behind an LM head, such as `Backbone.draft_head` made."""
     # A tied head is its embedding's own method.
@@ -108,6 +124,8 @@ class Backbone:
             place; the model itself works as before.
         reload: reads modules, given by path, once more as the model was loaded. Without it,
             weights that an adapter is merged into are kept beside the merged ones.
+        draft_bits: bits of the weights of `draft_head`, where the head's own are not packed; None
+            leaves them as they are.
 
     Attributes:
         final_norm: what last hidden states pass before the LM head.
@@ -119,8 +137,10 @@ class Backbone:
         InputError: the model is not regular; the message says in what.
     """
 
-    def __init__(self, model: nn.Module, reload: Reload | None = None) -> None:
-        self.model, self.reload = model, reload
+    def __init__(
+        self, model: nn.Module, reload: Reload | None = None, draft_bits: int | None = None
+    ) -> None:
+        self.model, self.reload, self.draft_bits = model, reload, draft_bits
         self.replaced: Mapping[str, nn.Module | None] = {}
         self._decoder: Any = model
         for name in decoder_path(model).split("."):
@@ -213,6 +233,8 @@ class Backbone:
     def draft_head(self, tokens: mx.array) -> LMHead:
         """The LM head of `tokens` [Vd] alone, with its own copy of their rows.
 
+        It only guesses, so its weights may be packed to `draft_bits`: an answer does not change.
+
         Raises:
             InputError: the head's rows cannot be taken one by one.
         """
@@ -224,6 +246,8 @@ class Backbone:
                 f"its LM head is a {type(head).__name__}, of which a draft vocabulary takes rows",
             )
         rows: Any = take_rows(head, tokens)
+        if self.draft_bits is not None:
+            rows = pack_rows(rows, self.draft_bits)
         mx.eval(rows.parameters())
         return rows.as_linear if tied else rows
 

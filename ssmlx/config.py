@@ -35,6 +35,7 @@ ACCEPTANCES = ("exact", "typical")
 ATTENTIONS = ("auto", "mlx", "fused")
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
+DRAFT_HEADS = ("auto", "stored", "8bit")
 MAX_TREE_NODES = 1024
 MAX_DRAFT_TOKENS = 256
 

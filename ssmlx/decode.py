@@ -209,7 +209,8 @@ def streaming_decode(
 
     While a step runs, the next one is built; when it is done, its successor starts, and only then
     are its tokens given out. Drafters that read the text, and pruning by threshold, have to know
-    them first.
+    them first. So does the prompt's call: its token is the one that somebody waits for, and is
+    given out before anything else is started.
 
     Args:
         model: a model with streams, or with any drafter that needs none.
@@ -246,10 +247,12 @@ def streaming_decode(
     builds_ahead = not drafter.waits and prune.kind != "threshold"
     result = build(root_tree(mx.array(prompt[-1:], mx.int32)), tail)
     launch(result)
+    is_first = True
     while True:
         before, upcoming = cache.hold(), None
-        if builds_ahead:
+        if builds_ahead and not is_first:
             upcoming = build(result.next_tree, result.tail)
+        is_first = False
         new_tokens = result.read()
         pace.observe(len(new_tokens), drafted=result.num_nodes > 1)
         if upcoming is None or ends(new_tokens):

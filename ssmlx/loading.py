@@ -23,7 +23,7 @@ from .adapter import (
 )
 from .backbone import Backbone
 from .bundled import CONFIG_FILE, bundled_adapters, resolve_adapter
-from .config import DEFAULT_MODEL, DTYPES, read_json
+from .config import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, read_json
 from .errors import InputError, first_line
 from .medusa import carries_heads
 from .medusa import model_classes as classes_without_heads
@@ -44,6 +44,22 @@ def resolve_dtype(name: str) -> str:
     if name != "auto":
         return name
     return "stored" if mx.default_device() == mx.gpu else "float32"
+
+
+def resolve_draft_bits(name: str) -> int | None:
+    """Bits of the draft head's weights for one of `DRAFT_HEADS`; None leaves them as stored.
+
+    "auto" packs them on a GPU, where a step of few rows takes as long as its weights take to
+    read. MLX's CPU backend multiplies packed weights slowly.
+    """
+    if name not in DRAFT_HEADS:
+        raise InputError(
+            f"--draft-head {name}",
+            expected="one of " + ", ".join(DRAFT_HEADS),
+            do="choose one of them",
+        )
+    is_packed = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
+    return 8 if is_packed else None
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -94,12 +110,15 @@ def own_classes(path: Path) -> dict[str, Any]:
     return {"get_model_classes": classes_without_heads} if carries_heads(path) else {}
 
 
-def load_base(path: Path, dtype: str = "auto") -> tuple[Backbone, dict[str, Any]]:
+def load_base(
+    path: Path, dtype: str = "auto", draft_head: str = "stored"
+) -> tuple[Backbone, dict[str, Any]]:
     """Load a model folder with mlx-lm's loader and wrap it.
 
     Args:
         path: a folder in mlx-lm's or Hugging Face's layout.
         dtype: one of `DTYPES`.
+        draft_head: one of `DRAFT_HEADS`.
 
     Returns:
         The model and its config.json, as mlx-lm read it.
@@ -107,8 +126,9 @@ def load_base(path: Path, dtype: str = "auto") -> tuple[Backbone, dict[str, Any]
     Raises:
         InputError: the folder cannot be loaded, or the model is not a regular decoder.
     """
+    draft_bits = resolve_draft_bits(draft_head)
     model, config = load_weights(path, dtype, f"{path} cannot be loaded as a model")
-    return Backbone(model, partial(load_modules, path, dtype)), config
+    return Backbone(model, partial(load_modules, path, dtype), draft_bits), config
 
 
 def load_modules(path: Path, dtype: str, names: Collection[str]) -> dict[str, nn.Module]:
@@ -186,6 +206,7 @@ def load(
     adapter: str | Path | None = None,
     dtype: str = "auto",
     merge_lora: bool = True,
+    draft_head: str = "auto",
 ) -> tuple[StreamFusedModel, TokenizerWrapper]:
     """Load a model that drafts for itself, and its tokenizer.
 
@@ -199,6 +220,9 @@ def load(
         merge_lora: add LoRA of scope "all" into unquantised weights, which makes it free at
             run time; `swap_adapter` reads the original weights of these layers again. False
             keeps the LoRA apart.
+        draft_head: the weights of the LM head's copy that drafts from a draft vocabulary: "stored",
+            as the head's own; "8bit", packed, a quarter of float32's memory, which may change a
+            guess but no answer; or "auto": packed on a GPU.
 
     Raises:
         InputError: something given is missing, broken, or does not fit the rest.
@@ -208,7 +232,7 @@ def load(
     if adapter is None and (path / CONFIG_FILE).exists():
         folder = path
     loaded = load_adapter(folder) if folder is not None else None
-    backbone, config = load_base(path, dtype)
+    backbone, config = load_base(path, dtype, draft_head)
     tokenizer = load_words(path, config)
     if loaded is None:
         return StreamFusedModel(backbone), tokenizer

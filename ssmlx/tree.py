@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -83,7 +83,7 @@ class Tree:
         above = mx.maximum(self.depths - 1, 0)
         return mx.take_along_axis(self.paths, above[:, None], axis=1)[:, 0]
 
-    @property
+    @cached_property
     def ancestors(self) -> mx.array:
         """[N, N] bool: column j is row i itself or one of its ancestors (eq. 4, figure 8)."""
         nodes = indices(self.num_nodes)

@@ -195,7 +195,10 @@ def _model_digest(model: StreamFusedModel) -> str:
 
 def _adapter_digest(model: StreamFusedModel) -> str:
     assert model.config is not None and model.streams is not None
-    digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True).encode())
+    settings = model.config.to_dict()
+    if model.draft_head is not None and model.backbone.draft_bits is not None:
+        settings["draft_bits"] = model.backbone.draft_bits  # another cost, and other guesses
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, tensor in sorted(stream_tensors(model.streams).items()):
         digest.update(name.encode() + np.array(tensor.astype(mx.float32)).tobytes())
     return digest.hexdigest()[:16]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from time import sleep
 
 import pytest
@@ -17,8 +18,8 @@ from perf import bench, bench_energy, bench_run
 from perf.bench_clock import Clock, rounds
 from perf.bench_report import line, report
 from perf.bench_run import contexts_result, expected_seconds
-from perf.bench_target import SYSTEMS, endless, load_target, text_of_length
-from perf.tasks import TASKS
+from perf.bench_target import SYSTEMS, answer_tokens, endless, load_target, text_of_length
+from perf.tasks import TASKS, Example
 from ssmlx.adapter import Adapter, BaseIdentity, write_adapter
 from ssmlx.api import end_token_ids
 from ssmlx.config import StreamConfig
@@ -223,11 +224,20 @@ def test_no_token_ends_an_answer_inside_the_block_alone(folders):
     assert end_token_ids(target.model, target.tokenizer) == before
 
 
-def test_texts_have_their_length_and_differ(folders):
+def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):
+    prompts, answers = [[1, 2, 3], [4, 5], [6, 7]], [[8], [9, 10], []]
+    target = replace(target_of(folders, "streams"), prompts=prompts, answers=answers)
+    assert text_of_length(target, 2, 0) == [2, 3]
+    assert text_of_length(target, 6, 1) == [1, 2, 3, 8, 4, 5]
+    assert text_of_length(target, 9, 4) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
+
+
+def test_a_right_answer_is_tokens_with_their_end(folders):
     target = target_of(folders, "streams")
-    texts = [text_of_length(target, 50, start) for start in (0, 3, 1000)]
-    assert [len(text) for text in texts] == [50] * 3 and texts[0] != texts[1]
-    assert texts[0][3:] == texts[1][:-3]
+    example = Example((("user", "w1"),), ("w5 w6", "w7"))
+    *text, end = answer_tokens(example, target.tokenizer)
+    assert target.tokenizer.decode(text) == "w5 w6" and end == target.tokenizer.eos_token_id
+    assert answer_tokens(Example((("user", "w1"),), ()), target.tokenizer) == []
 
 
 def run_bench(folders, out, monkeypatch, *more, base="base"):

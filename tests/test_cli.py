@@ -46,9 +46,9 @@ def run(base, loaded, monkeypatch, capsys):
     real = ssmlx.load
     from ssmlx import loading
 
-    def load(model, *, adapter, dtype):
+    def load(model, *, adapter, **more):
         known = model == str(base) and adapter in loaded
-        return loaded[adapter] if known else real(model, adapter=adapter, dtype=dtype)
+        return loaded[adapter] if known else real(model, adapter=adapter, **more)
 
     monkeypatch.setattr(loading, "load", load)
 

@@ -66,8 +66,8 @@ def streaming(model, prune=None, drafter=None, **more):
 
 
 def after_start(events, steps):
-    """The events of later calls, the prompt's left out."""
-    next(steps)
+    """The events of later calls, the prompt's and the one behind it left out."""
+    next(steps), next(steps)
     events.clear()
     for _ in range(3):
         next(steps)
@@ -100,11 +100,23 @@ def test_plain_decoding_reads_once_a_token(events):
     assert after_start(events, steps) == ["launch", "read", "give"] * 3
 
 
-def test_no_step_is_started_for_an_answer_that_has_ended(events):
-    steps = streaming(make_model(), ends=lambda tokens: True)
+def test_the_first_token_is_given_before_anything_else_starts(events):
+    """`launch` may block while work is queued, which the reader of the first token would feel."""
+    steps = streaming(make_model())
     events.clear()
     next(steps)
-    assert events == ["wait", "build", "launch", "build", "read"]  # the prompt is waited for
+    assert events == ["wait", "build", "launch", "read"]  # the prompt is waited for
+    events.clear()
+    next(steps)
+    assert events == ["build", "launch", "build", "read", "launch"]
+
+
+def test_no_step_is_started_for_an_answer_that_has_ended(events):
+    steps = streaming(make_model(), ends=lambda tokens: True)
+    next(steps)
+    events.clear()
+    next(steps)
+    assert events == ["build", "launch", "build", "read"]
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])

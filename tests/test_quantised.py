@@ -22,12 +22,13 @@ from tiny_heads import make_heads
 
 from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams, load_adapter, write_adapter
 from ssmlx.api import stream_generate
-from ssmlx.backbone import Backbone
+from ssmlx.backbone import Backbone, head_bytes, pack_rows
 from ssmlx.bundled import resolve_adapter
 from ssmlx.cli.generate import read_prompts
 from ssmlx.config import PruneConfig, StreamConfig, TreeConfig
 from ssmlx.drafters.draft_model import DraftModel
-from ssmlx.loading import load_base, load_words
+from ssmlx.errors import InputError
+from ssmlx.loading import is_quantised, load_base, load_words, resolve_draft_bits
 from ssmlx.lora import RowLora
 from ssmlx.model import StreamFusedModel
 from ssmlx.prompts import prompt_tokens
@@ -236,6 +237,45 @@ def test_the_draft_head_keeps_packed_rows(bits, group_size, tied):
         assert mx.array_equal(head[name], own[name][rows]), name
     assert head.bits == bits and head.group_size == group_size
     assert written(model, tree=BEST) == written(model, decoding="plain")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_draft_head_can_be_packed_alone(tied, bias):
+    """It guesses all but as the head does; the head itself, and the answer, stay as they are."""
+    base = make_base(**SIZES, tie_word_embeddings=tied)
+    if bias and tied:
+        return
+    if bias:
+        base.lm_head.bias = mx.random.normal((VOCAB,), key=mx.random.key(4))
+    vocab = mx.array([0, 2, 3, 5, 7, 11])
+    backbone = Backbone(base, draft_bits=8)
+    hidden = mx.random.normal((1, 4, WIDTH), key=mx.random.key(1))
+    whole = backbone.logits(hidden)[:, vocab]
+    guessed = backbone.logits(hidden, backbone.draft_head(vocab))
+    assert 0 < mx.abs(guessed - whole).max() < 0.02 * mx.abs(whole).max()
+    assert head_bytes(backbone.draft_head(vocab)) < head_bytes(Backbone(base).draft_head(vocab)) / 2
+    assert not is_quantised(base)
+
+
+def test_rows_that_no_group_divides_stay_as_they_are():
+    layer = nn.Linear(48, 6)
+    assert pack_rows(layer, 8) is layer
+    packed = nn.QuantizedLinear(64, 6, group_size=32, bits=4)
+    assert pack_rows(packed, 8) is packed
+
+
+@pytest.mark.parametrize("name, on_cpu, on_gpu", [("auto", None, 8), ("stored", None, None),
+                                                  ("8bit", 8, 8)])  # fmt: skip
+def test_what_the_draft_head_is_packed_to(name, on_cpu, on_gpu, monkeypatch):
+    assert resolve_draft_bits(name) == on_cpu
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    assert resolve_draft_bits(name) == on_gpu
+
+
+def test_an_unknown_draft_head_is_refused(tmp_path):
+    with pytest.raises(InputError, match="--draft-head 3bit: expected one of auto, stored, 8bit"):
+        ssmlx.load(write_folder(tmp_path / "base"), draft_head="3bit")
 
 
 # --- Folders ---

@@ -326,9 +326,9 @@ def loads(monkeypatch):
     """How often a base was loaded."""
     real, seen = loading.load_base, []
 
-    def load_base(path, dtype="auto"):
+    def load_base(path, dtype="auto", draft_head="stored"):
         seen.append(path)
-        return real(path, dtype)
+        return real(path, dtype, draft_head)
 
     monkeypatch.setattr(loading, "load_base", load_base)
     return seen

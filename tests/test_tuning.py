@@ -130,6 +130,11 @@ def test_a_quantised_model_and_another_machine_are_other_places(model, monkeypat
         nn.quantize(layer.self_attn, group_size=32, bits=4)
     here = Place.of(model)
     assert Place.of(packed).model != here.model
+    monkeypatch.setattr(model, "_draft_head", nn.Linear(2, 2))
+    assert Place.of(model) == here
+    monkeypatch.setattr(model.backbone, "draft_bits", 8)
+    assert Place.of(model).adapter != here.adapter
+    monkeypatch.undo()
     monkeypatch.setattr(tuning, "this_machine", lambda: ("another chip", "gpu"))
     assert Place.of(model).path != here.path
 

@@ -17,6 +17,7 @@ from ..config import (
     ATTENTIONS,
     DECODINGS,
     DEFAULT_MODEL,
+    DRAFT_HEADS,
     DRAFTERS,
     DTYPES,
     HEAD_DRAFTERS,
@@ -84,6 +85,14 @@ def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | No
         default="auto",
         help="weights as stored, or unpacked and cast; auto: as stored on a GPU, float32 on "
         "the CPU (default: %(default)s)",
+    )
+    group.add_argument(
+        "--draft-head",
+        choices=DRAFT_HEADS,
+        default=DRAFT_HEADS[0],
+        help="weights of the LM head's copy that guesses among the adapter's draft vocabulary: as "
+        "stored, or packed to 8 bits, which takes less memory and changes no answer; auto: packed "
+        "on a GPU (default: %(default)s)",
     )
     group.add_argument(
         "--attention",
@@ -473,7 +482,9 @@ def load_from(args: argparse.Namespace, default_adapter: str | None = None) -> A
     from ..loading import adapters_for, load, swap_adapter
 
     metal.use(args.attention)
-    model, tokenizer = load(args.model, adapter=args.adapter, dtype=args.dtype)
+    model, tokenizer = load(
+        args.model, adapter=args.adapter, dtype=args.dtype, draft_head=args.draft_head
+    )
     drafter = _drafter_of(args)
     wants_streams = drafter in (None, "streams")
     if args.adapter is None and default_adapter and wants_streams and model.num_streams == 0:
