@@ -12,6 +12,7 @@ from real import CONTEXT, ROOT, one_line, run_module, words, write_base, write_t
 import ssmlx
 from perf import quality
 from ssmlx.cli import chat, generate
+from ssmlx.errors import InputError
 
 PROG = "ssmlx.generate"
 KEYS = [
@@ -349,3 +350,19 @@ def test_help_of_the_modules(module):
     result = run_module(module, "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert "--model" in result.stdout or "--base" in result.stdout
+
+
+@pytest.mark.parametrize("given, expected", [((), "auto"), (("--draft-head", "8bit"), "8bit")])
+def test_the_draft_head_is_loaded_as_asked(monkeypatch, given, expected):
+    """Its name reaches the loader, which test_quantised.py follows from there."""
+    from ssmlx import loading
+
+    seen = {}
+
+    def load(model, **settings):
+        seen.update(settings)
+        raise InputError("enough", expected="nothing more", do="stop")
+
+    monkeypatch.setattr(loading, "load", load)
+    assert generate.main(["--prompt", "w1", "--model", "anything", *given]) == 2
+    assert seen["draft_head"] == expected
