@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from real import make_adapter, one_line, run_module, without_prune, words, write_base
 from tiny import random_tree
 
-from perf import common, long_chat, lossless, speed, step_cost
+from perf import common, compiled, long_chat, lossless, speed, step_cost
 from ssmlx.adapter import Adapter, write_adapter
 from ssmlx.cache import TreeCache
 from ssmlx.config import PruneConfig, TreeConfig
@@ -149,12 +149,36 @@ BAD = {
 
 @pytest.mark.parametrize(
     ("command", "flag"),
-    [(speed, "--repeats"), *((long_chat, f"--{name}") for name in ("turns", "prompt-tokens"))],
+    [
+        (speed, "--repeats"),
+        (compiled, "--tree-size"),
+        *((long_chat, f"--{name}") for name in ("turns", "prompt-tokens")),
+    ],
 )
 def test_a_count_of_nothing_is_one_line(command, flag, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main([flag, "0"])
     assert f"{flag} 0: expected 1 or more" in one_line(capsys.readouterr().err, command.PROG)
+
+
+def test_compiled_the_tail_of_a_step_gives_the_same(capsys):
+    config, vocab, sizes = TreeConfig(size=5), mx.arange(20), []
+    tail, inputs = compiled.make_tail(config, 2, vocab), compiled.random_inputs(config, 2, vocab)
+
+    def traced(*given):
+        sizes.append(given[0].shape)
+        return tail(*given)
+
+    fused = mx.compile(traced)
+    for _ in range(3):
+        results = fused(*inputs)
+    assert sizes == [(5,)]  # traced once
+    for found, expected in zip(results, tail(*inputs), strict=True):
+        assert mx.array_equal(found, expected)
+    sizes = ("--tree-size", "5", "--num-streams", "2", "--draft-vocab-size", "20")
+    assert compiled.main([*sizes, "--repeats", "2"]) == 0
+    head, plain, fused = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head[-1] == "ms" and int(fused[1]) < int(plain[3])
 
 
 @pytest.mark.parametrize(("argv", "said"), BAD.values(), ids=BAD)
