@@ -24,13 +24,16 @@ class Pace:
     Args:
         breakeven: seconds of a drafting call over those of a plain one, for this machine, model
             and tree; None where nobody measured them, and drafting never stops.
+        on_trial: whether the first spell has no more patience than a later one: where nobody knows
+            how well such text can be guessed.
     """
 
-    def __init__(self, breakeven: float | None = None) -> None:
+    def __init__(self, breakeven: float | None = None, *, on_trial: bool = False) -> None:
         if breakeven is not None and not 0 < breakeven < math.inf:
             raise ValueError(f"a breakeven of {breakeven}, expected a number above 0")
         self._breakeven = breakeven
-        self._wait, self._patience, self._left = FIRST_WAIT, PATIENCE, 0
+        self._wait, self._left = FIRST_WAIT, 0
+        self._patience = TRIAL_PATIENCE if on_trial else PATIENCE
         self._start()
 
     def _start(self) -> None:

@@ -40,6 +40,9 @@ FORMAT = "ssmlx-profile/2"
 COMMAND = "python -m perf.calibrate"
 _FOLDER = "profiles"
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+FAR = 4
+"""Times the context of the answers that were measured, beyond which streams are on trial: those
+of the bundled adapters guess worse behind contexts longer than they were trained on."""
 SLACK = 0.01
 """Ways to draft whose speeds are this close are equal: the figures are no surer."""
 
@@ -375,7 +378,8 @@ def pace_of(config: GenerateConfig, model: StreamFusedModel, context: int | None
     `context` tokens are committed when it begins; those of the profile unless told.
 
     Never, where streaming was asked for in so many words, nothing was measured here, or what is
-    asked for has no fixed cost, or must see every token.
+    asked for has no fixed cost, or must see every token. Sooner, behind a context much longer
+    than that of the answers that were measured.
     """
     is_open = config.resolved_drafter(model) == "streams" and not config.decoding
     profile = profile_of(model) if is_open and not config.lookup_nodes else None
@@ -393,7 +397,8 @@ def pace_of(config: GenerateConfig, model: StreamFusedModel, context: int | None
     )
     if shape.is_pruned and profile.costs.early_exit is None:
         return Pace()
-    return Pace(profile.costs.breakeven(shape, profile.context if context is None else context))
+    behind = profile.context if context is None else context
+    return Pace(profile.costs.breakeven(shape, behind), on_trial=behind > FAR * profile.context)
 
 
 def _say(line: str) -> None:

@@ -174,6 +174,11 @@ def test_drafting_stops_after_its_patience_is_lost_and_waits_longer_each_time():
     assert runs[7] == (False, LONGEST_WAIT), "no longer than that"
 
 
+def test_on_trial_drafting_stops_sooner_from_the_first_call_on():
+    _, _, drafted = decode(Pace(BREAKEVEN, on_trial=True), lambda at: 1, 300)
+    assert drafted.index(False) == 1 + int(TRIAL_PATIENCE / 0.5)
+
+
 def test_a_call_without_a_draft_says_nothing():
     """Such as a spell's first: it always advances by one token."""
     pace = Pace(20.0)

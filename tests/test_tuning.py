@@ -18,7 +18,7 @@ from ssmlx.config import AcceptanceConfig, PruneConfig, TreeConfig
 from ssmlx.cost import DraftShape, Surface, Way
 from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError
-from ssmlx.pace import FIRST_WAIT, Pace
+from ssmlx.pace import PATIENCE, TRIAL_PATIENCE, Pace
 from ssmlx.settings import GenerateConfig
 from ssmlx.tuning import (
     Place,
@@ -385,6 +385,12 @@ def test_the_pace_knows_what_a_call_costs(model):
     asked = GenerateConfig(tree=TreeConfig(size=4))
     other = DraftShape(tree=TreeConfig(size=4), num_streams=3)
     assert breakeven(pace_of(asked, model)) == pytest.approx(COSTS.breakeven(other, 100))
+
+
+def test_behind_contexts_that_nobody_measured_streams_are_on_trial(model):
+    store_profile(profile(model))
+    patience = [pace_of(OPEN, model, context)._patience for context in (None, 400, 401)]
+    assert patience == [PATIENCE, PATIENCE, TRIAL_PATIENCE]
 
 
 @pytest.mark.parametrize(
