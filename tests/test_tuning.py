@@ -18,7 +18,7 @@ from ssmlx.config import AcceptanceConfig, PruneConfig, TreeConfig
 from ssmlx.cost import DraftShape, Surface, Way
 from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError
-from ssmlx.pace import PATIENCE, TRIAL_PATIENCE, Pace
+from ssmlx.pace import FIRST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
 from ssmlx.settings import GenerateConfig
 from ssmlx.tuning import (
     Place,
