@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-import ssmlx  # noqa: F401  # isort: skip
+import os
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+if _WORKER:
+    # Workers share the cores, so each takes one; and each has a folder for what MLX's CPU backend
+    # compiles, which two at once would write over each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _own = Path(tempfile.gettempdir()) / f"ssmlx-tests-{_WORKER}"
+    _own.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(_own)
+
+import ssmlx  # noqa: E402, F401
 
 
 @pytest.fixture(autouse=True, scope="session")

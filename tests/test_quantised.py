@@ -274,7 +274,7 @@ def test_what_the_draft_head_is_packed_to(name, on_cpu, on_gpu, monkeypatch):
 
 
 def test_an_unknown_draft_head_is_refused(tmp_path):
-    with pytest.raises(InputError, match="--draft-head 3bit: expected one of auto, stored, 8bit"):
+    with pytest.raises(InputError, match="--draft-head 3bit; expected one of auto, stored, 8bit"):
         ssmlx.load(write_folder(tmp_path / "base"), draft_head="3bit")
 
 

@@ -235,7 +235,7 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path):
     found, expected = store().get(batch), objective.lower(batch)
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         span = slice(pad, pad + length)
-        assert torch.allclose(found[row, span], expected[row, span], atol=1e-5)
+        assert torch.allclose(found[row, span], expected[row, span], atol=1e-4)
     with pytest.raises(IndexError):
         LowerStore(tmp_path / "states", examples[:3], WIDTH, torch.float32).get(batch)
 
