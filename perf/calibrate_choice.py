@@ -86,7 +86,11 @@ class Setting:
 def best_by_context(
     setting: Setting, candidates: Sequence[Candidate], contexts: Sequence[int]
 ) -> dict[int, Candidate]:
-    """The fastest of the candidates behind each context; they guess as well behind any."""
+    """The fastest of the candidates behind each context, as if they guessed as well behind any.
+
+    Streams that were trained on short texts guess worse behind long ones; `ssmlx.pace` stops
+    drafting there.
+    """
     places = {context: replace(setting, context=context) for context in contexts}
     return {
         context: best([place.candidate(one.shape, one.tokens_per_call) for one in candidates])
