@@ -40,7 +40,7 @@ from .calibrate_costs import CONTEXTS, CostPlan
 from .calibrate_guesses import rank_table
 from .calibrate_measure import Measured, answer_prompts, choose, measure_costs
 from .calibrate_report import BUSY, RANKS, draw, report
-from .common import RESULTS, publish
+from .common import RESULTS, add_counts, publish
 from .machine import machine
 from .tasks import TASKS, Example, data_file
 
@@ -241,16 +241,14 @@ def main(argv: list[str] | None = None) -> int:
         help="prompts such as the adapter will be asked: a JSON object with `prompt` or `messages` "
         "a line (default: those that ship for the adapter)",
     )  # fmt: skip
-    for name, default, text in (
+    add_counts(
+        group,
         ("count", 24, "prompts to learn from, the last of the data"),
         ("check", 10, "prompts before those to check on; 0 checks nothing"),
         ("max-tokens", 64, "longest answer"),
         ("repeats", 5, "rounds in which every forward is timed"),
         ("largest-tree", 64, "nodes of the largest tree to think about"),
-    ):
-        group.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)"
-        )
+    )
     group.add_argument(
         "--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="L",
         help="committed tokens behind which forwards are timed (default: %(default)s)",

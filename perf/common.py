@@ -116,6 +116,17 @@ def split_name(item: str) -> tuple[str | None, str]:
     return (None, item) if is_whole else (name, value)
 
 
+def add_counts(
+    parser: argparse._ActionsContainer, *rows: tuple[str, int, str], metavar: str | None = None
+) -> None:
+    """Options that are whole numbers: (name without dashes, default, what it is) each."""
+    for name, default, text in rows:
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar=metavar,
+            help=f"{text} (default: %(default)s)",
+        )  # fmt: skip
+
+
 def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
     """End with one line where an option is below 1, or one of its numbers is."""
     for name in names:

@@ -24,7 +24,7 @@ from ssmlx.config import TreeConfig
 from ssmlx.draft import rank_candidates
 from ssmlx.tree import Tree, draft_topology, grow_tree
 
-from .common import check_counts
+from .common import add_counts, check_counts
 from .tables import aligned
 
 PROG = "perf.compiled"
@@ -129,15 +129,13 @@ def _main(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = make_parser(PROG, *(__doc__ or "").partition(": ")[2].split("\n\n", 1))
-    for name, default, text in (
+    add_counts(
+        parser,
         ("tree-size", 16, "nodes of the trees"),
         ("num-streams", 5, "streams"),
         ("draft-vocab-size", 8192, "tokens that streams guess among"),
         ("repeats", 50, "timed runs of each way"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)"
-        )
+    )
     args = parser.parse_args(argv)
     check_counts(parser, args, "tree_size", "num_streams", "draft_vocab_size", "repeats")
     return run(lambda: _main(args), PROG)

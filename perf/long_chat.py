@@ -22,7 +22,7 @@ from ssmlx.loading import load
 from ssmlx.model import StreamFusedModel
 from ssmlx.settings import GenerateConfig
 
-from .common import check_counts, save, ssmlx_answer
+from .common import add_counts, check_counts, save, ssmlx_answer
 from .samples import sample_folders
 from .tasks import SAMPLE_PROMPTS
 
@@ -62,14 +62,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
-    for flag, default, text in (
-        ("--turns", 20, "turns of the chat"),
-        ("--max-tokens", 24, "longest answer"),
-        ("--prompt-tokens", 2000, "tokens of the long prompt"),
-    ):
-        parser.add_argument(
-            flag, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
-        )
+    add_counts(
+        parser,
+        ("turns", 20, "turns of the chat"),
+        ("max-tokens", 24, "longest answer"),
+        ("prompt-tokens", 2000, "tokens of the long prompt"),
+        metavar="N",
+    )
     args = parser.parse_args(argv)
     check_counts(parser, args, "turns", "max_tokens", "prompt_tokens")
     return args

@@ -14,7 +14,7 @@ from ssmlx.backbone import Backbone
 from ssmlx.bundled import resolve_adapter
 from ssmlx.config import read_json
 from ssmlx.drafters.choice import required_scratch
-from ssmlx.errors import InputError
+from ssmlx.errors import InputError, check_choice
 from ssmlx.loading import load, load_base, load_words
 from ssmlx.lora import RowScope, attach_lora
 from ssmlx.model import StreamFusedModel
@@ -162,10 +162,7 @@ def with_mlx_lm(systems: list[ModelUnderTest], wanted: str | None) -> list[Model
         return systems
     name = wanted or systems[0].name
     names = [system.name for system in systems]
-    if name not in names:
-        raise InputError(
-            f"--with-mlx-lm {name}", expected="one of " + ", ".join(names), do="choose one of them"
-        )
+    check_choice("--with-mlx-lm", name, names)
     return [
         replace(s, variants={**s.variants, MLX_LM: None}) if s.name == name else s for s in systems
     ]

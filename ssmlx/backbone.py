@@ -32,9 +32,8 @@ POSITIONED_ROPES: tuple[type[nn.Module], ...] = (
     *(getattr(rope_utils, name) for name in _ROPE_NAMES if hasattr(rope_utils, name)),
 )
 _PROBE_TOKENS = (1, 2, 3)
-_HEAD_KINDS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
-
-_PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+_HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS)
 _GROUP_SIZES = (64, 32)
 
 LMHead = Callable[[mx.array], mx.array]
@@ -97,7 +96,7 @@ def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
     """
     width = int(layer.weight.shape[-1])
     sizes = [size for size in _GROUP_SIZES if width % size == 0]
-    if isinstance(layer, _PACKED_KINDS) or not sizes:
+    if isinstance(layer, PACKED_KINDS) or not sizes:
         return layer
     packable: Any = layer
     return packable.to_quantized(group_size=sizes[0], bits=bits)

@@ -1,5 +1,7 @@
 """The one exception that a user's mistake raises, and what of another's text it tells."""
 
+from collections.abc import Sequence
+
 
 class InputError(ValueError):
     """Bad input, told in one line: what was found, what was expected, what to do.
@@ -16,3 +18,15 @@ class InputError(ValueError):
 def first_line(error: Exception) -> str:
     """What an exception says, in one line; its kind where it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0].strip()
+
+
+def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
+    """Check that the value of an option is a known one.
+
+    Raises:
+        InputError: it is none of them.
+    """
+    if value not in known:
+        raise InputError(
+            f"{flag} {value}", expected="one of " + ", ".join(known), do="choose one of them"
+        )

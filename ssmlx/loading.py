@@ -21,10 +21,10 @@ from .adapter import (
     read_identity,
     unfuse_streams,
 )
-from .backbone import Backbone
+from .backbone import PACKED_KINDS, Backbone
 from .bundled import CONFIG_FILE, bundled_adapters, resolve_adapter
 from .config import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, read_json
-from .errors import InputError, first_line
+from .errors import InputError, check_choice, first_line
 from .medusa import carries_heads
 from .medusa import model_classes as classes_without_heads
 from .model import StreamFusedModel
@@ -37,10 +37,7 @@ def resolve_dtype(name: str) -> str:
 
     MLX's CPU backend runs quantised and 16-bit weights slowly, row by row; Metal does not.
     """
-    if name not in DTYPES:
-        raise InputError(
-            f"--dtype {name}", expected="one of " + ", ".join(DTYPES), do="choose one of them"
-        )
+    check_choice("--dtype", name, DTYPES)
     if name != "auto":
         return name
     return "stored" if mx.default_device() == mx.gpu else "float32"
@@ -52,20 +49,14 @@ def resolve_draft_bits(name: str) -> int | None:
     "auto" packs them on a GPU, where a step of few rows takes as long as its weights take to
     read. MLX's CPU backend multiplies packed weights slowly.
     """
-    if name not in DRAFT_HEADS:
-        raise InputError(
-            f"--draft-head {name}",
-            expected="one of " + ", ".join(DRAFT_HEADS),
-            do="choose one of them",
-        )
+    check_choice("--draft-head", name, DRAFT_HEADS)
     is_packed = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
     return 8 if is_packed else None
 
 
 def is_quantised(model: nn.Module) -> bool:
     """Whether any layer holds packed weights."""
-    kinds = (nn.QuantizedLinear, nn.QuantizedEmbedding)
-    return any(isinstance(module, kinds) for module in model.modules())
+    return any(isinstance(module, PACKED_KINDS) for module in model.modules())
 
 
 def cast_model(model: nn.Module, dtype: str) -> nn.Module:

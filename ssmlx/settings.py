@@ -24,7 +24,7 @@ from .config import (
 )
 from .decode import PREFILL_STEP_SIZE
 from .drafters.draft_model import DraftModel
-from .errors import InputError
+from .errors import InputError, check_choice
 from .heads import DraftingHeads
 from .model import StreamFusedModel
 from .tuning import prefers_plain
@@ -96,12 +96,8 @@ class GenerateConfig(SamplingConfig):
         choices = {"decoding": DECODINGS, "drafter": DRAFTERS, "stream_schedule": STREAM_SCHEDULES}
         for name, known in choices.items():
             value = getattr(self, name)
-            if value is not None and value not in known:
-                raise InputError(
-                    f"--{name.replace('_', '-')} {value}",
-                    expected="one of " + ", ".join(known),
-                    do="choose one of them",
-                )
+            if value is not None:
+                check_choice(f"--{name.replace('_', '-')}", value, known)
         if self.acceptance.kind == "typical" and self.temp == 0:
             raise InputError(
                 "--acceptance typical, which greedy decoding has no use for",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..config import ATTENTIONS, Attention
-from ..errors import InputError
+from ..errors import InputError, check_choice
 
 _chosen: Attention = "auto"
 
@@ -27,12 +27,7 @@ def use(attention: Attention) -> None:
         InputError: there is no such choice, or "fused" without Metal.
     """
     global _chosen
-    if attention not in ATTENTIONS:
-        raise InputError(
-            f"--attention {attention}",
-            expected="one of " + ", ".join(ATTENTIONS),
-            do="choose one of them",
-        )
+    check_choice("--attention", attention, ATTENTIONS)
     if attention == "fused" and not is_available():
         raise InputError(
             "--attention fused, but MLX has no Metal device here",
