@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssmlx.cli.options import make_parser, run
-from ssmlx.config import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES, read_json
 from ssmlx.errors import InputError
+from ssmlx.options import make_parser, run
+from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES, read_json
 
 if TYPE_CHECKING:
-    from ssmlx.adapter import Adapter
+    from ssmlx.load.adapter import Adapter
 
 PROG = "convert"
 EPILOG = """examples:
@@ -73,7 +73,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_target(out: Path) -> None:
     """Refuse to replace a folder that this command did not write."""
-    from ssmlx.heads import is_heads_folder
+    from ssmlx.drafters.heads import is_heads_folder
 
     if out.exists() and not (_is_empty(out) or _is_adapter(out) or is_heads_folder(out)):
         raise InputError(
@@ -89,7 +89,7 @@ def _is_empty(folder: Path) -> bool:
 
 def _is_adapter(folder: Path) -> bool:
     """Whether it holds an adapter; a PyTorch checkpoint has settings of the same name."""
-    from ssmlx.adapter import CONFIG_FILE, FORMAT
+    from ssmlx.load.adapter import CONFIG_FILE, FORMAT
 
     try:
         return read_json(folder / CONFIG_FILE, FORMAT).get("format") == FORMAT
@@ -112,12 +112,12 @@ def _report(adapter: Adapter, args: argparse.Namespace) -> str:
 
 
 def _convert_heads(args: argparse.Namespace) -> None:
-    from ssmlx.files import new_folder
-    from ssmlx.heads import write_heads
-    from ssmlx.loading import load_base
-    from ssmlx.registry import resolve_model
+    from ssmlx.drafters.heads import write_heads
+    from ssmlx.load.files import new_folder
+    from ssmlx.load.loading import load_base
+    from ssmlx.load.registry import resolve_model
 
-    from .heads import convert_heads
+    from .formats.heads import convert_heads
 
     for name in ("streams", "scope", "fuse", "task_lora"):
         if getattr(args, name):
@@ -138,13 +138,13 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ssmlx.adapter import write_adapter
-    from ssmlx.files import new_folder
-    from ssmlx.loading import load_base, load_words
-    from ssmlx.registry import resolve_model
+    from ssmlx.load.adapter import write_adapter
+    from ssmlx.load.files import new_folder
+    from ssmlx.load.loading import load_base, load_words
+    from ssmlx.load.registry import resolve_model
 
-    from .adapter import cast_adapter, read_checkpoint, write_fused
-    from .checkpoint import TASK_LORA
+    from .formats.adapter import cast_adapter, read_checkpoint, write_fused
+    from .formats.checkpoint import TASK_LORA
 
     _check_target(args.out)
     if args.task_lora is None and (args.lora / TASK_LORA).is_dir():

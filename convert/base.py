@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.cli.options import make_parser, run
-from ssmlx.config import read_json
 from ssmlx.errors import InputError, first_line
-from ssmlx.files import new_folder
+from ssmlx.load.files import new_folder
+from ssmlx.options import make_parser, run
+from ssmlx.settings import read_json
 
 from .installed import check_torch
 

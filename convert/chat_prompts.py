@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.files import make_folder
+from ssmlx.load.files import make_folder
+from ssmlx.options import make_parser, run
 
+from .answers.generation import Sampling, end_tokens, generate_batch, load_generator
+from .answers.magpie import normalised, sample_prompts
+from .answers.prompt_file import encode_prompts, read_prompts
 from .chat_lists import FOLLOW_UPS, PLAIN, SLOTS, TEMPLATES
 from .continuations import add_generator_options, check_batch_size, plan_batches, write_jsonl
-from .generation import Sampling, end_tokens, generate_batch, load_generator
 from .installed import check_torch
-from .magpie import normalised, sample_prompts
-from .prompt_file import encode_prompts, read_prompts
 
 PROG = "convert.chat_prompts"
 EPILOG = """examples:
@@ -235,7 +235,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ssmlx.registry import resolve_model
+    from ssmlx.load.registry import resolve_model
 
     check_torch()
     check_batch_size(args.batch_size)

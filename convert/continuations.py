@@ -12,14 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ssmlx.cli.options import make_parser, run
-from ssmlx.config import DEFAULT_MODEL
 from ssmlx.errors import InputError
-from ssmlx.files import folder_digest, make_folder
+from ssmlx.load.files import folder_digest, make_folder
+from ssmlx.options import make_parser, run
+from ssmlx.settings import DEFAULT_MODEL
 
-from .generation import Answer, Sampling, end_tokens, generate_batch, load_generator
+from .answers.generation import Answer, Sampling, end_tokens, generate_batch, load_generator
+from .answers.prompt_file import distinct, encode_prompts, read_prompts
 from .installed import check_torch
-from .prompt_file import distinct, encode_prompts, read_prompts
 
 PROG = "convert.continuations"
 EPILOG = """examples:
@@ -277,10 +277,10 @@ def check_batch_size(batch_size: int) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ssmlx.registry import resolve_model
+    from ssmlx.load.registry import resolve_model
 
     check_torch()
-    from .fine_tuned import template_of
+    from .formats.fine_tuned import template_of
 
     check_batch_size(args.batch_size)
     sampling = Sampling(max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmlx.cli.options import run
-from ssmlx.files import folder_digest, make_folder
+from ssmlx.load.files import folder_digest, make_folder
+from ssmlx.options import run
 from ssmlx.training.config import SCHEDULES
 from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
 from ssmlx.training.job import Job, bar, finish, prepare, run_to_end
@@ -24,7 +24,7 @@ from ssmlx.training.options import (
 from .installed import check_torch
 
 if TYPE_CHECKING:
-    from .training import Objective
+    from .training.run import Objective
 
 PROG = "convert.train"
 STATE_FILE, STORE_FILE = "state.pt", "lower.states"
@@ -113,7 +113,7 @@ def _base_of(path: Path, task_lora: Path | None) -> Any:
         InputError: the checkpoint does not change what the model says, or is broken.
     """
     from .base import load_base
-    from .reference import load_fine_tuned, merge_lora
+    from .reference.model import load_fine_tuned, merge_lora
 
     base = load_base(path, attn_implementation="sdpa")
     return base if task_lora is None else merge_lora(load_fine_tuned(base, task_lora))
@@ -121,7 +121,12 @@ def _base_of(path: Path, task_lora: Path | None) -> Any:
 
 def _lower_lora(job: Job, task_lora: Path | None) -> list[str]:
     """What of the task's LoRA the layers below the streams depend on: nothing, or its digest."""
-    from .checkpoint import ADAPTER_CONFIG, STREAMS_CONFIG, read_lora_settings, read_stream_config
+    from .formats.checkpoint import (
+        ADAPTER_CONFIG,
+        STREAMS_CONFIG,
+        read_lora_settings,
+        read_stream_config,
+    )
 
     if task_lora is None:
         return []
@@ -137,7 +142,7 @@ def _lower_of(
 
     `lower_lora` is what `_lower_lora` says.
     """
-    from .lower_store import LowerStore, fits
+    from .training.lower_store import LowerStore, fits
 
     width = job.config.hidden_size
     if not fits(job.examples, width, objective.dtype, cache_gb):
@@ -155,9 +160,9 @@ def _main(args: argparse.Namespace) -> None:
 
     from ssmlx.training.validation import Validation
 
-    from .reference import copy_task_lora, save_reference, start_from
-    from .stream_attention import use_stream_attention
-    from .training import Objective, Run, build_model, choose_device, freeze_base
+    from .reference.model import copy_task_lora, save_reference, start_from
+    from .reference.stream_attention import use_stream_attention
+    from .training.run import Objective, Run, build_model, choose_device, freeze_base
 
     check_task_lora(args)
     options, train = run_options(args), train_config(args)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ssmlx.cli.options import make_parser, run
-from ssmlx.config import DraftModelConfig
 from ssmlx.errors import InputError
-from ssmlx.files import make_folder
+from ssmlx.load.files import make_folder
+from ssmlx.options import make_parser, run
+from ssmlx.settings import DraftModelConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import finish, prepare, read_base, run_to_end
 from ssmlx.training.options import add_run_options, run_options
@@ -56,7 +56,7 @@ def draft_train_config(args: argparse.Namespace) -> TrainConfig:
     Raises:
         InputError: one of them makes no sense, or the model has fewer layers.
     """
-    from ssmlx.registry import resolve_model
+    from ssmlx.load.registry import resolve_model
 
     most = read_base(resolve_model(args.model))["num_hidden_layers"]
     if not 1 <= args.layers <= most:
@@ -83,8 +83,8 @@ def _main(args: argparse.Namespace) -> None:
     check_torch()
     import torch
 
-    from .draft_training import DraftObjective, build_draft, trained_weights, write_draft
-    from .training import ReplayValidation, Run, choose_device, freeze_base
+    from .training.draft import DraftObjective, build_draft, trained_weights, write_draft
+    from .training.run import ReplayValidation, Run, choose_device, freeze_base
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     length = DraftModelConfig(num_draft_tokens=args.num_draft_tokens).num_draft_tokens

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.files import folder_digest, make_folder
+from ssmlx.load.files import folder_digest, make_folder
+from ssmlx.options import make_parser, run
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import Job, bar, finish, prepare, read_base, run_to_end
 from ssmlx.training.options import add_run_options, run_options
@@ -18,7 +18,7 @@ from .installed import check_torch
 from .train import OPTIMISATION, add_machine_options, add_optimisation_options
 
 if TYPE_CHECKING:
-    from .head_training import HeadModel, HeadObjective
+    from .training.heads import HeadModel, HeadObjective
 
 PROG = "convert.train_heads"
 STATE_FILE, STORE_FILE = "state.pt", "hidden.states"
@@ -235,7 +235,7 @@ def read_init(args: argparse.Namespace, vocab_size: int) -> HeadModel | None:
     """
     if args.init is None:
         return None
-    from .heads import detect_kind, load_published
+    from .formats.heads import detect_kind, load_published
 
     kind = detect_kind(args.init)
     if kind != args.kind:
@@ -251,11 +251,11 @@ def build_heads(
     """New heads for a model of sizes (V, D)."""
     import torch
 
-    from ssmlx.medusa import MedusaConfig
-    from ssmlx.mlp_speculator import MlpSpeculatorConfig
+    from ssmlx.drafters.medusa_heads import MedusaConfig
+    from ssmlx.drafters.speculator_heads import MlpSpeculatorConfig
 
-    from .medusa import MedusaReference
-    from .mlp_speculator import MlpSpeculatorReference
+    from .formats.medusa import MedusaReference
+    from .formats.mlp_speculator import MlpSpeculatorReference
 
     torch.manual_seed(seed)
     vocab_size, width = sizes
@@ -295,10 +295,10 @@ def load_frozen(path: Path, lora: Path | None) -> Any:
     Raises:
         InputError: the LoRA is broken, or acts on streams alone.
     """
-    from ssmlx.config import StreamConfig
+    from ssmlx.settings import StreamConfig
 
     from .base import load_base
-    from .reference import StreamFusedReference, load_fine_tuned
+    from .reference.model import StreamFusedReference, load_fine_tuned
 
     base = load_base(path, attn_implementation="sdpa")
     if lora is None:
@@ -348,7 +348,7 @@ class _Plan:
 
 def _states_of(args: argparse.Namespace, job: Job, objective: HeadObjective, lora: str) -> Any:
     """What gives the hidden states of a batch: the store on disk, or the model itself."""
-    from .lower_store import LowerStore, fits
+    from .training.lower_store import LowerStore, fits
 
     width = objective.hidden_size
     if not fits(job.examples, width, objective.dtype, args.cache_gb):
@@ -366,9 +366,9 @@ def _plan(args: argparse.Namespace) -> _Plan:
     Raises:
         InputError: they are broken, or do not fit each other.
     """
-    from ssmlx.registry import resolve_model
+    from ssmlx.load.registry import resolve_model
 
-    from .head_training import check_fits
+    from .training.heads import check_fits
 
     options = run_options(args)
     init = read_init(args, read_base(resolve_model(options.model))["vocab_size"])
@@ -393,9 +393,9 @@ def _main(args: argparse.Namespace) -> None:
     check_torch()
     import torch
 
-    from .head_training import HeadObjective
-    from .heads import save_published
-    from .training import ReplayValidation, Run, choose_device
+    from .formats.heads import save_published
+    from .training.heads import HeadObjective
+    from .training.run import ReplayValidation, Run, choose_device
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     plan = _plan(args)

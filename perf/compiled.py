@@ -18,14 +18,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ssmlx.accept import accept
-from ssmlx.cli.options import make_parser, run
-from ssmlx.config import TreeConfig
-from ssmlx.draft import rank_candidates
-from ssmlx.tree import Tree, draft_topology, grow_tree
+from ssmlx.decoding.accept import accept
+from ssmlx.decoding.drafter import rank_candidates
+from ssmlx.model.tree import Tree, draft_topology, grow_tree
+from ssmlx.options import make_parser, run
+from ssmlx.settings import TreeConfig
 
-from .common import add_counts, check_counts
-from .tables import aligned
+from .run.common import add_counts, check_counts
+from .run.tables import aligned
 
 PROG = "perf.compiled"
 WARM_UP = 3

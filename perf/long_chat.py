@@ -14,17 +14,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.chat_session import ChatSession
-from ssmlx.cli.generate import read_prompts
-from ssmlx.cli.options import make_parser, run
-from ssmlx.config import TreeConfig
-from ssmlx.loading import load
-from ssmlx.model import StreamFusedModel
-from ssmlx.settings import GenerateConfig
+from ssmlx.generate import read_prompts
+from ssmlx.load.loading import load
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.options import make_parser, run
+from ssmlx.plan import GenerateConfig
+from ssmlx.session import ChatSession
+from ssmlx.settings import TreeConfig
 
-from .common import add_counts, check_counts, save, ssmlx_answer
-from .samples import sample_folders
-from .tasks import SAMPLE_PROMPTS
+from .run.common import add_counts, check_counts, save, ssmlx_answer
+from .run.samples import sample_folders
+from .run.tasks import SAMPLE_PROMPTS
 
 PROG = "perf.long_chat"
 TOPICS = (

@@ -14,13 +14,13 @@ from typing import Any
 
 from huggingface_hub.utils import tqdm
 
-from ssmlx.cli.options import make_parser, run
-from ssmlx.config import AdapterScope, PruneConfig, TreeConfig
 from ssmlx.errors import InputError
-from ssmlx.settings import GenerateConfig
+from ssmlx.options import make_parser, run
+from ssmlx.plan import GenerateConfig
+from ssmlx.settings import AdapterScope, PruneConfig, TreeConfig
 
-from .common import Answer, mlx_lm_answer, save, ssmlx_answer
-from .samples import Sample, add_sample_options, load_sample
+from .run.common import Answer, mlx_lm_answer, save, ssmlx_answer
+from .run.samples import Sample, add_sample_options, load_sample
 
 PROG = "perf.lossless"
 

@@ -14,15 +14,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ssmlx.cli.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.files import make_folder
+from ssmlx.load.files import make_folder
+from ssmlx.options import make_parser, run
 
-from .common import RESULTS, split_name, write_result
-from .machine import machine
-from .metrics import Scores, mean, paired_difference
-from .tables import aligned, estimate
-from .tasks import TASKS, Example, add_data_options, data_file, read_examples, score_texts
+from .run.common import RESULTS, split_name, write_result
+from .run.machine import machine
+from .run.metrics import Scores, mean, paired_difference
+from .run.tables import aligned, estimate
+from .run.tasks import TASKS, Example, add_data_options, data_file, read_examples, score_texts
 
 PROG = "perf.score"
 EPILOG = """examples:

@@ -7,7 +7,7 @@
     for response in ssmlx.stream_generate(model, tokenizer, prompt):
         print(response.text, end="", flush=True)
 
-Shapes are written against the legend in `ssmlx.shapes`.
+Shapes are written against the legend in `ssmlx.model.shapes`.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from .blas import prefer_openblas
 if TYPE_CHECKING:
     from .api import generate as generate
     from .api import stream_generate as stream_generate
-    from .bundled import bundled_adapters as bundled_adapters
-    from .chat_session import ChatSession as ChatSession
-    from .config import AcceptanceConfig as AcceptanceConfig
-    from .config import DraftModelConfig as DraftModelConfig
-    from .config import LookaheadConfig as LookaheadConfig
-    from .config import PromptLookupConfig as PromptLookupConfig
-    from .config import PruneConfig as PruneConfig
-    from .config import SpeculatorTreeConfig as SpeculatorTreeConfig
-    from .config import TreeConfig as TreeConfig
     from .drafters.draft_model import DraftModel as DraftModel
     from .drafters.draft_model import load_draft_model as load_draft_model
+    from .drafters.heads import load_heads as load_heads
     from .errors import InputError as InputError
-    from .heads import load_heads as load_heads
-    from .loading import load as load
-    from .loading import swap_adapter as swap_adapter
+    from .load.bundled import bundled_adapters as bundled_adapters
+    from .load.loading import load as load
+    from .load.loading import swap_adapter as swap_adapter
+    from .plan import GenerateConfig as GenerateConfig
     from .prompts import chat_tokens as chat_tokens
     from .prompts import prompt_tokens as prompt_tokens
     from .response import GenerationResponse as GenerationResponse
-    from .settings import GenerateConfig as GenerateConfig
+    from .session import ChatSession as ChatSession
+    from .settings import AcceptanceConfig as AcceptanceConfig
+    from .settings import DraftModelConfig as DraftModelConfig
+    from .settings import LookaheadConfig as LookaheadConfig
+    from .settings import PromptLookupConfig as PromptLookupConfig
+    from .settings import PruneConfig as PruneConfig
+    from .settings import SpeculatorTreeConfig as SpeculatorTreeConfig
+    from .settings import TreeConfig as TreeConfig
 
 __version__ = "0.1.0"
 
@@ -46,24 +46,24 @@ has_fast_blas = prefer_openblas()
 
 # Loaded on first use, so that `--help` does not wait for MLX.
 _HOMES = {
-    "load": "loading",
-    "swap_adapter": "loading",
-    "bundled_adapters": "bundled",
+    "load": "load.loading",
+    "swap_adapter": "load.loading",
+    "bundled_adapters": "load.bundled",
     "generate": "api",
     "stream_generate": "api",
-    "GenerateConfig": "settings",
+    "GenerateConfig": "plan",
     "GenerationResponse": "response",
-    "ChatSession": "chat_session",
+    "ChatSession": "session",
     "DraftModel": "drafters.draft_model",
     "load_draft_model": "drafters.draft_model",
-    "load_heads": "heads",
-    "AcceptanceConfig": "config",
-    "DraftModelConfig": "config",
-    "LookaheadConfig": "config",
-    "PromptLookupConfig": "config",
-    "SpeculatorTreeConfig": "config",
-    "TreeConfig": "config",
-    "PruneConfig": "config",
+    "load_heads": "drafters.heads",
+    "AcceptanceConfig": "settings",
+    "DraftModelConfig": "settings",
+    "LookaheadConfig": "settings",
+    "PromptLookupConfig": "settings",
+    "SpeculatorTreeConfig": "settings",
+    "TreeConfig": "settings",
+    "PruneConfig": "settings",
     "chat_tokens": "prompts",
     "prompt_tokens": "prompts",
     "InputError": "errors",

@@ -13,19 +13,19 @@ import mlx.core as mx
 from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .cache import TreeCache
-from .config import TEXT_DRAFTERS
-from .decode import Ends, Progress, never, plain_decode, scratch_rows, streaming_decode
-from .draft import Drafter
+from .decoding.drafter import Drafter
+from .decoding.loop import Ends, Progress, never, plain_decode, scratch_rows, streaming_decode
+from .decoding.sampling import Sampling
 from .drafters.choice import make_drafter
 from .errors import InputError
 from .memory import Memory, memory_of
-from .model import StreamFusedModel
+from .model.cache import TreeCache
+from .model.streams import StreamFusedModel
+from .plan import GenerateConfig
 from .prompts import encode
 from .response import Budget, GenerationResponse, summary
-from .sampling import Sampling
-from .settings import GenerateConfig
-from .tuning import pace_of, settled, settled_behind
+from .settings import TEXT_DRAFTERS
+from .tuning.profile import pace_of, settled, settled_behind
 
 
 def token_steps(
@@ -135,7 +135,7 @@ def stream_generate(
         cache: holds what comes before the prompt, and is left holding prompt and answer but
             for the last token, or more; a fresh one unless given.
         context: the tokens that `cache` holds; penalties and some drafters read them
-            (`ssmlx.config.TEXT_DRAFTERS`).
+            (`ssmlx.settings.TEXT_DRAFTERS`).
         progress: told (tokens processed, tokens in all) while the prompt is processed.
         settings: single fields of `GenerateConfig`, such as `max_tokens=100`.
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from .adapter import stream_tensors
-from .backbone import head_bytes
-from .cache import TreeCache
-from .draft import Drafter
-from .lora import RowLora
-from .model import StreamFusedModel
-from .shapes import arrays_in
+from .decoding.drafter import Drafter
+from .load.adapter import stream_tensors
+from .model.backbone import head_bytes
+from .model.cache import TreeCache
+from .model.lora import RowLora
+from .model.shapes import arrays_in
+from .model.streams import StreamFusedModel
 
 if TYPE_CHECKING:
-    from .settings import GenerateConfig
+    from .plan import GenerateConfig
 
 MIB = 2**20
 LABELS = {

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .errors import InputError
-from .model import StreamFusedModel
+from .model.streams import StreamFusedModel
 
 Message = Mapping[str, str]
 """One turn of a chat: {"role": "system" | "user" | "assistant", "content": text}."""

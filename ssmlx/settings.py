@@ -1,163 +1,571 @@
-"""How to generate: one config for every command, and which drafter it comes to."""
+"""Frozen settings, validated once, when they are made."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from .config import (
-    DECODINGS,
-    DRAFTERS,
-    HEAD_DRAFTERS,
-    MAX_DRAFT_TOKENS,
-    STREAM_SCHEDULES,
-    AcceptanceConfig,
-    DrafterKind,
-    DraftModelConfig,
-    LookaheadConfig,
-    PromptLookupConfig,
-    PruneConfig,
-    SamplingConfig,
-    SpeculatorTreeConfig,
-    StreamSchedule,
-    TreeConfig,
-)
-from .decode import PREFILL_STEP_SIZE
-from .drafters.draft_model import DraftModel
-from .errors import InputError, check_choice
-from .heads import DraftingHeads
-from .model import StreamFusedModel
-from .tuning import prefers_plain
+from .errors import InputError
 
-Decoding = Literal["streaming", "plain"]
+StreamInit = Literal["identity", "low_rank", "residual"]
+StreamDesign = Literal["embeddings", "value_rotation"]
+AdapterScope = Literal["all", "streams"]
+StreamSchedule = Literal["fused", "second-pass"]
+TreeKind = Literal["full", "best"]
+PruneKind = Literal["off", "budget", "threshold"]
+DrafterKind = Literal[
+    "streams", "prompt-lookup", "lookahead", "draft-model", "medusa", "mlp-speculator"
+]
+AcceptanceKind = Literal["exact", "typical"]
+Attention = Literal["auto", "mlx", "fused"]
+
+STREAM_INITS = ("identity", "low_rank", "residual")
+STREAM_DESIGNS = ("embeddings", "value_rotation")
+ADAPTER_SCOPES = ("all", "streams")
+STREAM_SCHEDULES = ("fused", "second-pass")
+DECODINGS = ("streaming", "plain")
+TEXT_DRAFTERS = ("prompt-lookup", "lookahead", "draft-model")  # those that read the text
+HEAD_DRAFTERS = ("medusa", "mlp-speculator")
+DRAFTERS = ("streams", *TEXT_DRAFTERS, *HEAD_DRAFTERS)
+ACCEPTANCES = ("exact", "typical")
+ATTENTIONS = ("auto", "mlx", "fused")
+DEFAULT_MODEL = "smollm2-135m"
+DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
+DRAFT_HEADS = ("auto", "stored", "8bit")
+MAX_TREE_NODES = 1024
+MAX_DRAFT_TOKENS = 256
+
+# An edge's log probability is held in this range: below zero by more than float32 rounding, so
+# that a child always scores less than its parent and the best nodes are closed under ancestors.
+MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB = -20.0, -1e-3
+
+
+def _require(ok: bool, found: str, *, expected: str, do: str) -> None:
+    if not ok:
+        raise InputError(found, expected=expected, do=do)
+
+
+def _require_count(flag: str, value: object, least: int, most: int | None = None) -> None:
+    """A whole number from `least` to `most`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(
+        whole and value >= least and (most is None or value <= most),  # type: ignore[operator]
+        f"{flag} {value}",
+        expected=f"{least} or more" if most is None else f"{least} to {most}",
+        do="choose a whole number in that range",
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SamplingConfig):
-    """How to generate; the same settings for every command. Those of sampling are inherited.
-
-    Where tree, prune, num_streams and stream_schedule are all None, streams draft as was found
-    fastest on this machine, if `python -m perf.calibrate` was run on it; see `ssmlx.tuning`.
+class StreamConfig:
+    """What a stream checkpoint says of itself (paper, sections 3.2.1 and 3.2.3).
 
     Attributes:
-        decoding: "streaming", verify what a drafter proposes, or "plain"; None streams where
-            there is a drafter, unless plain decoding was found faster here.
-        max_tokens: most tokens to generate.
-        drafter: one of `ssmlx.config.DRAFTERS`; None takes the draft model where one is given,
-            else the heads, else the model's streams where it has any.
-        tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
-        prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter. None
-            for off.
-        num_streams: streams to use, at most as many as were trained; None for all.
-        stream_schedule: when they run, see `StreamDrafter`: "fused" or "second-pass"; None for
-            "second-pass".
-        lookup_nodes: nodes that streams' trees, or those of heads, have besides, for what followed
-            the same words earlier in the text.
-        prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
-        draft_model: the loaded draft model, see `ssmlx.load_draft_model`.
-        heads: the loaded Medusa heads or MLP speculator, see `ssmlx.load_heads`.
-        acceptance: when a drafted token counts; all but the default is lossy.
-        prefill_step_size: prompt tokens per forward pass.
+        num_streams: gamma, the speculative streams per node; 0 for LoRA alone.
+        num_msa_layers: Ns, the top layers with multi-stream attention.
+        num_layers: N, the base model's layers; streams start before layer N - Ns.
+        hidden_size: D, the base model's width.
+        stream_init: f of eq. 3: "identity" f(h) = h, "low_rank" f(h) = B A h,
+            "residual" f(h) = h + B A h.
+        stream_init_rank: eta, the rank of f; 0 for identity.
+        prune_rank: theta, the rank of the early-exit adapter; 0 where there is none.
+        adapter_scope: "all", LoRA acts on every row; "streams", on stream rows alone, which
+            leaves the base model's output untouched.
+        prompt_template: text with `{prompt}` that the adapter was trained on, or None.
+        end_token_ids: tokens that end an answer, beside the tokenizer's own.
+        base_model: name of the model that the adapter was trained on.
+        stream_design: what tells streams apart: "embeddings", P_j of eq. 3; "value_rotation",
+            their values in attention, turned by eq. 7 (appendix B), without any parameters.
+        rotation_step: epsilon of eq. 7, radians by which each stream's values are turned
+            further than its predecessor's; 0 for embeddings. The paper holds it to pi / (2 N)
+            at most, N being the longest sequence and its streams together, which is tiny; here
+            any angle up to pi / 2 will do.
+        draft_vocab_size: Vd, tokens that streams draft from; 0 for the whole vocabulary.
     """
 
-    decoding: Decoding | None = None
-    max_tokens: int = 256
-    drafter: DrafterKind | None = None
-    tree: TreeConfig | None = None
-    prune: PruneConfig | None = None
-    num_streams: int | None = None
-    stream_schedule: StreamSchedule | None = None
-    lookup_nodes: int = 0
-    prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
-    lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
-    draft: DraftModelConfig = field(default_factory=DraftModelConfig)
-    draft_model: DraftModel | None = None
-    speculator_tree: SpeculatorTreeConfig = field(default_factory=SpeculatorTreeConfig)
-    heads: DraftingHeads | None = None
-    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
-    prefill_step_size: int = PREFILL_STEP_SIZE
+    num_streams: int
+    num_msa_layers: int
+    num_layers: int
+    hidden_size: int
+    stream_init: StreamInit = "identity"
+    stream_init_rank: int = 0
+    prune_rank: int = 0
+    adapter_scope: AdapterScope = "all"
+    prompt_template: str | None = None
+    end_token_ids: tuple[int, ...] = ()
+    base_model: str = ""
+    stream_design: StreamDesign = "embeddings"
+    rotation_step: float = 0.0
+    draft_vocab_size: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("max_tokens", "prefill_step_size"):
-            value = getattr(self, name)
-            if not value >= 1:
-                raise InputError(
-                    f"--{name.replace('_', '-')} {value}",
-                    expected="1 or more",
-                    do="give a larger value",
-                )
-        if not 0 <= self.lookup_nodes <= MAX_DRAFT_TOKENS:
-            raise InputError(
-                f"--lookup-nodes {self.lookup_nodes}",
-                expected=f"0 to {MAX_DRAFT_TOKENS}",
-                do="choose a number in that range",
+        do = "check the checkpoint's streams_config.json"
+        for name in ("num_streams", "num_msa_layers", "num_layers", "hidden_size"):
+            value, least = getattr(self, name), 0 if name == "num_streams" else 1
+            _require(
+                isinstance(value, int) and not isinstance(value, bool) and value >= least,
+                f"{name} is {value!r}",
+                expected=f"a whole number of {least} or more",
+                do=do,
             )
-        choices = {"decoding": DECODINGS, "drafter": DRAFTERS, "stream_schedule": STREAM_SCHEDULES}
-        for name, known in choices.items():
+        _require(
+            self.num_msa_layers <= self.num_layers,
+            f"num_msa_layers is {self.num_msa_layers} of {self.num_layers} layers",
+            expected="at most the number of layers",
+            do=do,
+        )
+        _require(
+            self.stream_init in STREAM_INITS,
+            f"stream_init is {self.stream_init!r}",
+            expected="one of " + ", ".join(STREAM_INITS),
+            do=do,
+        )
+        _require(
+            (self.stream_init == "identity") == (self.stream_init_rank == 0),
+            f"stream_init {self.stream_init!r} has rank {self.stream_init_rank}",
+            expected="rank 0 for identity and a positive rank otherwise",
+            do=do,
+        )
+        _require(
+            self.adapter_scope in ADAPTER_SCOPES,
+            f"adapter_scope is {self.adapter_scope!r}",
+            expected="one of " + ", ".join(ADAPTER_SCOPES),
+            do=do,
+        )
+        for name in ("stream_init_rank", "prune_rank", "draft_vocab_size"):
             value = getattr(self, name)
-            if value is not None:
-                check_choice(f"--{name.replace('_', '-')}", value, known)
-        if self.acceptance.kind == "typical" and self.temp == 0:
-            raise InputError(
-                "--acceptance typical, which greedy decoding has no use for",
-                expected="--temp above 0",
-                do="give --temp, or --acceptance exact",
+            _require(
+                isinstance(value, int) and not isinstance(value, bool) and value >= 0,
+                f"{name} is {value!r}",
+                expected="0 or a positive whole number",
+                do=do,
             )
+        template = self.prompt_template
+        _require(
+            template is None or (isinstance(template, str) and "{prompt}" in template),
+            f"prompt_template is {template!r}",
+            expected="a text with {prompt} where the prompt goes",
+            do=do,
+        )
+        _require(
+            self.stream_design in STREAM_DESIGNS,
+            f"stream_design is {self.stream_design!r}",
+            expected="one of " + ", ".join(STREAM_DESIGNS),
+            do=do,
+        )
+        step = self.rotation_step
+        is_number = isinstance(step, int | float) and not isinstance(step, bool)
+        rotates = self.stream_design == "value_rotation"
+        _require(
+            is_number and (0 < step <= math.pi / 2 if rotates else step == 0),
+            f"stream_design {self.stream_design!r} has rotation_step {step!r}",
+            expected="more than 0 and at most pi / 2" if rotates else "0",
+            do=do,
+        )
 
-    def resolved_drafter(self, model: StreamFusedModel) -> DrafterKind | None:
-        """What drafts for `model`; None for plain decoding.
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether there are stream embeddings."""
+        return self.stream_design == "embeddings" and self.num_streams > 0
+
+    @property
+    def insertion_layer(self) -> int:
+        """N - Ns, the layer before which streams are inserted."""
+        return self.num_layers - self.num_msa_layers
+
+    def usable_streams(self, asked: int | None) -> int:
+        """G, the streams to use: those that are asked for, or all.
 
         Raises:
-            InputError: a drafter is asked for, and what it drafts with is missing.
+            InputError: more than were trained, or none.
         """
-        if self.decoding == "plain":
-            return None
-        own: DrafterKind | None = "streams" if model.num_streams else None
-        drafter = self.drafter or self._loaded_drafter() or own
-        if drafter == "draft-model" and self.draft_model is None:
-            raise InputError(
-                "--drafter draft-model without a draft model",
-                expected="--draft-model",
-                do="give --draft-model MODEL, or choose another --drafter",
-            )
-        if drafter in HEAD_DRAFTERS:
-            self._check_heads(drafter)
-        if (drafter == "streams" and own is None) or (drafter is None and self.decoding):
-            asked = f"--drafter {drafter}" if drafter else "streaming"
-            raise InputError(
-                f"{asked} was asked for, but the model has no streams",
-                expected="an adapter",
-                do="give --adapter FOLDER, another --drafter, or --decoding plain",
-            )
-        if drafter == "streams" and prefers_plain(self, model):
-            return None
-        return drafter
+        streams = self.num_streams if asked is None else asked
+        _require(
+            1 <= streams <= self.num_streams,
+            f"--num-streams {streams}",
+            expected=f"1 to {self.num_streams}, as many as the adapter was trained with",
+            do="choose a number in that range, or another --adapter",
+        )
+        return streams
 
-    def _loaded_drafter(self) -> DrafterKind | None:
-        """What the draft model or the heads are for, where either is given."""
-        if self.draft_model is not None:
-            return "draft-model"
-        return None if self.heads is None else self.heads.drafter
-
-    def _check_heads(self, drafter: str) -> None:
-        if self.heads is None:
-            raise InputError(
-                f"--drafter {drafter} without heads",
-                expected="--heads",
-                do="give --heads FOLDER, or choose another --drafter",
-            )
-        if self.heads.drafter != drafter:
-            raise InputError(
-                f"--drafter {drafter} with heads for another drafter",
-                expected=f"--drafter {self.heads.drafter} with them",
-                do="drop --drafter, or give other --heads",
-            )
-
-    def resolved_decoding(self, model: StreamFusedModel) -> Decoding:
-        """The decoding that `model` gets.
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StreamConfig:
+        """Build from JSON values, ignoring keys that are not settings.
 
         Raises:
-            InputError: as `resolved_drafter`.
+            InputError: a setting is missing or out of range.
         """
-        return "plain" if self.resolved_drafter(model) is None else "streaming"
+        names = {f.name for f in fields(cls)}
+        required = ("num_streams", "num_msa_layers", "num_layers", "hidden_size")
+        missing = [name for name in required if name not in values]
+        _require(
+            not missing,
+            f"the stream settings lack {', '.join(missing)}",
+            expected=", ".join(required),
+            do="check the checkpoint's streams_config.json",
+        )
+        known = {k: v for k, v in values.items() if k in names}
+        end_tokens = known.get("end_token_ids") or ()
+        _require(
+            isinstance(end_tokens, list | tuple)
+            and all(isinstance(token, int) for token in end_tokens),
+            f"end_token_ids is {end_tokens!r}",
+            expected="a list of token ids",
+            do="check the checkpoint's streams_config.json",
+        )
+        known["end_token_ids"] = tuple(end_tokens)
+        return cls(**known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeConfig:
+    """The shape of the draft tree.
+
+    Attributes:
+        kind: "full", every combination of the `width` likeliest tokens of each stream
+            (1 + k + k^2 + ... nodes, section 3.2.2); "best", the `size` nodes with the largest
+            product of stream probabilities.
+        width: k, children a level. For "best" an upper bound.
+        size: nodes of the best tree, the root included; ignored for "full".
+    """
+
+    kind: TreeKind = "best"
+    width: int | None = None
+    size: int = 16
+
+    def __post_init__(self) -> None:
+        _require(
+            self.kind in ("full", "best"),
+            f"--tree {self.kind}",
+            expected="full or best",
+            do="choose one of them",
+        )
+        _require(
+            self.width is None or self.width >= 1,
+            f"--tree-width {self.width}",
+            expected="1 or more children a level",
+            do="give a larger width",
+        )
+        _require(
+            1 <= self.size <= MAX_TREE_NODES,
+            f"--tree-size {self.size}",
+            expected=f"1 to {MAX_TREE_NODES} nodes",
+            do="choose a size in that range",
+        )
+
+    def no_wider_than(self, num_tokens: int) -> TreeConfig:
+        """The same tree, a level's children no more than there are tokens to draft."""
+        width = self.full_width if self.kind == "full" else self.width or num_tokens
+        return replace(self, width=min(width, num_tokens))
+
+    def num_nodes(self, num_streams: int) -> int:
+        """N, the nodes of a drafted tree, for `num_streams` levels below the root.
+
+        Raises:
+            InputError: a full tree would be larger than MAX_TREE_NODES.
+        """
+        if self.kind == "best":
+            return self.size
+        nodes = sum(self.full_width**level for level in range(num_streams + 1))
+        _require(
+            nodes <= MAX_TREE_NODES,
+            f"a full tree of {self.full_width} children and {num_streams} levels has {nodes} nodes",
+            expected=f"at most {MAX_TREE_NODES}",
+            do="lower --tree-width, or use --tree best",
+        )
+        return nodes
+
+    @property
+    def full_width(self) -> int:
+        """k of a full tree; 3 unless told."""
+        return self.width or 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneConfig:
+    """How the tree is pruned before streams are inserted (section 3.2.3).
+
+    Attributes:
+        kind: "off"; "budget", the `keep` nodes of the largest early-exit path probability, a
+            fixed shape; "threshold", every node whose edges all have at least probability
+            `threshold`, the paper's rule.
+        keep: M, nodes that a budget keeps, the root included.
+        threshold: least early-exit probability of a child given its parent.
+    """
+
+    kind: PruneKind = "off"
+    keep: int = 8
+    threshold: float = 0.05
+
+    def __post_init__(self) -> None:
+        _require(
+            self.kind in ("off", "budget", "threshold"),
+            f"--prune {self.kind}",
+            expected="off, budget or threshold",
+            do="choose one of them",
+        )
+        _require(
+            self.keep >= 1,
+            f"--prune-to {self.keep}",
+            expected="1 node or more (the root always stays)",
+            do="give a larger budget",
+        )
+        _require(
+            0.0 <= self.threshold <= 1.0,
+            f"--prune-threshold {self.threshold}",
+            expected="a probability from 0 to 1",
+            do="choose a value in that range",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLookupConfig:
+    """What prompt lookup drafts.
+
+    Attributes:
+        ngram: most tokens at the text's end that are looked up; shorter ends follow, down to one.
+        num_draft_tokens: tokens that are drafted of each place where they stood before.
+        size: nodes of the tree that the places make together, the root included.
+    """
+
+    ngram: int = 3
+    num_draft_tokens: int = 8
+    size: int = 16
+
+    def __post_init__(self) -> None:
+        _require_count("--lookup-ngram", self.ngram, 1, 32)
+        _require_count("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        _require_count("--lookup-size", self.size, 2, MAX_TREE_NODES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookaheadConfig:
+    """The window and the pool of lookahead decoding (Fu et al. 2024).
+
+    Attributes:
+        window: W, guesses that one Jacobi iteration improves at once.
+        ngram: N, tokens of an n-gram, the first one included.
+        guesses: G, n-grams that a step verifies at most, and that the pool keeps a first token.
+        pool_from_prompt: whether the prompt's own n-grams are in the pool from the start.
+    """
+
+    window: int = 5
+    ngram: int = 4
+    guesses: int = 5
+    pool_from_prompt: bool = True
+
+    def __post_init__(self) -> None:
+        _require_count("--lookahead-window", self.window, 1, 128)
+        _require_count("--lookahead-ngram", self.ngram, 2, 16)
+        _require_count("--lookahead-guesses", self.guesses, 1, 128)
+        nodes = 1 + (self.window + self.guesses) * (self.ngram - 1)
+        _require(
+            nodes <= MAX_TREE_NODES,
+            f"lookahead with these settings verifies {nodes} nodes a step",
+            expected=f"at most {MAX_TREE_NODES}",
+            do="lower --lookahead-window, --lookahead-ngram or --lookahead-guesses",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelConfig:
+    """What a draft model drafts.
+
+    Attributes:
+        num_draft_tokens: tokens of the chain, each a forward pass of the draft model.
+        width: candidates a level; those beside the chain's are leaves, at no further pass.
+    """
+
+    num_draft_tokens: int = 3
+    width: int = 1
+
+    def __post_init__(self) -> None:
+        _require_count("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        _require_count("--draft-width", self.width, 1, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculatorTreeConfig:
+    """The tree that an MLP speculator drafts.
+
+    Attributes:
+        widths: branches at each stage, of as many stages as are given; None for the speculator's
+            own.
+        candidates: k, the likeliest whole paths, which are kept with what they pass through;
+            None for the speculator's own, unless `size` is given.
+        size: nodes that are kept instead, the likeliest ones, the root included.
+    """
+
+    widths: Sequence[int] | None = None
+    candidates: int | None = None
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        for width in self.widths or ():
+            _require_count("--speculator-widths", width, 1)
+        if self.candidates is not None:
+            _require_count("--speculator-candidates", self.candidates, 1)
+        if self.size is not None:
+            _require_count("--speculator-size", self.size, 1, MAX_TREE_NODES)
+        _require(
+            self.candidates is None or self.size is None,
+            f"--speculator-size {self.size} beside --speculator-candidates {self.candidates}",
+            expected="one of them",
+            do="drop the other",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceConfig:
+    """When a drafted token counts as the target's.
+
+    Attributes:
+        kind: "exact", where it is the target's own token: the answer's distribution is the
+            target's. "typical", where the target finds it likely enough (Medusa, section 3.3.1):
+            LOSSY, the answer is no longer distributed as the target's.
+        epsilon: most probability that typical acceptance asks of a token.
+        delta: it asks for delta * exp(-entropy) where that is less than epsilon.
+    """
+
+    kind: AcceptanceKind = "exact"
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        _require(
+            self.kind in ACCEPTANCES,
+            f"--acceptance {self.kind}",
+            expected="exact or typical",
+            do="choose one of them",
+        )
+        for name in ("epsilon", "delta"):
+            value = getattr(self, name)
+            _require(
+                0.0 < value <= 1.0,
+                f"--typical-{name} {value}",
+                expected="more than 0 and at most 1",
+                do="choose a value in that range",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the target decides on a token; the names are mlx-lm's, and so is the order of steps.
+
+    Attributes:
+        temp: temperature; 0 is greedy, and leaves top_p, min_p, top_k and seed without effect.
+        top_p: sample from the likeliest tokens that together have this probability; 0 and 1 for
+            all.
+        min_p: and that have at least this share of the likeliest token's probability.
+        top_k: and that are among the `top_k` likeliest; 0 for all.
+        seed: of the noise that stands for chance. The noise of a place in the text depends on
+            seed and place alone, so the same seed gives the same text plain and streaming, with
+            whatever drafter, tree and pruning. None takes a new one from MLX's random state.
+        repetition_penalty: divides (negative: multiplies) the logits of recent tokens.
+        repetition_context_size: recent tokens that it looks at.
+        presence_penalty: taken from the logit of every recent token.
+        presence_context_size: recent tokens that it looks at.
+        frequency_penalty: taken from a token's logit for every time that it stands among them.
+        frequency_context_size: recent tokens that it looks at.
+        logit_bias: added to the logits of single tokens, by id.
+    """
+
+    temp: float = 0.0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    top_k: int = 0
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int = 20
+    presence_penalty: float | None = None
+    presence_context_size: int = 20
+    frequency_penalty: float | None = None
+    frequency_context_size: int = 20
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.temp >= 0, f"--temp {self.temp}", expected="0 or more", do="give a larger value"
+        )
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            _require(
+                0.0 <= value <= 1.0,
+                f"{_flag(name)} {value}",
+                expected="0 to 1",
+                do="choose a value in that range",
+            )
+        _require_count("--top-k", self.top_k, 0)
+        if self.seed is not None:
+            _require_count("--seed", self.seed, 0, 2**64 - 1)
+        penalty = self.repetition_penalty
+        _require(
+            penalty is None or 0 < penalty < math.inf,
+            f"--repetition-penalty {penalty}",
+            expected="more than 0",
+            do="give a larger value; above 1 discourages repetition",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(
+                value is None or math.isfinite(value),
+                f"{_flag(name)} {value}",
+                expected="a number",
+                do="choose one",
+            )
+        for name in ("repetition", "presence", "frequency"):
+            _require_count(f"--{name}-context-size", getattr(self, f"{name}_context_size"), 1)
+        for token, bias in (self.logit_bias or {}).items():
+            _require(
+                token >= 0 and not math.isnan(bias),
+                f"--logit-bias {token}={bias}",
+                expected="a token id and a number",
+                do="write TOKEN=BIAS",
+            )
+
+    @property
+    def context_size(self) -> int:
+        """Recent tokens that a decision depends on beside the model."""
+        sizes = [
+            getattr(self, f"{name}_context_size")
+            for name in ("repetition", "presence", "frequency")
+            if getattr(self, f"{name}_penalty")
+        ]
+        return max(sizes, default=0)
+
+
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """Read a JSON object from `path`.
+
+    Raises:
+        InputError: the file is missing, is not JSON, or holds no object.
+    """
+    if not path.is_file():
+        raise InputError(
+            f"{path} does not exist", expected=what, do="check the path, or convert again"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path} is not valid JSON ({error})", expected=what, do="copy or convert it again"
+        ) from error
+    if not isinstance(values, dict):
+        raise InputError(
+            f"{path} holds a {type(values).__name__}",
+            expected=f"{what}, a JSON object",
+            do="copy or convert it again",
+        )
+    return values

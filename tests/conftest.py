@@ -33,4 +33,4 @@ def one_torch_thread():
 @pytest.fixture(autouse=True)
 def no_profiles(monkeypatch, tmp_path):
     """What this machine was calibrated for decides nothing here."""
-    monkeypatch.setattr("ssmlx.tuning._FOLDER", str(tmp_path / "profiles"))
+    monkeypatch.setattr("ssmlx.tuning.profile._FOLDER", str(tmp_path / "profiles"))

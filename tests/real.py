@@ -20,11 +20,11 @@ from mlx_lm.utils import save_config, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssmlx.adapter import Adapter, BaseIdentity, write_adapter
-from ssmlx.config import StreamConfig
-from ssmlx.loading import load_base
-from ssmlx.lora import LoraWeights, linear_shape
-from ssmlx.model import LowRank, StreamWeights
+from ssmlx.load.adapter import Adapter, BaseIdentity, write_adapter
+from ssmlx.load.loading import load_base
+from ssmlx.model.lora import LoraWeights, linear_shape
+from ssmlx.model.streams import LowRank, StreamWeights
+from ssmlx.settings import StreamConfig
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "smollm2-135m-sql"

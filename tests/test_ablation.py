@@ -1,4 +1,4 @@
-"""perf.ablation: which runs are trained, which are skipped, and what is shown of them."""
+"""perf.paper.ablation: which runs are trained, which are skipped, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from real import one_line, run_module
 
-from convert.checkpoint import ADAPTER_WEIGHTS
+from convert.formats.checkpoint import ADAPTER_WEIGHTS
 from convert.train import STORE_FILE, parse_args
-from perf import ablation
-from perf.ablation_report import read_run, read_runs, table
+from perf.paper import ablation
+from perf.paper.ablation_report import read_run, read_runs, table
 from ssmlx.errors import InputError
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.training.options import train_config
@@ -47,7 +47,7 @@ def write_run(options: list[str], steps: int = STEPS) -> None:
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """`perf.ablation train` with a trainer that takes no time; gives the names of its runs."""
+    """`perf.paper.ablation train` with a trainer that takes no time; gives its runs' names."""
     names: list[str] = []
 
     def fake(command):
@@ -160,6 +160,6 @@ def test_runs_that_do_not_compare_are_refused(trained, tmp_path):
 
 
 def test_the_command_as_users_run_it(tmp_path):
-    done = run_module("perf.ablation", "draw", "--runs", str(tmp_path), "--layers", "2")
+    done = run_module("perf.paper.ablation", "draw", "--runs", str(tmp_path), "--layers", "2")
     assert done.returncode == 2
     assert "unrecognized arguments: --layers" in one_line(done.stderr, ablation.PROG)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from tiny import random_tree, tree_from_parents
 
-from ssmlx.accept import accept
-from ssmlx.config import PruneConfig
-from ssmlx.prune import (
+from ssmlx.decoding.accept import accept
+from ssmlx.decoding.prune import (
     is_pruned,
     nodes_over_threshold,
     nodes_within_budget,
     surviving_nodes,
     transition_logprobs,
 )
+from ssmlx.settings import PruneConfig
 
 
 def naive_walk(tree, target):

@@ -13,9 +13,9 @@ import ssmlx
 import mlx.core as mx  # isort: skip
 from real import EXAMPLE, WIDTH, make_adapter, snapshot, without_prune, write_base
 
-from ssmlx.adapter import load_adapter, write_adapter
 from ssmlx.errors import InputError
-from ssmlx.files import account_for, new_folder, read_tensors, write_whole
+from ssmlx.load.adapter import load_adapter, write_adapter
+from ssmlx.load.files import account_for, new_folder, read_tensors, write_whole
 
 
 def refusal(function, *args, **kwargs) -> str:

@@ -20,12 +20,12 @@ from tiny import (
 )
 
 from ssmlx.api import stream_generate
-from ssmlx.backbone import Backbone, PositionedRope
-from ssmlx.config import TreeConfig
-from ssmlx.decode import plain_decode, streaming_decode
+from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
-from ssmlx.lora import LoraWeights, RowLora, RowScope, merged
+from ssmlx.model.backbone import Backbone, PositionedRope
+from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merged
+from ssmlx.settings import TreeConfig
 
 
 def other_model(architecture, **sizes):

@@ -14,16 +14,18 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from real import one_line, words, write_base
 from tiny import make_lora, make_streams
 
-from perf import bench, bench_energy, bench_run
-from perf.bench_clock import Clock, rounds
-from perf.bench_report import line, report
-from perf.bench_run import contexts_result, expected_seconds
-from perf.bench_target import SYSTEMS, answer_tokens, endless, load_target, text_of_length
-from perf.tasks import TASKS, Example
-from ssmlx.adapter import Adapter, BaseIdentity, write_adapter
+from perf.bench import __main__ as bench
+from perf.bench import energy as bench_energy
+from perf.bench import run as bench_run
+from perf.bench.clock import Clock, rounds
+from perf.bench.report import line, report
+from perf.bench.run import contexts_result, expected_seconds
+from perf.bench.target import SYSTEMS, answer_tokens, endless, load_target, text_of_length
+from perf.run.tasks import TASKS, Example
 from ssmlx.api import end_token_ids
-from ssmlx.config import StreamConfig
-from ssmlx.loading import load_base
+from ssmlx.load.adapter import Adapter, BaseIdentity, write_adapter
+from ssmlx.load.loading import load_base
+from ssmlx.settings import StreamConfig
 
 SCOPES = ("all", "streams", "task")
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from ssmlx.cache import TreeCache
+from ssmlx.model.cache import TreeCache
 
 HEADS, SIZE, LAYERS = 2, 3, 3
 

@@ -12,10 +12,12 @@ from real import one_line, write_base, write_tiny_adapter
 from test_cost import COSTS, flat
 from tiny import make_model
 
-from perf import calibrate, calibrate_check, calibrate_costs
-from perf.calibrate_check import CHOSEN, PLAIN, compare, to_check
-from perf.calibrate_choice import Candidate, Setting, best, best_by_context, pruned, unpruned
-from perf.calibrate_costs import (
+from perf.calibrate import __main__ as calibrate
+from perf.calibrate import check as calibrate_check
+from perf.calibrate import costs as calibrate_costs
+from perf.calibrate.check import CHOSEN, PLAIN, compare, to_check
+from perf.calibrate.choice import Candidate, Setting, best, best_by_context, pruned, unpruned
+from perf.calibrate.costs import (
     CostPlan,
     forward_costs,
     head_calls,
@@ -27,16 +29,16 @@ from perf.calibrate_costs import (
     spread,
     surfaces,
 )
-from perf.calibrate_guesses import Exits
-from perf.calibrate_report import draw_costs, tree_points
-from perf.calibrate_steps import timed_steps, with_beside
-from perf.common import Answer
-from perf.pictures import new_figure
-from ssmlx import tuning
-from ssmlx.config import PruneConfig, TreeConfig
-from ssmlx.cost import DraftShape, Surface
+from perf.calibrate.guesses import Exits
+from perf.calibrate.report import draw_costs, tree_points
+from perf.calibrate.steps import timed_steps, with_beside
+from perf.run.common import Answer
+from perf.run.pictures import new_figure
 from ssmlx.errors import InputError
-from ssmlx.training.replay import Guesses
+from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.tuning import profile as tuning
+from ssmlx.tuning.cost import DraftShape, Surface
+from ssmlx.tuning.replay import Guesses
 
 PLAN = CostPlan(rows=(1, 2, 5), fused_nodes=(1, 3), contexts=(8, 20), repeats=2)
 PROG = "perf.calibrate"

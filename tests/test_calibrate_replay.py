@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import best_rank_paths, first_tokens, make_model
 
-from perf.calibrate_guesses import (
+from perf.calibrate.guesses import (
     NEVER,
     Exits,
     advance,
@@ -22,14 +22,14 @@ from perf.calibrate_guesses import (
     rank_table,
     true_ranks,
 )
-from perf.calibrate_steps import config_of
+from perf.calibrate.steps import config_of
 from ssmlx.api import token_steps
-from ssmlx.config import PruneConfig, TreeConfig
-from ssmlx.cost import DraftShape
-from ssmlx.model import StreamFusedModel
-from ssmlx.settings import GenerateConfig
-from ssmlx.training.replay import Guesses, replay
-from ssmlx.tree import grow_tree
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import grow_tree
+from ssmlx.plan import GenerateConfig
+from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.tuning.cost import DraftShape
+from ssmlx.tuning.replay import Guesses, replay
 
 PROMPT, LENGTH, LARGEST = [3, 1, 4, 1, 5], 60, 24
 

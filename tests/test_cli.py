@@ -10,8 +10,8 @@ import pytest
 from real import CONTEXT, ROOT, one_line, run_module, words, write_base, write_tiny_adapter
 
 import ssmlx
-from perf import quality
-from ssmlx.cli import chat, generate
+from perf.quality import __main__ as quality
+from ssmlx import chat, generate
 from ssmlx.errors import InputError
 
 PROG = "ssmlx.generate"
@@ -45,7 +45,7 @@ def loaded(base, adapter):
 def run(base, loaded, monkeypatch, capsys):
     """Run the command on the tiny model; gives (exit code, stdout, stderr)."""
     real = ssmlx.load
-    from ssmlx import loading
+    from ssmlx.load import loading
 
     def load(model, *, adapter, **more):
         known = model == str(base) and adapter in loaded
@@ -140,7 +140,7 @@ def test_bad_input_is_one_line(run, case, monkeypatch, tmp_path):
 
 
 def test_the_fused_attention_needs_metal(run, monkeypatch):
-    monkeypatch.setattr("ssmlx.metal.switch.is_available", lambda: False)
+    monkeypatch.setattr("ssmlx.model.metal.switch.is_available", lambda: False)
     assert "MLX has no Metal device here" in refusal(run(*ASK, "--attention", "fused"))
     assert run(*ASK, "--attention", "mlx")[0] == 0
 
@@ -329,7 +329,7 @@ def test_chat_options_fail_in_one_line(run):
     assert "--tree-size 0" in one_line(err, "ssmlx.chat")
 
 
-@pytest.mark.parametrize("module", ["ssmlx.cli.generate", "ssmlx.cli.chat", "convert.__main__"])
+@pytest.mark.parametrize("module", ["ssmlx.generate", "ssmlx.chat", "convert.__main__"])
 def test_help_does_not_wait_for_mlx(module):
     code = (
         "import sys, importlib\n"
@@ -355,7 +355,7 @@ def test_help_of_the_modules(module):
 @pytest.mark.parametrize("given, expected", [((), "auto"), (("--draft-head", "8bit"), "8bit")])
 def test_the_draft_head_is_loaded_as_asked(monkeypatch, given, expected):
     """Its name reaches the loader, which test_quantised.py follows from there."""
-    from ssmlx import loading
+    from ssmlx.load import loading
 
     seen = {}
 

@@ -24,23 +24,38 @@ from real import (
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
-from perf import compare, compare_bench, compare_readme, compare_run, compare_summary, machine
-from perf.common import Answer, write_result
-from perf.compare_bench import load_bench
-from perf.compare_picture import draw
-from perf.compare_plan import by_task, make_plan
-from perf.compare_readme import FIRST, LAST, rewrite
-from perf.compare_report import report
-from perf.compare_run import settings_of
-from perf.compare_summary import failures, speedups
-from perf.compare_systems import PLAIN, SYSTEMS, DecodingMethod, parse_systems
-from perf.store import Kept
-from ssmlx import decode
-from ssmlx.adapter import write_adapter
-from ssmlx.config import SamplingConfig
+from perf.compare import (
+    __main__ as compare,
+)
+from perf.compare import (
+    bench as compare_bench,
+)
+from perf.compare import (
+    readme as compare_readme,
+)
+from perf.compare import (
+    run as compare_run,
+)
+from perf.compare import (
+    summary as compare_summary,
+)
+from perf.compare.bench import load_bench
+from perf.compare.picture import draw
+from perf.compare.plan import by_task, make_plan
+from perf.compare.readme import FIRST, LAST, rewrite
+from perf.compare.report import report
+from perf.compare.run import settings_of
+from perf.compare.summary import failures, speedups
+from perf.compare.systems import PLAIN, SYSTEMS, DecodingMethod, parse_systems
+from perf.run import machine
+from perf.run.common import Answer, write_result
+from perf.run.store import Kept
+from ssmlx.decoding import loop as decode
+from ssmlx.drafters.heads import write_heads
 from ssmlx.errors import InputError
-from ssmlx.heads import write_heads
-from ssmlx.loading import load_base
+from ssmlx.load.adapter import write_adapter
+from ssmlx.load.loading import load_base
+from ssmlx.settings import SamplingConfig
 
 TEMPLATE = "user: {prompt} | model:"
 PROMPTS = [words(4, first) for first in (1, 9, 17)]

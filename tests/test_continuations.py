@@ -12,12 +12,13 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
-from convert import chat_prompts, continuations, generation, magpie, prompt_file  # noqa: E402
+from convert import chat_prompts, continuations  # noqa: E402
 from convert.__main__ import main as convert  # noqa: E402
+from convert.answers import generation, magpie, prompt_file  # noqa: E402
+from convert.answers.generation import Sampling, generate_batch  # noqa: E402
 from convert.continuations import PartFile  # noqa: E402
-from convert.generation import Sampling, generate_batch  # noqa: E402
-from ssmlx.config import StreamConfig  # noqa: E402
 from ssmlx.errors import InputError  # noqa: E402
+from ssmlx.settings import StreamConfig  # noqa: E402
 
 WORDS = ["[U]", "<s>", "</s>", "user", "assistant", "system", ":"]
 WORDS += [f"w{index}" for index in range(33)]
@@ -127,7 +128,7 @@ def test_batches_say_what_one_prompt_after_the_other_says(folder, prompts, tmp_p
 
 def checkpoint_of(model, folder, **settings):
     """A trained-looking checkpoint; returns the reference that it was written from."""
-    from convert.reference import StreamFusedReference, save_reference
+    from convert.reference.model import StreamFusedReference, save_reference
 
     config = StreamConfig(num_streams=1, num_msa_layers=1, num_layers=2, hidden_size=32, **settings)
     reference = StreamFusedReference(model, config, lora_rank=2).eval()

@@ -8,9 +8,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from ssmlx.config import PruneConfig, TreeConfig
-from ssmlx.cost import DraftShape, StepCosts, Surface, interpolate
-from ssmlx.pace import FIRST_WAIT, LONGEST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
+from ssmlx.decoding.pace import FIRST_WAIT, LONGEST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
+from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.tuning.cost import DraftShape, StepCosts, Surface, interpolate
 
 ROWS = (1, 4, 16, 64)
 

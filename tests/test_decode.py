@@ -21,16 +21,16 @@ from tiny import (
     tree_from_parents,
 )
 
-from ssmlx import decode
-from ssmlx.accept import Acceptance
 from ssmlx.api import stream_generate
-from ssmlx.backbone import Backbone
-from ssmlx.cache import TreeCache
-from ssmlx.config import PruneConfig, TreeConfig
-from ssmlx.decode import plain_decode, streaming_decode
+from ssmlx.decoding import loop as decode
+from ssmlx.decoding.accept import Acceptance
+from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
-from ssmlx.model import StreamFusedModel
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.cache import TreeCache
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.settings import PruneConfig, TreeConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 TREES = (

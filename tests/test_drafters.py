@@ -22,13 +22,25 @@ from tiny import (
 from tiny_heads import make_heads
 
 import ssmlx
-from ssmlx import decode
-from ssmlx.accept import Acceptance, accept
+from ssmlx import generate
 from ssmlx.api import stream_generate, token_steps
-from ssmlx.backbone import Backbone
-from ssmlx.cache import TreeCache
-from ssmlx.cli import generate
-from ssmlx.config import (
+from ssmlx.decoding import loop as decode
+from ssmlx.decoding.accept import Acceptance, accept
+from ssmlx.decoding.drafter import Verified
+from ssmlx.decoding.prune import surviving_nodes
+from ssmlx.decoding.sampling import filter_logprobs, log_softmax
+from ssmlx.drafters.choice import make_drafter, required_scratch
+from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter, check_vocabulary
+from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
+from ssmlx.drafters.prompt_lookup import PromptLookupDrafter
+from ssmlx.drafters.trie import Trie, padded_size
+from ssmlx.errors import InputError
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.cache import TreeCache
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import PAD_TOKEN, comb_topology
+from ssmlx.plan import GenerateConfig
+from ssmlx.settings import (
     DraftModelConfig,
     LookaheadConfig,
     PromptLookupConfig,
@@ -36,18 +48,6 @@ from ssmlx.config import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
-from ssmlx.draft import Verified
-from ssmlx.drafters.choice import make_drafter, required_scratch
-from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter, check_vocabulary
-from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
-from ssmlx.drafters.prompt_lookup import PromptLookupDrafter
-from ssmlx.drafters.trie import Trie, padded_size
-from ssmlx.errors import InputError
-from ssmlx.model import StreamFusedModel
-from ssmlx.prune import surviving_nodes
-from ssmlx.sampling import filter_logprobs, log_softmax
-from ssmlx.settings import GenerateConfig
-from ssmlx.tree import PAD_TOKEN, comb_topology
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)

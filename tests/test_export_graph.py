@@ -27,14 +27,14 @@ from convert.export.export import build_graphs  # noqa: E402
 from convert.export.heads import Head  # noqa: E402
 from convert.export.settings import ExportConfig  # noqa: E402
 from convert.export.source import build_reference  # noqa: E402
-from convert.oracle import tree_inputs  # noqa: E402
-from ssmlx import loading  # noqa: E402
-from ssmlx.adapter import write_adapter  # noqa: E402
-from ssmlx.config import PruneConfig, TreeConfig  # noqa: E402
-from ssmlx.coreml.decode import prefill, step_inputs  # noqa: E402
-from ssmlx.coreml.slots import SlotCache  # noqa: E402
-from ssmlx.coreml.tree import DraftTree  # noqa: E402
+from convert.reference.oracle import tree_inputs  # noqa: E402
 from ssmlx.errors import InputError  # noqa: E402
+from ssmlx.exported.decode import prefill, step_inputs  # noqa: E402
+from ssmlx.exported.slots import SlotCache  # noqa: E402
+from ssmlx.exported.tree import DraftTree  # noqa: E402
+from ssmlx.load import loading  # noqa: E402
+from ssmlx.load.adapter import write_adapter  # noqa: E402
+from ssmlx.settings import PruneConfig, TreeConfig  # noqa: E402
 
 PROMPT = [5, 2, 3, 11, 7, 9]
 FULL, BEST = TreeConfig(kind="full", width=2), TreeConfig(size=6)

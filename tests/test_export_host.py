@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from tiny import make_tokenizer
 
-from ssmlx import coreml
-from ssmlx import tree as device_tree
-from ssmlx.accept import accept
-from ssmlx.config import TreeConfig
-from ssmlx.coreml.api import ExportedModel, stream_generate
-from ssmlx.coreml.backends import CarriedCache, CoreMLState, coreml_backend
-from ssmlx.coreml.decode import step_inputs, streaming_decode
-from ssmlx.coreml.manifest import Manifest, package_digest
-from ssmlx.coreml.slots import MASKED, SlotCache
-from ssmlx.coreml.tree import TreeTables, accepted_path, grow_tree, root_tree
+from ssmlx import exported as coreml
+from ssmlx.decoding.accept import accept
 from ssmlx.errors import InputError
+from ssmlx.exported.api import ExportedModel, stream_generate
+from ssmlx.exported.backends import CarriedCache, CoreMLState, coreml_backend
+from ssmlx.exported.decode import step_inputs, streaming_decode
+from ssmlx.exported.manifest import Manifest, package_digest
+from ssmlx.exported.slots import MASKED, SlotCache
+from ssmlx.exported.tree import TreeTables, accepted_path, grow_tree, root_tree
+from ssmlx.model import tree as device_tree
+from ssmlx.settings import TreeConfig
 
 STREAMS, NODES, SLOTS, CHUNK, VOCAB = 3, 6, 40, 4, 50
 TREES = (TreeConfig(kind="full", width=2), TreeConfig(size=NODES), TreeConfig(size=9, width=3))

@@ -26,14 +26,17 @@ from convert.export.export import Report, build_graphs, export  # noqa: E402
 from convert.export.interpreted import interpreted_backend  # noqa: E402
 from convert.export.settings import ExportConfig  # noqa: E402
 from convert.mil import Program  # noqa: E402
-from perf import export_check, export_mac, export_ties  # noqa: E402
-from ssmlx import coreml, load  # noqa: E402
+from perf.export import check as export_check  # noqa: E402
+from perf.export import mac as export_mac  # noqa: E402
+from perf.export import ties as export_ties  # noqa: E402
+from ssmlx import exported as coreml  # noqa: E402
+from ssmlx import load  # noqa: E402
 from ssmlx.api import stream_generate  # noqa: E402
-from ssmlx.config import PruneConfig, TreeConfig  # noqa: E402
-from ssmlx.coreml.tree import TreeTables  # noqa: E402
 from ssmlx.export import main  # noqa: E402
-from ssmlx.settings import GenerateConfig  # noqa: E402
-from ssmlx.tree import draft_topology  # noqa: E402
+from ssmlx.exported.tree import TreeTables  # noqa: E402
+from ssmlx.model.tree import draft_topology  # noqa: E402
+from ssmlx.plan import GenerateConfig  # noqa: E402
+from ssmlx.settings import PruneConfig, TreeConfig  # noqa: E402
 
 TREE, PRUNE = TreeConfig(size=6), PruneConfig(kind="budget", keep=4)
 PROMPTS = [words(count, first) for count, first in ((9, 0), (4, 7), (14, 20))]
@@ -182,7 +185,7 @@ def test_both_functions_are_there_and_share_their_weights(make_export):
     parameters = 2 * sum(np.prod(c.kind.shape) for c in decode.values())
     assert weights < 1.3 * parameters
     assert program.metadata["ssmlx.profile"] == "gpu"
-    assert program.metadata["ssmlx.adapter"] == "adapter"
+    assert program.metadata["ssmlx.load.adapter"] == "adapter"
 
 
 def operations(package: Path) -> list[str]:
@@ -219,7 +222,7 @@ def test_the_folder_holds_all_that_a_host_needs(make_export):
 
 def test_the_check_compares_with_plain_decoding(make_export, tmp_path, monkeypatch, capsys):
     made = make_export(precision="float32", profile="gpu")
-    monkeypatch.setattr("perf.common.RESULTS", tmp_path)
+    monkeypatch.setattr("perf.run.common.RESULTS", tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     base, adapter = made.folders.base, made.folders.adapter
@@ -324,7 +327,7 @@ def test_the_macs_report_counts_operations_and_cost_by_device():
 @pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is there")
 def test_the_macs_report_needs_a_mac(tmp_path, capsys):
     assert export_mac.main([str(tmp_path)]) == 2
-    assert "run this on a Mac" in one_line(capsys.readouterr().err, "perf.export_mac")
+    assert "run this on a Mac" in one_line(capsys.readouterr().err, "perf.export.mac")
 
 
 # --- Compression ---

@@ -1,4 +1,4 @@
-"""perf.figures: eq. 6, the points of results, and the pictures."""
+"""perf.paper.figures: eq. 6, the points of results, and the pictures."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import shlex
 import pytest
 from real import one_line, run_module
 
-from perf import compare, figure_pictures, figures
-from perf.compare_systems import parse_systems
-from perf.figure_points import Curve, Point, parity_points, sampling_curves, tree_curves
-from perf.metrics import Estimate
-from perf.paper import TABLE_1, TABLE_2, latencies, speeds
-from perf.theory import draft_target_cost, parity, streaming_cost, theoretical_speedup
-from ssmlx.config import PruneConfig, SamplingConfig, TreeConfig
+from perf.compare import __main__ as compare
+from perf.compare.systems import parse_systems
+from perf.paper import figure_pictures, figures
+from perf.paper.figure_points import Curve, Point, parity_points, sampling_curves, tree_curves
+from perf.paper.published import TABLE_1, TABLE_2, latencies, speeds
+from perf.paper.theory import draft_target_cost, parity, streaming_cost, theoretical_speedup
+from perf.run.metrics import Estimate
+from ssmlx.settings import PruneConfig, SamplingConfig, TreeConfig
 
 # ----------------------------------------------------------------------------------- eq. 6
 
@@ -242,14 +243,14 @@ def systems_of(text: str) -> list:
 
 def test_bad_input_is_one_line(draw, tmp_path, capsys):
     assert figures.main(["--results", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is no folder" in one_line(capsys.readouterr().err, "perf.figures")
+    assert "nowhere is no folder" in one_line(capsys.readouterr().err, "perf.paper.figures")
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "compare.json").write_text("{")
     code, _, err = draw()
-    assert code == 2 and "is not valid JSON" in one_line(err, "perf.figures")
+    assert code == 2 and "is not valid JSON" in one_line(err, "perf.paper.figures")
     (tmp_path / "results" / "compare.json").write_text('{"summary": 1}')
     code, _, err = draw()
-    assert code == 2 and "holds no result of perf.compare" in one_line(err, "perf.figures")
+    assert code == 2 and "holds no result of perf.compare" in one_line(err, "perf.paper.figures")
 
 
 @pytest.mark.parametrize(
@@ -265,11 +266,11 @@ def test_bad_input_is_one_line(draw, tmp_path, capsys):
 def test_an_incomplete_result_is_told_in_one_line(draw, broken, lacking):
     code, out, err = draw(broken)
     assert (code, out) == (2, "")
-    told = one_line(err, "perf.figures")
+    told = one_line(err, "perf.paper.figures")
     assert ".json is incomplete (" in told and lacking in told and "; measure again" in told
 
 
 def test_the_command_as_users_run_it():
-    done = run_module("perf.figures", "--figures", "6")
+    done = run_module("perf.paper.figures", "--figures", "6")
     assert done.returncode == 2
-    assert "invalid choice: '6'" in one_line(done.stderr, "perf.figures")
+    assert "invalid choice: '6'" in one_line(done.stderr, "perf.paper.figures")

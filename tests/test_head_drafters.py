@@ -29,21 +29,21 @@ from tiny import (
 )
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, head_config, make_heads, random_heads
 
-from ssmlx.accept import Acceptance
+from ssmlx import chat, generate
 from ssmlx.api import stream_generate, token_steps
-from ssmlx.backbone import Backbone
-from ssmlx.cli import chat, generate
-from ssmlx.config import PruneConfig, SpeculatorTreeConfig, TreeConfig
-from ssmlx.decode import streaming_decode
+from ssmlx.decoding.accept import Acceptance
+from ssmlx.decoding.loop import streaming_decode
 from ssmlx.drafters.choice import make_drafter, required_scratch
+from ssmlx.drafters.heads import attach_heads, write_heads
+from ssmlx.drafters.medusa_heads import carries_heads
+from ssmlx.drafters.speculator_heads import num_candidate_nodes
 from ssmlx.errors import InputError
-from ssmlx.heads import attach_heads, write_heads
-from ssmlx.lora import RowLora
-from ssmlx.medusa import carries_heads
-from ssmlx.mlp_speculator import num_candidate_nodes
-from ssmlx.model import StreamFusedModel
-from ssmlx.settings import GenerateConfig
-from ssmlx.tree import root_tree
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.lora import RowLora
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import root_tree
+from ssmlx.plan import GenerateConfig
+from ssmlx.settings import PruneConfig, SpeculatorTreeConfig, TreeConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 WIDTHS = (4, 3, 2)
@@ -321,7 +321,7 @@ def reference_state(model, text):
 
 def convert(model, backbone, folder):
     """A reference through published files, the converter and the public loader."""
-    from convert.heads import convert_heads, save_published
+    from convert.formats.heads import convert_heads, save_published
 
     save_published(model, folder / "published")
     (folder / "mlx").mkdir()
@@ -331,8 +331,8 @@ def convert(model, backbone, folder):
 
 def random_reference(kind, backbone, vocab):
     torch = pytest.importorskip("torch")
-    from convert.medusa import MedusaReference
-    from convert.mlp_speculator import MlpSpeculatorReference
+    from convert.formats.medusa import MedusaReference
+    from convert.formats.mlp_speculator import MlpSpeculatorReference
 
     config = head_config(kind, backbone, vocab)
     make = MedusaReference if kind == "medusa" else MlpSpeculatorReference

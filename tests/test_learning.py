@@ -1,4 +1,4 @@
-"""perf.learning: the curve of runs that went on from one another."""
+"""perf.paper.learning: the curve of runs that went on from one another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 from real import one_line
 
-from perf import learning
+from perf.paper import learning
 from ssmlx.training.record import LOG_FILE
 
 

@@ -10,12 +10,13 @@ import pytest
 from tiny import first_tokens, make_model
 
 import ssmlx
-from ssmlx import decode, shapes
-from ssmlx.config import STREAM_SCHEDULES, PromptLookupConfig, PruneConfig, TreeConfig
-from ssmlx.decode import plain_decode, streaming_decode
+from ssmlx.decoding import loop as decode
+from ssmlx.decoding.loop import plain_decode, streaming_decode
+from ssmlx.decoding.pace import Pace
 from ssmlx.drafters.prompt_lookup import PromptLookupDrafter
 from ssmlx.drafters.streams import StreamDrafter
-from ssmlx.pace import Pace
+from ssmlx.model import shapes
+from ssmlx.settings import STREAM_SCHEDULES, PromptLookupConfig, PruneConfig, TreeConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 FILL = 40
@@ -49,8 +50,11 @@ def events(monkeypatch):
 
 
 def _modules_that_read():
-    from ssmlx import accept, draft, model, prune, sampling, tree
+    from ssmlx.decoding import accept, prune, sampling
+    from ssmlx.decoding import drafter as draft
     from ssmlx.drafters import prompt_lookup, streams
+    from ssmlx.model import streams as model
+    from ssmlx.model import tree
 
     return accept, draft, model, prune, sampling, tree, prompt_lookup, streams
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tiny import random_tree, tree_from_parents
 
-from ssmlx.cache import PathColumns
-from ssmlx.masks import MaskBuffer, stream_positions, stream_visibility
+from ssmlx.model.cache import PathColumns
+from ssmlx.model.masks import MaskBuffer, stream_positions, stream_visibility
 
 
 def naive_visibility(tree, num_streams):

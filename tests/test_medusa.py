@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from convert.__main__ import main  # noqa: E402
 from convert.base import load_base as load_torch_base  # noqa: E402
-from convert.heads import (  # noqa: E402
+from convert.formats.heads import (  # noqa: E402
     DRAFT_VOCAB_FILE,
     MEDUSA_FILES,
     convert_heads,
@@ -28,12 +28,8 @@ from convert.heads import (  # noqa: E402
     load_published,
     save_published,
 )
-from convert.medusa import MedusaReference  # noqa: E402
-from ssmlx.adapter import BaseIdentity  # noqa: E402
-from ssmlx.backbone import Backbone  # noqa: E402
-from ssmlx.config import TreeConfig  # noqa: E402
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.heads import (  # noqa: E402  # noqa: E402
+from convert.formats.medusa import MedusaReference  # noqa: E402
+from ssmlx.drafters.heads import (  # noqa: E402
     CONFIG_FILE,
     WEIGHTS_FILE,
     is_heads_folder,
@@ -41,8 +37,12 @@ from ssmlx.heads import (  # noqa: E402  # noqa: E402
     read_heads,
     write_heads,
 )
-from ssmlx.loading import load_base  # noqa: E402
-from ssmlx.medusa import MedusaConfig  # noqa: E402
+from ssmlx.drafters.medusa_heads import MedusaConfig  # noqa: E402
+from ssmlx.errors import InputError  # noqa: E402
+from ssmlx.load.adapter import BaseIdentity  # noqa: E402
+from ssmlx.load.loading import load_base  # noqa: E402
+from ssmlx.model.backbone import Backbone  # noqa: E402
+from ssmlx.settings import TreeConfig  # noqa: E402
 
 SAFE, PICKLED = MEDUSA_FILES
 

@@ -16,19 +16,19 @@ from real import ROOT, write_base, write_tiny_adapter
 from tiny import LAYERS, make_base, make_lora, make_model, make_streams, make_tokenizer
 from tiny_heads import HEAD_KINDS, make_heads
 
-from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams
 from ssmlx.api import stream_generate
-from ssmlx.backbone import Backbone
-from ssmlx.cache import TreeCache
-from ssmlx.chat_session import ChatSession
-from ssmlx.cli.chat import Chat, Screen, command
-from ssmlx.cli.generate import read_prompts
-from ssmlx.config import StreamConfig, TreeConfig
+from ssmlx.chat import Chat, Screen, command
 from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.generate import read_prompts
+from ssmlx.load.adapter import Adapter, BaseIdentity, fuse_streams
 from ssmlx.memory import MIB, Memory, memory_of
-from ssmlx.model import StreamFusedModel
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.cache import TreeCache
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.plan import GenerateConfig
 from ssmlx.prompts import prompt_tokens
-from ssmlx.settings import GenerateConfig
+from ssmlx.session import ChatSession
+from ssmlx.settings import StreamConfig, TreeConfig
 
 PROMPT, VOCAB, DRAFT_VOCAB, WIDTH = [3, 1, 4, 1, 5], 512, 40, 128
 # Large enough that MLX's rounding of small arrays does not count.

@@ -14,17 +14,17 @@ from metal import shim
 from mlx_lm.models import base as mlx_lm_base
 from tiny import first_tokens, make_base, make_model
 
-from ssmlx import metal
-from ssmlx.backbone import Backbone
-from ssmlx.cache import PathColumns, TreeCache
-from ssmlx.config import PruneConfig, TreeConfig
-from ssmlx.decode import plain_decode, streaming_decode
+from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
-from ssmlx.masks import MaskBuffer
-from ssmlx.metal import hook, kernels, switch
-from ssmlx.metal.mask import StepMasks, TreeMask, pack_bits
-from ssmlx.metal.plan import Chip
+from ssmlx.model import metal
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.cache import PathColumns, TreeCache
+from ssmlx.model.masks import MaskBuffer
+from ssmlx.model.metal import hook, kernels, switch
+from ssmlx.model.metal.mask import StepMasks, TreeMask, pack_bits
+from ssmlx.model.metal.plan import Chip
+from ssmlx.settings import PruneConfig, TreeConfig
 
 BASE_CHIP = Chip.of("applegpu_g13g")
 PROMPT = [1, 4, 2, 9, 6]

@@ -13,10 +13,10 @@ from metal import shim
 from metal.cases import Case, error_of, error_on_metal, make_data, mlx_inputs, run_case
 from metal.lint import complaints
 
-from ssmlx.metal.kernels import FUNCTIONS, Call, Kernel, attend
-from ssmlx.metal.mask import pack_bits
-from ssmlx.metal.plan import DTYPES, Plan
-from ssmlx.metal.switch import is_available
+from ssmlx.model.metal.kernels import FUNCTIONS, Call, Kernel, attend
+from ssmlx.model.metal.mask import pack_bits
+from ssmlx.model.metal.plan import DTYPES, Plan
+from ssmlx.model.metal.switch import is_available
 
 needs_compiler = pytest.mark.skipif(shim.COMPILER is None, reason=shim.NO_COMPILER)
 

@@ -11,11 +11,11 @@ import mlx.core as mx
 import pytest
 from metal import shim
 
-from perf import attention
-from perf.attention_report import draw, report, verdict
-from perf.common import publish
-from ssmlx.metal import is_available, kernels
-from ssmlx.metal.plan import AttentionShape, Chip
+from perf.attention import __main__ as attention
+from perf.attention.report import draw, report, verdict
+from perf.run.common import publish
+from ssmlx.model.metal import is_available, kernels
+from ssmlx.model.metal.plan import AttentionShape, Chip
 
 M1 = Chip.of("applegpu_g13g")
 

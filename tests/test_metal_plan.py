@@ -7,10 +7,10 @@ import random
 import mlx.core as mx
 import pytest
 
-from ssmlx.metal.kernels import LANES
-from ssmlx.metal.paths import bytes_read, choose_path, key_reads, mlx_path, threadgroups
-from ssmlx.metal.plan import AttentionShape, Chip, make_plan, this_chip
-from ssmlx.metal.switch import is_available
+from ssmlx.model.metal.kernels import LANES
+from ssmlx.model.metal.paths import bytes_read, choose_path, key_reads, mlx_path, threadgroups
+from ssmlx.model.metal.plan import AttentionShape, Chip, make_plan, this_chip
+from ssmlx.model.metal.switch import is_available
 
 M1, M1_MAX, M2_ULTRA, M5 = (Chip.of(f"applegpu_g{name}") for name in ("13g", "13s", "14d", "17s"))
 HALF, FULL = mx.float16, mx.float32

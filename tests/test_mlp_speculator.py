@@ -19,17 +19,23 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from convert.__main__ import main  # noqa: E402
-from convert.heads import convert_heads, detect_kind, load_published, read_published, save_published  # noqa: E402  # noqa: E402
-from convert.mlp_speculator import MlpSpeculatorReference  # noqa: E402
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.heads import load_heads, read_heads, write_heads  # noqa: E402
-from ssmlx.loading import load_base  # noqa: E402
-from ssmlx.mlp_speculator import (  # noqa: E402
+from convert.formats.heads import (  # noqa: E402
+    convert_heads,
+    detect_kind,
+    load_published,
+    read_published,
+    save_published,
+)
+from convert.formats.mlp_speculator import MlpSpeculatorReference  # noqa: E402
+from ssmlx.drafters.heads import load_heads, read_heads, write_heads  # noqa: E402
+from ssmlx.drafters.speculator_heads import (  # noqa: E402
     MlpSpeculatorConfig,
     num_candidate_nodes,
     widths_topology,
 )
-from ssmlx.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB  # noqa: E402
+from ssmlx.errors import InputError  # noqa: E402
+from ssmlx.load.loading import load_base  # noqa: E402
+from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB  # noqa: E402
 
 WEIGHTS = "model.safetensors"
 WIDTHS = (4, 3, 2)

@@ -17,14 +17,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from real import ROOT, VOCAB, WIDTH, kill_once_there, one_line, words, write_base, write_nested_base
 
-from ssmlx.adapter import load_adapter
-from ssmlx.backbone import Backbone
-from ssmlx.cli.train import ADAPTER_FOLDER, PROG, STATE_FILE, STORE_FILE, main
-from ssmlx.config import StreamConfig
-from ssmlx.files import read_tensors
-from ssmlx.loading import load_base
-from ssmlx.lora import RowLora, RowScope, attach_lora
-from ssmlx.task_lora import read_task_lora
+from ssmlx.load.adapter import load_adapter
+from ssmlx.load.files import read_tensors
+from ssmlx.load.loading import load_base
+from ssmlx.load.task_lora import read_task_lora
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.lora import RowLora, RowScope, attach_lora
+from ssmlx.settings import StreamConfig
+from ssmlx.train import ADAPTER_FOLDER, PROG, STATE_FILE, STORE_FILE, main
 from ssmlx.training.batches import collate
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Example
@@ -112,11 +112,11 @@ def pair(folder, architecture, draft_vocab, changes):
     torch = pytest.importorskip("torch")
     from test_reference import make_base
 
-    from convert.adapter import read_checkpoint
-    from convert.reference import save_reference
-    from convert.training import Objective as TorchObjective
-    from convert.training import Run as TorchRun
-    from convert.training import build_model
+    from convert.formats.adapter import read_checkpoint
+    from convert.reference.model import save_reference
+    from convert.training.run import Objective as TorchObjective
+    from convert.training.run import Run as TorchRun
+    from convert.training.run import build_model
 
     theirs_base = make_base(architecture, attention="sdpa")
     theirs_base.save_pretrained(folder / "base")
@@ -690,7 +690,7 @@ def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_p
 
 
 def test_help_comes_without_mlx():
-    code = "import sys, ssmlx.cli.train; assert 'mlx.core' not in sys.modules"
+    code = "import sys, ssmlx.train; assert 'mlx.core' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     done = subprocess.run(
         [sys.executable, "-m", "ssmlx.train", "--help"],

@@ -19,14 +19,13 @@ from real import answer, one_line, snapshot, write_tokenizer  # noqa: E402
 from tiny import first_tokens, tree_from_parents  # noqa: E402
 
 from convert import base as convert_base  # noqa: E402
-from convert.adapter import read_checkpoint  # noqa: E402
-from convert.oracle import greedy_streaming, tree_inputs  # noqa: E402
-from convert.reference import (  # noqa: E402
-    StreamFusedReference,
-    load_reference,
-    save_reference,
-)
-from ssmlx.adapter import (  # noqa: E402
+from convert.formats.adapter import read_checkpoint  # noqa: E402
+from convert.reference.model import StreamFusedReference, load_reference, save_reference  # noqa: E402
+from convert.reference.oracle import greedy_streaming, tree_inputs  # noqa: E402
+from ssmlx.api import token_steps  # noqa: E402
+from ssmlx.decoding.loop import prefill  # noqa: E402
+from ssmlx.errors import InputError  # noqa: E402
+from ssmlx.load.adapter import (  # noqa: E402
     Adapter,
     BaseIdentity,
     fuse_streams,
@@ -34,16 +33,13 @@ from ssmlx.adapter import (  # noqa: E402
     read_streams,
     write_adapter,
 )
-from ssmlx.api import token_steps  # noqa: E402
-from ssmlx.backbone import decoder_path  # noqa: E402
-from ssmlx.config import StreamConfig, TreeConfig  # noqa: E402
-from ssmlx.decode import prefill  # noqa: E402
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.loading import load_base  # noqa: E402
-from ssmlx.lora import LoraWeights  # noqa: E402
-from ssmlx.model import StreamFusedModel  # noqa: E402
-from ssmlx.models import model_classes  # noqa: E402
-from ssmlx.settings import GenerateConfig  # noqa: E402
+from ssmlx.load.loading import load_base  # noqa: E402
+from ssmlx.model.architectures import model_classes  # noqa: E402
+from ssmlx.model.backbone import decoder_path  # noqa: E402
+from ssmlx.model.lora import LoraWeights  # noqa: E402
+from ssmlx.model.streams import StreamFusedModel  # noqa: E402
+from ssmlx.plan import GenerateConfig  # noqa: E402
+from ssmlx.settings import StreamConfig, TreeConfig  # noqa: E402
 
 LAYERS, STREAMS, VOCAB, CONTEXT = 4, 2, 64, 48
 PROMPT = [5, 2, 3, 11, 7]

@@ -13,12 +13,15 @@ from mlx.utils import tree_flatten
 from real import make_adapter, one_line, run_module, without_prune, words, write_base
 from tiny import random_tree
 
-from perf import common, compiled, long_chat, lossless, speed, step_cost
-from ssmlx.adapter import Adapter, write_adapter
-from ssmlx.cache import TreeCache
-from ssmlx.config import PruneConfig, TreeConfig
-from ssmlx.decode import prefill, step
+from perf import compiled, long_chat, lossless
+from perf.run import common
+from perf.speed import __main__ as speed
+from perf.speed import step_cost
+from ssmlx.decoding.loop import prefill, step
 from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.load.adapter import Adapter, write_adapter
+from ssmlx.model.cache import TreeCache
+from ssmlx.settings import PruneConfig, TreeConfig
 
 
 def with_rotation(adapter: Adapter) -> Adapter:

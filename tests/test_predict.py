@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 import pytest
 from real import one_line
 
-from perf import predict
-from perf.chips import CHIPS, Chip
-from perf.predict_pictures import OPT_DRAFT, OPT_TARGET, uses
-from perf.roofline import Decoder, Work, call_work, costs, product
-from ssmlx.config import PruneConfig, TreeConfig
-from ssmlx.cost import DraftShape
+from perf.predict import __main__ as predict
+from perf.predict.chips import CHIPS, Chip
+from perf.predict.pictures import OPT_DRAFT, OPT_TARGET, uses
+from perf.predict.roofline import Decoder, Work, call_work, costs, product
+from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.tuning.cost import DraftShape
 
 BY_NAME = {chip.name: chip for chip in CHIPS}
 PROG = "perf.predict"

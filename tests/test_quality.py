@@ -10,10 +10,14 @@ import pytest
 from real import one_line, run_module, words, write_base, write_tiny_adapter
 
 import ssmlx
-from perf import answers, quality
-from perf.answers import AnswerStore, Kept
-from perf.common import Answer
-from perf.metrics import (
+from perf.quality import __main__ as quality
+from perf.quality import answers
+from perf.quality.answers import AnswerStore, Kept
+from perf.quality.plan import parse_trees, tree_label
+from perf.quality.report import PAPER, aligned, draw, report
+from perf.quality.summary import is_lossless
+from perf.run.common import Answer
+from perf.run.metrics import (
     Estimate,
     exact_match,
     mean,
@@ -23,11 +27,8 @@ from perf.metrics import (
     rouge_scorer,
     score_all,
 )
-from perf.quality_plan import parse_trees, tree_label
-from perf.quality_report import PAPER, aligned, draw, report
-from perf.quality_summary import is_lossless
-from perf.systems import named_adapters
-from perf.tasks import TASKS, read_examples
+from perf.run.systems import named_adapters
+from perf.run.tasks import TASKS, read_examples
 from ssmlx.errors import InputError
 
 # -------------------------------------------------------------------------------- metrics
@@ -156,7 +157,7 @@ def test_adapters_are_named(tmp_path):
 def test_a_bundled_adapter_goes_by_its_name(tmp_path, monkeypatch):
     (tmp_path / "poems").mkdir()
     (tmp_path / "poems" / "streams_config.json").write_text("{}")
-    monkeypatch.setattr("ssmlx.bundled.ADAPTERS_FOLDER", tmp_path)
+    monkeypatch.setattr("ssmlx.load.bundled.ADAPTERS_FOLDER", tmp_path)
     assert named_adapters(["poems", "x=poems"]) == dict.fromkeys(("poems", "x"), tmp_path / "poems")
 
 

@@ -20,20 +20,20 @@ from real import write_base as write_folder
 from tiny import LAYERS, VOCAB, make_base, make_lora, make_streams, make_tokenizer
 from tiny_heads import make_heads
 
-from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams, load_adapter, write_adapter
 from ssmlx.api import stream_generate
-from ssmlx.backbone import Backbone, head_bytes, pack_rows
-from ssmlx.bundled import resolve_adapter
-from ssmlx.cli.generate import read_prompts
-from ssmlx.config import PruneConfig, StreamConfig, TreeConfig
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
-from ssmlx.loading import is_quantised, load_base, load_words, resolve_draft_bits
-from ssmlx.lora import RowLora
-from ssmlx.model import StreamFusedModel
+from ssmlx.generate import read_prompts
+from ssmlx.load.adapter import Adapter, BaseIdentity, fuse_streams, load_adapter, write_adapter
+from ssmlx.load.bundled import resolve_adapter
+from ssmlx.load.loading import is_quantised, load_base, load_words, resolve_draft_bits
+from ssmlx.load.registry import resolve_model
+from ssmlx.model.backbone import Backbone, head_bytes, pack_rows
+from ssmlx.model.lora import RowLora
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.plan import GenerateConfig
 from ssmlx.prompts import prompt_tokens
-from ssmlx.registry import resolve_model
-from ssmlx.settings import GenerateConfig
+from ssmlx.settings import PruneConfig, StreamConfig, TreeConfig
 
 PROMPT, COUNT, WIDTH = [3, 1, 4, 1, 5], 24, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 128, "head_dim": 16}

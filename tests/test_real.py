@@ -14,11 +14,11 @@ import numpy as np
 from real import EXAMPLE, answer, run_module
 
 from convert.__main__ import main as convert
-from ssmlx.config import PruneConfig, TreeConfig
-from ssmlx.loading import load_base
+from ssmlx.load.loading import load_base
+from ssmlx.load.registry import resolve_model
+from ssmlx.model.tree import Tree
 from ssmlx.prompts import encode, prompt_tokens
-from ssmlx.registry import resolve_model
-from ssmlx.tree import Tree
+from ssmlx.settings import PruneConfig, TreeConfig
 
 pytestmark = pytest.mark.real
 
@@ -135,7 +135,7 @@ def reference():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from convert.base import load_base
-    from convert.reference import load_reference
+    from convert.reference.model import load_reference
 
     return load_reference(load_base(resolve_model(BASE)), EXAMPLE)
 
@@ -187,7 +187,7 @@ def test_logits_of_a_prompt_are_those_of_pytorch(models, reference):
 def test_logits_of_a_tree_are_those_of_pytorch(models, reference):
     import torch
 
-    from convert.oracle import full_tree, tree_inputs
+    from convert.reference.oracle import full_tree, tree_inputs
 
     model, tokenizer = models["all"]
     entry = EXPECTED[1]

@@ -12,22 +12,22 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load, save_file  # noqa: E402
 
 from convert.base import load_base  # noqa: E402
-from convert.oracle import (  # noqa: E402
-    accepted_path,
-    full_tree,
-    greedy_plain,
-    greedy_streaming,
-    tree_inputs,
-)
-from convert.reference import (  # noqa: E402
+from convert.reference.model import (  # noqa: E402
     ReferenceOutput,
     StreamFusedReference,
     load_reference,
     save_reference,
     stream_visibility,
 )
-from ssmlx.config import StreamConfig  # noqa: E402
+from convert.reference.oracle import (  # noqa: E402
+    accepted_path,
+    full_tree,
+    greedy_plain,
+    greedy_streaming,
+    tree_inputs,
+)
 from ssmlx.errors import InputError  # noqa: E402
+from ssmlx.settings import StreamConfig  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2-135m-sql"
 ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Phi3", "Mistral")
@@ -630,7 +630,7 @@ def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
 
 @pytest.mark.real
 def test_real_checkpoint_writes_the_expected_tokens():
-    registry = pytest.importorskip("ssmlx.registry")
+    registry = pytest.importorskip("ssmlx.load.registry")
     folder = Path(registry.resolve_model("smollm2-135m-q4_1"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = load_reference(load_base(folder), EXAMPLE)

@@ -13,9 +13,9 @@ from pathlib import Path
 import mlx_lm.utils
 import pytest
 
-from ssmlx import registry
 from ssmlx.errors import InputError
-from ssmlx.registry import ALIASES, cache_dir, resolve_model
+from ssmlx.load import registry
+from ssmlx.load.registry import ALIASES, cache_dir, resolve_model
 
 SMOLLM2, PINNED = ALIASES
 GGUF_BYTES = b"stands for a GGUF file"

@@ -20,17 +20,11 @@ from tiny import (
     tree_from_parents,
 )
 
-from ssmlx.accept import accept, accept_typical
+from ssmlx import chat, generate
 from ssmlx.api import stream_generate, token_steps
-from ssmlx.backbone import Backbone
-from ssmlx.cli import chat, generate
-from ssmlx.cli.options import generate_config
-from ssmlx.config import AcceptanceConfig, SamplingConfig, TreeConfig
-from ssmlx.decode import plain_decode
-from ssmlx.errors import InputError
-from ssmlx.model import StreamFusedModel
-from ssmlx.response import summary
-from ssmlx.sampling import (
+from ssmlx.decoding.accept import accept, accept_typical
+from ssmlx.decoding.loop import plain_decode
+from ssmlx.decoding.sampling import (
     Places,
     Sampling,
     count_tokens,
@@ -38,8 +32,14 @@ from ssmlx.sampling import (
     last_tokens,
     places_of,
 )
-from ssmlx.settings import GenerateConfig
-from ssmlx.tree import PAD_TOKEN
+from ssmlx.errors import InputError
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import PAD_TOKEN
+from ssmlx.options import generate_config
+from ssmlx.plan import GenerateConfig
+from ssmlx.response import summary
+from ssmlx.settings import AcceptanceConfig, SamplingConfig, TreeConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 PENALTIES = (

@@ -20,17 +20,17 @@ from tiny import (
     make_streams,
 )
 
-from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams
 from ssmlx.api import stream_generate, token_steps
-from ssmlx.backbone import Backbone
-from ssmlx.cache import PathColumns, TreeCache
-from ssmlx.config import STREAM_SCHEDULES, PruneConfig, StreamConfig, TreeConfig
-from ssmlx.decode import plain_decode, streaming_decode
+from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.choice import required_scratch
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
-from ssmlx.masks import earlier_streams, stream_visibility
-from ssmlx.settings import GenerateConfig
+from ssmlx.load.adapter import Adapter, BaseIdentity, fuse_streams
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.cache import PathColumns, TreeCache
+from ssmlx.model.masks import earlier_streams, stream_visibility
+from ssmlx.plan import GenerateConfig
+from ssmlx.settings import STREAM_SCHEDULES, PruneConfig, StreamConfig, TreeConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 TREES = (TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=7))

@@ -29,15 +29,15 @@ from real import (
 )
 from tiny import LAYERS, WIDTH, make_base, make_lora, make_streams, make_tokenizer
 
-from ssmlx import bundled, loading
-from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams, write_adapter
-from ssmlx.backbone import Backbone
-from ssmlx.bundled import bundled_adapters, resolve_adapter
-from ssmlx.cli import chat, generate
-from ssmlx.config import StreamConfig
+from ssmlx import chat, generate
 from ssmlx.errors import InputError
-from ssmlx.lora import LoraWeights
-from ssmlx.model import StreamFusedModel
+from ssmlx.load import bundled, loading
+from ssmlx.load.adapter import Adapter, BaseIdentity, fuse_streams, write_adapter
+from ssmlx.load.bundled import bundled_adapters, resolve_adapter
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.lora import LoraWeights
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.settings import StreamConfig
 
 LENGTH = 16
 PROMPT = [1, 5, 2, 7]
@@ -481,7 +481,7 @@ def test_a_packed_base_is_swapped_by_name(base, tmp_path):
 
 
 def fuse(base: Path, target: Path) -> Path:
-    from convert.adapter import write_fused
+    from convert.formats.adapter import write_fused
 
     backbone, config = loading.load_base(base, "float32")
     words = loading.load_words(base, config)

@@ -20,16 +20,16 @@ from tiny import first_tokens, make_lora
 
 from convert import __main__ as convert_cli
 from convert.base import load_base
-from convert.checkpoint import TASK_LORA
 from convert.export.source import build_reference
-from convert.reference import load_fine_tuned, load_reference, merge_lora
+from convert.formats.checkpoint import TASK_LORA
+from convert.reference.model import load_fine_tuned, load_reference, merge_lora
 from convert.train import PROG, main
-from ssmlx.adapter import fuse_streams, load_adapter, unfuse_streams, write_adapter
-from ssmlx.config import STREAM_SCHEDULES, TreeConfig
-from ssmlx.decode import plain_decode, streaming_decode
+from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
-from ssmlx.task_lora import read_lora
-from ssmlx.tree import root_tree
+from ssmlx.load.adapter import fuse_streams, load_adapter, unfuse_streams, write_adapter
+from ssmlx.load.task_lora import read_lora
+from ssmlx.model.tree import root_tree
+from ssmlx.settings import STREAM_SCHEDULES, TreeConfig
 
 TREE = TreeConfig(kind="full", width=2)
 
@@ -96,7 +96,9 @@ def test_the_base_comes_back(kind):
     after = dict(tree_flatten(backbone.model.parameters()))
     assert before.keys() == after.keys()
     assert all(mx.array_equal(before[name], after[name]) for name in before)
-    assert not any(isinstance(m, ssmlx.lora.RowLora) for _, m in backbone.model.named_modules())
+    assert not any(
+        isinstance(m, ssmlx.model.lora.RowLora) for _, m in backbone.model.named_modules()
+    )
 
 
 def test_a_folder_holds_both_and_mlx_lm_finds_the_tasks(tmp_path):

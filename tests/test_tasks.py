@@ -1,4 +1,4 @@
-"""perf.tasks: where the data of a task comes from, in a fresh checkout too."""
+"""perf.run.tasks: where the data of a task comes from, in a fresh checkout too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import json
 import pytest
 from real import one_line
 
-from perf import bench, calibrate, compare, quality, score
-from perf.tasks import TASKS, data_file, read_examples
+from perf import score
+from perf.bench import __main__ as bench
+from perf.calibrate import __main__ as calibrate
+from perf.compare import __main__ as compare
+from perf.quality import __main__ as quality
+from perf.run.tasks import TASKS, data_file, read_examples
 from ssmlx.errors import InputError
 
 SHIPPED = [name for name, task in TASKS.items() if task.test]

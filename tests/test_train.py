@@ -15,13 +15,13 @@ from torch.nn import functional as F  # noqa: E402
 
 from convert.__main__ import main as convert  # noqa: E402
 from convert.base import load_base  # noqa: E402
-from convert.losses import linear_cross_entropy, mean_scales  # noqa: E402
-from convert.lower_store import LowerStore  # noqa: E402
-from convert.reference import StreamFusedReference, load_reference  # noqa: E402
+from convert.reference.losses import linear_cross_entropy, mean_scales  # noqa: E402
+from convert.reference.model import StreamFusedReference, load_reference  # noqa: E402
 from convert.train import PROG, SETTINGS_FILE, STATE_FILE, STORE_FILE, main  # noqa: E402
-from convert.training import Objective, Run, build_model, freeze_base  # noqa: E402
-from ssmlx.config import StreamConfig  # noqa: E402
+from convert.training.lower_store import LowerStore  # noqa: E402
+from convert.training.run import Objective, Run, build_model, freeze_base  # noqa: E402
 from ssmlx.errors import InputError  # noqa: E402
+from ssmlx.settings import StreamConfig  # noqa: E402
 from ssmlx.training.batches import BatchPlan, collate  # noqa: E402
 from ssmlx.training.config import TrainConfig  # noqa: E402
 from ssmlx.training.data import Example  # noqa: E402
@@ -89,7 +89,7 @@ def random_examples(count, seed=0):
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch, with_bias):
-    monkeypatch.setattr("convert.losses._CHUNK_LOGITS", 7 * 11)  # several chunks
+    monkeypatch.setattr("convert.reference.losses._CHUNK_LOGITS", 7 * 11)  # several chunks
     torch.manual_seed(0)
     hidden = torch.randn(23, 5, requires_grad=True)
     weight, bias = torch.randn(11, 5), torch.randn(11) if with_bias else None
@@ -402,7 +402,7 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
     from test_reference import LAYERS, VOCAB, WIDTH
     from test_reference import make_base as make_torch_base
 
-    from convert.stream_attention import stream_attention, use_stream_attention
+    from convert.reference.stream_attention import stream_attention, use_stream_attention
 
     config = StreamConfig(
         num_streams=3,
@@ -433,7 +433,7 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
     dense, dense_grads = gradients()
     calls = []
     monkeypatch.setattr(
-        "convert.stream_attention.stream_attention",
+        "convert.reference.stream_attention.stream_attention",
         lambda *args: calls.append(1) or stream_attention(*args),
     )
     use_stream_attention(base, 3)

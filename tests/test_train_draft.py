@@ -31,18 +31,18 @@ from test_reference import make_base  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from convert.base import load_base  # noqa: E402
-from convert.draft_training import (  # noqa: E402
+from convert.train import main as train_streams  # noqa: E402
+from convert.train_draft import MODEL_FOLDER, PROG, STATE_FILE, main  # noqa: E402
+from convert.training.draft import (  # noqa: E402
     DraftObjective,
     build_draft,
     chain_calls,
     trained_weights,
     write_draft,
 )
-from convert.train import main as train_streams  # noqa: E402
-from convert.train_draft import MODEL_FOLDER, PROG, STATE_FILE, main  # noqa: E402
-from convert.training import Run, freeze_base  # noqa: E402
-from ssmlx.config import DraftModelConfig, StreamConfig  # noqa: E402
-from ssmlx.loading import load_weights  # noqa: E402
+from convert.training.run import Run, freeze_base  # noqa: E402
+from ssmlx.load.loading import load_weights  # noqa: E402
+from ssmlx.settings import DraftModelConfig, StreamConfig  # noqa: E402
 from ssmlx.training.batches import BatchPlan, collate  # noqa: E402
 from ssmlx.training.config import TrainConfig  # noqa: E402
 from ssmlx.training.data import Example  # noqa: E402
@@ -305,7 +305,7 @@ def test_what_it_learns_shows_when_it_drafts(base, data, tmp_path, dtype):
 
 
 def test_the_command_drafts_with_the_folder(base, data, tmp_path, capsys):
-    from ssmlx.cli.generate import main as generate
+    from ssmlx.generate import main as generate
 
     assert main(argv(base, data, tmp_path / "run", "--epochs", "1")) == 0
     options = ["--model", str(base), "--prompt", "w1 w2", "--max-tokens", "5"]

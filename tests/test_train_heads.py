@@ -17,15 +17,10 @@ from torch.nn import functional as F  # noqa: E402
 
 from convert.__main__ import main as convert  # noqa: E402
 from convert.base import load_base  # noqa: E402
-from convert.head_training import (  # noqa: E402
-    HeadObjective,
-    accepted_depth,
-    trained_cross_entropy,
-)
-from convert.heads import DRAFT_VOCAB_FILE, load_published  # noqa: E402
-from convert.losses import mean_scales  # noqa: E402
-from convert.mlp_speculator import MlpSpeculatorReference  # noqa: E402
-from convert.reference import load_reference  # noqa: E402
+from convert.formats.heads import DRAFT_VOCAB_FILE, load_published  # noqa: E402
+from convert.formats.mlp_speculator import MlpSpeculatorReference  # noqa: E402
+from convert.reference.losses import mean_scales  # noqa: E402
+from convert.reference.model import load_reference  # noqa: E402
 from convert.train import main as train_streams  # noqa: E402
 from convert.train_heads import (  # noqa: E402
     PROG,
@@ -37,10 +32,11 @@ from convert.train_heads import (  # noqa: E402
     load_frozen,
     main,
 )
-from convert.training import Run  # noqa: E402
+from convert.training.heads import HeadObjective, accepted_depth, trained_cross_entropy  # noqa: E402
+from convert.training.run import Run  # noqa: E402
+from ssmlx.drafters.heads import load_heads  # noqa: E402
 from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.heads import load_heads  # noqa: E402
-from ssmlx.loading import load_base as load_mlx_base  # noqa: E402
+from ssmlx.load.loading import load_base as load_mlx_base  # noqa: E402
 from ssmlx.training.batches import BatchPlan, collate  # noqa: E402
 from ssmlx.training.config import TrainConfig  # noqa: E402
 from ssmlx.training.data import Example  # noqa: E402
@@ -101,7 +97,7 @@ def random_examples(count, seed=0):
 
 
 def test_the_loss_reaches_hidden_states_and_weight(monkeypatch):
-    monkeypatch.setattr("convert.head_training._CHUNK_LOGITS", 7 * 11)  # several chunks
+    monkeypatch.setattr("convert.training.heads._CHUNK_LOGITS", 7 * 11)  # several chunks
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
     targets = torch.randint(0, 11, (23,))
@@ -206,8 +202,8 @@ def test_accepted_depth_walks_the_kept_nodes():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_is_what_mlx_would_draft(base, tmp_path, kind, reduced):
     """Answer by answer, with the trees that the converted heads propose."""
-    from convert.heads import save_published
-    from ssmlx.config import TreeConfig
+    from convert.formats.heads import save_published
+    from ssmlx.settings import TreeConfig
 
     vocab = np.arange(0, VOCAB, 3, dtype=np.int32) if reduced else None
     objective = make_objective(base, kind, vocab)

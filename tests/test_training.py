@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from ssmlx.bundled import CONFIG_FILE
-from ssmlx.config import TreeConfig
 from ssmlx.errors import InputError
+from ssmlx.load.bundled import CONFIG_FILE
+from ssmlx.settings import TreeConfig
 from ssmlx.training.batches import BatchPlan, collate, epoch_order, in_order
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, Example, read_examples
@@ -17,7 +17,7 @@ from ssmlx.training.draft_vocab import choose_draft_vocab, coverage, draft_indic
 from ssmlx.training.job import read_base
 from ssmlx.training.options import train_config, training_parser
 from ssmlx.training.record import LOG_FILE, Record, draw_curves, read_record
-from ssmlx.training.replay import Guesses, num_candidates, replay
+from ssmlx.tuning.replay import Guesses, num_candidates, replay
 
 from tiny import make_tokenizer  # isort: skip
 

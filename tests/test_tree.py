@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny import best_rank_paths, tree_from_parents
 
-from ssmlx.config import TreeConfig
 from ssmlx.errors import InputError
-from ssmlx.tree import contender_topology, draft_topology, full_topology, grow_tree, root_tree
+from ssmlx.model.tree import contender_topology, draft_topology, full_topology, grow_tree, root_tree
+from ssmlx.settings import TreeConfig
 
 
 def rank_paths(topology):

@@ -11,16 +11,16 @@ from test_cost import COSTS, flat
 from tiny import first_tokens, make_model
 
 import ssmlx
-from ssmlx import tuning
+from ssmlx import chat, generate
 from ssmlx.api import token_steps
-from ssmlx.cli import chat, generate
-from ssmlx.config import AcceptanceConfig, PruneConfig, TreeConfig
-from ssmlx.cost import DraftShape, Surface, Way
+from ssmlx.decoding.pace import FIRST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
 from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError
-from ssmlx.pace import FIRST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
-from ssmlx.settings import GenerateConfig
-from ssmlx.tuning import (
+from ssmlx.plan import GenerateConfig
+from ssmlx.settings import AcceptanceConfig, PruneConfig, TreeConfig
+from ssmlx.tuning import profile as tuning
+from ssmlx.tuning.cost import DraftShape, Surface, Way
+from ssmlx.tuning.profile import (
     Place,
     Profile,
     leaves_shape_open,

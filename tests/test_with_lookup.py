@@ -12,12 +12,12 @@ from tiny import VOCAB, make_tokenizer, random_tree, tree_from_parents
 from tiny_heads import cycle_heads
 
 from ssmlx.api import stream_generate
-from ssmlx.config import TreeConfig
 from ssmlx.drafters.choice import make_drafter
 from ssmlx.drafters.with_lookup import NGRAM, TextOnDevice, WithLookup, continuation, extend
 from ssmlx.errors import InputError
-from ssmlx.settings import GenerateConfig
-from ssmlx.tree import PAD_TOKEN, root_tree
+from ssmlx.model.tree import PAD_TOKEN, root_tree
+from ssmlx.plan import GenerateConfig
+from ssmlx.settings import TreeConfig
 
 
 def looked_up(text, count):
@@ -146,7 +146,7 @@ def test_the_drafter_is_told_of_every_text(monkeypatch):
 
 def test_nothing_waits_for_the_lookup(monkeypatch):
     """The loop still builds ahead, and reads one small result a call."""
-    from ssmlx import decode
+    from ssmlx.decoding import loop as decode
 
     model, reads = streams_model(), []
     drafter = make_drafter(model, GenerateConfig(lookup_nodes=4))

@@ -15,12 +15,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssmlx.adapter import Adapter, BaseIdentity, fuse_streams
-from ssmlx.backbone import Backbone
-from ssmlx.config import StreamConfig
-from ssmlx.lora import LoraWeights
-from ssmlx.model import LowRank, StreamFusedModel, StreamWeights
-from ssmlx.tree import Tree
+from ssmlx.load.adapter import Adapter, BaseIdentity, fuse_streams
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.lora import LoraWeights
+from ssmlx.model.streams import LowRank, StreamFusedModel, StreamWeights
+from ssmlx.model.tree import Tree
+from ssmlx.settings import StreamConfig
 
 LAYERS, WIDTH, VOCAB = 3, 32, 13
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "mistral")

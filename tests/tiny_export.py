@@ -11,19 +11,19 @@ from real import write_tokenizer
 from test_reference import make_base
 from test_reference import make_model as make_reference
 
-from convert.adapter import read_checkpoint, write_adapter
 from convert.export.export import build_graphs
 from convert.export.graph import DECODE, Graph
 from convert.export.settings import ExportConfig
-from convert.reference import save_reference
-from ssmlx.adapter import Adapter, load_adapter
+from convert.formats.adapter import read_checkpoint, write_adapter
+from convert.reference.model import save_reference
 from ssmlx.api import token_steps
-from ssmlx.coreml.decode import streaming_decode
-from ssmlx.coreml.manifest import Manifest
-from ssmlx.coreml.slots import SlotCache
-from ssmlx.coreml.tree import TreeTables
-from ssmlx.loading import load, load_base
-from ssmlx.settings import GenerateConfig
+from ssmlx.exported.decode import streaming_decode
+from ssmlx.exported.manifest import Manifest
+from ssmlx.exported.slots import SlotCache
+from ssmlx.exported.tree import TreeTables
+from ssmlx.load.adapter import Adapter, load_adapter
+from ssmlx.load.loading import load, load_base
+from ssmlx.plan import GenerateConfig
 
 WORDS = 64  # the tokenizer's
 CONTEXT, CHUNK = 64, 4

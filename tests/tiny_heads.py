@@ -5,10 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.adapter import BaseIdentity
-from ssmlx.heads import HeadConfig, Heads, attach_heads
-from ssmlx.medusa import MedusaConfig
-from ssmlx.mlp_speculator import MlpSpeculatorConfig
+from ssmlx.drafters.heads import HeadConfig, Heads, attach_heads
+from ssmlx.drafters.medusa_heads import MedusaConfig
+from ssmlx.drafters.speculator_heads import MlpSpeculatorConfig
+from ssmlx.load.adapter import BaseIdentity
 
 HEAD_KINDS = ("medusa", "mlp-speculator")
 LEVELS = 3

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssmlx.cli.options import make_parser, run
-from ssmlx.config import DEFAULT_MODEL, PruneConfig, TreeConfig
+from ssmlx.options import make_parser, run
+from ssmlx.settings import DEFAULT_MODEL, PruneConfig, TreeConfig
 
 from ..installed import check_installed
 
@@ -25,7 +25,7 @@ EPILOG = """examples:
   python -m ssmlx.export --adapter sql --out exported/sql
   python -m ssmlx.export --adapter sql --profile ane --compress palettised --out exported/sql-ane
   python -m ssmlx.export --adapter sql --target coreai --dtype float32 --out exported/sql-coreai
-  python -m ssmlx.coreml --package exported/sql --prompt "..."     # on a Mac
+  python -m ssmlx.exported --package exported/sql --prompt "..."     # on a Mac
 
 FOLDER is written whole or not at all: the package with its functions "prefill" and "decode",
 manifest.json, report.json and the tokenizer. convert/export/README.md explains the profiles."""

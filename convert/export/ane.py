@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ssmlx.errors import InputError
 
-from ..reference import LoraLinear, LowRank, StreamFusedReference
+from ..reference.model import LoraLinear, LowRank, StreamFusedReference
 from .heads import Head
 from .parts import RowCount, Rows, draft_head, query_groups, wrap_lora
 from .sizes import GraphSizes

@@ -1,7 +1,7 @@
 """The export itself, from settings to a folder:
 
     model.mlpackage or model.aimodel    the functions "prefill" and "decode"
-    manifest.json                       what a host must know, see `ssmlx.coreml.manifest`
+    manifest.json                       what a host must know, see `ssmlx.exported.manifest`
     report.json                         sizes, weight error, time and memory of the export
     config.json, tokenizer.json, ...    the model's own settings and tokenizer, as they were
 
@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx import __version__
-from ssmlx.adapter import Adapter, load_adapter
-from ssmlx.bundled import CONFIG_FILE, resolve_adapter
-from ssmlx.config import read_json
-from ssmlx.coreml.manifest import MANIFEST, PACKAGES, Manifest, package_digest
-from ssmlx.coreml.tree import TreeTables
 from ssmlx.errors import InputError
-from ssmlx.files import new_folder
-from ssmlx.loading import load_words
-from ssmlx.registry import resolve_model
+from ssmlx.exported.manifest import MANIFEST, PACKAGES, Manifest, package_digest
+from ssmlx.exported.tree import TreeTables
+from ssmlx.load.adapter import Adapter, load_adapter
+from ssmlx.load.bundled import CONFIG_FILE, resolve_adapter
+from ssmlx.load.files import new_folder
+from ssmlx.load.loading import load_words
+from ssmlx.load.registry import resolve_model
+from ssmlx.settings import read_json
 
 from ..base import copy_settings
 from .coreai import import_coreai, write_coreai
@@ -240,8 +240,8 @@ def _manifest(
         end_token_ids=tuple(end_token_ids),
         digest=package_digest(package),
         compression=config.compression,
-        model=texts["ssmlx.model"],
-        adapter=texts["ssmlx.adapter"],
+        model=texts["ssmlx.model.streams"],
+        adapter=texts["ssmlx.load.adapter"],
         versions=_versions(),
     )
 
@@ -250,8 +250,8 @@ def _texts(model: str, adapter: str | None, own: Adapter, config: ExportConfig) 
     """What the package says of itself where its host looks: in Xcode, or in its metadata."""
     return {
         "ssmlx.version": __version__,
-        "ssmlx.model": own.config.base_model or Path(model).name,
-        "ssmlx.adapter": Path(adapter or model).name,
+        "ssmlx.model.streams": own.config.base_model or Path(model).name,
+        "ssmlx.load.adapter": Path(adapter or model).name,
         "ssmlx.scope": own.config.adapter_scope,
         "ssmlx.profile": config.profile,
         "ssmlx.compression": config.compression,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..reference import LoraLinear, StreamFusedReference, rotate_values
+from ..reference.model import LoraLinear, StreamFusedReference, rotate_values
 from .heads import Head
 from .parts import RowCount, Rows, draft_head, query_groups, wrap_lora
 from .sizes import GraphSizes

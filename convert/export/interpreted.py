@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ssmlx.coreml.backends import DECODE, FUNCTIONS, Arrays, Backend, CarriedCache
-from ssmlx.coreml.manifest import Manifest
+from ssmlx.exported.backends import DECODE, FUNCTIONS, Arrays, Backend, CarriedCache
+from ssmlx.exported.manifest import Manifest
 
 from ..mil import Program
 

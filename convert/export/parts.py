@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..reference import LoraLinear, StreamFusedReference, merge_lora
+from ..reference.model import LoraLinear, StreamFusedReference, merge_lora
 from .heads import Head
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ssmlx.config import MAX_TREE_NODES, PruneConfig, StreamConfig, TreeConfig
 from ssmlx.errors import InputError
-from ssmlx.tree import Topology, draft_topology
+from ssmlx.model.tree import Topology, draft_topology
+from ssmlx.settings import MAX_TREE_NODES, PruneConfig, StreamConfig, TreeConfig
 
 from .sizes import GraphSizes
 

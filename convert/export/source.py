@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssmlx.adapter import Adapter, BaseIdentity
 from ssmlx.errors import InputError
-from ssmlx.lora import layer_of
+from ssmlx.load.adapter import Adapter, BaseIdentity
+from ssmlx.model.lora import layer_of
 
 from ..base import load_base
-from ..fine_tuned import merge_weights, tensor_of
-from ..reference import StreamFusedReference
+from ..formats.fine_tuned import merge_weights, tensor_of
+from ..reference.model import StreamFusedReference
 
 _PROBE_LENGTH = 32
 
@@ -25,7 +25,7 @@ def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamF
 
     Args:
         folder: of the base model.
-        adapter: as `ssmlx.adapter.load_adapter` reads it.
+        adapter: as `ssmlx.load.adapter.load_adapter` reads it.
         num_streams: G, the streams to use; the first ones of those trained.
 
     Raises:

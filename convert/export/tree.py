@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ssmlx.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
+from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
 # Below every path that exists: less than any depth times the least edge, and a float16.
 _IMPOSSIBLE = -1e4

@@ -9,5 +9,5 @@
 | Medusa heads | `medusa.py` | yes | no |
 | an MLP speculator | `mlp_speculator.py` | yes | no |
 
-`ssmlx.draft` says what the loop expects of them.
+`ssmlx.decoding.drafter` says what the loop expects of them.
 """

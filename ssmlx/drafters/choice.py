@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from ..config import HEAD_DRAFTERS, TEXT_DRAFTERS, DrafterKind
-from ..decode import scratch_rows
-from ..draft import Drafter
+from ..decoding.drafter import Drafter
+from ..decoding.loop import scratch_rows
+from ..decoding.sampling import Sampling
 from ..errors import InputError
-from ..medusa import MedusaHeads
-from ..model import StreamFusedModel
-from ..sampling import Sampling
-from ..settings import GenerateConfig
-from ..tuning import settled
+from ..model.streams import StreamFusedModel
+from ..plan import GenerateConfig
+from ..settings import HEAD_DRAFTERS, TEXT_DRAFTERS, DrafterKind
+from ..tuning.profile import settled
 from .draft_model import DraftModelDrafter
 from .lookahead import LookaheadDrafter
 from .medusa import MedusaDrafter
+from .medusa_heads import MedusaHeads
 from .mlp_speculator import MlpSpeculatorDrafter
 from .prompt_lookup import PromptLookupDrafter
 from .streams import StreamDrafter

@@ -12,12 +12,12 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
-from ..config import DraftModelConfig
-from ..draft import Verified
+from ..decoding.drafter import Verified
+from ..decoding.sampling import Places, Sampling, last_tokens
 from ..errors import InputError
-from ..sampling import Places, Sampling, last_tokens
-from ..shapes import arrays_in
-from ..tree import Tree, comb_topology
+from ..model.shapes import arrays_in
+from ..model.tree import Tree, comb_topology
+from ..settings import DraftModelConfig
 
 PREFILL_STEP_SIZE = 2048
 
@@ -206,8 +206,8 @@ def load_draft_model(
     Raises:
         InputError: it cannot be loaded, or its vocabulary is another than the target's.
     """
-    from ..loading import load_weights, load_words
-    from ..registry import resolve_model
+    from ..load.loading import load_weights, load_words
+    from ..load.registry import resolve_model
 
     path = resolve_model(name)
     model, config = load_weights(path, dtype, f"--draft-model {name} cannot be loaded")

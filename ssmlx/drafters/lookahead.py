@@ -24,9 +24,9 @@ import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from ..config import LookaheadConfig
-from ..draft import Verified
-from ..tree import Tree
+from ..decoding.drafter import Verified
+from ..model.tree import Tree
+from ..settings import LookaheadConfig
 from .trie import Trie, padded_size
 
 MAX_KEYS = 1 << 16  # first tokens whose n-grams are kept

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..backbone import Backbone
-from ..config import TreeConfig
-from ..draft import Verified
-from ..medusa import MedusaHeads
-from ..tree import Tree
+from ..decoding.drafter import Verified
+from ..model.backbone import Backbone
+from ..model.tree import Tree
+from ..settings import TreeConfig
+from .medusa_heads import MedusaHeads
 
 
 class MedusaDrafter:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..backbone import Backbone
-from ..config import SpeculatorTreeConfig
-from ..draft import Verified
-from ..mlp_speculator import MlpSpeculator, num_candidate_nodes
-from ..tree import Tree
+from ..decoding.drafter import Verified
+from ..model.backbone import Backbone
+from ..model.tree import Tree
+from ..settings import SpeculatorTreeConfig
+from .speculator_heads import MlpSpeculator, num_candidate_nodes
 
 
 class MlpSpeculatorDrafter:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..config import PromptLookupConfig
-from ..draft import Verified
-from ..tree import Tree
+from ..decoding.drafter import Verified
+from ..model.tree import Tree
+from ..settings import PromptLookupConfig
 from .trie import Trie, padded_size
 
 MAX_MATCHES = 8  # places that are remembered of each n-gram, the newest ones

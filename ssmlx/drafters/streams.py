@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..cache import StreamCache
-from ..config import StreamSchedule, TreeConfig
-from ..draft import Verified, rank_candidates
-from ..model import StreamFusedModel
-from ..shapes import expect_shape
-from ..tree import Tree, draft_topology, grow_tree
+from ..decoding.drafter import Verified, rank_candidates
+from ..model.cache import StreamCache
+from ..model.shapes import expect_shape
+from ..model.streams import StreamFusedModel
+from ..model.tree import Tree, draft_topology, grow_tree
+from ..settings import StreamSchedule, TreeConfig
 
 
 class StreamDrafter:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import numpy as np
 
-from ..tree import PAD_TOKEN, Tree
+from ..model.tree import PAD_TOKEN, Tree
 
 
 class Trie:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..draft import Drafter, Verified
-from ..shapes import indices
-from ..tree import PAD_TOKEN, Tree
+from ..decoding.drafter import Drafter, Verified
+from ..model.shapes import indices
+from ..model.tree import PAD_TOKEN, Tree
 
 NGRAM = 4  # most tokens that are looked up; fewer where so many are found nowhere
 _ROOM = 256  # tokens by which the text's buffer grows

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ..config import ADAPTER_SCOPES, STREAM_DESIGNS, STREAM_INITS, AdapterScope, StreamInit
 from ..errors import InputError
+from ..settings import ADAPTER_SCOPES, STREAM_DESIGNS, STREAM_INITS, AdapterScope, StreamInit
 
 Schedule = Literal["linear", "cosine", "constant"]
 SCHEDULES = ("linear", "cosine", "constant")

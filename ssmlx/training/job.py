@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..config import StreamConfig, read_json
 from ..errors import InputError
-from ..files import folder_digest
+from ..load.files import folder_digest
+from ..settings import StreamConfig, read_json
 from .config import TrainConfig
 from .options import RunOptions
 
@@ -122,8 +122,8 @@ def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
     Raises:
         InputError: the model, the data and the settings do not fit each other.
     """
-    from ..loading import load_words
-    from ..registry import resolve_model
+    from ..load.loading import load_words
+    from ..load.registry import resolve_model
     from .data import Encoder, read_examples
     from .draft_vocab import choose_draft_vocab
 

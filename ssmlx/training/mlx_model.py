@@ -1,11 +1,11 @@
 """The stream-fused model as a function of its trained weights, in batches, for gradients.
 
-mlx-lm's own layers run unchanged, as in `ssmlx.model`. Each layer with multi-stream attention
-runs on the node rows first (eq. 1), then on the stream rows, which see the keys and values that
+mlx-lm's own layers run unchanged, as in `ssmlx.model.streams`. Each layer with multi-stream
+attention runs on the node rows first (eq. 1), then on the stream rows, which see the keys and values that
 the node rows left (eq. 2). So node rows are exactly what the base model computes, and streams of
 far apart carriers, which never see each other, run in groups: their masks stay small.
 
-Shapes, beside the legend of `ssmlx.shapes`:
+Shapes, beside the legend of `ssmlx.model.shapes`:
 
     B   examples of a batch     T   node rows: the batch's columns
     K   node rows that carry streams; stream j of the m-th is row m * G + j - 1 of the streams'
@@ -22,13 +22,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..adapter import Adapter, BaseIdentity, check_base, expected_stream_tensors, stream_tensors
-from ..backbone import Backbone
-from ..config import StreamConfig
 from ..errors import InputError
-from ..lora import LoraWeights, RowLora, RowScope, attach_lora, linear_shape
-from ..model import LowRank, StreamWeights
-from ..rotation import ValueRotation
+from ..load.adapter import (
+    Adapter,
+    BaseIdentity,
+    check_base,
+    expected_stream_tensors,
+    stream_tensors,
+)
+from ..model.backbone import Backbone
+from ..model.lora import LoraWeights, RowLora, RowScope, attach_lora, linear_shape
+from ..model.rotation import ValueRotation
+from ..model.streams import LowRank, StreamWeights
+from ..settings import StreamConfig
 from .batches import Batch
 from .config import TrainConfig
 from .options import check_init, check_scale

@@ -15,12 +15,13 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-from ..backbone import Backbone
-from ..config import read_json
-from ..draft import rank_candidates
+from ..decoding.drafter import rank_candidates
 from ..errors import InputError
-from ..loading import load_base, resolve_dtype
-from ..shapes import to_int, to_list
+from ..load.loading import load_base, resolve_dtype
+from ..model.backbone import Backbone
+from ..model.shapes import to_int, to_list
+from ..settings import read_json
+from ..tuning.replay import Guesses
 from .batches import Batch
 from .config import TrainConfig
 from .draft_vocab import draft_indices
@@ -28,7 +29,6 @@ from .job import check_gradient
 from .lower_store import LowerStore
 from .mlx_losses import linear_cross_entropy
 from .mlx_model import Layout, TrainedModel, Weights
-from .replay import Guesses
 from .validation import answers
 
 PRUNE_STRIDE = 4

@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..bundled import CONFIG_FILE
-from ..cli.options import make_parser, template_text
-from ..config import (
+from ..errors import InputError
+from ..load.bundled import CONFIG_FILE
+from ..options import make_parser, template_text
+from ..settings import (
     ADAPTER_SCOPES,
     DEFAULT_MODEL,
     STREAM_DESIGNS,
@@ -19,7 +20,6 @@ from ..config import (
     TreeConfig,
     read_json,
 )
-from ..errors import InputError
 from .config import SCHEDULES, STREAM_INIT_RANK, TrainConfig
 
 F = ("stream_init", "stream_init_rank")

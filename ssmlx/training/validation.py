@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..config import TreeConfig
+from ..settings import TreeConfig
+from ..tuning.replay import Guesses, num_candidates, replay
 from .batches import Batch, in_order
 from .config import TrainConfig
 from .data import Example
-from .replay import Guesses, num_candidates, replay
 
 _BATCH_SIZE = 16
 

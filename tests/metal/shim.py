@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.metal.kernels import Call, Kernel
+from ssmlx.model.metal.kernels import Call, Kernel
 
 INCLUDE = Path(__file__).with_name("include")
 # Fibers are made with glibc's makecontext.

@@ -1,0 +1,1 @@
+"""Prompts, and a model's own answers."""

@@ -1,0 +1,1 @@
+"""What others publish, and what we read and write."""

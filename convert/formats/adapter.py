@@ -1,0 +1,215 @@
+"""From a PyTorch checkpoint to an MLX adapter folder, or to a fused model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import save_config, save_model
+
+from ssmlx.errors import InputError
+from ssmlx.load.adapter import (
+    Adapter,
+    BaseIdentity,
+    cast_streams,
+    check_lora,
+    read_streams,
+    write_adapter,
+    write_streams,
+)
+from ssmlx.load.files import account_for
+from ssmlx.load.loading import is_quantised
+from ssmlx.model.backbone import Backbone, decoder_path
+from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_shape
+from ssmlx.settings import AdapterScope, StreamConfig
+
+from .checkpoint import (
+    ADAPTER_CONFIG,
+    PEFT_PREFIX,
+    STREAMS_CONFIG,
+    LoraSettings,
+    read_lora_settings,
+    read_peft_tensors,
+    read_stream_config,
+)
+
+
+def linear_paths(model: nn.Module, settings: LoraSettings, source: Path) -> list[str]:
+    """Paths of the modules that LoRA acts on, such as `model.layers.22.self_attn.q_proj`.
+
+    Raises:
+        InputError: a target module is not in the base model.
+    """
+    kinds = (nn.Linear, nn.QuantizedLinear)
+    paths = []
+    for layer in settings.layers:
+        prefix = f"{decoder_path(model)}.layers.{layer}."
+        linears = [name for name, m in model.layers[layer].named_modules() if isinstance(m, kinds)]
+        for target in settings.modules:
+            if not any(LoraSettings(modules=(target,)).selects(name) for name in linears):
+                raise InputError(
+                    f"{source} acts on {target}, which layer {layer} of the base model lacks",
+                    expected="one of " + ", ".join(linears),
+                    do="give the base model that the adapter was trained on",
+                )
+        paths += [prefix + name for name in linears if settings.selects(name)]
+    return paths
+
+
+def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str, LoraWeights]:
+    """A PEFT adapter as LoRA weights by module path, every tensor accounted for.
+
+    Raises:
+        InputError: a file or tensor is missing, spare, misshapen or not finite.
+    """
+    settings = read_lora_settings(folder / ADAPTER_CONFIG, config)
+    path, tensors = read_peft_tensors(folder)
+    tensors = {name.replace(".default.weight", ".weight"): t for name, t in tensors.items()}
+    modules = dict(model.named_modules())
+    paths = linear_paths(model, settings, folder / ADAPTER_CONFIG)
+    expected: dict[str, tuple[int, ...]] = {}
+    for module in paths:
+        out_size, in_size = linear_shape(modules[module])
+        expected[f"{PEFT_PREFIX}{module}.lora_A.weight"] = (settings.rank, in_size)
+        expected[f"{PEFT_PREFIX}{module}.lora_B.weight"] = (out_size, settings.rank)
+    account_for(tensors, expected, path)
+
+    def pair(module: str) -> LoraWeights:
+        a, b = (tensors[f"{PEFT_PREFIX}{module}.lora_{part}.weight"].T for part in "AB")
+        return LoraWeights(mx.contiguous(a), mx.contiguous(b), settings.scale)
+
+    return {module: pair(module) for module in paths}
+
+
+def read_checkpoint(
+    lora_folder: Path,
+    streams_file: Path,
+    backbone: Backbone,
+    *,
+    scope: AdapterScope | None = None,
+    base_model: str = "",
+    task_folder: Path | None = None,
+) -> Adapter:
+    """Read a PyTorch checkpoint against its base model.
+
+    Args:
+        lora_folder: PEFT's folder.
+        streams_file: stream weights, `streams_config.json` beside it.
+        backbone: the base model.
+        scope: rows that LoRA is to act on, where not those that the checkpoint names.
+        base_model: what to call the base where the checkpoint does not.
+        task_folder: checkpoint of the LoRA that every row has beside streams of scope "streams".
+
+    Raises:
+        InputError: anything is missing, spare, or does not fit the base.
+    """
+    config = read_stream_config(streams_file.parent / STREAMS_CONFIG)
+    check_sizes(config, backbone)
+    config = replace(
+        config,
+        adapter_scope=scope or config.adapter_scope,
+        base_model=config.base_model or base_model,
+    )
+    streams = read_streams(streams_file, config, backbone.vocab_size)
+    lora = read_lora(lora_folder, config, backbone.model)
+    check_lora(backbone.model, lora, lora_folder)
+    task = {} if task_folder is None else read_task_lora(task_folder, config, backbone)
+    return Adapter(config, streams, BaseIdentity.of(backbone), lora, task)
+
+
+def read_task_lora(
+    folder: Path, streams: StreamConfig, backbone: Backbone
+) -> dict[str, LoraWeights]:
+    """The LoRA of a task, for whose model streams draft.
+
+    Raises:
+        InputError: it is broken, or the streams' own LoRA acts on every row too.
+    """
+    if streams.adapter_scope != "streams":
+        raise InputError(
+            f"the LoRA of a task in {folder} beside LoRA of scope 'all'",
+            expected="streams of scope 'streams'",
+            do="drop --task-lora, or train with --adapter-scope streams",
+        )
+    own = folder / STREAMS_CONFIG
+    config = read_stream_config(own) if own.is_file() else streams
+    lora = read_lora(folder, config, backbone.model)
+    check_lora(backbone.model, lora, folder)
+    return lora
+
+
+def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:
+    """The adapter with weights of `dtype`; "stored" and "auto" leave them as they are."""
+    if dtype in ("stored", "auto"):
+        return adapter
+    kind = getattr(mx, dtype)
+
+    def cast(lora: Mapping[str, LoraWeights]) -> dict[str, LoraWeights]:
+        return {
+            path: replace(weights, a=weights.a.astype(kind), b=weights.b.astype(kind))
+            for path, weights in lora.items()
+        }
+
+    streams = cast_streams(adapter.streams, kind)
+    return replace(
+        adapter, streams=streams, lora=cast(adapter.lora), task_lora=cast(adapter.task_lora)
+    )
+
+
+def check_sizes(config: StreamConfig, backbone: Backbone) -> None:
+    """Check that the streams were made for a model of these sizes.
+
+    Raises:
+        InputError: they were not.
+    """
+    sizes = {
+        "layers": (len(backbone.layers), config.num_layers),
+        "hidden size": (backbone.hidden_size, config.hidden_size),
+    }
+    for name, (found, expected) in sizes.items():
+        if found != expected:
+            raise InputError(
+                f"the base model has {name} {found}",
+                expected=f"{expected}, that of {config.base_model or 'the streams'}",
+                do="give the base model that the adapter was trained on",
+            )
+
+
+def write_fused(
+    folder: Path,
+    adapter: Adapter,
+    backbone: Backbone,
+    tokenizer: TokenizerWrapper,
+    model_config: Mapping[str, Any],
+) -> None:
+    """Write a model folder with the LoRA merged into its weights, and the streams beside it.
+
+    Raises:
+        InputError: the LoRA's scope, or packed weights, do not allow merging.
+    """
+    if adapter.config.adapter_scope != "all":
+        raise InputError(
+            "--fuse with LoRA of scope 'streams'",
+            expected="scope 'all': merged weights act on every row, and would change the answers",
+            do="drop --fuse",
+        )
+    if is_quantised(backbone.model):
+        raise InputError(
+            "--fuse into quantised weights",
+            expected="float weights: merged LoRA would be rounded away",
+            do="give --dtype float16, bfloat16 or float32 as well, or drop --fuse",
+        )
+    attach_lora(backbone.model, adapter.lora, RowScope(0), merge=True, dtype=backbone.dtype)
+    settings = {k: v for k, v in model_config.items() if not k.startswith("quantization")}
+    save_model(folder, backbone.model)
+    save_config(settings, folder / "config.json")
+    tokenizer.save_pretrained(folder)
+    write_streams(folder, adapter, fused=True)
+
+
+__all__ = ["read_checkpoint", "write_adapter", "write_fused"]

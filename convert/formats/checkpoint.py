@@ -1,0 +1,224 @@
+"""The PyTorch checkpoint format: PEFT's two files for LoRA, and two files for the streams.
+
+    adapter_config.json, adapter_model.safetensors (or .bin)    LoRA, as PEFT writes it
+    streams_config.json, streams.safetensors                    settings and stream weights
+
+`streams.safetensors` holds `stream_embeddings` unless `stream_design` is "value_rotation", the
+low-rank pairs `stream_init.*` and `prune_adapter.*` where they have a rank, and, where
+`draft_vocab_size` is not 0, `draft_vocab`: int32, the ids of the tokens that streams draft from,
+strictly ascending.
+
+Nothing here needs PyTorch but the reading of a .bin file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ssmlx.errors import InputError
+from ssmlx.load.files import read_tensors
+from ssmlx.settings import StreamConfig, read_json
+
+FORMAT = "speculative-streaming-pytorch/1"
+STREAMS_CONFIG, STREAMS_WEIGHTS = "streams_config.json", "streams.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TASK_LORA = "task_lora"
+"""Folder of a checkpoint of scope "streams": the LoRA that every row of its model has."""
+ADAPTER_PICKLE = "adapter_model.bin"
+PEFT_PREFIX = "base_model.model."
+
+# Settings that change what LoRA computes, and that neither side here computes.
+_UNSUPPORTED = (
+    "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern",
+    "exclude_modules", "lora_bias", "trainable_token_indices",
+)  # fmt: skip
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(n, str) for n in value)
+
+
+# Settings of LoRA: PEFT's default, what is taken, and what to say of the rest. PEFT's other ways
+# to start LoRA may change the base's weights too, so that the LoRA is another model's.
+_LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "r": (None, lambda r: _is_whole(r) and r > 0, "a positive whole number"),
+    "lora_alpha": (8, lambda alpha: _is_whole(alpha) or isinstance(alpha, float), "a number"),
+    "target_modules": (None, lambda names: names == "all-linear" or _are_names(names),
+                       "a list of names, or all-linear"),
+    "use_rslora": (False, lambda flag: isinstance(flag, bool), "true or false"),
+    "init_lora_weights": (True, lambda way: isinstance(way, bool) or way == "gaussian",
+                          "true, false or 'gaussian', which leave the base's weights alone"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The LoRA of a model, in PEFT's terms.
+
+    Attributes:
+        rank: r; 0 for a model without LoRA.
+        alpha: the numerator of the scale.
+        modules: names of linear modules, whole or last parts; () for every one.
+        layers: numbers of the layers they are in.
+        rank_stabilised: scale alpha / sqrt(r) in place of alpha / r.
+    """
+
+    rank: int = 0
+    alpha: float = 32
+    modules: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    rank_stabilised: bool = False
+
+    @property
+    def scale(self) -> float:
+        """The factor before B A x."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+
+    def selects(self, path: str) -> bool:
+        """Whether LoRA acts on the linear module `path` of a layer, as PEFT decides it."""
+        names = self.modules
+        return not names or any(path == name or path.endswith("." + name) for name in names)
+
+
+def read_stream_config(path: Path) -> StreamConfig:
+    """`streams_config.json`, where the prune adapter has an object of its own.
+
+    Raises:
+        InputError: the file is missing or says something that is not supported.
+    """
+    values = read_json(path, "a stream checkpoint's settings")
+    prune = values.pop("prune_adapter", None) or {}
+    if not isinstance(prune, dict):
+        raise _unsupported(path, "prune_adapter", prune, "an object with a rank, or null")
+    config = StreamConfig.from_dict({"prune_rank": prune.get("rank", 0), **values})
+    known = {
+        "format": (values.get("format", FORMAT), FORMAT),
+        "stream_position": (values.get("stream_position", "node + j"), "node + j"),
+        "prune_adapter.layer": (prune.get("layer", config.insertion_layer), config.insertion_layer),
+    }
+    for name, (found, expected) in known.items():
+        if found != expected:
+            raise _unsupported(path, name, found, repr(expected))
+    return config
+
+
+def stream_settings(config: StreamConfig) -> dict[str, Any]:
+    """`streams_config.json`, as `read_stream_config` reads it."""
+    values = config.to_dict()
+    rank = values.pop("prune_rank")
+    prune = {
+        "rank": rank,
+        "layer": config.insertion_layer,
+        "form": "lm_head(final_norm(h + B A h))",
+    }
+    return {
+        "format": FORMAT,
+        **values,
+        "stream_position": "node + j",
+        "prune_adapter": prune if rank else None,
+    }
+
+
+def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
+    """PEFT's `adapter_config.json`.
+
+    Raises:
+        InputError: the file is missing, or asks for what is not plain LoRA on linear modules.
+    """
+    values = read_json(path, "PEFT's adapter_config.json")
+    for name in _UNSUPPORTED:
+        if values.get(name):
+            raise _unsupported(path, name, values[name], "unset")
+    for name, expected in (("peft_type", "LORA"), ("bias", "none")):
+        if values.get(name, expected) != expected:
+            raise _unsupported(path, name, values[name], repr(expected))
+    for name, (default, is_fit, expected) in _LORA_VALUES.items():
+        if not is_fit(values.get(name, default)):
+            raise _unsupported(path, name, values.get(name), expected)
+    targets = values["target_modules"]
+    return LoraSettings(
+        values["r"],
+        values.get("lora_alpha", 8),
+        () if targets == "all-linear" else tuple(targets),
+        _layers(path, values.get("layers_to_transform"), config.num_layers),
+        values.get("use_rslora", False),
+    )
+
+
+def _layers(path: Path, layers: Any, num_layers: int) -> tuple[int, ...]:
+    if layers is None:
+        return tuple(range(num_layers))
+    chosen = layers if isinstance(layers, list) else [layers]
+    if not chosen or not all(_is_whole(n) and 0 <= n < num_layers for n in chosen):
+        raise _unsupported(path, "layers_to_transform", layers, f"layers of 0 to {num_layers - 1}")
+    return tuple(chosen)
+
+
+def peft_settings(lora: LoraSettings, modules: Iterable[str], base_model: str) -> dict[str, Any]:
+    """PEFT's `adapter_config.json` for LoRA on `modules`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(modules),
+        "layers_to_transform": list(lora.layers),
+        "use_dora": False,
+        "use_rslora": lora.rank_stabilised,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def _unsupported(path: Path, name: str, found: Any, expected: str) -> InputError:
+    return InputError(
+        f"{name} is {found!r} in {path}",
+        expected=expected,
+        do="train or convert the checkpoint in a form that is supported",
+    )
+
+
+def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
+    """PEFT's weights, with the path of the file that holds them.
+
+    Raises:
+        InputError: neither file is there, or it cannot be read.
+    """
+    safe, pickled = folder / ADAPTER_WEIGHTS, folder / ADAPTER_PICKLE
+    if safe.exists() or not pickled.exists():
+        return safe, read_tensors(safe, "PEFT's LoRA weights")
+    return pickled, read_pickle(pickled)
+
+
+def read_pickle(path: Path) -> dict[str, mx.array]:
+    """Tensors of a .bin file, through PyTorch's loader that runs no pickled code."""
+    try:
+        import torch
+    except ImportError as error:
+        raise InputError(
+            f"{path} is a pickle, and PyTorch is not installed",
+            expected="PyTorch, whose loader reads pickled tensors without running code",
+            do='`pip install "ssmlx[torch]"`, or save the adapter as safetensors',
+        ) from error
+    try:
+        tensors: Mapping[str, torch.Tensor] = torch.load(path, "cpu", weights_only=True)
+        return {name: mx.array(tensor.float().numpy()) for name, tensor in tensors.items()}
+    except Exception as error:  # the unpickler raises many kinds, with long advice in them
+        raise InputError(
+            f"{path} cannot be read without running code ({type(error).__name__})",
+            expected="a whole pickle of tensors alone",
+            do="save the adapter as safetensors",
+        ) from error

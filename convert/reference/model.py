@@ -1,0 +1,889 @@
+"""The stream-fused language model in PyTorch: what MLX is compared with, and what is trained.
+
+It drives the decoder layers of transformers' own models. Every layer with multi-stream attention
+runs twice: on the node rows, then on the stream rows, which see the keys and values that the node
+rows left in `_NodeKeys`. So node rows are computed exactly as the base model computes them,
+whether streams are there or not. Nothing here keeps a cache between calls.
+
+Shapes, beside the legend of `ssmlx.model.shapes`:
+
+    B   batch              T   node rows: prompt tokens, and the nodes of a draft tree
+    Vd  tokens that streams draft from: the draft vocabulary, or V where there is none
+    K   node rows that carry streams; the stream rows stand node by node, so that stream j
+        (1 to G) of the m-th such node is row T + m * G + j - 1 of what the upper layers see
+    N   layers of the model           Ns  the top ones, with multi-stream attention
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ssmlx.errors import InputError
+from ssmlx.load.adapter import check_draft_vocab
+from ssmlx.settings import StreamConfig
+from ssmlx.training.options import check_init, check_scale
+
+from ..formats.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
+    STREAMS_CONFIG,
+    STREAMS_WEIGHTS,
+    TASK_LORA,
+    LoraSettings,
+    peft_settings,
+    read_lora_settings,
+    read_stream_config,
+    stream_settings,
+)
+
+EMBEDDING_STD = 0.02
+_WEIGHTS = (ADAPTER_WEIGHTS, STREAMS_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class ReferenceOutput:
+    """What a forward pass predicts.
+
+    Attributes:
+        main_logits: [B, T, V] next token of every node row.
+        stream_logits: [B, K, G, Vd]; entry j - 1 is stream j, the token j places further on.
+        early_exit_logits: [B, T, V] next token as layer N - Ns sees it; None without adapter.
+        draft_vocab: [Vd] the token of each column of `stream_logits`; None where the columns are
+            the whole vocabulary.
+    """
+
+    main_logits: torch.Tensor
+    stream_logits: torch.Tensor
+    early_exit_logits: torch.Tensor | None
+    draft_vocab: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The final norm's output, ready for the LM head.
+
+    Attributes:
+        main: [B, T, D]
+        streams: [B, K, G, D]
+        early_exit: [B, T, D], or None without a prune adapter.
+    """
+
+    main: torch.Tensor
+    streams: torch.Tensor
+    early_exit: torch.Tensor | None
+
+
+class LowRank(nn.Module):
+    """x [..., in] -> B A x [..., out]; zero when new, as A is random and B is zero."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int, like: torch.Tensor) -> None:
+        super().__init__()
+        place = {"bias": False, "dtype": like.dtype, "device": like.device}
+        self.lora_A = nn.Linear(in_features, rank, **place)
+        self.lora_B = nn.Linear(rank, out_features, **place)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lora_B(self.lora_A(x))
+
+
+class LoraLinear(nn.Module):
+    """A linear module with LoRA on stream rows, and on node rows too where `on_nodes`.
+
+    A call sees rows of one kind; the model says which in `rows_are_streams`.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, *, on_nodes: bool) -> None:
+        super().__init__()
+        self.linear = linear
+        self.adapter = LowRank(linear.in_features, linear.out_features, rank, linear.weight)
+        self.scale, self.on_nodes = scale, on_nodes
+        self.rows_are_streams = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.on_nodes or self.rows_are_streams:
+            return self.linear(x) + self.scale * self.adapter(x)
+        return self.linear(x)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One kind of rows through the layers.
+
+    Attributes:
+        positions: [B, R]
+        rotary: cos and sin, [B, R, Dh] each; None where positions are learned.
+        masks: sliding window of a layer (None: no window) to additive mask [B, 1, R, keys].
+    """
+
+    positions: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    masks: dict[int | None, torch.Tensor]
+
+
+class _NodeKeys:
+    """The part of transformers' `Cache` that attention calls: one layer's node keys and values.
+
+    The first update, by node rows, is kept; the second, by stream rows, is put behind it, the
+    values turned as in eq. 7 where the settings say so.
+    """
+
+    def __init__(self, config: StreamConfig) -> None:
+        self.nodes: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._config = config
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, Hkv, R, Dh] keys and values of new rows -> those that the rows may see."""
+        if self.nodes is None:
+            self.nodes = keys, values
+            return self.nodes
+        if self._config.stream_design == "value_rotation":
+            values = rotate_values(values, self._config.num_streams, self._config.rotation_step)
+        return torch.cat([self.nodes[0], keys], dim=2), torch.cat([self.nodes[1], values], dim=2)
+
+
+class _Decoder:
+    """What of a model of transformers stands around its layers: embedding, positions, norm.
+
+    Args:
+        base: the model, which a `_Decoder` refers to and does not copy.
+
+    Attributes:
+        path: where the decoder is in the model, as PEFT's names of LoRA say it.
+        parts: what the decoder must have, one of several names each.
+    """
+
+    path = "model"
+    parts: tuple[tuple[str, ...], ...] = (
+        ("embed_tokens",), ("layers",), ("norm", "final_layernorm"), ("rotary_emb",)
+    )  # fmt: skip
+
+    def __init__(self, base: nn.Module) -> None:
+        self.module: Any = base.get_submodule(self.path)
+
+    @classmethod
+    def lacking(cls, base: nn.Module) -> str | None:
+        """The path of the first part that `base` has not, or None."""
+        module: Any = base
+        for name in cls.path.split("."):
+            module = getattr(module, name, None)
+        for names in cls.parts:
+            if not any(hasattr(module, name) for name in names):
+                return f"{cls.path}.{names[0]}"
+        return None if hasattr(base, "lm_head") else "lm_head"
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The N decoder layers."""
+        return self.module.layers
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A weight, for its dtype and device."""
+        return self.module.embed_tokens.weight
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[B, R, D] of tokens [B, R] that stand at positions [B, R]."""
+        return self.module.embed_tokens(tokens)
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What turns queries and keys at positions [B, R]: cos and sin, [B, R, Dh] each."""
+        return self.module.rotary_emb(self.like, positions)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] after the layers to what the LM head takes."""
+        found = getattr(self.module, "norm", None)
+        return (self.module.final_layernorm if found is None else found)(hidden)
+
+
+class _LearnedPositions(_Decoder):
+    """OPT: a table of positions is added to the embeddings, and nothing is turned.
+
+    A stream starts from its node's hidden state, which has the node's position in it; nothing is
+    added for the stream.
+    """
+
+    path = "model.decoder"
+    parts = (("embed_tokens",), ("layers",), ("final_layer_norm",), ("embed_positions",))
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        embedded, table = self.module.embed_tokens(tokens), self.module.embed_positions
+        if self.module.project_in is not None:
+            embedded = self.module.project_in(embedded)
+        return embedded + nn.functional.embedding(positions + table.offset, table.weight)
+
+    def rotary(self, positions: torch.Tensor) -> None:
+        return None
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        for part in (self.module.final_layer_norm, self.module.project_out):
+            hidden = hidden if part is None else part(hidden)
+        return hidden
+
+
+def _decoder_kind(base: nn.Module) -> type[_Decoder]:
+    inner = getattr(base, "model", None)
+    return _LearnedPositions if hasattr(inner, "decoder") else _Decoder
+
+
+class StreamFusedReference(nn.Module):
+    """A decoder model with speculative streams (section 3.2.1), its LoRA and its prune adapter.
+
+    `base` becomes part of the model: its weights are frozen and its linear modules are wrapped
+    in place. Called on its own it is the main stream.
+
+    Args:
+        base: a causal language model of transformers.
+        config: the stream settings.
+        lora_rank: r; 0 for no LoRA.
+        lora_alpha: the numerator of LoRA's scale.
+        lora_modules: names of linear modules ("q_proj" or "self_attn.q_proj"); empty means all.
+        lora_layers: layers that they are in; empty means those with multi-stream attention.
+        rank_stabilised: LoRA's scale is alpha / sqrt(r), not alpha / r.
+        draft_vocab: [Vd] int32, the tokens that streams draft from, strictly ascending; given
+            exactly where the settings have a `draft_vocab_size`.
+
+    Raises:
+        InputError: the settings do not fit the model, or the model cannot be driven this way.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        config: StreamConfig,
+        *,
+        lora_rank: int = 0,
+        lora_alpha: float = 32,
+        lora_modules: Sequence[str] = (),
+        lora_layers: Sequence[int] = (),
+        rank_stabilised: bool = False,
+        draft_vocab: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        _check_base(base, config)
+        _check_draft_vocab(draft_vocab, base, config)
+        self.base, self.config = base.requires_grad_(False), config
+        self.decoder = _decoder_kind(base)(base)
+        self.windows = _sliding_windows(base.config, config.num_layers)
+        like, width = self.decoder.like, config.hidden_size
+        self.stream_embeddings: nn.Parameter | None = None
+        if config.has_embeddings:
+            random = torch.randn(config.num_streams, width, dtype=like.dtype).to(like.device)
+            self.stream_embeddings = nn.Parameter(EMBEDDING_STD * random)
+        self.draft_vocab: torch.Tensor | None
+        self.register_buffer(
+            "draft_vocab", None if draft_vocab is None else draft_vocab.clone().to(like.device)
+        )
+        self.stream_init = _optional_low_rank(width, config.stream_init_rank, like)
+        self.prune_adapter = _optional_low_rank(width, config.prune_rank, like)
+        self._check_main_stream()
+        layers = lora_layers or range(config.insertion_layer, config.num_layers)
+        self.lora = LoraSettings(
+            lora_rank, lora_alpha, tuple(lora_modules), tuple(sorted(set(layers))), rank_stabilised
+        )
+        self.adapters: dict[str, LoraLinear] = self._wrap_linears() if lora_rank else {}
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+        stream_rows: torch.Tensor | None = None,
+    ) -> ReferenceOutput:
+        """Predict with the main stream and the speculative streams.
+
+        Args:
+            input_ids: [B, T] tokens of the node rows.
+            positions: [B, T] where each row stands; 0 to T - 1 unless given.
+            visible: [B, T, T] bool, which node row (second axis) sees which (third); causal
+                unless given. A row must see itself.
+            stream_rows: [K] the node rows that carry streams; all unless given.
+        """
+        hidden = self.hidden_states(
+            input_ids, positions=positions, visible=visible, stream_rows=stream_rows
+        )
+        head, early = self.base.lm_head, hidden.early_exit
+        return ReferenceOutput(
+            head(hidden.main),
+            self.draft_logits(hidden.streams),
+            None if early is None else head(early),
+            self.draft_vocab,
+        )
+
+    def draft_logits(self, hidden_streams: torch.Tensor) -> torch.Tensor:
+        """[..., Vd] logits of the tokens that streams draft from, of [..., D] after the norm.
+
+        The head's rows are gathered anew by every call: give it many rows at a time.
+        """
+        head, vocab = self.base.lm_head, self.draft_vocab
+        if vocab is None:
+            return head(hidden_streams)
+        bias = None if head.bias is None else head.bias[vocab]
+        return nn.functional.linear(hidden_streams, head.weight[vocab], bias)
+
+    def hidden_states(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+        stream_rows: torch.Tensor | None = None,
+    ) -> HiddenStates:
+        """`forward` without the LM head, for losses that apply it to a few rows at a time."""
+        where = {"positions": positions, "visible": visible}
+        nodes = self.lower_states(input_ids, **where)
+        return self.upper_states(nodes, **where, stream_rows=stream_rows)
+
+    def lower_states(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[B, T, D] node states before layer N - Ns; arguments as in `forward`."""
+        node_rows, _, carriers = self._plan(input_ids.shape, positions, visible, torch.arange(0))
+        nodes = self.decoder.embed(input_ids.to(carriers.device), node_rows.positions)
+        for index in range(self.config.insertion_layer):
+            nodes = self._run_layer(index, nodes, node_rows, None)
+        return nodes
+
+    def upper_states(
+        self,
+        nodes: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
+        stream_rows: torch.Tensor | None = None,
+    ) -> HiddenStates:
+        """From `lower_states` [B, T, D] to the final norm; arguments as in `forward`."""
+        norm = self.decoder.norm
+        node_rows, speculative_rows, carriers = self._plan(
+            nodes.shape[:2], positions, visible, stream_rows
+        )
+        early = None if self.prune_adapter is None else self.early_exit_states(nodes)
+        streams = self.insert_streams(nodes[:, carriers])
+        for index in range(self.config.insertion_layer, self.config.num_layers):
+            nodes, streams = self._run_fused_layer(
+                index, nodes, streams, node_rows, speculative_rows
+            )
+        grouped = streams.unflatten(1, (len(carriers), self.config.num_streams))
+        return HiddenStates(norm(nodes), norm(grouped), early)
+
+    def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
+        """[..., D] of `lower_states` as the pruning head sees them (section 3.2.3)."""
+        assert self.prune_adapter is not None
+        return self.decoder.norm((nodes + self.prune_adapter(nodes)).to(nodes.dtype))
+
+    def insert_streams(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Eq. 3: [B, K, D] node states before layer N - Ns -> [B, K * G, D] stream states.
+
+        Where values are rotated there is no P_j: every stream of a node starts alike.
+        """
+        started = nodes
+        if self.stream_init is not None:
+            started = self.stream_init(nodes)
+        if self.config.stream_init == "residual":
+            started = nodes + started
+        if self.stream_embeddings is None:
+            started = started.repeat_interleave(self.config.num_streams, dim=1)
+        else:
+            started = (started[:, :, None] + self.stream_embeddings).flatten(1, 2)
+        # Under autocast the adapter's parameters may be wider than the base model's.
+        return started.to(nodes.dtype)
+
+    def _plan(
+        self,
+        shape: tuple[int, int],
+        positions: torch.Tensor | None,
+        visible: torch.Tensor | None,
+        stream_rows: torch.Tensor | None,
+    ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
+        """The node rows, the stream rows if any, and the [K] node rows that carry streams."""
+        batch, length = shape
+        device, num_streams = self.decoder.like.device, self.config.num_streams
+        if positions is None:
+            positions = torch.arange(length).expand(batch, length)
+        if visible is None:
+            visible = torch.ones(length, length, dtype=torch.bool).tril().expand(batch, -1, -1)
+        _expect_shape("positions", positions, (batch, length))
+        _expect_shape("visible", visible, (batch, length, length))
+        carriers = torch.arange(length) if stream_rows is None else stream_rows
+        carriers = carriers if num_streams else carriers[:0]
+        positions, visible = positions.to(device), visible.to(device)
+        carriers = carriers.to(device)
+        nodes = self._rows(positions, visible, positions)
+        if not len(carriers):
+            return nodes, None, carriers
+        ahead = torch.arange(1, num_streams + 1, device=device)
+        stream_positions = (positions[:, carriers, None] + ahead).flatten(1)
+        key_positions = torch.cat([positions, stream_positions], dim=1)
+        seen = stream_visibility(visible, carriers, num_streams)
+        return nodes, self._rows(stream_positions, seen, key_positions), carriers
+
+    def _rows(
+        self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
+    ) -> _Rows:
+        """Rotary tables and masks of rows at `positions` that see keys at `key_positions`."""
+        masks = {
+            window: additive_mask(
+                within_window(visible, positions, key_positions, window), self.decoder.like.dtype
+            )
+            for window in set(self.windows)
+        }
+        return _Rows(positions, self.decoder.rotary(positions), masks)
+
+    def _run_layer(
+        self, index: int, hidden: torch.Tensor, rows: _Rows, keys: _NodeKeys | None
+    ) -> torch.Tensor:
+        """[B, R, D] -> [B, R, D] through one of transformers' own layers."""
+        rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
+        found = self.decoder.layers[index](
+            hidden,
+            attention_mask=rows.masks[self.windows[index]],
+            position_ids=rows.positions,
+            past_key_values=keys,
+            use_cache=keys is not None,
+            **rotary,
+        )
+        return found[0] if isinstance(found, tuple) else found  # a tuple before transformers 5
+
+    def _run_fused_layer(
+        self,
+        index: int,
+        nodes: torch.Tensor,
+        streams: torch.Tensor,
+        node_rows: _Rows,
+        speculative_rows: _Rows | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Eq. 1 for nodes [B, T, D], eq. 2 for streams [B, K * G, D]."""
+        keys = _NodeKeys(self.config)
+        nodes = self._run_layer(index, nodes, node_rows, keys)
+        if keys.nodes is None:
+            raise InputError(
+                f"layer {index} ignored its cache",
+                expected="one that streams can see the node rows through",
+                do="turn gradient checkpointing off, or use a supported architecture",
+            )
+        if speculative_rows is not None:
+            with self._adapting_streams():
+                streams = self._run_layer(index, streams, speculative_rows, keys)
+        return nodes, streams
+
+    @contextmanager
+    def _adapting_streams(self) -> Iterator[None]:
+        """Tell the adapters that the rows inside are stream rows."""
+        for adapter in self.adapters.values():
+            adapter.rows_are_streams = True
+        try:
+            yield
+        finally:
+            for adapter in self.adapters.values():
+                adapter.rows_are_streams = False
+
+    def _wrap_linears(self) -> dict[str, LoraLinear]:
+        """Put LoRA on the chosen linear modules; path below the decoder to the new module."""
+        self._check_lora()
+        on_nodes, adapters = self.config.adapter_scope == "all", {}
+        for index in self.lora.layers:
+            layer: Any = self.decoder.layers[index]
+            for path in _linear_paths(layer, self.lora, f"layer {index}"):
+                wrapped = LoraLinear(
+                    layer.get_submodule(path), self.lora.rank, self.lora.scale, on_nodes=on_nodes
+                )
+                parent, _, name = path.rpartition(".")
+                setattr(layer.get_submodule(parent), name, wrapped)
+                adapters[f"layers.{index}.{path}"] = wrapped
+        return adapters
+
+    def _check_lora(self) -> None:
+        layers, scope = self.lora.layers, self.config.adapter_scope
+        least = self.config.insertion_layer if scope == "streams" else 0
+        outside = [index for index in layers if not least <= index < self.config.num_layers]
+        if outside:
+            raise InputError(
+                f"LoRA of scope {scope!r} is on layer {outside[0]}",
+                expected=f"layers {least} to {self.config.num_layers - 1}, which its rows pass",
+                do="check lora_layers, or layers_to_transform in adapter_config.json",
+            )
+
+    @torch.no_grad()
+    def _check_main_stream(self) -> None:
+        """Refuse models that do more around their layers (scaled embeddings, capped logits)."""
+        training, device = self.base.training, self.decoder.like.device
+        probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
+        self.base.eval()
+        expected = self.base(probe, use_cache=False).logits
+        found = self(probe, stream_rows=probe[0, :0]).main_logits
+        self.base.train(training)
+        tolerance = 1e-3 if found.dtype == torch.float32 else 0.05
+        if not torch.allclose(found, expected, tolerance, tolerance * float(expected.std())):
+            raise InputError(
+                f"{type(self.base).__name__} computes more than its layers, norm and LM head",
+                expected="a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral",
+                do="choose another base model",
+            )
+
+
+def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.Tensor:
+    """Eq. 7: [B, Hkv, K * G, Dh] values of stream rows, those of stream n turned by n * step.
+
+    A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number: the
+    pairs of rotary embeddings' "rotate half". Every pair turns by the same angle.
+    """
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    angles = step * torch.arange(1, num_streams + 1, dtype=dtype, device=values.device)[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    real, imaginary = values.to(dtype).unflatten(2, (-1, num_streams)).chunk(2, dim=-1)
+    turned = torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=-1)
+    return turned.flatten(2, 3).to(values.dtype)
+
+
+def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, R, keys] bool -> [B, 1, R, keys], 0 where visible and the dtype's least elsewhere."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def stream_visibility(
+    visible: torch.Tensor, stream_rows: torch.Tensor, num_streams: int
+) -> torch.Tensor:
+    """[B, K * G, T + K * G] bool: which stream row sees which key (eq. 2).
+
+    Stream j of a node sees what the node sees, and the node's streams 1 to j. With a root, its
+    child and G = 2:
+
+            n0  n1  s01 s02 s11 s12
+        s01  x       x
+        s02  x       x   x
+        s11  x   x           x
+        s12  x   x           x   x
+
+    Args:
+        visible: [B, T, T] bool, which node row sees which.
+        stream_rows: [K] node rows that carry streams.
+        num_streams: G.
+    """
+    sees_nodes = visible[:, stream_rows].repeat_interleave(num_streams, dim=1)
+    count = len(stream_rows) * num_streams
+    row = torch.arange(count, device=visible.device)
+    same_node = row[:, None] // num_streams == row // num_streams
+    sees_streams = same_node & (row <= row[:, None])
+    return torch.cat([sees_nodes, sees_streams.expand(len(visible), count, count)], dim=2)
+
+
+def within_window(
+    visible: torch.Tensor,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """`visible` [B, R, keys] without the keys that a layer's sliding window has left behind."""
+    if window is None:
+        return visible
+    return visible & (query_positions[:, :, None] - key_positions[:, None] < window)
+
+
+def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
+    """Each layer's sliding window, None where it sees everything."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * num_layers
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise InputError(
+            f"the base model has layers of type {', '.join(sorted(unknown))}",
+            expected="full_attention or sliding_attention",
+            do="choose another base model",
+        )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _optional_low_rank(width: int, rank: int, like: torch.Tensor) -> LowRank | None:
+    return LowRank(width, width, rank, like) if rank else None
+
+
+def _expect_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)}, expected {shape}")
+
+
+def _check_base(base: nn.Module, config: StreamConfig) -> None:
+    lacking = _decoder_kind(base).lacking(base)
+    if lacking is not None:
+        raise InputError(
+            f"{type(base).__name__} has no {lacking}",
+            expected="a decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral",
+            do="choose another base model",
+        )
+    if any(isinstance(module, LoraLinear) for module in base.modules()):
+        raise InputError(
+            "the base model already carries a reference's LoRA",
+            expected="an unadapted model",
+            do="load the base model again",
+        )
+    attention = base.config._attn_implementation
+    if attention not in ("eager", "sdpa"):
+        raise InputError(
+            f"the base model uses {attention} attention",
+            expected="eager or sdpa, which take an additive mask",
+            do="load it with attn_implementation='sdpa'",
+        )
+    found = base.config.num_hidden_layers, base.config.hidden_size
+    if found != (config.num_layers, config.hidden_size):
+        raise InputError(
+            f"the base model has {found[0]} layers of width {found[1]}",
+            expected=f"{config.num_layers} layers of width {config.hidden_size}",
+            do="give the base model that the streams were trained on",
+        )
+
+
+def _check_draft_vocab(
+    draft_vocab: torch.Tensor | None,
+    base: nn.Module,
+    config: StreamConfig,
+    source: str | Path = "the model",
+) -> None:
+    """Check that there is a draft vocabulary where the settings say so, and a sound one."""
+    if (draft_vocab is None) == (config.draft_vocab_size > 0):
+        raise InputError(
+            f"{source} has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
+            f"the draft_vocab_size {config.draft_vocab_size}",
+            expected="both or neither",
+            do="give the tensor draft_vocab exactly where draft_vocab_size is not 0",
+        )
+    if draft_vocab is not None:
+        check_draft_vocab(draft_vocab, config, base.config.vocab_size, source)
+
+
+def _read_draft_vocab(path: Path, base: nn.Module, config: StreamConfig) -> torch.Tensor | None:
+    """The draft vocabulary of a streams file whose settings name one."""
+    if not config.draft_vocab_size:
+        return None
+    _check_base(base, config)
+    draft_vocab = _read_tensors(path).get("draft_vocab")
+    _check_draft_vocab(draft_vocab, base, config, path)
+    return draft_vocab
+
+
+def _linear_paths(layer: nn.Module, lora: LoraSettings, where: str) -> list[str]:
+    """Paths of the linear modules in `layer` that LoRA acts on."""
+    paths = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
+    for name in lora.modules:
+        if not any(LoraSettings(modules=(name,)).selects(path) for path in paths):
+            raise InputError(
+                f"{where} has no linear module {name}",
+                expected="one of " + ", ".join(paths),
+                do="check lora_modules, or target_modules in adapter_config.json",
+            )
+    return [path for path in paths if lora.selects(path)]
+
+
+def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedReference:
+    """Read a PyTorch stream checkpoint: PEFT's two files and the two stream files.
+
+    Args:
+        base: the base model, as `load_base` gives it.
+        checkpoint_dir: the folder. Without either of PEFT's files the model has no LoRA.
+
+    Raises:
+        InputError: a file or a tensor is missing, left over, or of the wrong shape.
+    """
+    folder = Path(checkpoint_dir)
+    config = read_stream_config(folder / STREAMS_CONFIG)
+    has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    lora = read_lora_settings(folder / ADAPTER_CONFIG, config) if has_lora else LoraSettings()
+    streams = folder / STREAMS_WEIGHTS
+    model = StreamFusedReference(
+        base,
+        config,
+        draft_vocab=_read_draft_vocab(streams, base, config),
+        lora_rank=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_modules=lora.modules,
+        lora_layers=lora.layers,
+        rank_stabilised=lora.rank_stabilised,
+    )
+    if has_lora:
+        _fill(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
+    _fill(_stream_parameters(model), streams)
+    return model.eval()
+
+
+def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
+    """`load_reference` of a checkpoint that changes what the model says.
+
+    Raises:
+        InputError: its LoRA acts on streams alone, or it is broken.
+    """
+    model = load_reference(base, lora)
+    if model.config.adapter_scope != "all":
+        raise InputError(
+            f"--lora {lora} acts on streams alone",
+            expected="scope all: LoRA that changes what the model says",
+            do="drop --lora, as the model is the base model then",
+        )
+    return model
+
+
+def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
+    """Write what `load_reference` reads; PEFT can load the LoRA part."""
+    folder = Path(checkpoint_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save(_stream_parameters(model), folder / STREAMS_WEIGHTS)
+    _write_json(stream_settings(model.config), folder / STREAMS_CONFIG)
+    if model.adapters:
+        _save(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
+        modules = model.lora.modules or {path.split(".", 2)[2] for path in model.adapters}
+        settings = peft_settings(model.lora, modules, model.config.base_model)
+        _write_json(settings, folder / ADAPTER_CONFIG)
+
+
+def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
+    """Lay the LoRA of a task beside streams that draft for it, where the converter finds it."""
+    target = Path(checkpoint_dir) / TASK_LORA
+    target.mkdir(parents=True, exist_ok=True)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS):
+        if (Path(source) / name).is_file():
+            work = target / (name + ".new")
+            shutil.copyfile(Path(source) / name, work)
+            work.replace(target / name)
+
+
+@torch.no_grad()
+def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
+    """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them.
+
+    The checkpoint may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary
+    is left aside.
+
+    Raises:
+        InputError: the checkpoint has a weight that the model has not, or none at all.
+    """
+    folder = Path(checkpoint_dir)
+    config = read_stream_config(folder / STREAMS_CONFIG)
+    check_init(folder, config, model.config)
+    if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
+        lora = read_lora_settings(folder / ADAPTER_CONFIG, config)
+        check_scale(folder, lora.scale, model.lora.scale)
+    parameters = {**_lora_parameters(model), **_stream_parameters(model)}
+    files = [path for name in _WEIGHTS if (path := folder / name).is_file()]
+    tensors = {name: tensor for path in files for name, tensor in _read_tensors(path).items()}
+    tensors.pop("draft_vocab", None)
+    if not tensors:
+        raise InputError(
+            f"{folder} has no weights", expected=" or ".join(_WEIGHTS), do="check --init"
+        )
+    for name, tensor in tensors.items():
+        found = list(tensor.shape)
+        wanted = list(parameters[name].shape) if name in parameters else None
+        if found != wanted:
+            raise InputError(
+                f"{folder} has {name} of shape {found}",
+                expected="none of that name" if wanted is None else f"{wanted}",
+                do="give this run the settings of that checkpoint",
+            )
+        parameters[name].copy_(tensor)
+
+
+@torch.no_grad()
+def merge_lora(model: StreamFusedReference) -> nn.Module:
+    """The base model, its linear modules as they were but with LoRA added to their weights.
+
+    The reference is of no use afterwards. Its scope must be "all".
+    """
+    for path, wrapped in model.adapters.items():
+        low = wrapped.adapter
+        wrapped.linear.weight += wrapped.scale * (low.lora_B.weight @ low.lora_A.weight)
+        _, index, place = path.split(".", 2)
+        parent, _, name = place.rpartition(".")
+        layer = model.decoder.layers[int(index)]
+        setattr(layer.get_submodule(parent), name, wrapped.linear)
+    model.adapters = {}
+    return model.base
+
+
+def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
+    """LoRA weights under PEFT's names."""
+    return {
+        f"{PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
+        for path, module in model.adapters.items()
+        for name, weight in module.adapter.named_parameters()
+    }
+
+
+def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
+    """The tensors of `streams.safetensors` under their names there."""
+    own = ("stream_embeddings", "stream_init.", "prune_adapter.")
+    found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
+    return found if model.draft_vocab is None else {**found, "draft_vocab": model.draft_vocab}
+
+
+@torch.no_grad()
+def _fill(parameters: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Copy every tensor of the file into the parameter of its name, and leave none over."""
+    tensors = _read_tensors(path)
+    for fault, names in (
+        ("lacks", parameters.keys() - tensors.keys()),
+        ("holds an unknown", tensors.keys() - parameters.keys()),
+    ):
+        if names:
+            raise InputError(
+                f"{path.name} {fault} {', '.join(sorted(names))}",
+                expected=f"{len(parameters)} tensors, as its settings say",
+                do="check the settings beside it, or copy the checkpoint again",
+            )
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape:
+            raise InputError(
+                f"{name} in {path.name} has shape {list(tensors[name].shape)}",
+                expected=f"{list(parameter.shape)}",
+                do="check that the base model and the settings belong to this checkpoint",
+            )
+        parameter.copy_(tensors[name])
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise InputError(
+            f"{path} does not exist",
+            expected="a safetensors file",
+            do="check the path, or copy the checkpoint again",
+        )
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise InputError(
+            f"{path} cannot be read ({error})",
+            expected="a safetensors file",
+            do="copy the checkpoint again",
+        ) from error
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    work = path.with_name(path.name + ".new")
+    save_file(kept, work, metadata={"format": "pt"})
+    work.replace(path)
+
+
+def _write_json(values: Mapping[str, Any], path: Path) -> None:
+    work = path.with_name(path.name + ".new")
+    work.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    work.replace(path)

@@ -1,0 +1,218 @@
+"""`python -m perf.attention`: the fused attention kernel against MLX's own, on a Mac.
+
+Every number of rows and every context is timed both ways, in turns, through several layers, each
+with a cache of its own and fed by the layer before, as in a model. The table says which of MLX's
+kernels it was, and whether the rule that chooses between them (`ssmlx.model.metal.paths`) was
+right here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub.utils import tqdm
+
+from ssmlx.errors import InputError
+from ssmlx.load.files import make_folder
+from ssmlx.model.metal import is_available
+from ssmlx.model.metal.kernels import attend
+from ssmlx.model.metal.mask import pack_bits
+from ssmlx.model.metal.paths import bytes_read, choose_path, mlx_path
+from ssmlx.model.metal.plan import AttentionShape, Chip, is_supported, make_plan, this_chip
+from ssmlx.options import make_parser, run
+
+from ..run.common import RESULTS, publish
+from ..run.machine import machine
+from .report import draw, report
+
+PROG = "perf.attention"
+EPILOG = """examples:
+  python -m perf.attention
+  python -m perf.attention --heads 32 --kv-heads 8 --head-size 128 --rows 8 16 32
+
+The sizes are those of SmolLM2-135M unless given; a model's config.json has its own."""
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+WARM_UP = 3
+
+Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
+Clock = Callable[[Callable[[], None]], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What both sides attend to.
+
+    Attributes:
+        queries: [1, H, R, Dh] of the first layer.
+        sides: keys and values of each layer, [1, Hkv, R + L, Dh] slices of a cache.
+        visible: [R, R] bool, a random tree's rows among themselves.
+    """
+
+    queries: mx.array
+    sides: list[tuple[mx.array, mx.array]]
+    visible: mx.array
+
+
+def make_inputs(shape: AttentionShape, layers: int) -> Inputs:
+    """Random inputs, evaluated; each cache has room in front and behind, as a real one."""
+    key = mx.random.key(0)
+    queries = mx.random.normal((1, shape.heads, shape.rows, shape.head_size), shape.dtype, key=key)
+    size = (2, shape.kv_heads, shape.keys + 64, shape.head_size)
+    caches = [mx.random.normal(size, shape.dtype, key=mx.random.key(i)) for i in range(layers)]
+    used = slice(32, 32 + shape.keys)
+    sides = [(cache[:1, :, used], cache[1:, :, used]) for cache in caches]
+    row = mx.arange(shape.rows)
+    chance = mx.random.uniform(shape=(shape.rows, shape.rows), key=key) < 0.3
+    visible = (row[:, None] == row) | ((row[:, None] > row) & chance)
+    mx.eval(queries, caches, visible)
+    return Inputs(queries, sides, visible)
+
+
+def attentions(shape: AttentionShape, visible: mx.array, chip: Chip) -> dict[str, Attention]:
+    """Both ways, by name; masks are made beforehand, as a step makes them once for all layers."""
+    scale, plan = shape.head_size**-0.5, make_plan(shape, chip)
+    committed = mx.ones((shape.rows, shape.keys - shape.rows), mx.bool_)
+    mask, bits = mx.concatenate([visible, committed], axis=1), pack_bits(visible)
+    mx.eval(mask, bits)
+
+    def mlx(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+    def fused(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        return attend(queries, keys, values, bits, scale, plan)
+
+    return {"mlx": mlx, "fused": fused}
+
+
+def through_layers(attention: Attention, inputs: Inputs) -> mx.array:
+    """[1, H, R, Dh] each layer's queries are the output of the one before."""
+    hidden = inputs.queries
+    for keys, values in inputs.sides:
+        hidden = attention(hidden, keys, values)
+    return hidden
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    """One run of `work`, on the clock."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def compare(
+    shape: AttentionShape, layers: int, repeats: int, chip: Chip, clock: Clock = seconds_of
+) -> dict[str, Any]:
+    """One line of the table: milliseconds a layer, and what the rule says.
+
+    Args:
+        shape: the sizes of one layer's attention.
+        layers: to go through in one run.
+        repeats: timed runs of each side, in turns; medians count.
+        chip: decides plans and paths.
+        clock: gives the seconds of a run.
+    """
+    inputs = make_inputs(shape, layers)
+    sides = attentions(shape, inputs.visible, chip)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(WARM_UP + repeats):
+        for name, attention in sides.items():
+            # Bound now: the loop's variable would be another one's by then.
+            seconds = clock(lambda side=attention: mx.eval(through_layers(side, inputs)))  # type: ignore[misc]
+            if turn >= WARM_UP:
+                times[name].append(seconds)
+    keys, values = inputs.sides[0]
+    first = [side(inputs.queries, keys, values).astype(mx.float32) for side in sides.values()]
+    medians = {name: 1e3 * statistics.median(row) / layers for name, row in times.items()}
+    theirs = mlx_path(shape, chip)
+    return {
+        "rows": shape.rows,
+        "keys": shape.keys,
+        "mlx_path": theirs,
+        "chosen": choose_path(shape, chip),
+        "mlx_ms": medians["mlx"],
+        "fused_ms": medians["fused"],
+        "mlx_mib": bytes_read(shape, theirs, chip) / 2**20,
+        "fused_mib": bytes_read(shape, "fused", chip) / 2**20,
+        "largest_difference": float(mx.abs(first[0] - first[1]).max().item()),  # type: ignore[arg-type]
+    }
+
+
+def shapes_of(args: argparse.Namespace) -> list[AttentionShape]:
+    """Every number of rows with every context.
+
+    Raises:
+        InputError: the sizes are not an attention's, or the kernel does not take them.
+    """
+    try:
+        shapes = [
+            AttentionShape(
+                rows=rows,
+                heads=args.heads,
+                kv_heads=args.kv_heads,
+                keys=rows + context,
+                head_size=args.head_size,
+                dtype=DTYPES[args.dtype],
+            )
+            for rows, context in product(args.rows, args.contexts)
+        ]
+    except ValueError as error:
+        raise InputError(
+            f"--heads {args.heads} --kv-heads {args.kv_heads} --rows {args.rows}",
+            expected="positive numbers, heads a multiple of key/value heads",
+            do="take them from the model's config.json",
+        ) from error
+    if not is_supported(shapes[0]):
+        raise InputError(
+            f"--head-size {args.head_size}",
+            expected="a multiple of 8, up to 128",
+            do="there is nothing to compare for other sizes",
+        )
+    return shapes
+
+
+def _main(args: argparse.Namespace) -> int:
+    shapes = shapes_of(args)
+    if not is_available():
+        raise InputError(
+            "MLX has no Metal device here", expected="a Mac with Apple silicon", do="run it there"
+        )
+    make_folder(args.out)
+    chip = this_chip()
+    lines = [
+        compare(shape, args.layers, args.repeats, chip)
+        for shape in tqdm(shapes, desc="attention", unit="shape", disable=None)
+    ]
+    settings = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_size", "dtype")}
+    result = {"machine": machine(), "settings": settings, "layers": args.layers, "lines": lines}
+    publish(result, args.out / "attention", report(result), draw)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = make_parser(PROG, (__doc__ or "").partition("\n\n")[2], EPILOG)
+    parser.add_argument("--heads", type=int, default=9)
+    parser.add_argument("--kv-heads", type=int, default=3)
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float16")
+    parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16, 32, 64, 128])
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096, 8192, 16384]
+    )
+    parser.add_argument("--layers", type=int, default=16, help="one after the other in a run")
+    parser.add_argument("--repeats", type=int, default=15, help="timed runs of each side")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args(argv)
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""Energy a token by macOS's `powermetrics`, which wants root and says so where it cannot run."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean
+from typing import IO, Any
+
+from ..run.machine import output_of
+from .target import Answerer
+
+INTERVAL_MS = 250
+COMMAND = ("sudo", "-n", "powermetrics", "--samplers", "cpu_power,gpu_power", "-i")
+NEEDS_MAC, NEEDS_SUDO = "not measured: needs macOS", "not measured: needs sudo"
+UNREADABLE = "not measured: powermetrics names no combined power"
+_POWER = re.compile(r"^Combined Power \(CPU \+ GPU \+ ANE\): *([\d.]+) *(m?)W", re.MULTILINE)
+
+Sampler = Callable[[int, IO[str]], "subprocess.Popen[str]"]
+
+
+def unavailable() -> str | None:
+    """Why there is no energy to be measured here; None where there is.
+
+    Needs a password that was typed not long ago (`sudo -v`), or a rule that asks for none.
+    """
+    if platform.system() != "Darwin":
+        return NEEDS_MAC
+    said = output_of(*COMMAND, "100", "-n", "1")
+    if not said:
+        return NEEDS_SUDO
+    return None if watts_of(said) else UNREADABLE
+
+
+def watts_of(text: str) -> list[float]:
+    """The power of CPU, GPU and Neural Engine in each sample of what powermetrics prints."""
+    return [float(value) / (1000 if milli else 1) for value, milli in _POWER.findall(text)]
+
+
+def start_sampler(samples: int, output: IO[str]) -> subprocess.Popen[str]:
+    """powermetrics for so many samples: it ends by itself, since root's cannot be stopped."""
+    command = [*COMMAND, str(INTERVAL_MS), "-n", str(samples)]
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, text=True)
+
+
+def energy_of(
+    answer: Answerer,
+    prompts: Sequence[list[int]],
+    seconds: float,
+    sampler: Sampler = start_sampler,
+) -> dict[str, float] | None:
+    """Answer prompt after prompt while power is sampled.
+
+    Args:
+        answer: the system; it should be warm.
+        prompts: one or more, over and over.
+        seconds: for how long.
+        sampler: starts what prints the samples.
+
+    Returns:
+        Watts, and joules a token, prompts included; None where no sample can be read.
+    """
+    tokens, turn = 0, 0
+    # A file: a pipe that nobody empties would stop the sampler.
+    with tempfile.TemporaryFile("w+") as output:
+        process = sampler(max(1, round(1000 * seconds / INTERVAL_MS)), output)
+        started = time.perf_counter()
+        while process.poll() is None and time.perf_counter() - started < 3 * seconds:
+            tokens += len(answer(prompts[turn % len(prompts)]).tokens)
+            turn += 1
+        elapsed = time.perf_counter() - started
+        output.seek(0)
+        watts = watts_of(output.read())
+    if not watts or not tokens:
+        return None
+    return {"watts": mean(watts), "joules_per_token": mean(watts) * elapsed / tokens}
+
+
+def measure_energy(
+    answerers: Mapping[str, Answerer], prompts: Sequence[list[int]], seconds: float
+) -> dict[str, Any] | str:
+    """The energy of each system, `seconds` in all; or why there is none."""
+    why = unavailable()
+    if why is not None:
+        return why
+    share = seconds / len(answerers)
+    found = {name: energy_of(answer, prompts, share) for name, answer in answerers.items()}
+    measured = {name: values for name, values in found.items() if values is not None}
+    return measured if len(measured) == len(found) else UNREADABLE

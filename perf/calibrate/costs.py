@@ -1,0 +1,244 @@
+"""Seconds of a step's forwards against rows and context, for `perf.calibrate`.
+
+Every call is taken in turn, round after round, so that what else the machine does falls on all
+of them alike; a figure is the median of its rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from ssmlx.decoding.loop import plain_decode, prefill
+from ssmlx.decoding.prune import nodes_within_budget, transition_logprobs
+from ssmlx.model.cache import TreeCache
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import Tree, draft_topology, grow_tree
+from ssmlx.settings import TreeConfig
+from ssmlx.tuning.cost import StepCosts, Surface
+
+ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 20, 24, 32, 48, 64)
+FUSED_NODES = (1, 2, 4, 8, 12, 16, 24, 32)
+CONTEXTS = (64, 512, 2048)
+WARM_ROUNDS, WARM_CALLS, PLAIN_CALLS = 1, 2, 4
+
+Clock = Callable[[], float]
+Point = tuple[str, int, int]
+"""What is timed: its name as a field of `StepCosts`, its rows, and the context."""
+Bar = Callable[[Iterable[Any], str], Iterator[Any]]
+"""Shows that a loop goes on, under a label."""
+
+
+def no_bar(items: Iterable[Any], label: str) -> Iterator[Any]:
+    """Shows nothing."""
+    return iter(items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostPlan:
+    """What to time.
+
+    Attributes:
+        rows: of the lower and upper layers and the heads.
+        fused_nodes: M, nodes whose streams stand beside them.
+        contexts: committed tokens.
+        repeats: rounds that count.
+    """
+
+    rows: tuple[int, ...] = ROWS
+    fused_nodes: tuple[int, ...] = FUSED_NODES
+    contexts: tuple[int, ...] = CONTEXTS
+    repeats: int = 5
+
+    def within(self, limit: int | None) -> CostPlan:
+        """The same for a model with a context of `limit` tokens; its longest one at the least."""
+        if limit is None:
+            return self
+        room = max(1, limit - max(self.rows) - PLAIN_CALLS - WARM_CALLS - 2)
+        return replace(self, contexts=tuple(sorted({min(one, room) for one in self.contexts})))
+
+
+def likely_tree(model: StreamFusedModel, size: int) -> Tree:
+    """A best tree of `size` nodes as streams draft it, where each rank is half as likely."""
+    streams, config = model.num_streams, TreeConfig(kind="best", size=size)
+    count = min(draft_topology(config, streams).num_candidates, model.draft_vocab_size)
+    config = replace(config, width=count)
+    tokens = mx.broadcast_to(mx.arange(count, dtype=mx.int32), (streams, count))
+    logprobs = mx.broadcast_to(-0.7 * mx.arange(1, count + 1), (streams, count))
+    tree = grow_tree(mx.array([0], mx.int32), tokens, logprobs, config)
+    mx.eval(tree.tokens, tree.depths, tree.paths)
+    return tree
+
+
+def filled_cache(
+    model: StreamFusedModel, tokens: Sequence[int], context: int, scratch: int
+) -> TreeCache:
+    """A cache of `context` tokens, `tokens` over and over, with room for what is timed."""
+    cache = model.make_cache(scratch)
+    text = [tokens[index % len(tokens)] for index in range(context)]
+    # Room beforehand: a buffer that grows is copied, which would be timed.
+    cache.reserve(tokens=context + PLAIN_CALLS + WARM_CALLS + 2, scratch=scratch)
+    prefill(model, text, cache)
+    return cache
+
+
+def _hidden(model: StreamFusedModel, rows: int) -> mx.array:
+    """[1, R, D] some hidden states."""
+    key, shape = mx.random.key(rows), (1, rows, model.backbone.hidden_size)
+    hidden = mx.random.normal(shape, key=key).astype(model.backbone.dtype)
+    mx.eval(hidden)
+    return hidden
+
+
+def layer_calls(
+    model: StreamFusedModel, cache: TreeCache, context: int, plan: CostPlan
+) -> dict[Point, Callable[[], None]]:
+    """The layers below and above the insertion layer, on every number of rows."""
+    calls: dict[Point, Callable[[], None]] = {}
+
+    def lower(tree: Tree) -> None:
+        mx.eval(model.lower(tree, cache))
+
+    def upper(tree: Tree, hidden: mx.array, streams: int) -> None:
+        mx.eval(model.upper(model.insert(hidden, streams), tree, cache, streams))
+
+    for rows in plan.rows:
+        tree = likely_tree(model, rows)
+        hidden = _hidden(model, tree.num_nodes)
+        calls["lower", tree.num_nodes, context] = partial(lower, tree)
+        calls["upper", tree.num_nodes, context] = partial(upper, tree, hidden, 0)
+    for nodes in plan.fused_nodes:
+        tree, streams = likely_tree(model, nodes), model.num_streams
+        hidden = _hidden(model, tree.num_nodes)
+        rows = tree.num_nodes * (1 + streams)
+        calls["fused", rows, context] = partial(upper, tree, hidden, streams)
+    return calls
+
+
+def head_calls(model: StreamFusedModel, plan: CostPlan) -> dict[Point, Callable[[], None]]:
+    """The heads, on every number of rows; they do not see the context."""
+    calls: dict[Point, Callable[[], None]] = {}
+
+    def head(hidden: mx.array) -> None:
+        mx.eval(mx.argmax(model.backbone.logits(hidden), axis=-1))
+
+    def draft_head(hidden: mx.array) -> None:
+        mx.eval(model.draft_logits(hidden))
+
+    def early_exit(tree: Tree, hidden: mx.array) -> None:
+        edges = transition_logprobs(tree, model.early_exit_logits(hidden))
+        mx.eval(nodes_within_budget(tree, edges, max(1, tree.num_nodes // 2)))
+
+    for rows in plan.rows:
+        calls["head", rows, 0] = partial(head, _hidden(model, rows))
+    for rows in range(1, model.num_streams + 1):
+        calls["draft_head", rows, 0] = partial(draft_head, _hidden(model, rows))
+    if model.streams is not None and model.streams.prune is not None:
+        for rows in plan.rows:
+            # Of a tree chosen on the device, any node may have children.
+            tree = likely_tree(model, rows)
+            tree = replace(tree, num_internal=tree.num_nodes)
+            hidden = _hidden(model, tree.num_nodes)
+            calls["early_exit", tree.num_nodes, 0] = partial(early_exit, tree, hidden)
+    return calls
+
+
+def medians(
+    calls: Mapping[Point, Callable[[], object]],
+    repeats: int,
+    clock: Clock = time.perf_counter,
+    bar: Bar = no_bar,
+) -> tuple[dict[Point, float], float]:
+    """Median seconds of each call, all taken in turn, after a round that does not count.
+
+    A call that returns a number has timed itself. With them comes how noisy the machine was: the
+    median `spread` of all calls.
+    """
+    times: dict[Point, list[float]] = {point: [] for point in calls}
+    rounds = [(turn, point) for turn in range(WARM_ROUNDS + repeats) for point in calls]
+    for turn, point in bar(rounds, "forwards"):
+        started = clock()
+        own = calls[point]()
+        seconds = clock() - started if own is None else own
+        if turn >= WARM_ROUNDS:
+            times[point].append(float(seconds))  # type: ignore[arg-type]
+    noise = statistics.median(spread(values) for values in times.values())
+    return {point: statistics.median(values) for point, values in times.items()}, noise
+
+
+def spread(times: Sequence[float]) -> float:
+    """How far the middle half of `times` lies apart, of their median."""
+    if len(times) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / middle if middle else 0.0
+
+
+def plain_call(model: StreamFusedModel, cache: TreeCache, clock: Clock) -> float:
+    """Seconds of a call of the plain loop, one of several in a row."""
+    context = cache.offset
+    steps = plain_decode(model, [1], cache)
+    for _ in range(WARM_CALLS):
+        next(steps)
+    started = clock()
+    for _ in range(PLAIN_CALLS):
+        next(steps)
+    seconds = clock() - started
+    steps.close()  # type: ignore[attr-defined]
+    mx.eval(cache.state)
+    cache.trim(context)
+    return seconds / PLAIN_CALLS
+
+
+def overhead(clock: Clock = time.perf_counter, repeats: int = 50) -> float:
+    """Seconds that handing over any work takes, which every call above holds once."""
+    one, times = mx.array(1.0), []
+    for _ in range(repeats):
+        started = clock()
+        mx.eval(one + 1)
+        times.append(clock() - started)
+    return statistics.median(times)
+
+
+def forward_costs(
+    model: StreamFusedModel,
+    tokens: Sequence[int],
+    plan: CostPlan,
+    *,
+    clock: Clock = time.perf_counter,
+    bar: Bar = no_bar,
+) -> tuple[StepCosts, float]:
+    """Time all that `plan` names, without what lies beside the forwards; and the noise in it.
+
+    Args:
+        model: with streams.
+        tokens: fill the contexts.
+        plan: what to time.
+        clock: seconds.
+        bar: shows the progress.
+    """
+    plan = plan.within(model.backbone.context_length)
+    scratch = max(*plan.rows, *(n * (1 + model.num_streams) for n in plan.fused_nodes))
+    calls: dict[Point, Callable[[], Any]] = dict(head_calls(model, plan))
+    for context in bar(plan.contexts, "contexts"):
+        cache = filled_cache(model, tokens, context, scratch)
+        calls.update(layer_calls(model, cache, context, plan))
+        calls["plain", 1, context] = partial(plain_call, model, cache, clock)
+    seconds, noise = medians(calls, plan.repeats, clock, bar)
+    return surfaces(seconds, overhead(clock)), noise
+
+
+def surfaces(seconds: Mapping[Point, float], overhead: float = 0.0) -> StepCosts:
+    """Costs from medians; `overhead` is taken from every forward, which runs beside others."""
+    points: dict[str, dict[tuple[int, int], float]] = {}
+    for (name, rows, context), value in seconds.items():
+        own = value if name == "plain" else max(0.0, value - overhead)
+        points.setdefault(name, {})[rows, context] = own
+    known: dict[str, Any] = {name: Surface.of(one) for name, one in points.items()}
+    return StepCosts(**known)

@@ -1,0 +1,153 @@
+"""`python -m perf.paper.learning`: tokens per call against training steps, from the logs of runs.
+
+A run that started from another's weights (`--init`) goes on where that one ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from ssmlx.errors import InputError
+from ssmlx.load.files import make_folder, write_whole
+from ssmlx.options import make_parser, run
+from ssmlx.settings import read_json
+from ssmlx.training.record import LOG_FILE, read_record
+
+from ..run.common import RESULTS, ROOT, split_name
+from ..run.pictures import new_figure
+from ..run.tables import aligned
+
+PROG = "perf.paper.learning"
+COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")
+LINES = ("-", "--", ":", "-.")
+EPILOG = """examples:
+  python -m perf.paper.learning --run sql=runs/first,runs/second --run chat=runs/chat
+  python -m perf.paper.learning --run "sql=runs/sql" --run "sql, identity f=runs/identity"
+  python -m perf.paper.learning --from perf/results/learning.json"""
+
+Point = tuple[int, float, float]
+"""Steps in all, tokens per call of held-out text, and its loss of stream 1 in nats a token."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = make_parser(PROG, "Tokens per call against training steps, run after run.", EPILOG)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--run", action="append", metavar="NAME=FOLDER[,FOLDER]",
+        help="folders of convert.train or ssmlx.train, each started from the one before; may be "
+        "given several times",
+    )  # fmt: skip
+    source.add_argument("--from", dest="source", type=Path, metavar="FILE.json",
+                        help="read no logs; draw an earlier result again")  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "perf" / "figures" / "learning.png", metavar="FILE",
+        help="the picture (default: perf/figures/learning.png)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="FOLDER",
+        help="for learning.json (default: perf/results)",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def read_rounds(text: str) -> tuple[str, list[list[Point]]]:
+    """Name and rounds of `NAME=FOLDER,FOLDER`.
+
+    Raises:
+        InputError: a folder holds no log with a validation.
+    """
+    name, folders = split_name(text)
+    if not (name and folders):
+        raise InputError(
+            f"--run {text}", expected="NAME=FOLDER[,FOLDER]", do="name the runs of the folders"
+        )
+    rounds: list[list[Point]] = []
+    for folder in map(Path, folders.split(",")):
+        start = rounds[-1][-1][0] if rounds else 0
+        points = [
+            (start + entry["step"], entry["tokens_per_call"], entry["valid_stream_1_loss"])
+            for entry in read_record(folder / LOG_FILE)
+            if "tokens_per_call" in entry
+        ]
+        if not points:
+            raise InputError(
+                f"{folder} holds no validation",
+                expected=f"{LOG_FILE} of a run with streams that was validated",
+                do="check --run",
+            )
+        rounds.append(points)
+    return name, rounds
+
+
+def table(curves: Mapping[str, Sequence[Sequence[Point]]]) -> str:
+    """A line a validation."""
+    rows = [["adapter", "round", "steps", "tokens/call", "stream 1 loss"]]
+    for name, rounds in curves.items():
+        for number, points in enumerate(rounds, 1):
+            rows += [[name, str(number), str(s), f"{t:.2f}", f"{x:.3f}"] for s, t, x in points]
+    return "\n".join(aligned(rows))
+
+
+def styles(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Colour and line of every curve; `sql, identity f` has the colour of `sql`, dashed."""
+    tasks = [name.partition(",")[0] for name in names]
+    colours = dict(zip(dict.fromkeys(tasks), cycle(COLOURS), strict=False))
+    return [
+        (colours[task], LINES[tasks[:index].count(task) % len(LINES)])
+        for index, task in enumerate(tasks)
+    ]
+
+
+def draw(curves: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:
+    """Tokens per call against steps, a line a round; the learning rate falls to zero in each."""
+    figure = new_figure(6.5, 3.9)
+    axes = figure.subplots()
+    for (name, rounds), (colour, line) in zip(curves.items(), styles(list(curves)), strict=True):
+        for points in rounds:
+            steps, tokens = [p[0] for p in points], [p[1] for p in points]
+            axes.plot(steps, tokens, marker="o", ms=3.5, color=colour, linestyle=line)
+        last, reached, _ = rounds[-1][-1]
+        axes.annotate(f"{name} {reached:.2f}", (last, reached), (6, 0), textcoords="offset points",
+                      va="center", fontsize=9, color=colour)  # fmt: skip
+    axes.set_xlabel("training steps; a line for each round, whose rate falls to zero")
+    axes.set_ylabel("tokens per target call")
+    axes.set_title("held-out answers, replayed", fontsize=10)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.14)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def _main(args: argparse.Namespace) -> None:
+    if args.source is not None:
+        curves: Mapping[str, Any] = read_json(args.source, "a result of perf.paper.learning")
+    else:
+        curves = dict(read_rounds(text) for text in args.run)
+    print(table(curves))
+    for folder in (args.results, args.out.parent):
+        make_folder(folder)
+    result = args.results / "learning.json"
+    write_whole(result, f"{json.dumps(curves, indent=1)}\n".encode())
+    try:
+        draw(curves, args.out)
+        print("saved", result, args.out, file=sys.stderr)
+    except ImportError:
+        print("saved", result, "- no picture: pip install matplotlib", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,139 @@
+"""Answers on disk, and what tells those of one model, machine or version from another's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ssmlx.load.adapter import CONFIG_FILE, LORA_FILES, STREAMS_FILE
+from ssmlx.load.task_lora import LORA_SETTINGS
+
+from .common import ROOT, Answer
+from .machine import machine
+
+_ANSWER = [field.name for field in fields(Answer)]
+_TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An answer as it is kept on disk; `code` tells which version of the package gave it."""
+
+    answer: Answer
+    text: str
+    code: str
+
+
+class AnswerStore:
+    """Answers on disk, one line each as they come: a run that is stopped goes on from there.
+
+    Args:
+        folder: where the file lies.
+        name: what its name begins with.
+        settings: everything that an answer depends on, beside its key; other settings have
+            another file.
+    """
+
+    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        # As it will be read again: JSON has no tuples.
+        self._settings = json.loads(json.dumps(settings))
+        self.path = folder / f"{name}-{digest(self._settings)}.part.jsonl"
+        self._kept: dict[str, Kept] = {}
+        self._read()
+
+    def __contains__(self, prompt: list[int]) -> bool:
+        return digest(prompt) in self._kept
+
+    def __getitem__(self, prompt: list[int]) -> Kept:
+        return self._kept[digest(prompt)]
+
+    def forget(self) -> None:
+        """Forget every answer."""
+        self._kept = {}
+        self.path.unlink(missing_ok=True)
+
+    def keep(self, prompt: list[int], kept: Kept) -> None:
+        """Add an answer; it is on disk when this returns."""
+        if not self.path.exists():
+            self.path.write_text(json.dumps({"settings": self._settings}) + "\n")
+        self._kept[digest(prompt)] = kept
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(self._line(digest(prompt), kept))
+
+    @staticmethod
+    def _line(prompt: str, kept: Kept) -> str:
+        values = {"prompt": prompt, "text": kept.text, "code": kept.code, **asdict(kept.answer)}
+        return json.dumps(values, ensure_ascii=False) + "\n"
+
+    def _read(self) -> None:
+        if not self.path.exists():
+            return
+        text = self.path.read_bytes().decode("utf-8", errors="replace")
+        first, *lines = text.split("\n")
+        for line in lines if self._are_ours(first) else ():
+            # A run that was killed while it wrote leaves half a line.
+            try:
+                row = json.loads(line)
+                answer = Answer(**{name: row[name] for name in _ANSWER if name in row})
+                self._kept[row["prompt"]] = Kept(answer, row["text"], row["code"])
+            except (json.JSONDecodeError, KeyError, TypeError):
+                continue
+        self._write_again()
+
+    def _are_ours(self, first_line: str) -> bool:
+        try:
+            return json.loads(first_line) == {"settings": self._settings}
+        except json.JSONDecodeError:
+            return False
+
+    def _write_again(self) -> None:
+        lines = [self._line(prompt, kept) for prompt, kept in self._kept.items()]
+        work = self.path.with_suffix(f".{os.getpid()}.new")
+        work.write_text(json.dumps({"settings": self._settings}) + "\n" + "".join(lines))
+        work.replace(self.path)
+
+
+def tell_kept(name: str, kept: Sequence[Kept], code: str) -> None:
+    """Say what is taken over from an earlier run, and whether by other code."""
+    if not kept:
+        return
+    other = sum(answer.code != code for answer in kept)
+    note = f", {other} of them by other code (--fresh answers again)" if other else ""
+    print(f"{name}: {len(kept)} answers of an earlier run{note}", file=sys.stderr)
+
+
+def timed_on() -> dict[str, str]:
+    """What of the machine moves a time or a token."""
+    found = machine()
+    return {name: found[name] for name in _TIMED_ON}
+
+
+def weights_version(path: Path, folder: Path | None) -> list[Any]:
+    """Tells one base model and adapter from another: a model by its files, LoRA by its bytes."""
+    base = files_version(path)
+    names = (CONFIG_FILE, STREAMS_FILE, LORA_SETTINGS, *LORA_FILES.values())
+    files = [folder / name for name in names if (folder / name).is_file()] if folder else []
+    return [base, digest([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])]
+
+
+def files_version(path: Path) -> str:
+    """Tells one folder's files from another's, by name, size and date."""
+    stats = [(file.name, file.stat()) for file in sorted(path.iterdir()) if file.is_file()]
+    return digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+
+
+def code_version() -> str:
+    """Tells one state of the package's sources from another."""
+    files = sorted((ROOT / "ssmlx").rglob("*.py"))
+    return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
+
+
+def digest(value: Any) -> str:
+    """A short name of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,171 @@
+"""One step taken apart: the model's forward alone, and everything else that a step does."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ssmlx.decoding.loop import greedy, prefill, step
+from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.model.cache import StreamCache, TreeCache
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import Tree, root_tree
+from ssmlx.settings import PruneConfig, TreeConfig
+
+from ..run.metrics import ratio_interval
+
+WARM_UP = 3
+"""Steps before those that are timed."""
+
+
+class ForwardDone:
+    """A model whose forward was run before: it gives what that gave, and computes nothing.
+
+    Args:
+        model: what it stands for.
+    """
+
+    def __init__(self, model: StreamFusedModel) -> None:
+        self._model = model
+        self._found: dict[str, mx.array] = {}
+        self.backbone = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forget(self) -> None:
+        """Run what is asked for next, and keep that."""
+        self._found = {}
+
+    def _once(self, name: str, run: Callable[[], mx.array]) -> mx.array:
+        if name not in self._found:
+            self._found[name] = run()
+            mx.eval(self._found[name])
+        return self._found[name]
+
+    def lower(self, *given: Any) -> mx.array:
+        """See `StreamFusedModel.lower`."""
+        return self._once("lower", lambda: self._model.lower(*given))
+
+    def upper(self, *given: Any) -> mx.array:
+        """See `StreamFusedModel.upper`."""
+        return self._once("upper", lambda: self._model.upper(*given))
+
+    def second_pass(self, *given: Any) -> mx.array:
+        """See `StreamFusedModel.second_pass`."""
+        return self._once("second pass", lambda: self._model.second_pass(*given))
+
+    def logits(self, *given: Any) -> mx.array:
+        """See `Backbone.logits`."""
+        return self._once("logits", lambda: self._model.backbone.logits(*given))
+
+    def draft_logits(self, *given: Any) -> mx.array:
+        """See `StreamFusedModel.draft_logits`."""
+        return self._once("draft logits", lambda: self._model.draft_logits(*given))
+
+
+def bare_forward(
+    model: StreamFusedModel, tree: Tree, cache: TreeCache, num_streams: int
+) -> Callable[[], None]:
+    """The forward of a step alone: layers, second pass and both heads, on the same rows."""
+    streams = StreamCache(range(model.insertion_layer, model.num_layers))
+    path, split = tree.paths[-1], model.insertion_layer
+    last, position = path[-1:], cache.length + tree.depths[-1:]
+
+    def forward() -> None:
+        hidden = model.lower(tree, cache)
+        nodes = model.upper(hidden, tree, cache, 0)
+        if not streams.capacity:
+            cache.commit(path, path, split, tree.depths[-1:] + 1)
+            streams.follow(cache, num_streams)
+            cache.trim(cache.offset)
+        own = model.second_pass(hidden, last, position, streams, num_streams)
+        mx.eval(model.backbone.logits(nodes), model.draft_logits(own))
+
+    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes)
+    forward()  # `streams` follows the cache, once
+    return forward
+
+
+def one_row(model: StreamFusedModel, tree: Tree, cache: TreeCache) -> Callable[[], None]:
+    """The forward of plain decoding alone, T(1): the root of `tree` through all layers."""
+    root = root_tree(tree.tokens[:1])
+    cache.reserve(tokens=1, scratch=1)
+
+    def forward() -> None:
+        hidden = model.upper(model.lower(root, cache), root, cache, 0)
+        mx.eval(model.backbone.logits(hidden))
+
+    return forward
+
+
+def seconds_of(call: Callable[[], None]) -> float:
+    """Seconds that `call` takes."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+class Steps:
+    """The steps of one answer, each taken on a forward that was run before.
+
+    Args:
+        model: with streams, which run in a second pass.
+        prompt: tokens.
+        size: nodes of a tree, the likeliest.
+    """
+
+    def __init__(self, model: StreamFusedModel, prompt: list[int], size: int) -> None:
+        self.cache = model.make_cache()
+        self._done = cast("Any", ForwardDone(model))
+        tree = TreeConfig(kind="best", size=size)
+        self._drafter = StreamDrafter(self._done, tree, model.num_streams)
+        prefill(model, prompt[:-1], self.cache)
+        self.tree = root_tree(mx.array(prompt[-1:], mx.int32))
+
+    def rest(self) -> None:
+        """All that a step does beside the model's forward; the text goes on by it."""
+        num_tokens, tree = self._take()
+        self.cache.advance(num_tokens)
+        mx.eval(self.cache.state)
+        self.tree = tree
+
+    def run_forward(self) -> None:
+        """Run the forward that `rest` does without."""
+        self._done.forget()
+        self._take()
+        self.cache.trim(self.cache.offset)
+
+    def _take(self) -> tuple[int, Tree]:
+        result = step(self._done, self.tree, self.cache, self._drafter, PruneConfig(), greedy)
+        mx.eval(result.arrays(), self.cache.state)
+        return len(result.read()), result.next_tree
+
+
+def step_cost(
+    model: StreamFusedModel, prompt: list[int], size: int, repeats: int
+) -> dict[str, Any]:
+    """Steps of one answer, taken apart in turns.
+
+    Returns:
+        Median seconds of a step's "forward" alone, the model's layers with their masks, second
+        pass and heads; of the "rest", all else that it does; and of "one_row" through the model.
+        "beside_forward" is the rest over the forward, with its "interval" over steps.
+    """
+    steps = Steps(model, prompt, size)
+    cache = steps.cache
+    times: dict[str, list[float]] = {"one_row": [], "forward": [], "rest": []}
+    for _ in range(WARM_UP + repeats):
+        tree = steps.tree
+        times["one_row"].append(seconds_of(one_row(model, tree, cache)))
+        times["forward"].append(seconds_of(bare_forward(model, tree, cache, model.num_streams)))
+        steps.run_forward()
+        times["rest"].append(seconds_of(steps.rest))
+    seconds = {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
+    share, low, high = ratio_interval(times["rest"][WARM_UP:], times["forward"][WARM_UP:])
+    beside = {"beside_forward": share, "interval": [low, high]}
+    return {**seconds, **beside, "tree_size": steps.tree.num_nodes, "repeats": repeats}

@@ -1,1 +1,0 @@
-"""The commands: chat, generate, and the options that they share."""

@@ -1,0 +1,1 @@
+"""The decoding loops, stage by stage."""

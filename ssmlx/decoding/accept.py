@@ -1,0 +1,88 @@
+"""Acceptance: the longest drafted path that the target itself would have written (A.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..model.shapes import expect_shape, indices
+from ..model.tree import PAD_TOKEN, Tree
+from ..settings import AcceptanceConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Acceptance:
+    """What the target made of a draft tree, on the device.
+
+    Attributes:
+        path: [P] accepted nodes from the root on; entries after `num_accepted` repeat the last.
+        new_tokens: [P] the target's tokens along the path: `num_accepted` confirmed drafts,
+            then the correction. Entries after that repeat the correction.
+        num_accepted: [1] accepted nodes below the root.
+    """
+
+    path: mx.array
+    new_tokens: mx.array
+    num_accepted: mx.array
+
+    @property
+    def last(self) -> mx.array:
+        """[1] the deepest accepted node."""
+        return self.path[-1:]
+
+    @property
+    def correction(self) -> mx.array:
+        """[1] the target's token after the last accepted node: the next tree's root."""
+        return self.new_tokens[-1:]
+
+
+def accept(tree: Tree, target_tokens: mx.array) -> Acceptance:
+    """Walk from the root along children that carry the target's own token.
+
+    Args:
+        tree: M nodes.
+        target_tokens: [M] the token that the target decided on after each node: its argmax, or
+            its own draw. Because the draft is deterministic given the past, following the
+            target's draw as long as it is in the tree leaves the target's distribution exact;
+            no rejection rule is needed.
+    """
+    expect_shape("target tokens", target_tokens, tree.num_nodes)
+    agrees = (tree.tokens == target_tokens[tree.parents]) | (tree.depths == 0)
+    accepted = agrees[tree.paths].all(axis=1)
+    # Siblings carry different tokens, so the accepted nodes are one path and the deepest is unique.
+    last = mx.where(accepted, tree.depths, -1).argmax(keepdims=True)
+    path = tree.paths[last][0]
+    return Acceptance(path, target_tokens[path], tree.depths[last])
+
+
+def accept_typical(
+    tree: Tree, target_tokens: mx.array, logprobs: mx.array, config: AcceptanceConfig
+) -> Acceptance:
+    """Walk along children that the target finds likely enough: LOSSY (Medusa, section 3.3.1).
+
+    A drafted token is accepted where its probability exceeds min(epsilon, delta * exp(-H)), H
+    being the entropy of its distribution. The deepest path wins, of equally deep ones the
+    likeliest, and the target's own token follows it.
+
+    Args:
+        tree: M nodes.
+        target_tokens: [M] the target's own token after each node.
+        logprobs: [M, V] log probabilities that it was drawn from.
+        config: epsilon and delta.
+    """
+    expect_shape("target tokens", target_tokens, tree.num_nodes)
+    expect_shape("log probabilities", logprobs, tree.num_nodes, None)
+    parents, drafted = tree.parents, mx.maximum(tree.tokens, 0)
+    entropy = -mx.where(logprobs > -mx.inf, mx.exp(logprobs) * logprobs, 0.0).sum(axis=1)
+    bound = mx.minimum(config.epsilon, config.delta * mx.exp(-entropy))
+    edges = logprobs[parents, drafted]
+    likely = (mx.exp(edges) > bound[parents]) & (tree.tokens != PAD_TOKEN)
+    accepted = (likely | (tree.depths == 0))[tree.paths].all(axis=1)
+    likelihood = mx.exp(tree.path_sums(edges))
+    last = mx.where(accepted, tree.depths + likelihood / 2, -1).argmax(keepdims=True)
+    path, num_accepted = tree.paths[last][0], tree.depths[last]
+    correction = target_tokens[last]
+    following = mx.concatenate([tree.tokens[path[1:]], correction])
+    new_tokens = mx.where(indices(path.shape[0]) < num_accepted, following, correction)
+    return Acceptance(path, new_tokens, num_accepted)

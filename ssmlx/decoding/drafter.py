@@ -1,0 +1,124 @@
+"""What every drafter is given, and what it must give: the decoding loop knows no more of it.
+
+The drafters themselves are the files of `ssmlx/drafters/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..model.cache import TreeCache
+from ..model.shapes import to_list
+from ..model.tree import Tree
+from .accept import Acceptance
+
+
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """What a target call leaves for drafting, on the device.
+
+    Attributes:
+        tree: the M nodes that were verified.
+        target_tokens: [M] the target's token after each of them.
+        acceptance: how far the tree held.
+        node_hidden: [1, M, D] last hidden states of the nodes, before the final norm.
+        stream_hidden: [1, G, D] those of the last accepted node's streams, where the step
+            carried streams.
+        insertion_hidden: [1, M, D] hidden states of the nodes before the insertion layer.
+        position: [1] the root's place in the text.
+        cache: its newest path is the accepted one.
+    """
+
+    tree: Tree
+    target_tokens: mx.array
+    acceptance: Acceptance
+    node_hidden: mx.array
+    stream_hidden: mx.array
+    insertion_hidden: mx.array
+    position: mx.array
+    cache: TreeCache
+
+    @property
+    def root(self) -> mx.array:
+        """[1] the newest token, which the next tree starts from."""
+        return self.acceptance.correction
+
+    @property
+    def last_hidden(self) -> mx.array:
+        """[1, 1, D] last hidden state of the last accepted node, which predicted `root`."""
+        return self.node_hidden[:, self.acceptance.last]
+
+    def read(self, *more: mx.array) -> list[list[int]]:
+        """The tokens that the call advanced by, and each of `more` [*], on the host.
+
+        One read, which waits for the target.
+        """
+        accepted = self.acceptance
+        arrays = [accepted.num_accepted, accepted.new_tokens, *more]
+        flat = to_list(mx.concatenate([array.astype(mx.int32) for array in arrays]))
+        parts, first = [], 1
+        for array in arrays[1:]:
+            parts.append(flat[first : first + array.size])
+            first += array.size
+        parts[0] = parts[0][: flat[0] + 1]
+        return parts
+
+
+class Drafter(Protocol):
+    """Proposes the tree that the next step verifies.
+
+    All attributes but `draft_calls` and `cache_bytes` never change. Siblings of a tree carry
+    different tokens; a node of token `tree.PAD_TOKEN` fills a tree up to a usual size and is never
+    accepted.
+
+    Attributes:
+        num_streams: streams that a step must carry for this drafter.
+        num_levels: levels below the root of the trees that it proposes, at most.
+        max_nodes: nodes of the trees that it proposes, at most, padding included.
+        num_parameters: parameters that it needs beside the target's and LoRA's.
+        draft_calls: forward passes of a model other than the target, since `start`.
+        cache_bytes: bytes of keys and values of its own, beside those of a draft model.
+        waits: whether `propose` reads what the target decided, which waits for it.
+    """
+
+    num_streams: int
+    num_levels: int
+    max_nodes: int
+    num_parameters: int
+    draft_calls: int
+    waits: bool
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """Begin a sequence: `tokens` are all that precede the answer."""
+        ...
+
+    def propose(self, verified: Verified) -> Tree:
+        """The tree below `verified.root`. What reads values of `verified` waits for the target."""
+        ...
+
+
+def num_trained(tensors: Mapping[str, mx.array]) -> int:
+    """Numbers in the tensors of drafting heads; the ids of a draft vocabulary are no weights."""
+    return sum(array.size for name, array in tensors.items() if name != "draft_vocab")
+
+
+def rank_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """Tokens [G, K] and log probabilities [G, K] of each row's `count` likeliest, best first.
+
+    Args:
+        logits: [G, V]
+    """
+    logits = logits.astype(mx.float32)
+    found = mx.argpartition(-logits, count - 1, axis=-1)[:, :count]
+    values = mx.take_along_axis(logits, found, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    tokens = mx.take_along_axis(found, order, axis=-1)
+    logprobs = mx.take_along_axis(values, order, axis=-1)
+    return tokens, logprobs - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -1,0 +1,305 @@
+"""The decoding loops, on token ids: Speculative Streaming, and plain decoding beside it.
+
+Both yield the same thing, so that one is the other's oracle and baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..model.cache import TreeCache
+from ..model.shapes import indices, to_list
+from ..model.streams import StreamFusedModel
+from ..model.tree import Tree, root_tree
+from ..settings import AcceptanceConfig, PruneConfig
+from .accept import Acceptance, accept, accept_typical
+from .drafter import Drafter, Verified
+from .pace import Pace
+from .prune import is_pruned, surviving_nodes
+from .sampling import (
+    Places,
+    Sampler,
+    Sampling,
+    TargetSampler,
+    greedy,
+    last_tokens,
+    places_of,
+    target_sampler,
+)
+
+Progress = Callable[[int, int], None]
+"""Told (prompt tokens processed, prompt tokens in all)."""
+
+Ends = Callable[[list[int]], bool]
+"""Told the tokens that a call advanced by; whether the answer ends with them."""
+
+PREFILL_STEP_SIZE = 2048
+EXACT = AcceptanceConfig()
+
+
+def never(tokens: list[int]) -> bool:
+    """Endless decoding."""
+    return False
+
+
+def prefill(
+    model: StreamFusedModel,
+    tokens: list[int],
+    cache: TreeCache,
+    *,
+    step_size: int = PREFILL_STEP_SIZE,
+    progress: Progress | None = None,
+) -> None:
+    """Put `tokens` into the cache, `step_size` at a time."""
+    report = progress or (lambda done, total: None)
+    report(0, len(tokens))
+    for first in range(0, len(tokens), step_size):
+        chunk = tokens[first : first + step_size]
+        model.backbone.append(mx.array(chunk), cache)
+        mx.eval(cache.state)
+        mx.clear_cache()
+        report(first + len(chunk), len(tokens))
+
+
+def choose(
+    model: StreamFusedModel, hidden: mx.array, sampler: TargetSampler, places: Places
+) -> mx.array:
+    """[R] the target's token after each row of `hidden` [1, R, D]."""
+    return sampler.choose(model.backbone.logits(hidden), places)
+
+
+def verify(
+    model: StreamFusedModel,
+    tree: Tree,
+    hidden: mx.array,
+    sampler: TargetSampler,
+    places: Places,
+    acceptance: AcceptanceConfig,
+) -> tuple[mx.array, Acceptance]:
+    """The target's token after each node [M], and how far the tree holds.
+
+    Args:
+        hidden: [1, M, D] last hidden states of the nodes.
+    """
+    if acceptance.kind == "exact":
+        target_tokens = choose(model, hidden, sampler, places)
+        return target_tokens, accept(tree, target_tokens)
+    if not isinstance(sampler, Sampling) or sampler.config.temp == 0:
+        raise ValueError("typical acceptance needs a `Sampling` with a temperature above 0")
+    logprobs = sampler.logprobs(model.backbone.logits(hidden), places)
+    target_tokens = mx.argmax(sampler.perturb(logprobs, places), axis=-1).astype(mx.int32)
+    return target_tokens, accept_typical(tree, target_tokens, logprobs, acceptance)
+
+
+def prune_tree(
+    model: StreamFusedModel, tree: Tree, hidden: mx.array, config: PruneConfig
+) -> tuple[Tree, mx.array, mx.array]:
+    """The tree that is left, its hidden states [1, M, D], and the old index of each node [M]."""
+    if not is_pruned(tree, config):
+        return tree, hidden, indices(tree.num_nodes)
+    exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
+    keep = surviving_nodes(tree, exit_logits, config)
+    return tree.select(keep), hidden[:, keep], keep
+
+
+def stream_rows_of(rows: mx.array, node: mx.array, num_nodes: int, num_streams: int) -> mx.array:
+    """[1, G, D] the streams of `node` [1] among the upper rows [1, M * (1 + G), D]."""
+    own = num_nodes + node[:, None] * num_streams + indices(num_streams)
+    return rows[:, own[0]]
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What one target call leaves on the device.
+
+    Attributes:
+        num_nodes: N of the tree that it verified.
+        acceptance: how far the tree held.
+        next_tree: the tree to verify next.
+        tail: [C] the last tokens before its root, as the sampler needs them.
+        for_host: [1 + P] accepted nodes below the root, then `acceptance.new_tokens`.
+    """
+
+    num_nodes: int
+    acceptance: Acceptance
+    next_tree: Tree
+    tail: mx.array
+    for_host: mx.array
+
+    def arrays(self) -> list[mx.array]:
+        """All that the next step and the host will read."""
+        tree = self.next_tree
+        return [self.for_host, tree.tokens, tree.depths, tree.paths, self.tail]
+
+    def read(self) -> list[int]:
+        """The tokens that the call advanced by: the step's one read, which waits for it."""
+        num_accepted, *new_tokens = to_list(self.for_host)
+        return new_tokens[: num_accepted + 1]
+
+
+def scratch_rows(drafter: Drafter) -> int:
+    """Rows that a cache needs before the committed ones for the largest step of a drafter.
+
+    A step that is built ahead also has the path of the one before it.
+    """
+    path = 0 if drafter.waits else drafter.num_levels + 1
+    return drafter.max_nodes * (1 + drafter.num_streams) + path
+
+
+def step(
+    model: StreamFusedModel,
+    tree: Tree,
+    cache: TreeCache,
+    drafter: Drafter,
+    prune: PruneConfig,
+    sampler: Sampler | TargetSampler = greedy,
+    *,
+    acceptance: AcceptanceConfig = EXACT,
+    tail: mx.array | None = None,
+    drafts: bool = True,
+) -> StepResult:
+    """One target call: verify `tree` and draft the next (sections 3.2.1 to 3.2.3, figure 7).
+
+    `tail` [C] holds the last tokens before the tree's root, for samplers that need them. Where
+    it is not to draft, the next tree is a bare root: plain decoding.
+    """
+    num_streams, split = drafter.num_streams if drafts else 0, model.insertion_layer
+    sampler = target_sampler(sampler)
+    tail = last_tokens((), sampler.context_size) if tail is None else tail
+    cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
+
+    hidden = model.lower(tree, cache)
+    kept, hidden, kept_index = prune_tree(model, tree, hidden, prune)
+    rows = model.insert(hidden, num_streams)
+    rows = model.upper(rows, kept, cache, num_streams)
+    node_hidden = rows[:, : kept.num_nodes]
+    position = cache.length
+    places = places_of(kept, position, tail)
+    target_tokens, accepted = verify(model, kept, node_hidden, sampler, places, acceptance)
+    cache.commit(kept_index[accepted.path], accepted.path, split, accepted.num_accepted + 1)
+    own_streams = stream_rows_of(rows, accepted.last, kept.num_nodes, num_streams)
+    verified = Verified(
+        kept, target_tokens, accepted, node_hidden, own_streams, hidden, position, cache
+    )
+    next_tree = drafter.propose(verified) if drafts else root_tree(verified.root)
+    next_tail = places.recent[accepted.last][0]
+    for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
+    return StepResult(tree.num_nodes, accepted, next_tree, next_tail, for_host)
+
+
+def streaming_decode(
+    model: StreamFusedModel,
+    prompt: list[int],
+    cache: TreeCache,
+    *,
+    drafter: Drafter,
+    context: Sequence[int] = (),
+    prune: PruneConfig | None = None,
+    sampler: Sampler | TargetSampler = greedy,
+    acceptance: AcceptanceConfig = EXACT,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    progress: Progress | None = None,
+    ends: Ends = never,
+    pace: Pace | None = None,
+) -> Iterator[list[int]]:
+    """Yield the tokens that each target call advances by, endlessly.
+
+    While a step runs, the next one is built; when it is done, its successor starts, and only then
+    are its tokens given out. Drafters that read the text, and pruning by threshold, have to know
+    them first. So does the prompt's call: its token is the one that somebody waits for, and is
+    given out before anything else is started.
+
+    Args:
+        model: a model with streams, or with any drafter that needs none.
+        prompt: one token or more; they follow what `cache` already holds.
+        cache: left holding the prompt and every yielded token but the last.
+        drafter: proposes each next tree.
+        context: the tokens that `cache` holds, for drafters and samplers that read the text.
+        prune: which nodes to drop half-way up; off unless told.
+        sampler: decides the target's tokens: `sampling.Sampling`, or a sampler of mlx-lm's;
+            greedy unless told.
+        acceptance: when a drafted token counts as the target's; exact unless told.
+        ends: told the tokens before they are yielded: whether no more will be asked for. The next
+            step is not started then, and is not wasted.
+        pace: says when drafting does not pay; it always does unless told. Only for drafters that
+            need not see every call.
+
+    The prompt's last token is the first tree: a bare root, whose step drafts like any other.
+    """
+    prune, sampler, pace = prune or PruneConfig(), target_sampler(sampler), pace or Pace()
+    drafter.start([*context, *prompt])
+    cache.trim(cache.offset)
+    tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
+    prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)
+
+    def build(tree: Tree, tail: mx.array) -> StepResult:
+        return step(
+            model, tree, cache, drafter, prune, sampler,
+            acceptance=acceptance, tail=tail, drafts=pace.drafting,
+        )  # fmt: skip
+
+    def launch(result: StepResult) -> None:
+        mx.async_eval(result.arrays(), cache.state)
+
+    builds_ahead = not drafter.waits and prune.kind != "threshold"
+    result = build(root_tree(mx.array(prompt[-1:], mx.int32)), tail)
+    launch(result)
+    is_first = True
+    while True:
+        before, upcoming = cache.hold(), None
+        if builds_ahead and not is_first:
+            upcoming = build(result.next_tree, result.tail)
+        is_first = False
+        new_tokens = result.read()
+        pace.observe(len(new_tokens), drafted=result.num_nodes > 1)
+        if upcoming is None or ends(new_tokens):
+            if upcoming is not None:
+                upcoming = None
+                model.forget_masks()
+            cache.restore(before)
+            cache.advance(len(new_tokens))
+            yield new_tokens
+            upcoming = build(result.next_tree, result.tail)
+            launch(upcoming)
+        else:
+            del before  # MLX writes in place only into what nobody else holds.
+            launch(upcoming)
+            cache.advance(len(new_tokens))
+            yield new_tokens
+        result = upcoming
+
+
+def plain_decode(
+    model: StreamFusedModel,
+    prompt: list[int],
+    cache: TreeCache,
+    *,
+    context: Sequence[int] = (),
+    sampler: Sampler | TargetSampler = greedy,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    progress: Progress | None = None,
+) -> Iterator[list[int]]:
+    """Yield one token for each target call, endlessly: the same model without drafting.
+
+    As in mlx-lm, the next call is under way while its predecessor's token is read; a call whose
+    token nobody asks for is wasted, and not counted. The arguments are `streaming_decode`'s.
+    """
+    sampler = target_sampler(sampler)
+    cache.trim(cache.offset)
+    tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
+    prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)
+
+    def call(token: mx.array, tail: mx.array) -> tuple[mx.array, mx.array]:
+        places = places_of(root_tree(token), cache.length, tail)
+        chosen = choose(model, model.backbone.append(token, cache), sampler, places)
+        mx.async_eval(chosen)
+        return chosen, places.recent[0]
+
+    token, tail = call(mx.array(prompt[-1:], mx.int32), tail)
+    while True:
+        next_token, tail = call(token, tail)
+        yield to_list(token)
+        token = next_token

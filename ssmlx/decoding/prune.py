@@ -1,0 +1,65 @@
+"""Parallel tree pruning by early exit (section 3.2.3): improbable nodes leave half-way up."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+
+from ..model.shapes import expect_shape, indices, to_int
+from ..model.tree import PAD_TOKEN, Tree, clip_edges, top_nodes
+from ..settings import PruneConfig
+
+
+def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
+    """[N] early-exit log probability of each node's token given its parent; 0 for the root.
+
+    A node that only fills the tree up is impossible.
+
+    Args:
+        tree: N nodes.
+        exit_logits: [I, V] early-exit logits of the tree's first I nodes, which hold every
+            parent: H(o(M_l)) in the paper's notation.
+    """
+    expect_shape("early-exit logits", exit_logits, tree.num_internal, None)
+    exit_logits = exit_logits.astype(mx.float32)
+    of_child = exit_logits[tree.parents, tree.tokens]
+    logprobs = of_child - mx.logsumexp(exit_logits, axis=-1)[tree.parents]
+    logprobs = mx.where(tree.tokens == PAD_TOKEN, -math.inf, logprobs)
+    return mx.where(tree.depths == 0, 0.0, logprobs)
+
+
+def nodes_within_budget(tree: Tree, edges: mx.array, keep: int) -> mx.array:
+    """[M] the `keep` nodes of largest path probability, ascending; M = min(keep, N).
+
+    Args:
+        tree: N nodes.
+        edges: [N] transition log probabilities.
+    """
+    return top_nodes(tree.path_sums(clip_edges(edges)), keep)
+
+
+def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.array:
+    """[M] the nodes on whose path every transition has at least probability `threshold`.
+
+    The number of nodes is not known beforehand, so this waits for the device once.
+    """
+    floor = math.log(threshold) if threshold > 0 else -math.inf
+    kept = (edges >= floor)[tree.paths].all(axis=1)
+    nodes = mx.where(kept, indices(tree.num_nodes), tree.num_nodes)
+    return mx.sort(nodes)[: to_int(kept.sum())].astype(mx.int32)
+
+
+def is_pruned(tree: Tree, config: PruneConfig) -> bool:
+    """Whether `config` can take a node from `tree` at all."""
+    if config.kind == "budget":
+        return config.keep < tree.num_nodes
+    return config.kind == "threshold" and tree.num_nodes > 1
+
+
+def surviving_nodes(tree: Tree, exit_logits: mx.array, config: PruneConfig) -> mx.array:
+    """[M] nodes of `tree` to keep, ascending. A node never outlives its parent."""
+    edges = transition_logprobs(tree, exit_logits)
+    if config.kind == "budget":
+        return nodes_within_budget(tree, edges, config.keep)
+    return nodes_over_threshold(tree, edges, config.threshold)

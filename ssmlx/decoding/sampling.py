@@ -1,0 +1,217 @@
+"""How the target decides on a token: penalties, filters, temperature, and the noise.
+
+A row's decision is an argmax: of the processed logits where decoding is greedy, else of log
+probabilities / temperature + Gumbel noise, which draws from exactly that distribution. The noise
+of a place in the text is a function of the seed and the place. A draft tree's nodes at one depth
+share it, as only one of them can turn out to be the text; whatever a drafter proposes, the text
+is what plain decoding writes under the same noise, token for token.
+
+Filters and penalties are mlx-lm's (`mlx_lm.sample_utils`), in its order: logit bias, penalties,
+top-p, min-p, top-k, temperature. What depends on recent tokens sees, for each node of a tree,
+the committed tokens and the node's own path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+
+from ..errors import InputError
+from ..model.shapes import expect_shape, indices, to_int
+from ..model.tree import PAD_TOKEN, Tree
+from ..settings import SamplingConfig
+
+Sampler = Callable[[mx.array], mx.array]
+"""Log probabilities [R, V] to tokens [R], as mlx-lm's samplers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where in the text rows stand.
+
+    Attributes:
+        first: [1] place of the root, the number of tokens before it.
+        depths: [R] how far below the root each row stands.
+        num_levels: P, one more than the largest depth.
+        recent: [R, C] the last C tokens up to and with each row's own; PAD_TOKEN where the text
+            has not so many.
+    """
+
+    first: mx.array
+    depths: mx.array
+    num_levels: int
+    recent: mx.array
+
+
+def last_tokens(tokens: Sequence[int], size: int) -> mx.array:
+    """[C] the last C = `size` of `tokens`, PAD_TOKEN before them where there are fewer."""
+    known = list(tokens[-size:]) if size else []
+    return mx.array([PAD_TOKEN] * (size - len(known)) + known, mx.int32)
+
+
+def places_of(tree: Tree, first: mx.array, tail: mx.array) -> Places:
+    """The places of a tree's nodes.
+
+    Args:
+        tree: N nodes.
+        first: [1] place of its root.
+        tail: [C] the last tokens before the root.
+    """
+    num_nodes, num_levels, size = tree.num_nodes, tree.paths.shape[1], tail.shape[0]
+    if size == 0:
+        return Places(first, tree.depths, num_levels, mx.zeros((num_nodes, 0), mx.int32))
+    before = mx.broadcast_to(tail, (num_nodes, size))
+    text = mx.concatenate([before, tree.tokens[tree.paths]], axis=1)
+    window = tree.depths[:, None] + 1 + indices(size)
+    return Places(first, tree.depths, num_levels, mx.take_along_axis(text, window, axis=1))
+
+
+class TargetSampler(Protocol):
+    """Decides on the target's tokens.
+
+    Attributes:
+        context_size: C, recent tokens that it needs of each row.
+    """
+
+    context_size: int
+
+    def choose(self, logits: mx.array, places: Places) -> mx.array:
+        """[R] the token after each row, of its logits [R, V]."""
+        ...
+
+
+class Sampling:
+    """The target's decisions under `SamplingConfig`.
+
+    Args:
+        config: the settings.
+        vocab_size: V.
+
+    Raises:
+        InputError: a logit bias of a token that the model does not have.
+    """
+
+    def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
+        self.config, self.context_size = config, config.context_size
+        self._vocab_size = vocab_size
+        seed = config.seed
+        if seed is None and config.temp > 0:
+            seed = to_int(mx.random.randint(0, 2**31 - 1))
+        self._seed = seed or 0
+        bias = config.logit_bias or {}
+        if bias and max(bias) >= vocab_size:
+            raise InputError(
+                f"--logit-bias of token {max(bias)}",
+                expected=f"ids below the model's {vocab_size} tokens",
+                do="check the id",
+            )
+        self._bias_tokens = mx.array(list(bias), mx.int32)
+        self._bias = mx.array(list(bias.values()), mx.float32)
+
+    def process(self, logits: mx.array, places: Places) -> mx.array:
+        """[R, V] logits with bias and penalties."""
+        expect_shape("logits", logits, places.depths.shape[0], None)
+        if self._bias.size:
+            logits = logits.at[:, self._bias_tokens].add(self._bias.astype(logits.dtype))
+        return penalise(logits, places.recent, self.config) if self.context_size else logits
+
+    def logprobs(self, logits: mx.array, places: Places) -> mx.array:
+        """[R, V] float32 log probabilities that the target samples from; needs `temp` above 0."""
+        logits = self.process(logits, places).astype(mx.float32)
+        kept = filter_logprobs(log_softmax(logits), self.config)
+        return log_softmax(kept * (1.0 / self.config.temp))
+
+    def scores(self, logits: mx.array, places: Places) -> mx.array:
+        """[R, V] what decides: each row's largest is its token."""
+        if self.config.temp == 0:
+            return self.process(logits, places)
+        return self.perturb(self.logprobs(logits, places), places)
+
+    def perturb(self, logprobs: mx.array, places: Places) -> mx.array:
+        """[R, V] log probabilities with their place's noise."""
+        noise = gumbel_noise(self._seed, places.first, places.num_levels, logprobs.shape[1])
+        return logprobs + noise[places.depths]
+
+    def choose(self, logits: mx.array, places: Places) -> mx.array:
+        """See `TargetSampler.choose`."""
+        return mx.argmax(self.scores(logits, places), axis=-1).astype(mx.int32)
+
+
+class SamplerOnly:
+    """A sampler of mlx-lm's kind, which sees log probabilities and nothing else."""
+
+    context_size = 0
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def choose(self, logits: mx.array, places: Places) -> mx.array:
+        """See `TargetSampler.choose`."""
+        if self._sampler is not greedy:
+            logits = log_softmax(logits)
+        return self._sampler(logits).astype(mx.int32)
+
+
+def target_sampler(sampler: Sampler | TargetSampler) -> TargetSampler:
+    """`sampler` itself, or what stands for one of mlx-lm's."""
+    return SamplerOnly(sampler) if callable(sampler) else sampler
+
+
+def greedy(logprobs: mx.array) -> mx.array:
+    """[R] the likeliest token of each row of `logprobs` [R, V]."""
+    return mx.argmax(logprobs, axis=-1)
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """[R, V] log probabilities of `logits` [R, V]."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
+    """[R, V] `logprobs` with -inf for the tokens that top-p, min-p or top-k leave out."""
+    if 0.0 < config.top_p < 1.0:
+        logprobs = apply_top_p(logprobs, config.top_p)
+    if config.min_p > 0.0:
+        logprobs = apply_min_p(logprobs, config.min_p)
+    if 0 < config.top_k < logprobs.shape[-1]:
+        logprobs = apply_top_k(logprobs, config.top_k)
+    return logprobs
+
+
+def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.array:
+    """[R, V] logits with the penalties of each row's own recent tokens [R, C]."""
+    if config.repetition_penalty:
+        seen = count_tokens(recent[:, -config.repetition_context_size :], logits.shape[1]) > 0
+        penalty = config.repetition_penalty
+        weaker = mx.where(logits < 0, logits * penalty, logits / penalty)
+        logits = mx.where(seen, weaker, logits)
+    if config.presence_penalty:
+        seen = count_tokens(recent[:, -config.presence_context_size :], logits.shape[1]) > 0
+        logits = mx.where(seen, logits - config.presence_penalty, logits)
+    if config.frequency_penalty:
+        counts = count_tokens(recent[:, -config.frequency_context_size :], logits.shape[1])
+        logits = logits - config.frequency_penalty * counts.astype(logits.dtype)
+    return logits
+
+
+def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
+    """[R, V] how often each token stands in each row of `recent` [R, C]; PAD_TOKEN is none."""
+    rows = indices(recent.shape[0])[:, None]
+    column = mx.where(recent == PAD_TOKEN, vocab_size, recent)
+    counts = mx.zeros((recent.shape[0], vocab_size + 1), mx.int32)
+    return counts.at[rows, column].add(1)[:, :vocab_size]
+
+
+def gumbel_noise(seed: int, first: mx.array, count: int, vocab_size: int) -> mx.array:
+    """[count, V] standard Gumbel noise of the `count` places from `first` [1] on."""
+    word = mx.full((count,), (seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
+    keys = mx.stack([word, (first + indices(count)).astype(mx.uint32)], axis=1)
+
+    def of_place(key: mx.array) -> mx.array:
+        return mx.random.gumbel((vocab_size,), key=key)
+
+    return mx.vmap(of_place)(keys)

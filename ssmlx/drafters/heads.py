@@ -1,0 +1,226 @@
+"""The MLX folder of drafting heads, whichever their kind: what the converter writes.
+
+heads_config.json    kind, settings, and what identifies the base model
+heads.safetensors    the tensors under their published names (without a common prefix);
+                     shared ones stand once; `draft_vocab` where the settings name one
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import mlx.core as mx
+
+from ..decoding.drafter import num_trained
+from ..errors import InputError
+from ..load.adapter import BaseIdentity, check_draft_vocab
+from ..load.files import account_for, read_tensors
+from ..model.backbone import Backbone
+from ..model.streams import StreamFusedModel
+from ..settings import DrafterKind, read_json
+from .medusa_heads import MedusaConfig, MedusaHeads
+from .speculator_heads import MlpSpeculator, MlpSpeculatorConfig
+
+FORMAT = "ssmlx-heads/1"
+CONFIG_FILE, WEIGHTS_FILE = "heads_config.json", "heads.safetensors"
+HeadKind = Literal["medusa", "mlp_speculator"]
+HeadConfig = MedusaConfig | MlpSpeculatorConfig
+DraftingHeads = MedusaHeads | MlpSpeculator
+_CONFIGS: dict[HeadKind, type[MedusaConfig] | type[MlpSpeculatorConfig]] = {
+    "medusa": MedusaConfig,
+    "mlp_speculator": MlpSpeculatorConfig,
+}
+_DRAFTERS: dict[HeadKind, DrafterKind] = {
+    "medusa": MedusaHeads.drafter,
+    "mlp_speculator": MlpSpeculator.drafter,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """Drafting heads in memory.
+
+    Attributes:
+        config: their settings, whose type is their kind.
+        tensors: `config.expected_tensors()`.
+        base: the model that they belong to.
+        base_model: what to call that model.
+    """
+
+    config: HeadConfig
+    tensors: Mapping[str, mx.array]
+    base: BaseIdentity
+    base_model: str = ""
+
+    @property
+    def kind(self) -> HeadKind:
+        """Which kind of heads they are."""
+        return "medusa" if isinstance(self.config, MedusaConfig) else "mlp_speculator"
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers."""
+        return num_trained(self.tensors)
+
+
+def is_heads_folder(folder: Path) -> bool:
+    """Whether a folder holds heads that `load_heads` may read."""
+    try:
+        return read_json(folder / CONFIG_FILE, FORMAT).get("format") == FORMAT
+    except InputError:
+        return False
+
+
+def write_heads(folder: Path, heads: Heads) -> None:
+    """Write a heads folder's files into `folder`."""
+    values = {
+        "format": FORMAT,
+        "kind": heads.kind,
+        **asdict(heads.config),
+        "base_model": heads.base_model,
+        "base": heads.base.__dict__,
+    }
+    (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    mx.save_safetensors(str(folder / WEIGHTS_FILE), dict(heads.tensors))
+
+
+def read_heads(folder: Path) -> Heads:
+    """Read a heads folder, every tensor accounted for.
+
+    Raises:
+        InputError: a file is missing, truncated, of another format, or does not fit the rest.
+    """
+    values = _read_settings(folder)
+    config, base = _config(folder, values), BaseIdentity.read(folder / CONFIG_FILE, values)
+    path = folder / WEIGHTS_FILE
+    tensors = read_tensors(path, "drafting heads")
+    check_heads(config, tensors, path)
+    return Heads(config, tensors, base, str(values.get("base_model", "")))
+
+
+def read_heads_identity(folder: Path) -> BaseIdentity:
+    """The base model that a heads folder is for, from its settings alone.
+
+    Raises:
+        InputError: the settings are missing, of another format, or do not say it.
+    """
+    return BaseIdentity.read(folder / CONFIG_FILE, _read_settings(folder))
+
+
+def read_drafter(folder: str | Path) -> DrafterKind:
+    """The drafter that a heads folder serves, from its settings alone.
+
+    Raises:
+        InputError: the settings are missing or of another format.
+    """
+    return _DRAFTERS[cast("HeadKind", _read_settings(Path(folder))["kind"])]
+
+
+def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> DraftingHeads:
+    """The heads of a folder, ready to draft for `model`, in its dtype.
+
+    Args:
+        folder: as `python -m convert --heads` wrote it.
+        model: as `ssmlx.load` returns it, or its backbone. Of an adapter on it, the heads know
+            nothing: those that were trained with one draft best with it.
+
+    Raises:
+        InputError: the folder is broken, or its heads are another model's.
+    """
+    backbone = model if isinstance(model, Backbone) else model.backbone
+    return attach_heads(read_heads(Path(folder)), backbone)
+
+
+def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
+    """Heads in memory, ready to draft for `backbone`, in its dtype.
+
+    Raises:
+        InputError: they are another model's.
+    """
+    difference = heads.base.difference(BaseIdentity.of(backbone))
+    if difference:
+        raise InputError(
+            f"the heads belong to another base model: this one has {difference}",
+            expected=heads.base_model or "the model they were converted for",
+            do="choose that model with --model, or other heads",
+        )
+    tensors = cast_heads(heads.tensors, backbone.dtype)
+    mx.eval(tensors)
+    if isinstance(heads.config, MedusaConfig):
+        return MedusaHeads(heads.config, tensors, backbone)
+    return MlpSpeculator(heads.config, tensors)
+
+
+def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
+    """Check that `tensors` are exactly those that the settings ask for.
+
+    Raises:
+        InputError: says which are missing, spare, misshapen or not finite.
+    """
+    account_for(tensors, config.expected_tensors(), source)
+    if config.draft_vocab_size:
+        check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)
+
+
+def cast_heads(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+    """The tensors in `dtype`; the draft vocabulary's ids stay what they are."""
+    return {
+        name: array if name == "draft_vocab" else array.astype(dtype)
+        for name, array in tensors.items()
+    }
+
+
+def check_base_sizes(config: HeadConfig, backbone: Backbone, source: Path) -> None:
+    """Check that heads were made for a model of these sizes.
+
+    Raises:
+        InputError: they were not.
+    """
+    width = config.hidden_size if isinstance(config, MedusaConfig) else config.emb_dim
+    for what, found, expected in (
+        ("hidden size", backbone.hidden_size, width),
+        ("vocabulary", backbone.vocab_size, config.vocab_size),
+    ):
+        if found != expected:
+            raise InputError(
+                f"the base model has {what} {found}",
+                expected=f"{expected}, that of the heads in {source}",
+                do="give the base model that they were trained on",
+            )
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise InputError(
+            f"no heads folder {folder}",
+            expected="a folder that `python -m convert --heads` wrote",
+            do="check the path, or convert published heads",
+        )
+    values = read_json(folder / CONFIG_FILE, "the settings of drafting heads")
+    if values.get("format") != FORMAT or values.get("kind") not in _CONFIGS:
+        raise InputError(
+            f"{folder} has the format {values.get('format')!r} and kind {values.get('kind')!r}",
+            expected=f"{FORMAT}, {' or '.join(_CONFIGS)}",
+            do="convert the published heads with `python -m convert --heads` first",
+        )
+    return values
+
+
+def _config(folder: Path, values: Mapping[str, Any]) -> HeadConfig:
+    kind = _CONFIGS[cast("HeadKind", values["kind"])]
+    names = {field.name for field in fields(kind)}
+    known: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names
+    }
+    try:
+        return kind(**known)
+    except TypeError as error:
+        raise InputError(
+            f"{folder / CONFIG_FILE} lacks settings ({error})",
+            expected=", ".join(sorted(names)),
+            do="convert the heads again",
+        ) from error

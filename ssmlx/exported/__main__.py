@@ -1,0 +1,72 @@
+"""`python -m ssmlx.exported`: answer prompts with an exported model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..generate import read_prompts, record
+from ..options import make_parser, run
+
+PROG = "ssmlx.exported"
+EPILOG = """examples:
+  python -m ssmlx.exported --package exported/sql --prompt "..."
+  python -m ssmlx.exported --package exported/sql --prompts questions.jsonl --jsonl > answers.jsonl
+
+A Core ML package runs on macOS 15 or later; one of Core AI also on Linux. Decoding is greedy."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
+    parser.add_argument(
+        "--package", type=Path, required=True, metavar="FOLDER",
+        help="what `python -m ssmlx.export` wrote",
+    )  # fmt: skip
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    source.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help="a JSON object a line, field `prompt`"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compute-units", choices=("all", "cpu-and-gpu", "cpu-and-ne", "cpu-only"),
+        help="of Core ML (default: those that the model was exported for)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
+    )
+    return parser.parse_args(argv)
+
+
+def _main(args: argparse.Namespace) -> None:
+    from ..response import summary
+    from .api import load, prompt_tokens, stream_generate
+
+    prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+    model = load(args.package, compute_units=args.compute_units)
+    for text in prompts:
+        tokens = prompt_tokens(model, text)
+        responses = []
+        for response in stream_generate(model, tokens, max_tokens=args.max_tokens):
+            responses.append(response)
+            if not args.jsonl:
+                print(response.text, end="", flush=True)
+        if args.jsonl:
+            print(json.dumps(record(text, responses), ensure_ascii=False), flush=True)
+        else:
+            print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

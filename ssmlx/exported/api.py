@@ -1,0 +1,198 @@
+"""Text in, text out, with an exported model: what `ssmlx.stream_generate` is for MLX."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..errors import InputError
+from ..load.loading import load_words
+from ..prompts import chat_tokens, encode
+from ..response import Budget, GenerationResponse
+from ..settings import read_json
+from .backends import Backend, coreml_backend
+from .coreai import coreai_backend
+from .decode import Progress, streaming_decode
+from .manifest import Manifest
+from .slots import SlotCache
+
+MakeBackend = Callable[[Path, Manifest], Backend]
+"""Runs the package at a path, which its manifest describes."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedModel:
+    """A model that `python -m ssmlx.export` wrote, ready to run.
+
+    Attributes:
+        backend: runs its functions.
+        manifest: what the package says of itself.
+        tokenizer: the model's.
+    """
+
+    backend: Backend
+    manifest: Manifest
+    tokenizer: TokenizerWrapper
+
+    def make_cache(self) -> SlotCache:
+        """An empty cache, for one conversation."""
+        return SlotCache(self.backend.make_state(), self.manifest.num_slots)
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset(self.manifest.end_token_ids) | frozenset(self.tokenizer.eos_token_ids)
+
+
+def load(
+    folder: str | Path,
+    *,
+    backend: MakeBackend | None = None,
+    compute_units: str | None = None,
+) -> ExportedModel:
+    """Load an exported model.
+
+    Args:
+        folder: what `python -m ssmlx.export --out` named.
+        backend: makes the backend; by default Core ML's or Core AI's, as the manifest says.
+        compute_units: of Core ML, one of `backends.COMPUTE_UNITS`; by default those that the
+            model was exported for.
+
+    Raises:
+        InputError: a file is missing or was changed, or this machine cannot run the package.
+    """
+    folder = Path(folder)
+    manifest = Manifest.read(folder)
+    package = manifest.package(folder)
+    settings = read_json(folder / "config.json", "the settings of the model that was exported")
+    tokenizer = load_words(folder, settings)
+    if backend is not None:
+        return ExportedModel(backend(package, manifest), manifest, tokenizer)
+    if manifest.target == "coreai":
+        return ExportedModel(coreai_backend(package, manifest), manifest, tokenizer)
+    return ExportedModel(coreml_backend(package, manifest, compute_units), manifest, tokenizer)
+
+
+def prompt_tokens(model: ExportedModel, text: str) -> list[int]:
+    """The tokens of what a user asks, under the adapter's own template, or as a chat.
+
+    Raises:
+        InputError: the text is empty.
+    """
+    if not text.strip():
+        raise InputError("the prompt is empty", expected="some text", do="give a prompt")
+    template, tokenizer = model.manifest.prompt_template, model.tokenizer
+    if template is not None:
+        return encode(template.replace("{prompt}", text), tokenizer)
+    if tokenizer.has_chat_template:
+        return chat_tokens(tokenizer, [{"role": "user", "content": text}])
+    return encode(text, tokenizer)
+
+
+def stream_generate(
+    model: ExportedModel,
+    prompt: str | Sequence[int],
+    *,
+    max_tokens: int = 256,
+    cache: SlotCache | None = None,
+    progress: Progress | None = None,
+) -> Iterator[GenerationResponse]:
+    """Generate an answer, greedily, yielding a segment of it for each target call.
+
+    Args:
+        model: as `load` returns it.
+        prompt: text (a template, if any, already applied) or token ids.
+        max_tokens: most tokens to generate.
+        cache: holds what comes before the prompt, and is left holding prompt and answer but for
+            the last token, or more; a fresh one unless given.
+        progress: told (tokens processed, tokens in all) while the prompt is processed.
+
+    Raises:
+        InputError: the prompt is empty or leaves no room for an answer.
+    """
+    tokens = encode(prompt, model.tokenizer) if isinstance(prompt, str) else list(prompt)
+    cache = cache if cache is not None else model.make_cache()
+    num_cached = cache.offset
+    _check_prompt(model.manifest, num_cached, len(tokens))
+    if max_tokens < 1:
+        raise InputError(f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
+    steps = streaming_decode(model.backend, model.manifest, tokens, cache, progress)
+    num_prompt = num_cached + len(tokens)
+    return _responses(model, steps, num_prompt, num_cached, max_tokens, cache)
+
+
+def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
+    if count == 0:
+        raise InputError("the prompt is empty", expected="a token or more", do="give a prompt")
+    chunks = -(-(count - 1) // manifest.chunk)
+    after_prefill = offset + chunks * manifest.chunk
+    if max(after_prefill, offset + count - 1 + manifest.num_nodes) > manifest.num_slots:
+        raise InputError(
+            f"the prompt has {count} tokens behind {offset} others",
+            expected=f"room for an answer in a context of {manifest.num_slots}, and for whole "
+            f"chunks of {manifest.chunk}",
+            do="shorten it, or export with a larger --context",
+        )
+
+
+def _responses(
+    model: ExportedModel,
+    steps: Iterator[list[int]],
+    num_prompt: int,
+    num_cached: int,
+    max_tokens: int,
+    cache: SlotCache,
+) -> Iterator[GenerationResponse]:
+    detokenizer = model.tokenizer.detokenizer
+    budget = Budget(model.end_token_ids, max_tokens, None)
+    room = model.manifest.num_slots - model.manifest.num_nodes
+    started = first_done = time.perf_counter()
+    for calls, step in enumerate(steps, 1):
+        now = time.perf_counter()
+        first_done = now if calls == 1 else first_done
+        step, reason = budget.cut(step)
+        if reason is None and cache.offset > room:
+            reason = "context"
+        budget.generated += len(step)
+        for token in step[:-1] if reason == "stop" else step:
+            detokenizer.add_token(token)
+        if reason:
+            detokenizer.finalize()
+        yield GenerationResponse(
+            text=detokenizer.last_segment,
+            tokens=tuple(step),
+            finish_reason=reason,
+            prompt_tokens=num_prompt,
+            generation_tokens=budget.generated,
+            target_calls=calls,
+            prefill_seconds=first_done - started,
+            decode_seconds=now - first_done,
+            peak_memory=_peak_memory(),
+            cached_tokens=num_cached,
+        )
+        if reason:
+            return
+
+
+def _peak_memory() -> float:
+    """GB that this process has held at most."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak / 1e6
+
+
+def generate(
+    model: ExportedModel,
+    prompt: str | Sequence[int],
+    *,
+    max_tokens: int = 256,
+    cache: SlotCache | None = None,
+) -> str:
+    """The whole answer to `prompt`; see `stream_generate`."""
+    responses = stream_generate(model, prompt, max_tokens=max_tokens, cache=cache)
+    return "".join(response.text for response in responses)

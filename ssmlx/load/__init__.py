@@ -1,0 +1,1 @@
+"""From names and folders to weights on a model."""

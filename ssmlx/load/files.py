@@ -1,0 +1,159 @@
+"""Reading tensors strictly, and writing folders and files whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import InputError, first_line
+
+_NAMES_SHOWN = 3
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder to write into, and those above it, unless it is there.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> InputError:
+    return InputError(
+        f"cannot write {folder} ({error.strerror})",
+        expected="a folder that can be written",
+        do="choose another place",
+    )
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its place when the block ends well.
+
+    Where `target` is a link, that is the place that it leads to. If the block fails or is
+    interrupted, nothing is left and an older `target` stays.
+
+    Raises:
+        InputError: the folder cannot be made there.
+    """
+    target = target.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    try:
+        yield work
+        work.chmod(0o755)
+        _swap(work, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _swap(work: Path, target: Path) -> None:
+    if not target.exists():
+        work.rename(target)
+        return
+    old = work.with_name(work.name + ".old")
+    target.rename(old)
+    try:
+        work.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old)
+
+
+def write_whole(target: Path, content: bytes) -> None:
+    """Write a file beside its place and rename it there: the old one, or all of the new one."""
+    target = target.resolve()
+    work = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        work.write_bytes(content)
+        if target.exists():
+            shutil.copymode(target, work)
+        work.replace(target)
+    finally:
+        work.unlink(missing_ok=True)
+
+
+def folder_digest(folder: Path | None) -> str:
+    """Of the settings and weights in a folder; of nothing where there is no folder."""
+    digest = hashlib.sha256()
+    if folder is not None:
+        for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*config.json"))):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def read_tensors(path: Path, what: str) -> dict[str, mx.array]:
+    """Every tensor of a safetensors file.
+
+    Raises:
+        InputError: the file is missing, truncated, or no safetensors file.
+    """
+    if not path.is_file():
+        raise InputError(f"{path} does not exist", expected=what, do="check the path")
+    try:
+        loaded = mx.load(str(path), format="safetensors")
+        assert isinstance(loaded, dict)
+        mx.eval(loaded)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise InputError(
+            f"{path} cannot be read ({first_line(error)}; {path.stat().st_size} bytes)",
+            expected=f"{what}, a whole safetensors file",
+            do="copy it again, it may be truncated",
+        ) from error
+    return loaded
+
+
+def account_for(
+    found: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]], source: Path
+) -> None:
+    """Check that `found` holds exactly the `expected` names and shapes, all finite.
+
+    Raises:
+        InputError: names the tensors that are missing, spare, misshapen or not finite.
+    """
+    missing = [name for name in expected if name not in found]
+    spare = [name for name in found if name not in expected]
+    misshapen = [
+        f"{name} {found[name].shape} instead of {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name].shape != shape
+    ]
+    broken = [name for name, tensor in found.items() if not _is_finite(tensor)]
+    kinds = {
+        "missing": missing,
+        "spare": spare,
+        "misshapen": misshapen,
+        "with NaN or infinity": broken,
+    }
+    problems = [f"{kind}: {_shortened(names)}" for kind, names in kinds.items() if names]
+    if problems:
+        raise InputError(
+            f"{source} has tensors {'; '.join(problems)}",
+            expected=f"{len(expected)} tensors that fit its settings and the base model",
+            do="use the files that belong together, or make the checkpoint again",
+        )
+
+
+def _is_finite(tensor: mx.array) -> bool:
+    return bool(mx.isfinite(tensor).all().item())
+
+
+def _shortened(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown

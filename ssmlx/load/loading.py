@@ -1,0 +1,298 @@
+"""From a model's name to the pieces that decode: weights, tokenizer, adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+
+from ..drafters.medusa_heads import carries_heads
+from ..drafters.medusa_heads import model_classes as classes_without_heads
+from ..errors import InputError, check_choice, first_line
+from ..model.architectures import model_classes
+from ..model.backbone import PACKED_KINDS, Backbone
+from ..model.streams import StreamFusedModel
+from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, read_json
+from .adapter import (
+    Adapter,
+    BaseIdentity,
+    fuse_streams,
+    load_adapter,
+    read_identity,
+    unfuse_streams,
+)
+from .bundled import CONFIG_FILE, bundled_adapters, resolve_adapter
+from .registry import resolve_model
+
+
+def resolve_dtype(name: str) -> str:
+    """What "auto" means here: weights as stored on a GPU, float32 on the CPU backend.
+
+    MLX's CPU backend runs quantised and 16-bit weights slowly, row by row; Metal does not.
+    """
+    check_choice("--dtype", name, DTYPES)
+    if name != "auto":
+        return name
+    return "stored" if mx.default_device() == mx.gpu else "float32"
+
+
+def resolve_draft_bits(name: str) -> int | None:
+    """Bits of the draft head's weights for one of `DRAFT_HEADS`; None leaves them as stored.
+
+    "auto" packs them on a GPU, where a step of few rows takes as long as its weights take to
+    read. MLX's CPU backend multiplies packed weights slowly.
+    """
+    check_choice("--draft-head", name, DRAFT_HEADS)
+    is_packed = name == "8bit" or (name == "auto" and mx.default_device() == mx.gpu)
+    return 8 if is_packed else None
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether any layer holds packed weights."""
+    return any(isinstance(module, PACKED_KINDS) for module in model.modules())
+
+
+def cast_model(model: nn.Module, dtype: str) -> nn.Module:
+    """The model with floating weights of `dtype`, unpacking quantised ones; "stored" keeps it."""
+    if dtype == "stored":
+        return model
+    # Unpack in float32: scales multiplied in half precision would not be the stored weights.
+    model.set_dtype(mx.float32)
+    if is_quantised(model):
+        model = dequantize_model(model)
+    model.set_dtype(getattr(mx, dtype))
+    return model
+
+
+def flat_rope_settings(path: Path) -> dict[str, Any]:
+    """The rotary settings of a folder under the names that every mlx-lm model reads.
+
+    transformers 5 nests them under `rope_parameters`, which some of mlx-lm's models ignore in
+    favour of a default base, without a word.
+    """
+    config = read_json(path / "config.json", "a model's settings")
+    nested = config.get("rope_parameters")
+    if not isinstance(nested, dict) or "rope_theta" not in nested:
+        return {}
+    names = ("rope_theta", "partial_rotary_factor")
+    settings = {name: nested[name] for name in names if name in nested and name not in config}
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if kind != "default" and not config.get("rope_scaling"):
+        settings["rope_scaling"] = {k: v for k, v in nested.items() if k != "rope_theta"}
+    return settings
+
+
+def own_classes(path: Path) -> dict[str, Any]:
+    """What tells mlx-lm's loader of a folder's architecture, where mlx-lm's own would not do.
+
+    Either mlx-lm lacks it, or the weights hold Medusa heads beside the model.
+    """
+    config = read_json(path / "config.json", "a model's settings")
+    classes = model_classes(config.get("model_type", ""))
+    if classes is not None:
+        return {"get_model_classes": lambda config: classes}
+    return {"get_model_classes": classes_without_heads} if carries_heads(path) else {}
+
+
+def load_base(
+    path: Path, dtype: str = "auto", draft_head: str = "stored"
+) -> tuple[Backbone, dict[str, Any]]:
+    """Load a model folder with mlx-lm's loader and wrap it.
+
+    Args:
+        path: a folder in mlx-lm's or Hugging Face's layout.
+        dtype: one of `DTYPES`.
+        draft_head: one of `DRAFT_HEADS`.
+
+    Returns:
+        The model and its config.json, as mlx-lm read it.
+
+    Raises:
+        InputError: the folder cannot be loaded, or the model is not a regular decoder.
+    """
+    draft_bits = resolve_draft_bits(draft_head)
+    model, config = load_weights(path, dtype, f"{path} cannot be loaded as a model")
+    return Backbone(model, partial(load_modules, path, dtype), draft_bits), config
+
+
+def load_modules(path: Path, dtype: str, names: Collection[str]) -> dict[str, nn.Module]:
+    """Modules of a model folder, by their paths in the model, as `load_base` has them.
+
+    Only their own weights are read.
+
+    Raises:
+        InputError: the folder cannot be loaded any more.
+    """
+    failure = f"{path} cannot be read again"
+    model, _ = _lazy_weights(path, dtype, failure)
+    modules = dict(model.named_modules())
+    found = {name: modules[name] for name in names}
+    with _refusing(failure):
+        mx.eval([module.parameters() for module in found.values()])
+    return found
+
+
+def load_weights(path: Path, dtype: str, failure: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model by mlx-lm's loader, its weights of `dtype`, and its config.json.
+
+    Raises:
+        InputError: the folder cannot be loaded; the message starts with `failure`.
+    """
+    model, config = _lazy_weights(path, dtype, failure)
+    with _refusing(failure):
+        mx.eval(model.parameters())
+    return model, config
+
+
+def _lazy_weights(path: Path, dtype: str, failure: str) -> tuple[nn.Module, dict[str, Any]]:
+    """`load_weights` without reading the weights yet."""
+    dtype = resolve_dtype(dtype)
+    with _refusing(failure):
+        settings = flat_rope_settings(path)
+        model, config = load_model(path, lazy=True, model_config=settings, **own_classes(path))
+        return cast_model(model, dtype), config
+
+
+@contextmanager
+def _refusing(failure: str) -> Iterator[None]:
+    """Tell in one line what mlx-lm's loader stumbles over."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{failure} ({first_line(error)})",
+            expected="a whole model folder that mlx-lm can load",
+            do="download or convert it again",
+        ) from error
+
+
+def load_words(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
+    """The tokenizer of a model folder.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    try:
+        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise InputError(
+            f"{path} has no tokenizer that can be loaded ({first_line(error)})",
+            expected="tokenizer.json or tokenizer.model beside the weights",
+            do="copy the tokenizer's files into the folder",
+        ) from error
+
+
+def load(
+    model: str | Path = DEFAULT_MODEL,
+    *,
+    adapter: str | Path | None = None,
+    dtype: str = "auto",
+    merge_lora: bool = True,
+    draft_head: str = "auto",
+) -> tuple[StreamFusedModel, TokenizerWrapper]:
+    """Load a model that drafts for itself, and its tokenizer.
+
+    Args:
+        model: a local folder, a Hub name, or an alias (`ssmlx.load.registry.ALIASES`).
+        adapter: an adapter folder, the name of one that ships with the package
+            (`ssmlx.bundled_adapters`), or "none"; see `ssmlx.load.bundled.resolve_adapter`. By
+            default a fused folder uses its own streams, and any other model decodes plainly.
+        dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU,
+            float32 on the CPU backend. Quantised weights are unpacked for the float types.
+        merge_lora: add LoRA of scope "all" into unquantised weights, which makes it free at
+            run time; `swap_adapter` reads the original weights of these layers again. False
+            keeps the LoRA apart.
+        draft_head: the weights of the LM head's copy that drafts from a draft vocabulary: "stored",
+            as the head's own; "8bit", packed, a quarter of float32's memory, which may change a
+            guess but no answer; or "auto": packed on a GPU.
+
+    Raises:
+        InputError: something given is missing, broken, or does not fit the rest.
+    """
+    folder = None if adapter is None else resolve_adapter(adapter)
+    path = resolve_model(model)
+    if adapter is None and (path / CONFIG_FILE).exists():
+        folder = path
+    loaded = load_adapter(folder) if folder is not None else None
+    backbone, config = load_base(path, dtype, draft_head)
+    tokenizer = load_words(path, config)
+    if loaded is None:
+        return StreamFusedModel(backbone), tokenizer
+    return fuse_streams(backbone, loaded, merge_lora=merge_lora), tokenizer
+
+
+def swap_adapter(
+    model: StreamFusedModel,
+    adapter: Adapter | str | Path | None,
+    *,
+    merge_lora: bool = True,
+    check: Callable[[StreamFusedModel], object] | None = None,
+) -> StreamFusedModel:
+    """The same base model with another adapter, without loading the base again.
+
+    Only the layers that LoRA was merged into are read again, from the model's folder.
+
+    The new adapter is read and checked first: where it does not fit, `model` stays as it was.
+    Otherwise `model` is used up, for the weights that it reads are the new one's now; so are
+    its caches, whose keys and values an adapter may have changed.
+
+    Args:
+        model: as `load` or `swap_adapter` returned it.
+        adapter: a folder or a name as `load` takes it, an adapter in memory, or None (or
+            "none") for the base model, decoding plainly. Of a fused folder, the base is the
+            model in that folder; give the folder itself for its own streams.
+        merge_lora: as for `load`.
+        check: called with the new model before any layer is changed; may refuse it by raising.
+
+    Raises:
+        InputError: the adapter is missing, broken, or belongs to another model.
+    """
+    if isinstance(adapter, str | Path):
+        folder = resolve_adapter(adapter)
+        adapter = None if folder is None else load_adapter(folder)
+    backbone = model.backbone
+    if adapter is None:
+        swapped = StreamFusedModel(backbone)
+        if check is not None:
+            check(swapped)
+        unfuse_streams(backbone)
+    else:
+        swapped = fuse_streams(backbone, adapter, merge_lora=merge_lora, check=check)
+    model.backbone = _UsedUp()  # type: ignore[assignment]
+    return swapped
+
+
+class _UsedUp:
+    """In the place of a swapped model's backbone: better no answer than another adapter's."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InputError(
+            "this model was given to `swap_adapter`, and its weights follow another adapter now",
+            expected="the model that `swap_adapter` returned",
+            do="use that one, with a new cache",
+        )
+
+
+def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
+    """Folders of the bundled adapters that belong to `model`'s base, by name.
+
+    Reads their settings, no weights. One whose settings cannot be read belongs to no model.
+    """
+    identity = BaseIdentity.of(model.backbone)
+
+    def fits(folder: Path) -> bool:
+        try:
+            return read_identity(folder).difference(identity) is None
+        except InputError:
+            return False
+
+    return {name: folder for name, folder in bundled_adapters().items() if fits(folder)}

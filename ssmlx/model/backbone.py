@@ -1,0 +1,356 @@
+"""The stages of an mlx-lm model: embed, decoder layers, final norm, head.
+
+mlx-lm's own layers run unchanged. What the package must know of a model is small, and is checked
+when the model is wrapped: that its cache is the plain one, that its rotary embedding takes
+positions, and, by running both on a few tokens, that the stages put together are the model.
+
+A model without rotary embedding adds learned positions to its embeddings (OPT, in `models`). A
+node then has its own position. A stream starts from its node's hidden state, which carries the
+node's position, and gets no other: its stream embedding alone says how far ahead it looks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import rope_utils
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from ..errors import InputError
+from .cache import TreeCache
+from .metal import TreeMask, hook_layers
+from .shapes import arrays_in, to_float
+
+_ROPE_NAMES = ("SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
+POSITIONED_ROPES: tuple[type[nn.Module], ...] = (
+    nn.RoPE,
+    *(getattr(rope_utils, name) for name in _ROPE_NAMES if hasattr(rope_utils, name)),
+)
+_PROBE_TOKENS = (1, 2, 3)
+PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+_HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS)
+_GROUP_SIZES = (64, 32)
+
+LMHead = Callable[[mx.array], mx.array]
+"""Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
+
+
+class PositionedRope(nn.Module):
+    """A rotary embedding that also takes one position a row.
+
+    `mx.fast.rope` takes one offset a batch row, so rows become the batch for the call.
+    """
+
+    def __init__(self, rope: nn.Module) -> None:
+        super().__init__()
+        self.rope = rope
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """Rotate `x` [B, H, R, Dh].
+
+        Args:
+            x: queries or keys.
+            offset: the first row's position; or positions [R], where B is 1; or [B, R].
+        """
+        if isinstance(offset, int):
+            return self.rope(x, offset=offset)
+        if offset.ndim == 1:
+            return self.rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)
+        batch, heads, rows, size = x.shape
+        folded = x.transpose(0, 2, 1, 3).reshape(batch * rows, heads, 1, size)
+        turned = self.rope(folded, offset=offset.flatten())
+        return turned.reshape(batch, rows, heads, size).transpose(0, 2, 1, 3)
+
+
+def _unsupported(model: nn.Module, why: str) -> InputError:
+    name = getattr(model, "model_type", type(model).__name__)
+    return InputError(
+        f"the model type {name!r} cannot draft for itself: {why}",
+        expected="a decoder of regular layers (such as Llama, Mistral, Qwen, Phi, OPT)",
+        do="use such a model, or mlx-lm for this one",
+    )
+
+
+Reload = Callable[[Collection[str]], dict[str, nn.Module]]
+"""Paths of modules to the modules as the base model has them."""
+
+
+def take_rows(layer: nn.Module, rows: mx.array) -> nn.Module:
+    """A linear layer or embedding, packed or not, of `rows` of its outputs alone."""
+    taken = copy.copy(layer)
+    for name in ("weight", "scales", "biases", "bias"):
+        if layer.get(name) is not None:
+            taken[name] = layer[name][rows]
+    return taken
+
+
+def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
+    """A linear layer or embedding with its weights packed to `bits` bits, mlx-lm's affine format.
+
+    As it is where it is packed already, or no group size of MLX's divides its width.
+    """
+    width = int(layer.weight.shape[-1])
+    sizes = [size for size in _GROUP_SIZES if width % size == 0]
+    if isinstance(layer, PACKED_KINDS) or not sizes:
+        return layer
+    packable: Any = layer
+    return packable.to_quantized(group_size=sizes[0], bits=bits)
+
+
+def head_bytes(head: LMHead | None) -> int:
+    """Bytes of the weights behind an LM head, such as `Backbone.draft_head` made."""
+    # A tied head is its embedding's own method.
+    layer = getattr(head, "__self__", head)
+    arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
+    return sum(array.nbytes for array in arrays)
+
+
+def decoder_path(model: nn.Module) -> str:
+    """Where `model` keeps embedding, layers and norm, as in the paths of its modules."""
+    return "model.decoder" if hasattr(getattr(model, "model", None), "decoder") else "model"
+
+
+class Backbone:
+    """An mlx-lm model in stages.
+
+    Args:
+        model: a model as `mlx_lm.load` returns it. Its layers' rotary embeddings are wrapped in
+            place; the model itself works as before.
+        reload: reads modules, given by path, once more as the model was loaded. Without it,
+            weights that an adapter is merged into are kept beside the merged ones.
+        draft_bits: bits of the weights of `draft_head`, where the head's own are not packed; None
+            leaves them as they are.
+
+    Attributes:
+        final_norm: what last hidden states pass before the LM head.
+        replaced: the modules that an attached adapter's LoRA stands in for, by path; None for
+            those that `reload` gives. `adapter.fuse_streams` fills it and
+            `adapter.unfuse_streams` puts them back.
+
+    Raises:
+        InputError: the model is not regular; the message says in what.
+    """
+
+    def __init__(
+        self, model: nn.Module, reload: Reload | None = None, draft_bits: int | None = None
+    ) -> None:
+        self.model, self.reload, self.draft_bits = model, reload, draft_bits
+        self.replaced: Mapping[str, nn.Module | None] = {}
+        self._decoder: Any = model
+        for name in decoder_path(model).split("."):
+            self._decoder = getattr(self._decoder, name, None)
+        self._check_parts()
+        self.layers: list[Any] = list(model.layers)
+        self._check_caches()
+        self._position_ropes()
+        self._check_stages()
+
+    @property
+    def kept(self) -> dict[str, nn.Module]:
+        """Those of `replaced` that are in memory."""
+        return {path: module for path, module in self.replaced.items() if module is not None}
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Type of the activations."""
+        return self._embed_one().dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self._embed_one().shape[-1]
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions that the model was made for, where its settings say."""
+        args = getattr(self.model, "args", None)
+        return getattr(args, "max_position_embeddings", None)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.model.args.vocab_size)
+
+    @property
+    def final_norm_weight(self) -> mx.array:
+        """[D] weight of the final norm; where there is none, of the norm next to it."""
+        own = getattr(self._decoder, "final_norm_weight", None)
+        return self.final_norm.weight if own is None else own
+
+    @property
+    def embeds_positions(self) -> bool:
+        """Whether positions are learned, and added to the embeddings."""
+        return hasattr(self._decoder, "embed_at")
+
+    def embed(self, tokens: mx.array, positions: mx.array | None = None) -> mx.array:
+        """[1, R, D] embeddings of `tokens` [R].
+
+        Args:
+            tokens: [R]
+            positions: [R] where each token stands; a model that `embeds_positions` needs them.
+        """
+        if not self.embeds_positions:
+            return self._decoder.embed_tokens(tokens[None])
+        if positions is None:
+            raise ValueError("this model adds positions to its embeddings: give them to `embed`")
+        return self._decoder.embed_at(tokens[None], positions[None])
+
+    def run(self, hidden: mx.array, first: int, last: int, mask: Any, views: list[Any]) -> mx.array:
+        """[1, R, D] output of layers `first` to `last` - 1.
+
+        Args:
+            hidden: [1, R, D]
+            mask: as mlx-lm's layers take it: None, "causal" or a bool array [R, keys]; or a
+                `metal.TreeMask`, where the backbone `takes_tree_masks`.
+            views: the cache object of each of these layers.
+        """
+        for layer, view in zip(self.layers[first:last], views, strict=True):
+            hidden = layer(hidden, mask, view)
+        return hidden
+
+    def logits(self, hidden: mx.array, head: LMHead | None = None) -> mx.array:
+        """[R, V] next-token logits of `hidden` [1, R, D], through final norm and head.
+
+        Args:
+            hidden: [1, R, D]
+            head: one that `draft_head` made, for the logits [R, Vd] of its tokens alone.
+        """
+        normed = self.final_norm(hidden)
+        # Not [0], which MLX takes as a gather: a copy of all logits.
+        return (head or self.lm_head)(normed).squeeze(0)
+
+    @property
+    def lm_head(self) -> LMHead:
+        """[..., D] to [..., V], tied, packed or plain, without the final norm before it."""
+        return self._decoder.embed_tokens.as_linear if self._head is None else self._head
+
+    def draft_head(self, tokens: mx.array) -> LMHead:
+        """The LM head of `tokens` [Vd] alone, with its own copy of their rows.
+
+        It only guesses, so its weights may be packed to `draft_bits`: an answer does not change.
+
+        Raises:
+            InputError: the head's rows cannot be taken one by one.
+        """
+        tied = self._head is None
+        head = self._decoder.embed_tokens if tied else self._head
+        if not isinstance(head, _HEAD_KINDS):
+            raise _unsupported(
+                self.model,
+                f"its LM head is a {type(head).__name__}, of which a draft vocabulary takes rows",
+            )
+        rows: Any = take_rows(head, tokens)
+        if self.draft_bits is not None:
+            rows = pack_rows(rows, self.draft_bits)
+        mx.eval(rows.parameters())
+        return rows.as_linear if tied else rows
+
+    def append(self, tokens: mx.array, cache: TreeCache) -> mx.array:
+        """[1, R, D] last hidden states of `tokens` [R], which join the cache."""
+        count = tokens.shape[0]
+        cache.reserve(tokens=count)
+        num_layers = len(self.layers)
+        views = [cache.append_view(layer) for layer in range(num_layers)]
+        mask = "causal" if count > 1 else None
+        embedded = self.embed(tokens, mx.arange(count) + cache.offset)
+        hidden = self.run(embedded, 0, num_layers, mask, views)
+        cache.advance(count)
+        return hidden
+
+    def _embed_one(self) -> mx.array:
+        """[1, 1, D] embedding of some token."""
+        return self.embed(mx.array([0]), mx.array([0]))
+
+    def _check_parts(self) -> None:
+        decoder = self._decoder
+        if decoder is None or not hasattr(self.model, "layers"):
+            raise _unsupported(self.model, "it has no `model.layers`")
+        if not hasattr(decoder, "embed_tokens"):
+            raise _unsupported(self.model, "it has no token embedding named `embed_tokens`")
+        norm = getattr(decoder, "norm", None) or getattr(decoder, "final_layernorm", None)
+        if norm is None:
+            raise _unsupported(self.model, "it has no final norm")
+        self.final_norm = norm
+        self._head = getattr(self.model, "lm_head", None)
+
+    def _check_caches(self) -> None:
+        for layer, cache in enumerate(make_prompt_cache(self.model)):
+            if type(cache) is not KVCache:
+                raise _unsupported(
+                    self.model,
+                    f"layer {layer} keeps a {type(cache).__name__} (a sliding window or a "
+                    "recurrent state), from which rejected tokens cannot be taken back",
+                )
+
+    def _position_ropes(self) -> None:
+        if self.embeds_positions:
+            return
+        for index, layer in enumerate(self.layers):
+            attention: Any = getattr(layer, "self_attn", None)
+            rope: Any = getattr(attention, "rope", None)
+            if isinstance(rope, PositionedRope):
+                continue
+            if not isinstance(rope, POSITIONED_ROPES):
+                raise _unsupported(
+                    self.model,
+                    f"layer {index} has the rotary embedding {type(rope).__name__}, which does "
+                    "not take positions",
+                )
+            attention.rope = PositionedRope(rope)
+
+    def _check_stages(self) -> None:
+        tokens = mx.array(_PROBE_TOKENS)
+        whole = self.model(tokens[None])[0].astype(mx.float32)
+        try:
+            staged = self._tree_logits(tokens).astype(mx.float32)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise _unsupported(self.model, f"its layers cannot be run one by one ({error})") from (
+                error
+            )
+        gap = to_float(mx.abs(whole - staged).max())
+        if not gap <= self._tolerance(whole):
+            raise _unsupported(
+                self.model,
+                f"embedding, layers, norm and head one by one give logits that differ by {gap:.3g} "
+                "from its own (it scales embeddings or logits, or masks in its own way)",
+            )
+
+    def _tolerance(self, logits: mx.array) -> float:
+        """Largest difference from `logits` that rounding explains."""
+        share = 1e-3 if self.dtype == mx.float32 else 0.1
+        return share * max(1.0, to_float(mx.abs(logits).max()))
+
+    @cached_property
+    def takes_tree_masks(self) -> bool:
+        """Whether every layer's attention takes a `metal.TreeMask`, tried on a few tokens.
+
+        Their modules' attention function is replaced for it; see `metal.hook`.
+        """
+        tokens = mx.array(_PROBE_TOKENS)
+        if not hook_layers(self.layers):
+            return False
+        expected = self._tree_logits(tokens).astype(mx.float32)
+        visible = mx.tri(tokens.size, dtype=mx.bool_)
+        try:
+            logits = self._tree_logits(tokens, TreeMask(visible, lambda: visible))
+        except InputError:
+            raise
+        except (TypeError, ValueError, AttributeError):
+            return False
+        gap = to_float(mx.abs(logits.astype(mx.float32) - expected).max())
+        return gap <= self._tolerance(expected)
+
+    def _tree_logits(self, tokens: mx.array, mask: Any = None) -> mx.array:
+        """[R, V] logits of a chain of `tokens` [R], run as the rows of a step."""
+        rows, num_layers = tokens.shape[0], len(self.layers)
+        cache = TreeCache(num_layers, scratch=rows)
+        positions = mx.arange(rows)
+        views = [cache.tree_view(layer, positions) for layer in range(num_layers)]
+        mask = positions[:, None] >= positions if mask is None else mask
+        embedded = self.embed(tokens, positions)
+        return self.logits(self.run(embedded, 0, num_layers, mask, views))

@@ -1,0 +1,255 @@
+"""The stream-fused model: one forward verifies the old tree and drafts the new one.
+
+The stages are those of figures 2 and 7 of the paper; `decode.py` puts them in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from ..settings import StreamConfig
+from .backbone import Backbone, LMHead
+from .cache import StreamCache, TreeCache
+from .lora import RowScope
+from .masks import earlier_streams, stream_positions, stream_visibility
+from .metal import StepMasks
+from .rotation import ValueRotation
+from .shapes import expect_shape, indices
+from .tree import Tree
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A map of rank r, h -> B A h.
+
+    Attributes:
+        a: [r, D]
+        b: [D, r]
+    """
+
+    a: mx.array
+    b: mx.array
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """[..., D] to [..., D]."""
+        return (hidden @ self.a.T) @ self.b.T
+
+
+@dataclass(frozen=True, eq=False)
+class StreamWeights:
+    """What a checkpoint adds to the base model beside LoRA.
+
+    Attributes:
+        embeddings: [G, D] the stream identifier embeddings P_j of eq. 3; None where streams are
+            told apart by the rotation of their values.
+        init: f of eq. 3, None for identity.
+        prune: the early-exit adapter o_theta of section 3.2.3, None where there is none.
+        draft_vocab: [Vd] int32, the tokens that streams draft from, ascending; None for all.
+    """
+
+    embeddings: mx.array | None
+    init: LowRank | None = None
+    prune: LowRank | None = None
+    draft_vocab: mx.array | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers beside LoRA; the draft vocabulary's ids are none."""
+        maps = [low_rank for low_rank in (self.init, self.prune) if low_rank is not None]
+        embedded = 0 if self.embeddings is None else self.embeddings.size
+        return embedded + sum(m.a.size + m.b.size for m in maps)
+
+
+class StreamFusedModel:
+    """A base model, its streams and the masks of its steps.
+
+    Args:
+        backbone: the base model, LoRA already attached.
+        config: the checkpoint's settings; None for a base model without streams, which decodes
+            plainly.
+        streams: the checkpoint's weights, in the backbone's dtype.
+        scope: the row scope that the attached LoRA follows.
+
+    Attributes:
+        is_fine_tuned: whether LoRA acts on every row: its answers are not the base model's then.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: StreamConfig | None = None,
+        streams: StreamWeights | None = None,
+        scope: RowScope | None = None,
+    ) -> None:
+        self.backbone = backbone
+        self.config = config
+        self.streams = streams
+        self._scope = scope or RowScope()
+        self.is_fine_tuned = False
+        self._lower_masks, self._upper_masks = StepMasks(backbone), StepMasks(backbone)
+        self._second_masks = StepMasks(backbone)
+        self._rotation: ValueRotation | None = None
+        self._draft_head: LMHead | None = None
+        if config is not None and streams is not None:
+            self._take_streams(config, streams)
+
+    def _take_streams(self, config: StreamConfig, streams: StreamWeights) -> None:
+        """Check what `streams` holds, and make of it what every step needs."""
+        sizes = config.num_streams, config.hidden_size
+        if config.stream_design == "value_rotation":
+            self._rotation = ValueRotation(config.num_streams, config.rotation_step)
+        elif config.has_embeddings:
+            if streams.embeddings is None:
+                raise ValueError(f"stream embeddings are missing, expected {sizes}")
+            expect_shape("stream embeddings", streams.embeddings, *sizes)
+        if streams.draft_vocab is not None:
+            expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
+            self._draft_head = self.backbone.draft_head(streams.draft_vocab)
+
+    @property
+    def num_streams(self) -> int:
+        """G as trained; 0 without streams."""
+        return self.config.num_streams if self.config else 0
+
+    @property
+    def draft_vocab(self) -> mx.array | None:
+        """[Vd] the tokens that streams draft from; None for the whole vocabulary."""
+        return self.streams.draft_vocab if self.streams else None
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Vd; V where streams draft from the whole vocabulary."""
+        vocab = self.draft_vocab
+        return self.backbone.vocab_size if vocab is None else vocab.shape[0]
+
+    @property
+    def draft_head(self) -> LMHead | None:
+        """The LM head of the draft vocabulary alone; None where streams draft from all tokens."""
+        return self._draft_head
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the masks that are kept from step to step."""
+        masks = (self._lower_masks, self._upper_masks, self._second_masks)
+        return sum(buffer.nbytes for buffer in masks)
+
+    def forget_masks(self) -> None:
+        """Keep no mask of a step that was built and is not run: it would hold its whole cache."""
+        for buffer in (self._lower_masks, self._upper_masks, self._second_masks):
+            buffer.forget()
+
+    @property
+    def num_layers(self) -> int:
+        """N, layers of the base model."""
+        return len(self.backbone.layers)
+
+    @property
+    def insertion_layer(self) -> int:
+        """N - Ns, the layer before which streams are inserted."""
+        return self.config.insertion_layer if self.config else self.num_layers
+
+    def make_cache(self, scratch: int = 0) -> TreeCache:
+        """An empty cache; `scratch` is the most rows that a step will have, if known."""
+        return TreeCache(self.num_layers, scratch=scratch)
+
+    def lower(self, tree: Tree, cache: TreeCache) -> mx.array:
+        """[1, N, D] hidden states of the tree's nodes before the insertion layer."""
+        positions = tree.depths + cache.length
+        mask = self._lower_masks.mask(tree.ancestors, cache, tree.topology)
+        views = [cache.tree_view(layer, positions) for layer in range(self.insertion_layer)]
+        hidden = self.backbone.embed(tree.tokens, positions)
+        return self.backbone.run(hidden, 0, self.insertion_layer, mask, views)
+
+    def early_exit_logits(self, hidden: mx.array) -> mx.array:
+        """[R, V] early-exit logits H(o(M_l)) of `hidden` [1, R, D] (section 3.2.3)."""
+        assert self.streams is not None and self.streams.prune is not None
+        return self.backbone.logits(hidden + self.streams.prune(hidden))
+
+    def draft_logits(self, stream_hidden: mx.array) -> mx.array:
+        """[R, Vd] logits of the tokens that may be drafted, of stream rows [1, R, D]."""
+        return self.backbone.logits(stream_hidden, self._draft_head)
+
+    def insert(self, hidden: mx.array, num_streams: int) -> mx.array:
+        """[1, M * (1 + G), D] the nodes' rows, and their streams' rows as in eq. 3.
+
+        Where values are rotated, every stream of a node starts as f(h) alone.
+
+        Args:
+            hidden: [1, M, D] nodes before the insertion layer.
+            num_streams: G, at most as many as were trained.
+        """
+        if num_streams == 0:
+            return hidden
+        return mx.concatenate([hidden, self.start_streams(hidden, num_streams)], axis=1)
+
+    def start_streams(self, hidden: mx.array, num_streams: int) -> mx.array:
+        """[1, M * G, D] the streams' rows alone of `hidden` [1, M, D]; see `insert`."""
+        assert self.streams is not None and self.config is not None
+        _, num_nodes, size = hidden.shape
+        start = hidden
+        if self.streams.init is not None:
+            start = self.streams.init(hidden)
+            if self.config.stream_init == "residual":
+                start = hidden + start
+        if self.streams.embeddings is None:
+            rows = mx.repeat(start, num_streams, axis=1)
+        else:
+            rows = start[:, :, None, :] + self.streams.embeddings[:num_streams]
+        return rows.reshape(1, num_nodes * num_streams, size).astype(hidden.dtype)
+
+    def upper(self, rows: mx.array, tree: Tree, cache: TreeCache, num_streams: int) -> mx.array:
+        """[1, M * (1 + G), D] last hidden states of nodes and streams (eqs. 1 and 2).
+
+        Args:
+            rows: [1, M * (1 + G), D] as `insert` gives them.
+            tree: the M nodes that are left.
+        """
+        num_nodes = tree.num_nodes
+        expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
+        positions = stream_positions(tree.depths + cache.length, num_streams)
+        visible = stream_visibility(tree.ancestors, num_streams)
+        mask = self._upper_masks.mask(visible, cache, tree.topology)
+        layers = range(self.insertion_layer, self.num_layers)
+        rotate = None
+        if self._rotation is not None:
+            rotate = partial(self._rotation, num_nodes=num_nodes, num_streams=num_streams)
+        views: list[Any] = [cache.tree_view(layer, positions, rotate) for layer in layers]
+        if self._scope.first == 0 or num_streams == 0:
+            return self.backbone.run(rows, layers.start, layers.stop, mask, views)
+        with self._scope.starting_at(num_nodes):
+            return self.backbone.run(rows, layers.start, layers.stop, mask, views)
+
+    def second_pass(
+        self,
+        hidden: mx.array,
+        last: mx.array,
+        position: mx.array,
+        cache: StreamCache,
+        num_streams: int,
+    ) -> mx.array:
+        """[1, G, D] last hidden states of the streams of the last accepted node alone (eq. 2).
+
+        What `upper` computes for them beside every node's, in a pass of its own after the tree
+        is verified.
+
+        Args:
+            hidden: [1, M, D] the nodes before the insertion layer.
+            last: [1] the last accepted node.
+            position: [1] its place in the text.
+            cache: of the layers from `insertion_layer` on; it followed this step's `commit`.
+            num_streams: G, at most as many as were trained.
+        """
+        rows = self.start_streams(hidden[:, last], num_streams)
+        positions = position + indices(1, num_streams + 1)
+        mask = self._second_masks.mask(earlier_streams(num_streams), cache, num_streams)
+        layers = cache.layers
+        rotate = None
+        if self._rotation is not None:
+            rotate = partial(self._rotation.turn, num_streams=num_streams)
+        views = [cache.view(layer, positions, rotate) for layer in layers]
+        with self._scope.starting_at(0):
+            return self.backbone.run(rows, layers.start, layers.stop, mask, views)

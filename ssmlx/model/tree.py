@@ -1,0 +1,218 @@
+"""Draft trees: their fixed topologies, and the trees that streams draft (section 3.2.2, A.1).
+
+A tree stores for every node the path from the root to it. Masks, acceptance and the cache's
+commit all read that one table. Nodes stand in breadth-first order, so the root is node 0 and a
+parent comes before its children. Everything that depends on the drafted tokens stays on the
+device, with shapes that the settings alone decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from ..settings import MAX_EDGE_LOGPROB as MAX_EDGE_LOGPROB
+from ..settings import MIN_EDGE_LOGPROB as MIN_EDGE_LOGPROB
+from ..settings import TreeConfig
+from .shapes import expect_shape, indices
+
+# The token of nodes that only fill a tree up to a usual size: no target token equals it.
+PAD_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shape of a tree without its tokens.
+
+    Attributes:
+        slots: [N - 1] where each node's token stands in the flattened [G, K] candidate table.
+        depths: [N] distance from the root.
+        paths: [N, P] the node at each depth on the way from the root; repeats the node itself
+            beyond its own depth.
+        num_candidates: K, candidates that each stream must rank.
+        num_internal: leading nodes that may have children.
+    """
+
+    slots: mx.array
+    depths: mx.array
+    paths: mx.array
+    num_candidates: int
+    num_internal: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the root included."""
+        return self.depths.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """A draft tree on the device.
+
+    Attributes:
+        tokens: [N] token of each node.
+        depths: [N] distance from the root.
+        paths: [N, P] as in `Topology`.
+        num_internal: leading nodes that may have children.
+        topology: the fixed topology, or None where this tree's shape was chosen on the device.
+    """
+
+    tokens: mx.array
+    depths: mx.array
+    paths: mx.array
+    num_internal: int
+    topology: Topology | None = None
+
+    def __post_init__(self) -> None:
+        (num_nodes,) = self.tokens.shape
+        expect_shape("tree depths", self.depths, num_nodes)
+        expect_shape("tree paths", self.paths, num_nodes, None)
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.tokens.shape[0]
+
+    @property
+    def parents(self) -> mx.array:
+        """[N] parent of each node; the root is its own."""
+        above = mx.maximum(self.depths - 1, 0)
+        return mx.take_along_axis(self.paths, above[:, None], axis=1)[:, 0]
+
+    @cached_property
+    def ancestors(self) -> mx.array:
+        """[N, N] bool: column j is row i itself or one of its ancestors (eq. 4, figure 8)."""
+        nodes = indices(self.num_nodes)
+        return (self.paths[:, :, None] == nodes).any(axis=1)
+
+    def path_sums(self, edges: mx.array) -> mx.array:
+        """[N] sum of `edges` [N], one value a node, over each node's path below the root."""
+        return path_sums(edges, self.depths, self.paths)
+
+    def select(self, keep: mx.array) -> Tree:
+        """The tree of the nodes `keep` [M], ascending, which hold every ancestor of theirs."""
+        old_paths = self.paths[keep]
+        paths = (old_paths[:, :, None] == keep).argmax(axis=-1).astype(mx.int32)
+        return Tree(self.tokens[keep], self.depths[keep], paths, keep.shape[0])
+
+
+def path_sums(edges: mx.array, depths: mx.array, paths: mx.array) -> mx.array:
+    """[N] sum of `edges` [N] over each path [N, P], the root left out."""
+    levels = indices(paths.shape[1])
+    below_root = (levels > 0) & (levels <= depths[:, None])
+    return mx.where(below_root, edges[paths], 0.0).sum(axis=1)
+
+
+def top_nodes(scores: mx.array, count: int) -> mx.array:
+    """[count] the best-scored of `scores` [N], in ascending order of index."""
+    if count >= scores.shape[0]:
+        return indices(scores.shape[0])
+    return mx.sort(mx.argpartition(-scores, count - 1)[:count]).astype(mx.int32)
+
+
+def clip_edges(logprobs: mx.array) -> mx.array:
+    """Edge log probabilities in float32, held where a child scores below its parent."""
+    return mx.clip(logprobs.astype(mx.float32), MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
+
+
+def _full_ranks(width: int, levels: int) -> Iterator[tuple[int, ...]]:
+    """Rank paths of a full tree, breadth first, the root's () first."""
+    level: list[tuple[int, ...]] = [()]
+    for _ in range(levels + 1):
+        yield from level
+        level = [(*path, rank) for path in level for rank in range(width)]
+
+
+def _contending_ranks(size: int, width: int, levels: int) -> Iterator[tuple[int, ...]]:
+    """Rank paths that could be among the `size` best of a product-scored tree, breadth first.
+
+    A node is outscored by every node whose ranks are all at least as good, at its own depth and
+    above. Counting itself, depth d holds (r_1 + 1) ... (r_d + 1) of those; with more than
+    `size` of them in all, the node cannot be chosen, whatever the probabilities are.
+    """
+    level: list[tuple[tuple[int, ...], int, int]] = [((), 1, 1)]
+    for _ in range(levels + 1):
+        yield from (path for path, _, _ in level)
+        level = [
+            ((*path, rank), product * (rank + 1), total + product * (rank + 1))
+            for path, product, total in level
+            for rank in range(width)
+            if total + product * (rank + 1) <= size
+        ]
+
+
+def _topology(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
+    """Number rank paths, given breadth first, as the nodes of a tree."""
+    index = {path: node for node, path in enumerate(ranks)}
+    depths = np.array([len(path) for path in ranks], np.int32)
+    num_levels = int(depths.max()) + 1
+    paths = [[index[path[:depth]] for depth in range(num_levels)] for path in ranks]
+    slots = [(len(path) - 1) * num_candidates + path[-1] for path in ranks[1:]]
+    inner = {path[:-1] for path in ranks[1:]}
+    return Topology(
+        slots=mx.array(np.array(slots, np.int32)),
+        depths=mx.array(depths),
+        paths=mx.array(np.array(paths, np.int32)),
+        num_candidates=num_candidates,
+        num_internal=1 + max((index[path] for path in inner), default=0),
+    )
+
+
+@lru_cache(maxsize=64)
+def full_topology(width: int, levels: int) -> Topology:
+    """Every combination of `width` candidates in `levels` levels: 1 + k + ... + k^levels nodes."""
+    return _topology(list(_full_ranks(width, levels)), width)
+
+
+@lru_cache(maxsize=64)
+def contender_topology(size: int, width: int | None, levels: int) -> Topology:
+    """The nodes among which the best `size` are, whatever the probabilities turn out to be."""
+    limit = max(1, min(width or size - 1, size - 1))
+    return _topology(list(_contending_ranks(size, limit, levels)), limit)
+
+
+@lru_cache(maxsize=64)
+def comb_topology(width: int, levels: int) -> Topology:
+    """A chain of each level's first candidate, with its other `width` - 1 candidates as leaves."""
+    ranks = [(0,) * depth + (rank,) for depth in range(levels) for rank in range(width)]
+    return _topology([(), *ranks], width)
+
+
+def draft_topology(config: TreeConfig, num_streams: int) -> Topology:
+    """The topology whose slots a draft fills: the tree itself, or its best nodes' contenders."""
+    if config.kind == "full":
+        config.num_nodes(num_streams)
+        return full_topology(config.full_width, num_streams)
+    return contender_topology(config.size, config.width, num_streams)
+
+
+def root_tree(root: mx.array) -> Tree:
+    """The tree of one node: token `root` [1]."""
+    bare = full_topology(1, 0)
+    return Tree(root, bare.depths, bare.paths, 1, bare)
+
+
+def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: TreeConfig) -> Tree:
+    """Draft a tree below `root` [1] from each stream's ranked candidates (section 3.2.2).
+
+    Args:
+        root: [1] the newest token.
+        tokens: [G, K] candidates of each stream, K = `draft_topology(...).num_candidates`.
+        logprobs: [G, K] their log probabilities.
+        config: which nodes to take.
+
+    Streams are conditionally independent given the node that they belong to, so a node's score
+    is the product of its streams' probabilities along the path.
+    """
+    topology = draft_topology(config, tokens.shape[0])
+    expect_shape("candidates", tokens, tokens.shape[0], topology.num_candidates)
+    node_tokens = mx.concatenate([root, tokens.flatten()[topology.slots]])
+    tree = Tree(node_tokens, topology.depths, topology.paths, topology.num_internal, topology)
+    if config.kind == "full" or topology.num_nodes <= config.size:
+        return tree
+    edges = mx.concatenate([mx.zeros(1), clip_edges(logprobs).flatten()[topology.slots]])
+    return tree.select(top_nodes(tree.path_sums(edges), config.size))

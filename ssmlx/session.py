@@ -1,0 +1,242 @@
+"""A chat of many turns that keeps the cache of the turns before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .api import stream_generate
+from .decoding.loop import Progress
+from .drafters.choice import required_scratch
+from .errors import InputError
+from .load.loading import swap_adapter
+from .memory import Memory, memory_of
+from .model.shapes import to_int
+from .model.streams import StreamFusedModel
+from .plan import GenerateConfig
+from .prompts import Message, chat_tokens, check_text
+from .response import GenerationResponse
+
+
+@dataclass
+class ChatTotals:
+    """What a chat's answers add up to.
+
+    Attributes:
+        answers, tokens, target_calls: counts.
+        decode_tokens: tokens after each answer's first.
+        decode_seconds: the time that those took.
+        reused_tokens: prompt tokens that came from the cache.
+        prompt_tokens: prompt tokens in all.
+    """
+
+    answers: int = 0
+    tokens: int = 0
+    target_calls: int = 0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    reused_tokens: int = 0
+    prompt_tokens: int = 0
+
+    def add(self, response: GenerationResponse) -> None:
+        """Count an answer by its last response."""
+        self.answers += 1
+        self.tokens += response.generation_tokens
+        self.target_calls += response.target_calls
+        self.decode_tokens += response.generation_tokens - 1
+        self.decode_seconds += response.decode_seconds
+        self.prompt_tokens += response.prompt_tokens
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One answer given twice.
+
+    Attributes:
+        same_tokens: whether both are the same, token for token.
+        streaming, plain: the last response of each.
+    """
+
+    same_tokens: bool
+    streaming: GenerationResponse
+    plain: GenerationResponse
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens/s of streaming over those of plain decoding."""
+        return self.streaming.generation_tps / max(self.plain.generation_tps, 1e-9)
+
+
+class ChatSession:
+    """A conversation under the model's chat template, whatever template an adapter brings.
+
+    Args:
+        model, tokenizer: as `ssmlx.load` returns them.
+        config: settings of every answer.
+        system: the system prompt; None leaves it to the template.
+    """
+
+    def __init__(
+        self,
+        model: StreamFusedModel,
+        tokenizer: TokenizerWrapper,
+        config: GenerateConfig | None = None,
+        *,
+        system: str | None = None,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.config = config or GenerateConfig()
+        self.totals = ChatTotals()
+        self.plain_tps: float | None = None
+        self.reset(system)
+
+    def reset(self, system: str | None = None) -> None:
+        """Forget the conversation; `system` becomes the system prompt.
+
+        Raises:
+            InputError: `system` is not Unicode text; the conversation stays.
+        """
+        check_text(system or "")
+        self.system = system
+        self.messages: list[Message] = []
+        if system:
+            self.messages.append({"role": "system", "content": system})
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        self._cache = self.model.make_cache(self._scratch(self.model))
+        self._cached_tokens: list[int] = []
+        self._memory: Memory | None = None
+
+    def _scratch(self, model: StreamFusedModel) -> int:
+        """Rows that a step may have. Raises InputError where the settings do not fit `model`."""
+        return required_scratch(model, self.config)
+
+    def swap_adapter(self, adapter: str | Path | None) -> None:
+        """Go on with the same base model and conversation under another adapter.
+
+        The cache starts anew, as another adapter's keys and values are others: the next answer
+        processes the whole conversation. The model that the session was made with is used up.
+
+        Args:
+            adapter: as `ssmlx.swap_adapter` takes it.
+
+        Raises:
+            InputError: the adapter cannot be had, or does not fit the model or the settings;
+                everything is as it was.
+        """
+        self.model = swap_adapter(self.model, adapter, check=self._scratch)
+        self.plain_tps = None
+        self._empty_cache()
+
+    @property
+    def memory(self) -> Memory:
+        """Where the memory goes: at the end of the last whole answer, or now if there is none."""
+        return self._memory or memory_of(self.model, self._cache, self.config)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the key/value cache."""
+        return self._cache.nbytes
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens in the cache."""
+        return self._cache.offset
+
+    def reply(self, text: str, progress: Progress | None = None) -> Iterator[GenerationResponse]:
+        """Answer `text`, segment by segment. Closing the iterator stops the answer and keeps it.
+
+        Raises:
+            InputError: the conversation no longer fits the context; the turn does not count.
+        """
+        question: Message = {"role": "user", "content": text}
+        prompt = chat_tokens(self.tokenizer, [*self.messages, question])
+        reused = self._reuse(prompt)
+        responses = stream_generate(
+            self.model,
+            self.tokenizer,
+            prompt[reused:],
+            self.config,
+            cache=self._cache,
+            context=prompt[:reused],
+            progress=progress,
+        )
+        return self._answer(question, prompt, reused, responses)
+
+    def _answer(
+        self,
+        question: Message,
+        prompt: list[int],
+        reused: int,
+        responses: Iterator[GenerationResponse],
+    ) -> Iterator[GenerationResponse]:
+        text, last = "", None
+        written = list(prompt)
+        self.messages.append(question)
+        try:
+            for last in responses:
+                text += last.text
+                written.extend(last.tokens)
+                yield last
+        finally:
+            self.messages.append({"role": "assistant", "content": text})
+            self._remember(written)
+            self.totals.reused_tokens += reused
+            if last is not None:
+                self.totals.add(last)
+                self._memory = last.memory
+
+    def _reuse(self, prompt: list[int]) -> int:
+        """Tokens of `prompt` that the cache keeps; at least one is left to process."""
+        common = common_prefix(self._cached_tokens, prompt[:-1])
+        self._cache.trim(common)
+        del self._cached_tokens[common:]
+        return common
+
+    def _remember(self, written: list[int]) -> None:
+        """Note which tokens the cache holds: those written, as far as it got."""
+        self._cache.trim(min(self._cache.offset, len(written)))
+        self._cached_tokens = written[: self._cache.offset]
+
+    def compare(self) -> Comparison:
+        """Answer the last message twice more, streaming and plain, beside the conversation.
+
+        Sampled answers get the same seed.
+
+        Raises:
+            InputError: nothing was said yet.
+        """
+        users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not users:
+            raise InputError(
+                "nothing was said yet", expected="a message to answer", do="say something first"
+            )
+        prompt = chat_tokens(self.tokenizer, self.messages[: users[-1] + 1])
+        # The same noise for both, or two samples would be compared.
+        seed = self.config.seed
+        if seed is None and self.config.temp > 0:
+            seed = to_int(mx.random.randint(0, 2**31 - 1))
+        config = replace(self.config, seed=seed)
+        streamed, streaming = self._answer_beside(prompt, replace(config, decoding="streaming"))
+        plain_tokens, plain = self._answer_beside(prompt, replace(config, decoding="plain"))
+        self.plain_tps = plain.generation_tps
+        return Comparison(streamed == plain_tokens, streaming, plain)
+
+    def _answer_beside(
+        self, prompt: list[int], config: GenerateConfig
+    ) -> tuple[list[int], GenerationResponse]:
+        responses = list(stream_generate(self.model, self.tokenizer, prompt, config))
+        return [token for response in responses for token in response.tokens], responses[-1]
+
+
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """Length of the longest common prefix."""
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))

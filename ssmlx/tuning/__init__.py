@@ -1,0 +1,1 @@
+"""What is fastest on this machine."""

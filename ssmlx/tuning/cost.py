@@ -1,0 +1,237 @@
+"""What a decoding step costs on a machine, from seconds that were measured there.
+
+A step is its forwards and what lies beside them; each forward was measured against its rows and
+the context, and a step of any shape is their sum (figure 2 and section 3.2 of the paper):
+
+    lower layers     N nodes                     R = N
+    early exit       N nodes, where pruned       section 3.2.3
+    upper layers     fused: the M nodes that are left, each with its G streams, R = M * (1 + G);
+                     second pass: M nodes, then the G streams of the accepted one
+    heads            M nodes, and the streams of the accepted node
+    beside them      graph building, acceptance, cache, the host's read
+
+Drafting pays where a step's tokens take less time than plain calls for as many would: where
+tokens per call exceed step seconds / plain seconds. `perf.calibrate` measures; here is no clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..settings import PruneConfig, StreamSchedule, TreeConfig
+
+_OFF = PruneConfig()
+_LEAST = 0.75
+"""Of its forwards' seconds, what a step takes at the least: figures that say less are noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftShape:
+    """What streams draft, and when they run: what is left to choose on a machine.
+
+    Attributes:
+        tree: the tree that is drafted.
+        prune: "off" or a budget; a threshold has no fixed number of rows, and so no cost here.
+        num_streams: G.
+        stream_schedule: "fused" or "second-pass".
+    """
+
+    tree: TreeConfig
+    num_streams: int
+    prune: PruneConfig = _OFF
+    stream_schedule: StreamSchedule = "second-pass"
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.tree.num_nodes(self.num_streams)
+
+    @property
+    def num_kept(self) -> int:
+        """M."""
+        budget = self.prune.kind == "budget"
+        return min(self.prune.keep, self.num_nodes) if budget else self.num_nodes
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether nodes are dropped."""
+        return self.num_kept < self.num_nodes
+
+    def text(self) -> str:
+        """Such as `best tree of 24 nodes, 5 streams, second pass`."""
+        tree = self.tree
+        kind = f"best tree of {tree.size} nodes"
+        if tree.kind == "full":
+            kind = f"full tree of {tree.full_width} a level, {self.num_nodes} nodes"
+        pruned = [f"pruned to {self.num_kept}"] if self.is_pruned else []
+        streams = f"{self.num_streams} stream{'s' if self.num_streams > 1 else ''}"
+        return ", ".join([kind, *pruned, streams, self.stream_schedule.replace("-", " ")])
+
+    def options(self) -> str:
+        """The same as options of the commands."""
+        tree = self.tree
+        shape = f"--tree best --tree-size {tree.size}"
+        if tree.kind == "full":
+            shape = f"--tree full --tree-width {tree.full_width}"
+        pruned = f" --prune budget --prune-to {self.num_kept}" if self.is_pruned else ""
+        streams = f" --num-streams {self.num_streams} --stream-schedule {self.stream_schedule}"
+        return shape + pruned + streams
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DraftShape:
+        """What `asdict` made. Raises as the settings' own checks, or KeyError or TypeError."""
+        tree, prune = TreeConfig(**values["tree"]), PruneConfig(**values["prune"])
+        return cls(**{**values, "tree": tree, "prune": prune})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to draft, and what it was found to bring.
+
+    Attributes:
+        shape: what streams draft, and when.
+        tokens_per_call: that it advances by, after the prompt's call.
+    """
+
+    shape: DraftShape
+    tokens_per_call: float
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Way:
+        """What `asdict` and JSON made. Raises as `DraftShape.from_dict`, or ValueError."""
+        per_call = float(values["tokens_per_call"])
+        return cls(shape=DraftShape.from_dict(values["shape"]), tokens_per_call=per_call)
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Seconds against rows and context, straight lines between what was measured.
+
+    Attributes:
+        rows: rows that were measured, ascending.
+        contexts: committed tokens that they were measured behind, ascending.
+        seconds: [contexts][rows]
+    """
+
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        ascending = all(
+            axis and list(axis) == sorted(set(axis)) for axis in (self.rows, self.contexts)
+        )
+        full = len(self.seconds) == len(self.contexts) and all(
+            len(line) == len(self.rows) for line in self.seconds
+        )
+        if not (ascending and full):
+            raise ValueError("a surface needs ascending axes and a figure for every point")
+
+    def at(self, rows: float, context: float = 0.0) -> float:
+        """Seconds of `rows` rows behind `context` tokens; 0 for no rows.
+
+        Beyond the last point, the last line goes on; before the first, the first figure stays.
+        """
+        if rows <= 0:
+            return 0.0
+        by_context = [interpolate(self.rows, line, rows) for line in self.seconds]
+        return interpolate(self.contexts, by_context, context)
+
+    @classmethod
+    def of(cls, points: Mapping[tuple[int, int], float]) -> Surface:
+        """From seconds by (rows, context), every row at every context."""
+        rows = tuple(sorted({row for row, _ in points}))
+        contexts = tuple(sorted({context for _, context in points}))
+        lines = (tuple(points[row, context] for row in rows) for context in contexts)
+        return cls(rows, contexts, tuple(lines))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Surface:
+        """What `asdict` and JSON made of a surface."""
+        seconds = tuple(tuple(float(one) for one in line) for line in values["seconds"])
+        rows, contexts = (tuple(int(one) for one in values[name]) for name in ("rows", "contexts"))
+        return cls(rows, contexts, seconds)
+
+
+def interpolate(places: Sequence[float], values: Sequence[float], place: float) -> float:
+    """The value at `place` on straight lines through (places, values)."""
+    if len(places) == 1 or place <= places[0]:
+        return values[0]
+    right = min(bisect_right(places, place), len(places) - 1)
+    x0, x1, y0, y1 = places[right - 1], places[right], values[right - 1], values[right]
+    return y0 + (y1 - y0) * (place - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """Seconds of everything that a step is made of.
+
+    Attributes:
+        plain: a call of plain decoding, as its loop takes it; one row.
+        lower: the lower layers.
+        upper: the upper layers on rows of one kind: nodes, or the streams of one node.
+        fused: the upper layers on nodes with their streams beside them, all rows counted.
+        head: the LM head.
+        draft_head: the streams' head, which may be of fewer tokens.
+        early_exit: the LM head and the adapter of pruning; None where there is none.
+        beside: what a real step took beyond these, by nodes, of each schedule.
+    """
+
+    plain: Surface
+    lower: Surface
+    upper: Surface
+    fused: Surface
+    head: Surface
+    draft_head: Surface
+    early_exit: Surface | None = None
+    beside: Mapping[str, Surface] | None = None
+
+    def forward_seconds(self, shape: DraftShape, context: float) -> float:
+        """The forwards of a step."""
+        nodes, kept, streams = shape.num_nodes, shape.num_kept, shape.num_streams
+        seconds = self.lower.at(nodes, context) + self.head.at(kept)
+        seconds += self.draft_head.at(streams)
+        if shape.stream_schedule == "fused":
+            seconds += self.fused.at(kept * (1 + streams), context)
+        else:
+            seconds += self.upper.at(kept, context) + self.upper.at(streams, context)
+        if shape.is_pruned:
+            if self.early_exit is None:
+                raise ValueError("nothing was measured of pruning")
+            seconds += self.early_exit.at(nodes)
+        return seconds
+
+    def step_seconds(self, shape: DraftShape, context: float) -> float:
+        """A whole step of streaming decoding behind `context` tokens."""
+        beside = (self.beside or {}).get(shape.stream_schedule)
+        more = 0.0 if beside is None else beside.at(shape.num_nodes)
+        forward = self.forward_seconds(shape, context)
+        return max(forward + more, _LEAST * forward)
+
+    def plain_seconds(self, context: float) -> float:
+        """A call of plain decoding behind `context` tokens."""
+        return self.plain.at(1, context)
+
+    def breakeven(self, shape: DraftShape, context: float) -> float:
+        """Tokens per call from which on drafting pays."""
+        return self.step_seconds(shape, context) / self.plain_seconds(context)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepCosts:
+        """What `to_dict` and JSON made. Raises KeyError, TypeError or ValueError where broken."""
+        surfaces: dict[str, Any] = {
+            one.name: Surface.from_dict(values[one.name])
+            for one in fields(cls)
+            if one.name != "beside" and values[one.name] is not None
+        }
+        beside = values["beside"]
+        if beside is not None:
+            beside = {name: Surface.from_dict(one) for name, one in beside.items()}
+        return cls(**surfaces, beside=beside)

@@ -1,0 +1,405 @@
+"""What `python -m perf.calibrate` found to be fastest here, kept on disk and used by default.
+
+A profile belongs to a machine, a backend, a model in a dtype and an adapter, each told by what
+is loaded and not by a name: it is found again wherever the same is loaded from, and never used
+for anything else. One that is of another MLX, or broken, is ignored with one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from .. import has_fast_blas
+from ..decoding.pace import Pace
+from ..errors import InputError
+from ..load.adapter import BaseIdentity, stream_tensors
+from ..load.registry import cache_dir
+from ..model.streams import StreamFusedModel
+from ..settings import PruneConfig, TreeConfig, read_json
+from .cost import DraftShape, StepCosts, Way
+
+if TYPE_CHECKING:
+    from ..plan import GenerateConfig
+
+FORMAT = "ssmlx-profile/2"
+COMMAND = "python -m perf.calibrate"
+_FOLDER = "profiles"
+_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+FAR = 4
+"""Times the context of the answers that were measured, beyond which streams are on trial: those
+of the bundled adapters guess worse behind contexts longer than they were trained on."""
+SLACK = 0.01
+"""Ways to draft whose speeds are this close are equal: the figures are no surer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a profile is of.
+
+    Attributes:
+        machine: the chip, and on the CPU how many cores of it.
+        backend: what computes.
+        model: digest of what identifies the base model, and of how its weights are packed.
+        dtype: of its activations.
+        adapter: digest of the streams and their settings.
+    """
+
+    machine: str
+    backend: str
+    model: str
+    dtype: str
+    adapter: str
+
+    @classmethod
+    def of(cls, model: StreamFusedModel) -> Place:
+        """The place of a loaded model with streams."""
+        machine, backend = this_machine()
+        return cls(
+            machine=machine,
+            backend=backend,
+            model=_model_digest(model),
+            dtype=str(model.backbone.dtype).removeprefix("mlx.core."),
+            adapter=_adapter_digest(model),
+        )
+
+    @property
+    def path(self) -> Path:
+        """Where its profile lies."""
+        return profiles_dir() / f"{_digest(asdict(self))}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What was measured at a place, and what is best there.
+
+    A row costs the more the longer the context is, so long ones want smaller trees.
+
+    Attributes:
+        place: what it is of.
+        made: the day, as 2026-08-02.
+        mlx: the version that was measured.
+        context: committed tokens that the answers had, half-way through.
+        ways: the fastest way to draft behind so many; then those that are faster behind others.
+        costs: what steps cost here.
+    """
+
+    place: Place
+    made: str
+    mlx: str
+    context: int
+    ways: tuple[Way, ...]
+    costs: StepCosts
+
+    def __post_init__(self) -> None:
+        if not self.ways:
+            raise ValueError("it says no way to draft")
+
+    def way(self, context: float | None = None) -> Way:
+        """The fastest way to draft behind `context` tokens; behind its own unless told."""
+        first = self.ways[0]
+        if context is None:
+            return first
+        fastest = max(self.ways, key=lambda one: self._speedup(one, context))
+        better = self._speedup(fastest, context) > (1 + SLACK) * self._speedup(first, context)
+        return fastest if better else first
+
+    def speedup(self, context: float | None = None) -> float:
+        """Expected tokens/s over plain decoding's, behind `context` tokens or its own."""
+        return self._speedup(self.way(context), self.context if context is None else context)
+
+    def drafting_pays(self, context: float | None = None) -> bool:
+        """Whether drafting is faster than plain decoding, on such text as was measured."""
+        return self.speedup(context) > 1.0
+
+    def _speedup(self, way: Way, context: float) -> float:
+        return way.tokens_per_call / self.costs.breakeven(way.shape, context)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Profile:
+        """What `to_dict` and JSON made.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is broken. InputError is a ValueError.
+        """
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']!r}, this is {FORMAT!r}")
+        return cls(
+            place=Place(**values["place"]),
+            made=str(values["made"]),
+            mlx=str(values["mlx"]),
+            context=int(values["context"]),
+            ways=tuple(Way.from_dict(one) for one in values["ways"]),
+            costs=StepCosts.from_dict(values["costs"]),
+        )
+
+
+def mlx_version() -> str:
+    """MLX's."""
+    return version("mlx")
+
+
+def profiles_dir() -> Path:
+    """Where profiles are kept."""
+    return cache_dir() / _FOLDER
+
+
+@lru_cache(maxsize=1)
+def this_machine() -> tuple[str, str]:
+    """The chip, and what computes on it."""
+    name = str(mx.device_info().get("device_name", "unknown chip"))
+    if mx.default_device() == mx.gpu:
+        return name, "gpu"
+    cores = _num_cores()
+    counted = f"{cores} core{'s' if cores > 1 else ''}"
+    return f"{name}, {counted}", f"cpu, {'fast' if has_fast_blas else 'reference'} BLAS"
+
+
+def _num_cores() -> int:
+    """Cores that MLX's CPU backend may use: all that there are, or as the environment says."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
+    limits = [os.environ.get(name, "") for name in _THREADS]
+    return min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _model_digest(model: StreamFusedModel) -> str:
+    backbone = model.backbone
+    # Not LoRA's own modules: an adapter that is about to be swapped in is looked up before them.
+    packed = Counter(
+        f"{type(module).__name__} {module.bits} {module.group_size}"
+        for module in backbone.model.modules()
+        if hasattr(module, "bits")
+    )
+    return _digest([asdict(BaseIdentity.of(backbone)), packed])
+
+
+def _adapter_digest(model: StreamFusedModel) -> str:
+    assert model.config is not None and model.streams is not None
+    settings = model.config.to_dict()
+    if model.draft_head is not None and model.backbone.draft_bits is not None:
+        settings["draft_bits"] = model.backbone.draft_bits  # another cost, and other guesses
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name, tensor in sorted(stream_tensors(model.streams).items()):
+        digest.update(name.encode() + np.array(tensor.astype(mx.float32)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def store_profile(profile: Profile) -> Path:
+    """Write a profile beside its place and rename it there; the path.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    path = profile.place.path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.stem}.", delete=False, encoding="utf-8"
+        ) as work:
+            try:
+                work.write(json.dumps(profile.to_dict(), indent=1) + "\n")
+                work.close()
+                Path(work.name).replace(path)
+            except BaseException:
+                Path(work.name).unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path} ({error.strerror or error})",
+            expected="a folder that can be written",
+            do="free some space, or set SSMLX_CACHE to another folder",
+        ) from error
+    _KNOWN.clear()
+    return path
+
+
+def read_profile(model: StreamFusedModel) -> Profile | None:
+    """The profile of a loaded model on this machine; None where there is none to be used.
+
+    One that cannot be used is told on standard error, in one line.
+    """
+    if model.num_streams == 0:
+        return None
+    place = Place.of(model)
+    if not place.path.is_file():
+        return None
+    try:
+        profile = Profile.from_dict(read_json(place.path, "a profile"))
+        _check(profile, place, model)
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        reason = error.found if isinstance(error, InputError) else str(error)
+        _say(f"{place.path} is ignored ({reason}); {COMMAND} makes a new one")
+        return None
+    return profile
+
+
+def _check(profile: Profile, place: Place, model: StreamFusedModel) -> None:
+    """Raises ValueError where `profile` is not for `model` here and now."""
+    mlx = mlx_version()
+    if profile.place != place:
+        raise ValueError("it is of another machine, model or adapter")
+    if profile.mlx != mlx:
+        raise ValueError(f"it was measured with mlx {profile.mlx}, this is {mlx}")
+    can_prune = model.streams is not None and model.streams.prune is not None
+    for way in profile.ways:
+        shape = way.shape
+        if not 1 <= shape.num_streams <= model.num_streams or (shape.is_pruned and not can_prune):
+            raise ValueError("the adapter cannot draft what it says")
+        if not (way.tokens_per_call > 0 and profile.speedup() > 0 and shape.num_nodes > 0):
+            raise ValueError("its figures are out of range")
+
+
+_KNOWN: WeakKeyDictionary[StreamFusedModel, Profile | None] = WeakKeyDictionary()
+
+
+def profile_of(model: StreamFusedModel) -> Profile | None:
+    """`read_profile`, once for a loaded model: a chat goes on as it began."""
+    if model not in _KNOWN:
+        _KNOWN[model] = read_profile(model)
+    return _KNOWN[model]
+
+
+def leaves_shape_open(config: GenerateConfig) -> bool:
+    """Whether nothing of what streams draft, and when, was asked for."""
+    given = (config.tree, config.prune, config.num_streams, config.stream_schedule)
+    return all(one is None for one in given)
+
+
+def _leaves_all_open(config: GenerateConfig) -> bool:
+    """Whether even drafting itself was not asked for."""
+    asked = (
+        config.decoding
+        or config.drafter
+        or config.lookup_nodes
+        or config.acceptance.kind != "exact"
+    )
+    return not asked and leaves_shape_open(config)
+
+
+def prefers_plain(config: GenerateConfig, model: StreamFusedModel) -> bool:
+    """Whether nothing was asked for, and plain decoding is what is fastest here."""
+    profile = profile_of(model) if _leaves_all_open(config) else None
+    return profile is not None and not profile.drafting_pays()
+
+
+def settled(config: GenerateConfig, model: StreamFusedModel | None = None) -> GenerateConfig:
+    """`config` with nothing of the draft's shape left open.
+
+    Args:
+        config: what it asks for stays.
+        model: where its streams draft and all of the shape is open, its profile decides. None
+            leaves everything to the defaults, which are the same on every machine.
+
+    Raises:
+        InputError: as `GenerateConfig.resolved_drafter`.
+    """
+    is_open = model is not None and leaves_shape_open(config)
+    if model is not None and is_open and config.resolved_drafter(model) == "streams":
+        profile = profile_of(model)
+        if profile is not None:
+            return _shaped(config, profile.way().shape)
+    return replace(
+        config,
+        tree=config.tree or TreeConfig(),
+        prune=config.prune or PruneConfig(),
+        stream_schedule=config.stream_schedule or "second-pass",
+    )
+
+
+def settled_behind(config: GenerateConfig, model: StreamFusedModel, context: int) -> GenerateConfig:
+    """`config` with what the profile says of an answer that begins behind `context` tokens.
+
+    Where anything of the draft was asked for, or nothing was measured, it stays as it is.
+
+    Raises:
+        InputError: as `GenerateConfig.resolved_drafter`.
+    """
+    if not leaves_shape_open(config) or config.resolved_drafter(model) != "streams":
+        return config
+    profile = profile_of(model)
+    if profile is None:
+        return config
+    if _leaves_all_open(config) and not profile.drafting_pays(context):
+        return replace(config, decoding="plain")
+    return _shaped(config, profile.way(context).shape)
+
+
+def _shaped(config: GenerateConfig, shape: DraftShape) -> GenerateConfig:
+    return replace(
+        config,
+        tree=shape.tree,
+        prune=shape.prune,
+        num_streams=shape.num_streams,
+        stream_schedule=shape.stream_schedule,
+    )
+
+
+def tuned_line(config: GenerateConfig, model: StreamFusedModel) -> str | None:
+    """What a command says of a profile that it follows; None where it follows none."""
+    drafter = config.resolved_drafter(model)
+    plain = drafter is None and prefers_plain(config, model)
+    if not plain and (drafter != "streams" or not leaves_shape_open(config)):
+        return None
+    profile = profile_of(model)
+    if profile is None:
+        return None
+    choice = "plain decoding, which is faster" if plain else profile.way().shape.text()
+    if not plain and len(profile.ways) > 1:
+        choice += ", other trees behind other contexts"
+    return f"tuned for this machine: {choice} (perf.calibrate, {profile.made})"
+
+
+def pace_of(config: GenerateConfig, model: StreamFusedModel, context: int | None = None) -> Pace:
+    """When drafting as `config` says falls back to plain decoding on `model`.
+
+    `context` tokens are committed when it begins; those of the profile unless told.
+
+    Never, where streaming was asked for in so many words, nothing was measured here, or what is
+    asked for has no fixed cost, or must see every token. Sooner, behind a context much longer
+    than that of the answers that were measured.
+    """
+    is_open = config.resolved_drafter(model) == "streams" and not config.decoding
+    profile = profile_of(model) if is_open and not config.lookup_nodes else None
+    if profile is None:
+        return Pace()
+    done = settled(config, model)
+    if done.prune is not None and done.prune.kind == "threshold":
+        return Pace()
+    assert done.tree is not None and done.prune is not None and done.stream_schedule is not None
+    shape = DraftShape(
+        tree=done.tree,
+        prune=done.prune,
+        num_streams=done.num_streams or model.num_streams,
+        stream_schedule=done.stream_schedule,
+    )
+    if shape.is_pruned and profile.costs.early_exit is None:
+        return Pace()
+    behind = profile.context if context is None else context
+    return Pace(profile.costs.breakeven(shape, behind), on_trial=behind > FAR * profile.context)
+
+
+def _say(line: str) -> None:
+    print(f"ssmlx: {line}", file=sys.stderr)
