@@ -20,6 +20,12 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].strip()
 
 
+def require(ok: bool, found: str, *, expected: str, do: str) -> None:
+    """Raise the `InputError` of these three unless `ok`."""
+    if not ok:
+        raise InputError(found, expected=expected, do=do)
+
+
 def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
     """Check that the value of an option is a known one.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import InputError
+from .errors import InputError, require
 
 StreamInit = Literal["identity", "low_rank", "residual"]
 StreamDesign = Literal["embeddings", "value_rotation"]
@@ -44,15 +44,10 @@ MAX_DRAFT_TOKENS = 256
 MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB = -20.0, -1e-3
 
 
-def _require(ok: bool, found: str, *, expected: str, do: str) -> None:
-    if not ok:
-        raise InputError(found, expected=expected, do=do)
-
-
 def _require_count(flag: str, value: object, least: int, most: int | None = None) -> None:
     """A whole number from `least` to `most`."""
     whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(
+    require(
         whole and value >= least and (most is None or value <= most),  # type: ignore[operator]
         f"{flag} {value}",
         expected=f"{least} or more" if most is None else f"{least} to {most}",
@@ -110,31 +105,31 @@ class StreamConfig:
         do = "check the checkpoint's streams_config.json"
         for name in ("num_streams", "num_msa_layers", "num_layers", "hidden_size"):
             value, least = getattr(self, name), 0 if name == "num_streams" else 1
-            _require(
+            require(
                 isinstance(value, int) and not isinstance(value, bool) and value >= least,
                 f"{name} is {value!r}",
                 expected=f"a whole number of {least} or more",
                 do=do,
             )
-        _require(
+        require(
             self.num_msa_layers <= self.num_layers,
             f"num_msa_layers is {self.num_msa_layers} of {self.num_layers} layers",
             expected="at most the number of layers",
             do=do,
         )
-        _require(
+        require(
             self.stream_init in STREAM_INITS,
             f"stream_init is {self.stream_init!r}",
             expected="one of " + ", ".join(STREAM_INITS),
             do=do,
         )
-        _require(
+        require(
             (self.stream_init == "identity") == (self.stream_init_rank == 0),
             f"stream_init {self.stream_init!r} has rank {self.stream_init_rank}",
             expected="rank 0 for identity and a positive rank otherwise",
             do=do,
         )
-        _require(
+        require(
             self.adapter_scope in ADAPTER_SCOPES,
             f"adapter_scope is {self.adapter_scope!r}",
             expected="one of " + ", ".join(ADAPTER_SCOPES),
@@ -142,20 +137,20 @@ class StreamConfig:
         )
         for name in ("stream_init_rank", "prune_rank", "draft_vocab_size"):
             value = getattr(self, name)
-            _require(
+            require(
                 isinstance(value, int) and not isinstance(value, bool) and value >= 0,
                 f"{name} is {value!r}",
                 expected="0 or a positive whole number",
                 do=do,
             )
         template = self.prompt_template
-        _require(
+        require(
             template is None or (isinstance(template, str) and "{prompt}" in template),
             f"prompt_template is {template!r}",
             expected="a text with {prompt} where the prompt goes",
             do=do,
         )
-        _require(
+        require(
             self.stream_design in STREAM_DESIGNS,
             f"stream_design is {self.stream_design!r}",
             expected="one of " + ", ".join(STREAM_DESIGNS),
@@ -164,7 +159,7 @@ class StreamConfig:
         step = self.rotation_step
         is_number = isinstance(step, int | float) and not isinstance(step, bool)
         rotates = self.stream_design == "value_rotation"
-        _require(
+        require(
             is_number and (0 < step <= math.pi / 2 if rotates else step == 0),
             f"stream_design {self.stream_design!r} has rotation_step {step!r}",
             expected="more than 0 and at most pi / 2" if rotates else "0",
@@ -188,7 +183,7 @@ class StreamConfig:
             InputError: more than were trained, or none.
         """
         streams = self.num_streams if asked is None else asked
-        _require(
+        require(
             1 <= streams <= self.num_streams,
             f"--num-streams {streams}",
             expected=f"1 to {self.num_streams}, as many as the adapter was trained with",
@@ -206,7 +201,7 @@ class StreamConfig:
         names = {f.name for f in fields(cls)}
         required = ("num_streams", "num_msa_layers", "num_layers", "hidden_size")
         missing = [name for name in required if name not in values]
-        _require(
+        require(
             not missing,
             f"the stream settings lack {', '.join(missing)}",
             expected=", ".join(required),
@@ -214,7 +209,7 @@ class StreamConfig:
         )
         known = {k: v for k, v in values.items() if k in names}
         end_tokens = known.get("end_token_ids") or ()
-        _require(
+        require(
             isinstance(end_tokens, list | tuple)
             and all(isinstance(token, int) for token in end_tokens),
             f"end_token_ids is {end_tokens!r}",
@@ -246,19 +241,19 @@ class TreeConfig:
     size: int = 16
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.kind in ("full", "best"),
             f"--tree {self.kind}",
             expected="full or best",
             do="choose one of them",
         )
-        _require(
+        require(
             self.width is None or self.width >= 1,
             f"--tree-width {self.width}",
             expected="1 or more children a level",
             do="give a larger width",
         )
-        _require(
+        require(
             1 <= self.size <= MAX_TREE_NODES,
             f"--tree-size {self.size}",
             expected=f"1 to {MAX_TREE_NODES} nodes",
@@ -279,7 +274,7 @@ class TreeConfig:
         if self.kind == "best":
             return self.size
         nodes = sum(self.full_width**level for level in range(num_streams + 1))
-        _require(
+        require(
             nodes <= MAX_TREE_NODES,
             f"a full tree of {self.full_width} children and {num_streams} levels has {nodes} nodes",
             expected=f"at most {MAX_TREE_NODES}",
@@ -310,19 +305,19 @@ class PruneConfig:
     threshold: float = 0.05
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.kind in ("off", "budget", "threshold"),
             f"--prune {self.kind}",
             expected="off, budget or threshold",
             do="choose one of them",
         )
-        _require(
+        require(
             self.keep >= 1,
             f"--prune-to {self.keep}",
             expected="1 node or more (the root always stays)",
             do="give a larger budget",
         )
-        _require(
+        require(
             0.0 <= self.threshold <= 1.0,
             f"--prune-threshold {self.threshold}",
             expected="a probability from 0 to 1",
@@ -371,7 +366,7 @@ class LookaheadConfig:
         _require_count("--lookahead-ngram", self.ngram, 2, 16)
         _require_count("--lookahead-guesses", self.guesses, 1, 128)
         nodes = 1 + (self.window + self.guesses) * (self.ngram - 1)
-        _require(
+        require(
             nodes <= MAX_TREE_NODES,
             f"lookahead with these settings verifies {nodes} nodes a step",
             expected=f"at most {MAX_TREE_NODES}",
@@ -419,7 +414,7 @@ class SpeculatorTreeConfig:
             _require_count("--speculator-candidates", self.candidates, 1)
         if self.size is not None:
             _require_count("--speculator-size", self.size, 1, MAX_TREE_NODES)
-        _require(
+        require(
             self.candidates is None or self.size is None,
             f"--speculator-size {self.size} beside --speculator-candidates {self.candidates}",
             expected="one of them",
@@ -444,7 +439,7 @@ class AcceptanceConfig:
     delta: float = 0.3
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.kind in ACCEPTANCES,
             f"--acceptance {self.kind}",
             expected="exact or typical",
@@ -452,7 +447,7 @@ class AcceptanceConfig:
         )
         for name in ("epsilon", "delta"):
             value = getattr(self, name)
-            _require(
+            require(
                 0.0 < value <= 1.0,
                 f"--typical-{name} {value}",
                 expected="more than 0 and at most 1",
@@ -496,12 +491,12 @@ class SamplingConfig:
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.temp >= 0, f"--temp {self.temp}", expected="0 or more", do="give a larger value"
         )
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
-            _require(
+            require(
                 0.0 <= value <= 1.0,
                 f"{_flag(name)} {value}",
                 expected="0 to 1",
@@ -511,7 +506,7 @@ class SamplingConfig:
         if self.seed is not None:
             _require_count("--seed", self.seed, 0, 2**64 - 1)
         penalty = self.repetition_penalty
-        _require(
+        require(
             penalty is None or 0 < penalty < math.inf,
             f"--repetition-penalty {penalty}",
             expected="more than 0",
@@ -519,7 +514,7 @@ class SamplingConfig:
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _require(
+            require(
                 value is None or math.isfinite(value),
                 f"{_flag(name)} {value}",
                 expected="a number",
@@ -528,7 +523,7 @@ class SamplingConfig:
         for name in ("repetition", "presence", "frequency"):
             _require_count(f"--{name}-context-size", getattr(self, f"{name}_context_size"), 1)
         for token, bias in (self.logit_bias or {}).items():
-            _require(
+            require(
                 token >= 0 and not math.isnan(bias),
                 f"--logit-bias {token}={bias}",
                 expected="a token id and a number",

@@ -4,9 +4,11 @@ mlx-lm's own layers run unchanged, as in `ssmlx.model.streams`. Each layer with 
 attention runs on the node rows first (eq. 1), then on the stream rows, which see the keys and
 values that the node rows left (eq. 2). So node rows are exactly what the base model computes, and
 streams of far apart carriers, which never see each other, run in groups: their masks stay small.
-Shapes, beside the legend of `ssmlx.model.shapes`:      B   examples of a batch     T   node rows:
-the batch's columns     K   node rows that carry streams; stream j of the m-th is row m * G + j - 1
-of the streams'
+
+Shapes, beside the legend of `ssmlx.model.shapes`:
+    B   examples of a batch
+    T   node rows: the batch's columns
+    K   node rows that carry streams; stream j of the m-th is row m * G + j - 1 of the streams'
 """
 
 from __future__ import annotations
