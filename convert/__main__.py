@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.options import make_parser, run
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES, read_json
 
 if TYPE_CHECKING:
-    from ssmlx.load.adapter import Adapter
+    from ssmlx.loading.adapter import Adapter
 
 PROG = "convert"
 EPILOG = """examples:
@@ -89,7 +89,7 @@ def _is_empty(folder: Path) -> bool:
 
 def _is_adapter(folder: Path) -> bool:
     """Whether it holds an adapter; a PyTorch checkpoint has settings of the same name."""
-    from ssmlx.load.adapter import CONFIG_FILE, FORMAT
+    from ssmlx.loading.adapter import CONFIG_FILE, FORMAT
 
     try:
         return read_json(folder / CONFIG_FILE, FORMAT).get("format") == FORMAT
@@ -113,9 +113,9 @@ def _report(adapter: Adapter, args: argparse.Namespace) -> str:
 
 def _convert_heads(args: argparse.Namespace) -> None:
     from ssmlx.drafters.heads import write_heads
-    from ssmlx.load.files import new_folder
-    from ssmlx.load.loading import load_base
-    from ssmlx.load.registry import resolve_model
+    from ssmlx.loading.files import new_folder
+    from ssmlx.loading.load import load_base
+    from ssmlx.loading.registry import resolve_model
 
     from .formats.heads import convert_heads
 
@@ -138,10 +138,10 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ssmlx.load.adapter import write_adapter
-    from ssmlx.load.files import new_folder
-    from ssmlx.load.loading import load_base, load_words
-    from ssmlx.load.registry import resolve_model
+    from ssmlx.loading.adapter import write_adapter
+    from ssmlx.loading.files import new_folder
+    from ssmlx.loading.load import load_base, load_words
+    from ssmlx.loading.registry import resolve_model
 
     from .formats.adapter import cast_adapter, read_checkpoint, write_fused
     from .formats.checkpoint import TASK_LORA

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError, first_line
-from ssmlx.load.files import new_folder
-from ssmlx.options import make_parser, run
+from ssmlx.loading.files import new_folder
 from ssmlx.settings import read_json
 
 from .installed import check_torch

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.files import make_folder
-from ssmlx.options import make_parser, run
+from ssmlx.loading.files import make_folder
 
 from .answers.generation import Sampling, end_tokens, generate_batch, load_generator
 from .answers.magpie import normalised, sample_prompts
@@ -235,7 +235,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ssmlx.load.registry import resolve_model
+    from ssmlx.loading.registry import resolve_model
 
     check_torch()
     check_batch_size(args.batch_size)

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.files import folder_digest, make_folder
-from ssmlx.options import make_parser, run
+from ssmlx.loading.files import folder_digest, make_folder
 from ssmlx.settings import DEFAULT_MODEL
 
 from .answers.generation import Answer, Sampling, end_tokens, generate_batch, load_generator
@@ -277,7 +277,7 @@ def check_batch_size(batch_size: int) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ssmlx.load.registry import resolve_model
+    from ssmlx.loading.registry import resolve_model
 
     check_torch()
     from .formats.fine_tuned import template_of

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.options import make_parser, run
 
 from .answers.prompt_file import read_prompts
 from .continuations import write_jsonl

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmlx.load.files import folder_digest, make_folder
-from ssmlx.options import run
+from ssmlx.commands.options import run
+from ssmlx.loading.files import folder_digest, make_folder
 from ssmlx.training.config import SCHEDULES
 from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
 from ssmlx.training.job import Job, bar, finish, prepare, run_to_end

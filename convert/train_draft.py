@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.files import make_folder
-from ssmlx.options import make_parser, run
+from ssmlx.loading.files import make_folder
 from ssmlx.settings import DraftModelConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import finish, prepare, read_base, run_to_end
@@ -56,7 +56,7 @@ def draft_train_config(args: argparse.Namespace) -> TrainConfig:
     Raises:
         InputError: one of them makes no sense, or the model has fewer layers.
     """
-    from ssmlx.load.registry import resolve_model
+    from ssmlx.loading.registry import resolve_model
 
     most = read_base(resolve_model(args.model))["num_hidden_layers"]
     if not 1 <= args.layers <= most:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.files import folder_digest, make_folder
-from ssmlx.options import make_parser, run
+from ssmlx.loading.files import folder_digest, make_folder
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import Job, bar, finish, prepare, read_base, run_to_end
 from ssmlx.training.options import add_run_options, run_options
@@ -366,7 +366,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     Raises:
         InputError: they are broken, or do not fit each other.
     """
-    from ssmlx.load.registry import resolve_model
+    from ssmlx.loading.registry import resolve_model
 
     from .training.heads import check_fits
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.decoding.accept import accept
 from ssmlx.decoding.drafter import rank_candidates
 from ssmlx.model.tree import Tree, draft_topology, grow_tree
-from ssmlx.options import make_parser, run
 from ssmlx.settings import TreeConfig
 
 from .run.common import add_counts, check_counts

@@ -14,10 +14,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.generate import read_prompts
-from ssmlx.load.loading import load
+from ssmlx.commands.generate import read_prompts
+from ssmlx.commands.options import make_parser, run
+from ssmlx.loading.load import load
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.options import make_parser, run
 from ssmlx.plan import GenerateConfig
 from ssmlx.session import ChatSession
 from ssmlx.settings import TreeConfig

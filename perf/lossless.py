@@ -14,8 +14,8 @@ from typing import Any
 
 from huggingface_hub.utils import tqdm
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.options import make_parser, run
 from ssmlx.plan import GenerateConfig
 from ssmlx.settings import AdapterScope, PruneConfig, TreeConfig
 

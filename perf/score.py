@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.files import make_folder
-from ssmlx.options import make_parser, run
+from ssmlx.loading.files import make_folder
 
 from .run.common import RESULTS, split_name, write_result
 from .run.machine import machine

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from .drafters.draft_model import load_draft_model as load_draft_model
     from .drafters.heads import load_heads as load_heads
     from .errors import InputError as InputError
-    from .load.bundled import bundled_adapters as bundled_adapters
-    from .load.loading import load as load
-    from .load.loading import swap_adapter as swap_adapter
+    from .loading.bundled import bundled_adapters as bundled_adapters
+    from .loading.load import load as load
+    from .loading.load import swap_adapter as swap_adapter
     from .plan import GenerateConfig as GenerateConfig
     from .prompts import chat_tokens as chat_tokens
     from .prompts import prompt_tokens as prompt_tokens
@@ -46,9 +46,9 @@ has_fast_blas = prefer_openblas()
 
 # Loaded on first use, so that `--help` does not wait for MLX.
 _HOMES = {
-    "load": "load.loading",
-    "swap_adapter": "load.loading",
-    "bundled_adapters": "load.bundled",
+    "load": "loading.load",
+    "swap_adapter": "loading.load",
+    "bundled_adapters": "loading.bundled",
     "generate": "api",
     "stream_generate": "api",
     "GenerateConfig": "plan",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from .decoding.drafter import Drafter
-from .load.adapter import stream_tensors
+from .loading.adapter import stream_tensors
 from .model.backbone import head_bytes
 from .model.cache import TreeCache
 from .model.lora import RowLora

@@ -18,8 +18,6 @@ if _WORKER:
     _own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(_own)
 
-import ssmlx  # noqa: E402, F401
-
 
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread():

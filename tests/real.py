@@ -20,8 +20,8 @@ from mlx_lm.utils import save_config, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssmlx.load.adapter import Adapter, BaseIdentity, write_adapter
-from ssmlx.load.loading import load_base
+from ssmlx.loading.adapter import Adapter, BaseIdentity, write_adapter
+from ssmlx.loading.load import load_base
 from ssmlx.model.lora import LoraWeights, linear_shape
 from ssmlx.model.streams import LowRank, StreamWeights
 from ssmlx.settings import StreamConfig

@@ -14,8 +14,8 @@ import mlx.core as mx  # isort: skip
 from real import EXAMPLE, WIDTH, make_adapter, snapshot, without_prune, write_base
 
 from ssmlx.errors import InputError
-from ssmlx.load.adapter import load_adapter, write_adapter
-from ssmlx.load.files import account_for, new_folder, read_tensors, write_whole
+from ssmlx.loading.adapter import load_adapter, write_adapter
+from ssmlx.loading.files import account_for, new_folder, read_tensors, write_whole
 
 
 def refusal(function, *args, **kwargs) -> str:

@@ -23,8 +23,8 @@ from perf.bench.run import contexts_result, expected_seconds
 from perf.bench.target import SYSTEMS, answer_tokens, endless, load_target, text_of_length
 from perf.run.tasks import TASKS, Example
 from ssmlx.api import end_token_ids
-from ssmlx.load.adapter import Adapter, BaseIdentity, write_adapter
-from ssmlx.load.loading import load_base
+from ssmlx.loading.adapter import Adapter, BaseIdentity, write_adapter
+from ssmlx.loading.load import load_base
 from ssmlx.settings import StreamConfig
 
 SCOPES = ("all", "streams", "task")

@@ -21,9 +21,9 @@ from real import (
 )
 
 import ssmlx
-from ssmlx import chat
+from ssmlx.commands import chat
 from ssmlx.errors import InputError
-from ssmlx.load import loading
+from ssmlx.loading import load as loading
 from ssmlx.prompts import chat_tokens
 
 LENGTH = 12

@@ -11,7 +11,7 @@ from real import CONTEXT, ROOT, one_line, run_module, words, write_base, write_t
 
 import ssmlx
 from perf.quality import __main__ as quality
-from ssmlx import chat, generate
+from ssmlx.commands import chat, generate
 from ssmlx.errors import InputError
 
 PROG = "ssmlx.generate"
@@ -45,7 +45,7 @@ def loaded(base, adapter):
 def run(base, loaded, monkeypatch, capsys):
     """Run the command on the tiny model; gives (exit code, stdout, stderr)."""
     real = ssmlx.load
-    from ssmlx.load import loading
+    from ssmlx.loading import load as loading
 
     def load(model, *, adapter, **more):
         known = model == str(base) and adapter in loaded
@@ -355,7 +355,7 @@ def test_help_of_the_modules(module):
 @pytest.mark.parametrize("given, expected", [((), "auto"), (("--draft-head", "8bit"), "8bit")])
 def test_the_draft_head_is_loaded_as_asked(monkeypatch, given, expected):
     """Its name reaches the loader, which test_quantised.py follows from there."""
-    from ssmlx.load import loading
+    from ssmlx.loading import load as loading
 
     seen = {}
 

@@ -24,21 +24,11 @@ from real import (
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
-from perf.compare import (
-    __main__ as compare,
-)
-from perf.compare import (
-    bench as compare_bench,
-)
-from perf.compare import (
-    readme as compare_readme,
-)
-from perf.compare import (
-    run as compare_run,
-)
-from perf.compare import (
-    summary as compare_summary,
-)
+from perf.compare import __main__ as compare
+from perf.compare import bench as compare_bench
+from perf.compare import readme as compare_readme
+from perf.compare import run as compare_run
+from perf.compare import summary as compare_summary
 from perf.compare.bench import load_bench
 from perf.compare.picture import draw
 from perf.compare.plan import by_task, make_plan
@@ -53,8 +43,8 @@ from perf.run.store import Kept
 from ssmlx.decoding import loop as decode
 from ssmlx.drafters.heads import write_heads
 from ssmlx.errors import InputError
-from ssmlx.load.adapter import write_adapter
-from ssmlx.load.loading import load_base
+from ssmlx.loading.adapter import write_adapter
+from ssmlx.loading.load import load_base
 from ssmlx.settings import SamplingConfig
 
 TEMPLATE = "user: {prompt} | model:"

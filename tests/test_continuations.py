@@ -10,15 +10,15 @@ from real import one_line
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers
 
-from convert import chat_prompts, continuations  # noqa: E402
-from convert.__main__ import main as convert  # noqa: E402
-from convert.answers import generation, magpie, prompt_file  # noqa: E402
-from convert.answers.generation import Sampling, generate_batch  # noqa: E402
-from convert.continuations import PartFile  # noqa: E402
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.settings import StreamConfig  # noqa: E402
+from convert import chat_prompts, continuations
+from convert.__main__ import main as convert
+from convert.answers import generation, magpie, prompt_file
+from convert.answers.generation import Sampling, generate_batch
+from convert.continuations import PartFile
+from ssmlx.errors import InputError
+from ssmlx.settings import StreamConfig
 
 WORDS = ["[U]", "<s>", "</s>", "user", "assistant", "system", ":"]
 WORDS += [f"w{index}" for index in range(33)]

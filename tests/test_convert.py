@@ -23,13 +23,13 @@ from real import (
 )
 
 torch = pytest.importorskip("torch")
-import mlx_lm  # noqa: E402
-from safetensors.torch import load, save_file  # noqa: E402
+import mlx_lm
+from safetensors.torch import load, save_file
 
-from convert.__main__ import main  # noqa: E402
-from convert.base import load_base  # noqa: E402
-from convert.reference.model import StreamFusedReference, save_reference  # noqa: E402
-from ssmlx.settings import StreamConfig  # noqa: E402
+from convert.__main__ import main
+from convert.base import load_base
+from convert.reference.model import StreamFusedReference, save_reference
+from ssmlx.settings import StreamConfig
 
 LORA = "adapter_model.safetensors"
 TOKENS = [5, 9, 30, 12, 7, 61]
@@ -428,7 +428,7 @@ def test_a_checkpoint_is_not_an_adapter_to_replace(checkpoint, refusal):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_stopped_conversion_leaves_nothing(base, trained, tmp_path, monkeypatch, error):
-    from ssmlx.load import adapter
+    from ssmlx.loading import adapter
 
     def stop(folder, *_):
         (folder / "half").touch()

@@ -22,8 +22,8 @@ from tiny import (
 from tiny_heads import make_heads
 
 import ssmlx
-from ssmlx import generate
 from ssmlx.api import stream_generate, token_steps
+from ssmlx.commands import generate
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from tiny import first_tokens, make_lora  # noqa: E402
-from tiny_export import (  # noqa: E402
+from tiny import first_tokens, make_lora
+from tiny_export import (
     CHUNK,
     CONTEXT,
     TorchBackend,
@@ -21,20 +21,20 @@ from tiny_export import (  # noqa: E402
     write_pair,
 )
 
-from convert.base import load_base  # noqa: E402
-from convert.export.ane import rms_norm  # noqa: E402
-from convert.export.export import build_graphs  # noqa: E402
-from convert.export.heads import Head  # noqa: E402
-from convert.export.settings import ExportConfig  # noqa: E402
-from convert.export.source import build_reference  # noqa: E402
-from convert.reference.oracle import tree_inputs  # noqa: E402
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.exported.decode import prefill, step_inputs  # noqa: E402
-from ssmlx.exported.slots import SlotCache  # noqa: E402
-from ssmlx.exported.tree import DraftTree  # noqa: E402
-from ssmlx.load import loading  # noqa: E402
-from ssmlx.load.adapter import write_adapter  # noqa: E402
-from ssmlx.settings import PruneConfig, TreeConfig  # noqa: E402
+from convert.base import load_base
+from convert.export.ane import rms_norm
+from convert.export.export import build_graphs
+from convert.export.heads import Head
+from convert.export.settings import ExportConfig
+from convert.export.source import build_reference
+from convert.reference.oracle import tree_inputs
+from ssmlx.errors import InputError
+from ssmlx.exported.decode import prefill, step_inputs
+from ssmlx.exported.slots import SlotCache
+from ssmlx.exported.tree import DraftTree
+from ssmlx.loading import load as loading
+from ssmlx.loading.adapter import write_adapter
+from ssmlx.settings import PruneConfig, TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7, 9]
 FULL, BEST = TreeConfig(kind="full", width=2), TreeConfig(size=6)

@@ -17,26 +17,26 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("coremltools", exc_type=ImportError)
-from real import ROOT, one_line, run_module, snapshot, words  # noqa: E402
-from tiny_export import WORDS, Folders, write_pair  # noqa: E402
+from real import ROOT, one_line, run_module, snapshot, words
+from tiny_export import WORDS, Folders, write_pair
 
-from convert.export import compression  # noqa: E402
-from convert.export.coreml import convert_graph, import_coremltools, merge_functions  # noqa: E402
-from convert.export.export import Report, build_graphs, export  # noqa: E402
-from convert.export.interpreted import interpreted_backend  # noqa: E402
-from convert.export.settings import ExportConfig  # noqa: E402
-from convert.mil import Program  # noqa: E402
-from perf.export import check as export_check  # noqa: E402
-from perf.export import mac as export_mac  # noqa: E402
-from perf.export import ties as export_ties  # noqa: E402
-from ssmlx import exported as coreml  # noqa: E402
-from ssmlx import load  # noqa: E402
-from ssmlx.api import stream_generate  # noqa: E402
-from ssmlx.export import main  # noqa: E402
-from ssmlx.exported.tree import TreeTables  # noqa: E402
-from ssmlx.model.tree import draft_topology  # noqa: E402
-from ssmlx.plan import GenerateConfig  # noqa: E402
-from ssmlx.settings import PruneConfig, TreeConfig  # noqa: E402
+from convert.export import compression
+from convert.export.coreml import convert_graph, import_coremltools, merge_functions
+from convert.export.export import Report, build_graphs, export
+from convert.export.interpreted import interpreted_backend
+from convert.export.settings import ExportConfig
+from convert.mil import Program
+from perf.export import check as export_check
+from perf.export import mac as export_mac
+from perf.export import ties as export_ties
+from ssmlx import exported as coreml
+from ssmlx import loading as load
+from ssmlx.api import stream_generate
+from ssmlx.export import main
+from ssmlx.exported.tree import TreeTables
+from ssmlx.model.tree import draft_topology
+from ssmlx.plan import GenerateConfig
+from ssmlx.settings import PruneConfig, TreeConfig
 
 TREE, PRUNE = TreeConfig(size=6), PruneConfig(kind="budget", keep=4)
 PROMPTS = [words(count, first) for count, first in ((9, 0), (4, 7), (14, 20))]
@@ -185,7 +185,7 @@ def test_both_functions_are_there_and_share_their_weights(make_export):
     parameters = 2 * sum(np.prod(c.kind.shape) for c in decode.values())
     assert weights < 1.3 * parameters
     assert program.metadata["ssmlx.profile"] == "gpu"
-    assert program.metadata["ssmlx.load.adapter"] == "adapter"
+    assert program.metadata["ssmlx.loading.adapter"] == "adapter"
 
 
 def operations(package: Path) -> list[str]:

@@ -29,8 +29,8 @@ from tiny import (
 )
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, head_config, make_heads, random_heads
 
-from ssmlx import chat, generate
 from ssmlx.api import stream_generate, token_steps
+from ssmlx.commands import chat, generate
 from ssmlx.decoding.accept import Acceptance
 from ssmlx.decoding.loop import streaming_decode
 from ssmlx.drafters.choice import make_drafter, required_scratch

@@ -16,11 +16,11 @@ from real import VOCAB, WIDTH, one_line, snapshot, write_base
 from tiny import best_rank_paths, make_base
 
 torch = pytest.importorskip("torch")
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file, save_file
 
-from convert.__main__ import main  # noqa: E402
-from convert.base import load_base as load_torch_base  # noqa: E402
-from convert.formats.heads import (  # noqa: E402
+from convert.__main__ import main
+from convert.base import load_base as load_torch_base
+from convert.formats.heads import (
     DRAFT_VOCAB_FILE,
     MEDUSA_FILES,
     convert_heads,
@@ -28,8 +28,8 @@ from convert.formats.heads import (  # noqa: E402
     load_published,
     save_published,
 )
-from convert.formats.medusa import MedusaReference  # noqa: E402
-from ssmlx.drafters.heads import (  # noqa: E402
+from convert.formats.medusa import MedusaReference
+from ssmlx.drafters.heads import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     is_heads_folder,
@@ -37,12 +37,12 @@ from ssmlx.drafters.heads import (  # noqa: E402
     read_heads,
     write_heads,
 )
-from ssmlx.drafters.medusa_heads import MedusaConfig  # noqa: E402
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.load.adapter import BaseIdentity  # noqa: E402
-from ssmlx.load.loading import load_base  # noqa: E402
-from ssmlx.model.backbone import Backbone  # noqa: E402
-from ssmlx.settings import TreeConfig  # noqa: E402
+from ssmlx.drafters.medusa_heads import MedusaConfig
+from ssmlx.errors import InputError
+from ssmlx.loading.adapter import BaseIdentity
+from ssmlx.loading.load import load_base
+from ssmlx.model.backbone import Backbone
+from ssmlx.settings import TreeConfig
 
 SAFE, PICKLED = MEDUSA_FILES
 

@@ -17,10 +17,10 @@ from tiny import LAYERS, make_base, make_lora, make_model, make_streams, make_to
 from tiny_heads import HEAD_KINDS, make_heads
 
 from ssmlx.api import stream_generate
-from ssmlx.chat import Chat, Screen, command
+from ssmlx.commands.chat import Chat, Screen, command
+from ssmlx.commands.generate import read_prompts
 from ssmlx.drafters.draft_model import DraftModel
-from ssmlx.generate import read_prompts
-from ssmlx.load.adapter import Adapter, BaseIdentity, fuse_streams
+from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams
 from ssmlx.memory import MIB, Memory, memory_of
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache

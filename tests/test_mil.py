@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     ct = pytest.importorskip("coremltools")
-import coremltools.optimize.coreml as cto  # noqa: E402
-from tiny_mil import (  # noqa: E402
+import coremltools.optimize.coreml as cto
+from tiny_mil import (
     HEAD_DIM,
     KV_HEADS,
     ROWS,
@@ -26,12 +26,12 @@ from tiny_mil import (  # noqa: E402
     state_names,
 )
 
-from convert.mil import Program  # noqa: E402
-from convert.mil.execution import Run  # noqa: E402
-from convert.mil.ops import OPERATIONS  # noqa: E402
-from convert.mil.package import find_model, read_model  # noqa: E402
-from convert.mil.values import DTYPES, read_type  # noqa: E402
-from ssmlx.errors import InputError  # noqa: E402
+from convert.mil import Program
+from convert.mil.execution import Run
+from convert.mil.ops import OPERATIONS
+from convert.mil.package import find_model, read_model
+from convert.mil.values import DTYPES, read_type
+from ssmlx.errors import InputError
 
 logging.getLogger("coremltools").setLevel(logging.ERROR)
 STEPS = 4

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from mil_cases import CASES, COUNTS, FEW, Case, X, floats, ints  # noqa: E402
+from mil_cases import CASES, COUNTS, FEW, Case, X, floats, ints
 
-from convert.mil.arithmetic import Arithmetic  # noqa: E402
-from convert.mil.ops import OPERATIONS  # noqa: E402
-from convert.mil.values import DTYPES, TensorType  # noqa: E402
+from convert.mil.arithmetic import Arithmetic
+from convert.mil.ops import OPERATIONS
+from convert.mil.values import DTYPES, TensorType
 
 DECLARED = Arithmetic("declared")
 

@@ -16,26 +16,26 @@ import mlx.core as mx  # isort: skip
 from real import VOCAB, WIDTH, one_line, snapshot, write_base
 
 torch = pytest.importorskip("torch")
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file, save_file
 
-from convert.__main__ import main  # noqa: E402
-from convert.formats.heads import (  # noqa: E402
+from convert.__main__ import main
+from convert.formats.heads import (
     convert_heads,
     detect_kind,
     load_published,
     read_published,
     save_published,
 )
-from convert.formats.mlp_speculator import MlpSpeculatorReference  # noqa: E402
-from ssmlx.drafters.heads import load_heads, read_heads, write_heads  # noqa: E402
-from ssmlx.drafters.speculator_heads import (  # noqa: E402
+from convert.formats.mlp_speculator import MlpSpeculatorReference
+from ssmlx.drafters.heads import load_heads, read_heads, write_heads
+from ssmlx.drafters.speculator_heads import (
     MlpSpeculatorConfig,
     num_candidate_nodes,
     widths_topology,
 )
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.load.loading import load_base  # noqa: E402
-from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB  # noqa: E402
+from ssmlx.errors import InputError
+from ssmlx.loading.load import load_base
+from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
 WEIGHTS = "model.safetensors"
 WIDTHS = (4, 3, 2)

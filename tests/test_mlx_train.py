@@ -17,14 +17,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from real import ROOT, VOCAB, WIDTH, kill_once_there, one_line, words, write_base, write_nested_base
 
-from ssmlx.load.adapter import load_adapter
-from ssmlx.load.files import read_tensors
-from ssmlx.load.loading import load_base
-from ssmlx.load.task_lora import read_task_lora
+from ssmlx.commands.train import ADAPTER_FOLDER, PROG, STATE_FILE, STORE_FILE, main
+from ssmlx.loading.adapter import load_adapter
+from ssmlx.loading.files import read_tensors
+from ssmlx.loading.load import load_base
+from ssmlx.loading.task_lora import read_task_lora
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
 from ssmlx.settings import StreamConfig
-from ssmlx.train import ADAPTER_FOLDER, PROG, STATE_FILE, STORE_FILE, main
 from ssmlx.training.batches import collate
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Example

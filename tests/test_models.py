@@ -13,19 +13,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
-from mlx_lm.utils import quantize_model, save_config, save_model  # noqa: E402
-from real import answer, one_line, snapshot, write_tokenizer  # noqa: E402
-from tiny import first_tokens, tree_from_parents  # noqa: E402
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import quantize_model, save_config, save_model
+from real import answer, one_line, snapshot, write_tokenizer
+from tiny import first_tokens, tree_from_parents
 
-from convert import base as convert_base  # noqa: E402
-from convert.formats.adapter import read_checkpoint  # noqa: E402
-from convert.reference.model import StreamFusedReference, load_reference, save_reference  # noqa: E402
-from convert.reference.oracle import greedy_streaming, tree_inputs  # noqa: E402
-from ssmlx.api import token_steps  # noqa: E402
-from ssmlx.decoding.loop import prefill  # noqa: E402
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.load.adapter import (  # noqa: E402
+from convert import base as convert_base
+from convert.formats.adapter import read_checkpoint
+from convert.reference.model import StreamFusedReference, load_reference, save_reference
+from convert.reference.oracle import greedy_streaming, tree_inputs
+from ssmlx.api import token_steps
+from ssmlx.decoding.loop import prefill
+from ssmlx.errors import InputError
+from ssmlx.loading.adapter import (
     Adapter,
     BaseIdentity,
     fuse_streams,
@@ -33,13 +33,13 @@ from ssmlx.load.adapter import (  # noqa: E402
     read_streams,
     write_adapter,
 )
-from ssmlx.load.loading import load_base  # noqa: E402
-from ssmlx.model.architectures import model_classes  # noqa: E402
-from ssmlx.model.backbone import decoder_path  # noqa: E402
-from ssmlx.model.lora import LoraWeights  # noqa: E402
-from ssmlx.model.streams import StreamFusedModel  # noqa: E402
-from ssmlx.plan import GenerateConfig  # noqa: E402
-from ssmlx.settings import StreamConfig, TreeConfig  # noqa: E402
+from ssmlx.loading.load import load_base
+from ssmlx.model.architectures import model_classes
+from ssmlx.model.backbone import decoder_path
+from ssmlx.model.lora import LoraWeights
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.plan import GenerateConfig
+from ssmlx.settings import StreamConfig, TreeConfig
 
 LAYERS, STREAMS, VOCAB, CONTEXT = 4, 2, 64, 48
 PROMPT = [5, 2, 3, 11, 7]

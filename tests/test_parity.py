@@ -8,19 +8,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from test_reference import ARCHITECTURES, make_base  # noqa: E402
-from test_reference import make_model as make_reference  # noqa: E402
-from tiny import first_tokens, tree_from_parents  # noqa: E402
+from test_reference import ARCHITECTURES, make_base
+from test_reference import make_model as make_reference
+from tiny import first_tokens, tree_from_parents
 
-from convert.formats.adapter import read_checkpoint, write_adapter  # noqa: E402
-from convert.reference.model import save_reference  # noqa: E402
-from convert.reference.oracle import greedy_streaming, tree_inputs  # noqa: E402
-from ssmlx.api import token_steps  # noqa: E402
-from ssmlx.decoding.loop import prefill  # noqa: E402
-from ssmlx.load.adapter import fuse_streams, load_adapter  # noqa: E402
-from ssmlx.load.loading import load_base  # noqa: E402
-from ssmlx.plan import GenerateConfig  # noqa: E402
-from ssmlx.settings import TreeConfig  # noqa: E402
+from convert.formats.adapter import read_checkpoint, write_adapter
+from convert.reference.model import save_reference
+from convert.reference.oracle import greedy_streaming, tree_inputs
+from ssmlx.api import token_steps
+from ssmlx.decoding.loop import prefill
+from ssmlx.loading.adapter import fuse_streams, load_adapter
+from ssmlx.loading.load import load_base
+from ssmlx.plan import GenerateConfig
+from ssmlx.settings import TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7]
 TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]

@@ -19,7 +19,7 @@ from perf.speed import __main__ as speed
 from perf.speed import step_cost
 from ssmlx.decoding.loop import prefill, step
 from ssmlx.drafters.streams import StreamDrafter
-from ssmlx.load.adapter import Adapter, write_adapter
+from ssmlx.loading.adapter import Adapter, write_adapter
 from ssmlx.model.cache import TreeCache
 from ssmlx.settings import PruneConfig, TreeConfig
 

@@ -21,13 +21,13 @@ from tiny import LAYERS, VOCAB, make_base, make_lora, make_streams, make_tokeniz
 from tiny_heads import make_heads
 
 from ssmlx.api import stream_generate
+from ssmlx.commands.generate import read_prompts
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
-from ssmlx.generate import read_prompts
-from ssmlx.load.adapter import Adapter, BaseIdentity, fuse_streams, load_adapter, write_adapter
-from ssmlx.load.bundled import resolve_adapter
-from ssmlx.load.loading import is_quantised, load_base, load_words, resolve_draft_bits
-from ssmlx.load.registry import resolve_model
+from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams, load_adapter, write_adapter
+from ssmlx.loading.bundled import resolve_adapter
+from ssmlx.loading.load import is_quantised, load_base, load_words, resolve_draft_bits
+from ssmlx.loading.registry import resolve_model
 from ssmlx.model.backbone import Backbone, head_bytes, pack_rows
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel

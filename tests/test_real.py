@@ -14,8 +14,8 @@ import numpy as np
 from real import EXAMPLE, answer, run_module
 
 from convert.__main__ import main as convert
-from ssmlx.load.loading import load_base
-from ssmlx.load.registry import resolve_model
+from ssmlx.loading.load import load_base
+from ssmlx.loading.registry import resolve_model
 from ssmlx.model.tree import Tree
 from ssmlx.prompts import encode, prompt_tokens
 from ssmlx.settings import PruneConfig, TreeConfig

@@ -9,25 +9,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from safetensors.torch import load, save_file  # noqa: E402
+from safetensors.torch import load, save_file
 
-from convert.base import load_base  # noqa: E402
-from convert.reference.model import (  # noqa: E402
+from convert.base import load_base
+from convert.reference.model import (
     ReferenceOutput,
     StreamFusedReference,
     load_reference,
     save_reference,
     stream_visibility,
 )
-from convert.reference.oracle import (  # noqa: E402
+from convert.reference.oracle import (
     accepted_path,
     full_tree,
     greedy_plain,
     greedy_streaming,
     tree_inputs,
 )
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.settings import StreamConfig  # noqa: E402
+from ssmlx.errors import InputError
+from ssmlx.settings import StreamConfig
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2-135m-sql"
 ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Phi3", "Mistral")
@@ -630,7 +630,7 @@ def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
 
 @pytest.mark.real
 def test_real_checkpoint_writes_the_expected_tokens():
-    registry = pytest.importorskip("ssmlx.load.registry")
+    registry = pytest.importorskip("ssmlx.loading.registry")
     folder = Path(registry.resolve_model("smollm2-135m-q4_1"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = load_reference(load_base(folder), EXAMPLE)

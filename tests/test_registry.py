@@ -14,8 +14,8 @@ import mlx_lm.utils
 import pytest
 
 from ssmlx.errors import InputError
-from ssmlx.load import registry
-from ssmlx.load.registry import ALIASES, cache_dir, resolve_model
+from ssmlx.loading import registry
+from ssmlx.loading.registry import ALIASES, cache_dir, resolve_model
 
 SMOLLM2, PINNED = ALIASES
 GGUF_BYTES = b"stands for a GGUF file"

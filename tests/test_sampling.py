@@ -20,8 +20,9 @@ from tiny import (
     tree_from_parents,
 )
 
-from ssmlx import chat, generate
 from ssmlx.api import stream_generate, token_steps
+from ssmlx.commands import chat, generate
+from ssmlx.commands.options import generate_config
 from ssmlx.decoding.accept import accept, accept_typical
 from ssmlx.decoding.loop import plain_decode
 from ssmlx.decoding.sampling import (
@@ -36,7 +37,6 @@ from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN
-from ssmlx.options import generate_config
 from ssmlx.plan import GenerateConfig
 from ssmlx.response import summary
 from ssmlx.settings import AcceptanceConfig, SamplingConfig, TreeConfig

@@ -25,7 +25,7 @@ from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.choice import required_scratch
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
-from ssmlx.load.adapter import Adapter, BaseIdentity, fuse_streams
+from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import PathColumns, TreeCache
 from ssmlx.model.masks import earlier_streams, stream_visibility

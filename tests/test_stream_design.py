@@ -17,8 +17,8 @@ from tiny import make_base as make_mlx_base
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import plain_decode, prefill
 from ssmlx.errors import InputError
-from ssmlx.load.adapter import fuse_streams, load_adapter, write_adapter
-from ssmlx.load.loading import load_base
+from ssmlx.loading.adapter import fuse_streams, load_adapter, write_adapter
+from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.rotation import ValueRotation
 from ssmlx.model.streams import StreamFusedModel
@@ -27,19 +27,19 @@ from ssmlx.settings import StreamConfig, TreeConfig
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from safetensors.torch import load, save_file  # noqa: E402
-from test_reference import EXAMPLE, LAYERS, STREAMS, WIDTH, make_base, some_tokens  # noqa: E402
-from test_reference import stream_config as reference_config  # noqa: E402
+from safetensors.torch import load, save_file
+from test_reference import EXAMPLE, LAYERS, STREAMS, WIDTH, make_base, some_tokens
+from test_reference import stream_config as reference_config
 
-from convert.formats.adapter import read_checkpoint  # noqa: E402
-from convert.formats.checkpoint import read_stream_config, stream_settings  # noqa: E402
-from convert.reference.model import (  # noqa: E402
+from convert.formats.adapter import read_checkpoint
+from convert.formats.checkpoint import read_stream_config, stream_settings
+from convert.reference.model import (
     StreamFusedReference,
     load_reference,
     rotate_values,
     save_reference,
 )
-from convert.reference.oracle import greedy_streaming, tree_inputs  # noqa: E402
+from convert.reference.oracle import greedy_streaming, tree_inputs
 
 PROMPT = [5, 2, 3, 11, 7]
 TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]

@@ -29,11 +29,12 @@ from real import (
 )
 from tiny import LAYERS, WIDTH, make_base, make_lora, make_streams, make_tokenizer
 
-from ssmlx import chat, generate
+from ssmlx.commands import chat, generate
 from ssmlx.errors import InputError
-from ssmlx.load import bundled, loading
-from ssmlx.load.adapter import Adapter, BaseIdentity, fuse_streams, write_adapter
-from ssmlx.load.bundled import bundled_adapters, resolve_adapter
+from ssmlx.loading import bundled
+from ssmlx.loading import load as loading
+from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams, write_adapter
+from ssmlx.loading.bundled import bundled_adapters, resolve_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights
 from ssmlx.model.streams import StreamFusedModel

@@ -10,22 +10,22 @@ import pytest
 import ssmlx
 
 torch = pytest.importorskip("torch")
-from real import LAYERS, VOCAB, WIDTH, kill_once_there, one_line, words, write_base  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+from real import LAYERS, VOCAB, WIDTH, kill_once_there, one_line, words, write_base
+from torch.nn import functional as F
 
-from convert.__main__ import main as convert  # noqa: E402
-from convert.base import load_base  # noqa: E402
-from convert.reference.losses import linear_cross_entropy, mean_scales  # noqa: E402
-from convert.reference.model import StreamFusedReference, load_reference  # noqa: E402
-from convert.train import PROG, SETTINGS_FILE, STATE_FILE, STORE_FILE, main  # noqa: E402
-from convert.training.lower_store import LowerStore  # noqa: E402
-from convert.training.run import Objective, Run, build_model, freeze_base  # noqa: E402
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.settings import StreamConfig  # noqa: E402
-from ssmlx.training.batches import BatchPlan, collate  # noqa: E402
-from ssmlx.training.config import TrainConfig  # noqa: E402
-from ssmlx.training.data import Example  # noqa: E402
-from ssmlx.training.record import LOG_FILE, read_record  # noqa: E402
+from convert.__main__ import main as convert
+from convert.base import load_base
+from convert.reference.losses import linear_cross_entropy, mean_scales
+from convert.reference.model import StreamFusedReference, load_reference
+from convert.train import PROG, SETTINGS_FILE, STATE_FILE, STORE_FILE, main
+from convert.training.lower_store import LowerStore
+from convert.training.run import Objective, Run, build_model, freeze_base
+from ssmlx.errors import InputError
+from ssmlx.settings import StreamConfig
+from ssmlx.training.batches import BatchPlan, collate
+from ssmlx.training.config import TrainConfig
+from ssmlx.training.data import Example
+from ssmlx.training.record import LOG_FILE, read_record
 
 SMALL = (
     "--num-streams", "2", "--num-msa-layers", "2", "--lora-rank", "4", "--prune-rank", "4",

@@ -26,27 +26,27 @@ from real import (
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from safetensors.torch import load_file  # noqa: E402
-from test_reference import make_base  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+from safetensors.torch import load_file
+from test_reference import make_base
+from torch.nn import functional as F
 
-from convert.base import load_base  # noqa: E402
-from convert.train import main as train_streams  # noqa: E402
-from convert.train_draft import MODEL_FOLDER, PROG, STATE_FILE, main  # noqa: E402
-from convert.training.draft import (  # noqa: E402
+from convert.base import load_base
+from convert.train import main as train_streams
+from convert.train_draft import MODEL_FOLDER, PROG, STATE_FILE, main
+from convert.training.draft import (
     DraftObjective,
     build_draft,
     chain_calls,
     trained_weights,
     write_draft,
 )
-from convert.training.run import Run, freeze_base  # noqa: E402
-from ssmlx.load.loading import load_weights  # noqa: E402
-from ssmlx.settings import DraftModelConfig, StreamConfig  # noqa: E402
-from ssmlx.training.batches import BatchPlan, collate  # noqa: E402
-from ssmlx.training.config import TrainConfig  # noqa: E402
-from ssmlx.training.data import Example  # noqa: E402
-from ssmlx.training.record import LOG_FILE, read_record  # noqa: E402
+from convert.training.run import Run, freeze_base
+from ssmlx.loading.load import load_weights
+from ssmlx.settings import DraftModelConfig, StreamConfig
+from ssmlx.training.batches import BatchPlan, collate
+from ssmlx.training.config import TrainConfig
+from ssmlx.training.data import Example
+from ssmlx.training.record import LOG_FILE, read_record
 
 KEPT = 2
 SMALL = (
@@ -305,7 +305,7 @@ def test_what_it_learns_shows_when_it_drafts(base, data, tmp_path, dtype):
 
 
 def test_the_command_drafts_with_the_folder(base, data, tmp_path, capsys):
-    from ssmlx.generate import main as generate
+    from ssmlx.commands.generate import main as generate
 
     assert main(argv(base, data, tmp_path / "run", "--epochs", "1")) == 0
     options = ["--model", str(base), "--prompt", "w1 w2", "--max-tokens", "5"]

@@ -13,16 +13,16 @@ import mlx.core as mx  # isort: skip
 from real import VOCAB, WIDTH, kill_once_there, one_line, words, write_base, write_nested_base
 
 torch = pytest.importorskip("torch")
-from torch.nn import functional as F  # noqa: E402
+from torch.nn import functional as F
 
-from convert.__main__ import main as convert  # noqa: E402
-from convert.base import load_base  # noqa: E402
-from convert.formats.heads import DRAFT_VOCAB_FILE, load_published  # noqa: E402
-from convert.formats.mlp_speculator import MlpSpeculatorReference  # noqa: E402
-from convert.reference.losses import mean_scales  # noqa: E402
-from convert.reference.model import load_reference  # noqa: E402
-from convert.train import main as train_streams  # noqa: E402
-from convert.train_heads import (  # noqa: E402
+from convert.__main__ import main as convert
+from convert.base import load_base
+from convert.formats.heads import DRAFT_VOCAB_FILE, load_published
+from convert.formats.mlp_speculator import MlpSpeculatorReference
+from convert.reference.losses import mean_scales
+from convert.reference.model import load_reference
+from convert.train import main as train_streams
+from convert.train_heads import (
     PROG,
     STATE_FILE,
     STORE_FILE,
@@ -32,15 +32,15 @@ from convert.train_heads import (  # noqa: E402
     load_frozen,
     main,
 )
-from convert.training.heads import HeadObjective, accepted_depth, trained_cross_entropy  # noqa: E402
-from convert.training.run import Run  # noqa: E402
-from ssmlx.drafters.heads import load_heads  # noqa: E402
-from ssmlx.errors import InputError  # noqa: E402
-from ssmlx.load.loading import load_base as load_mlx_base  # noqa: E402
-from ssmlx.training.batches import BatchPlan, collate  # noqa: E402
-from ssmlx.training.config import TrainConfig  # noqa: E402
-from ssmlx.training.data import Example  # noqa: E402
-from ssmlx.training.record import LOG_FILE, read_record  # noqa: E402
+from convert.training.heads import HeadObjective, accepted_depth, trained_cross_entropy
+from convert.training.run import Run
+from ssmlx.drafters.heads import load_heads
+from ssmlx.errors import InputError
+from ssmlx.loading.load import load_base as load_mlx_base
+from ssmlx.training.batches import BatchPlan, collate
+from ssmlx.training.config import TrainConfig
+from ssmlx.training.data import Example
+from ssmlx.training.record import LOG_FILE, read_record
 
 SMALL = (
     "--batch-size", "8", "--device", "cpu", "--dtype", "float32", "--template", "{prompt}",

@@ -11,8 +11,8 @@ from test_cost import COSTS, flat
 from tiny import first_tokens, make_model
 
 import ssmlx
-from ssmlx import chat, generate
 from ssmlx.api import token_steps
+from ssmlx.commands import chat, generate
 from ssmlx.decoding.pace import FIRST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
 from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError

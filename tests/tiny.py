@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssmlx.load.adapter import Adapter, BaseIdentity, fuse_streams
+from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights
 from ssmlx.model.streams import LowRank, StreamFusedModel, StreamWeights

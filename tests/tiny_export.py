@@ -21,8 +21,8 @@ from ssmlx.exported.decode import streaming_decode
 from ssmlx.exported.manifest import Manifest
 from ssmlx.exported.slots import SlotCache
 from ssmlx.exported.tree import TreeTables
-from ssmlx.load.adapter import Adapter, load_adapter
-from ssmlx.load.loading import load, load_base
+from ssmlx.loading.adapter import Adapter, load_adapter
+from ssmlx.loading.load import load, load_base
 from ssmlx.plan import GenerateConfig
 
 WORDS = 64  # the tokenizer's

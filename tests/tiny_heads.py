@@ -8,7 +8,7 @@ import numpy as np
 from ssmlx.drafters.heads import HeadConfig, Heads, attach_heads
 from ssmlx.drafters.medusa_heads import MedusaConfig
 from ssmlx.drafters.speculator_heads import MlpSpeculatorConfig
-from ssmlx.load.adapter import BaseIdentity
+from ssmlx.loading.adapter import BaseIdentity
 
 HEAD_KINDS = ("medusa", "mlp-speculator")
 LEVELS = 3

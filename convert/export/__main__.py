@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssmlx.options import make_parser, run
+from ssmlx.commands.options import make_parser, run
 from ssmlx.settings import DEFAULT_MODEL, PruneConfig, TreeConfig
 
 from ..installed import check_installed

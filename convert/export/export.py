@@ -26,11 +26,11 @@ from ssmlx import __version__
 from ssmlx.errors import InputError
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, Manifest, package_digest
 from ssmlx.exported.tree import TreeTables
-from ssmlx.load.adapter import Adapter, load_adapter
-from ssmlx.load.bundled import CONFIG_FILE, resolve_adapter
-from ssmlx.load.files import new_folder
-from ssmlx.load.loading import load_words
-from ssmlx.load.registry import resolve_model
+from ssmlx.loading.adapter import Adapter, load_adapter
+from ssmlx.loading.bundled import CONFIG_FILE, resolve_adapter
+from ssmlx.loading.files import new_folder
+from ssmlx.loading.load import load_words
+from ssmlx.loading.registry import resolve_model
 from ssmlx.settings import read_json
 
 from ..base import copy_settings
@@ -241,7 +241,7 @@ def _manifest(
         digest=package_digest(package),
         compression=config.compression,
         model=texts["ssmlx.model.streams"],
-        adapter=texts["ssmlx.load.adapter"],
+        adapter=texts["ssmlx.loading.adapter"],
         versions=_versions(),
     )
 
@@ -251,7 +251,7 @@ def _texts(model: str, adapter: str | None, own: Adapter, config: ExportConfig) 
     return {
         "ssmlx.version": __version__,
         "ssmlx.model.streams": own.config.base_model or Path(model).name,
-        "ssmlx.load.adapter": Path(adapter or model).name,
+        "ssmlx.loading.adapter": Path(adapter or model).name,
         "ssmlx.scope": own.config.adapter_scope,
         "ssmlx.profile": config.profile,
         "ssmlx.compression": config.compression,

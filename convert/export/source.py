@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ssmlx.errors import InputError
-from ssmlx.load.adapter import Adapter, BaseIdentity
+from ssmlx.loading.adapter import Adapter, BaseIdentity
 from ssmlx.model.lora import layer_of
 
 from ..base import load_base
@@ -25,7 +25,7 @@ def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamF
 
     Args:
         folder: of the base model.
-        adapter: as `ssmlx.load.adapter.load_adapter` reads it.
+        adapter: as `ssmlx.loading.adapter.load_adapter` reads it.
         num_streams: G, the streams to use; the first ones of those trained.
 
     Raises:

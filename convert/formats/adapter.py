@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import save_config, save_model
 
 from ssmlx.errors import InputError
-from ssmlx.load.adapter import (
+from ssmlx.loading.adapter import (
     Adapter,
     BaseIdentity,
     cast_streams,
@@ -22,8 +22,8 @@ from ssmlx.load.adapter import (
     write_adapter,
     write_streams,
 )
-from ssmlx.load.files import account_for
-from ssmlx.load.loading import is_quantised
+from ssmlx.loading.files import account_for
+from ssmlx.loading.load import is_quantised
 from ssmlx.model.backbone import Backbone, decoder_path
 from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_shape
 from ssmlx.settings import AdapterScope, StreamConfig

@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx.errors import InputError
-from ssmlx.load.files import read_tensors
+from ssmlx.loading.files import read_tensors
 from ssmlx.settings import StreamConfig, read_json
 
 FORMAT = "speculative-streaming-pytorch/1"

@@ -30,8 +30,8 @@ from ssmlx.drafters.medusa_heads import MedusaConfig
 from ssmlx.drafters.speculator_heads import MODEL_TYPE, MlpSpeculatorConfig
 from ssmlx.drafters.speculator_heads import PREFIX as SPECULATOR_PREFIX
 from ssmlx.errors import InputError
-from ssmlx.load.adapter import BaseIdentity, check_draft_vocab
-from ssmlx.load.files import read_tensors
+from ssmlx.loading.adapter import BaseIdentity, check_draft_vocab
+from ssmlx.loading.files import read_tensors
 from ssmlx.model.backbone import Backbone
 from ssmlx.settings import read_json
 

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ssmlx.errors import InputError
-from ssmlx.load.adapter import check_draft_vocab
+from ssmlx.loading.adapter import check_draft_vocab
 from ssmlx.settings import StreamConfig
 from ssmlx.training.options import check_init, check_scale
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ssmlx.load.files import new_folder
+from ssmlx.loading.files import new_folder
 from ssmlx.settings import StreamConfig, read_json
 from ssmlx.training.batches import Batch
 from ssmlx.training.validation import answers

@@ -20,14 +20,14 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.files import make_folder
+from ssmlx.loading.files import make_folder
 from ssmlx.model.metal import is_available
 from ssmlx.model.metal.kernels import attend
 from ssmlx.model.metal.mask import pack_bits
 from ssmlx.model.metal.paths import bytes_read, choose_path, mlx_path
 from ssmlx.model.metal.plan import AttentionShape, Chip, is_supported, make_plan, this_chip
-from ssmlx.options import make_parser, run
 
 from ..run.common import RESULTS, publish
 from ..run.machine import machine

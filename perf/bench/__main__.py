@@ -19,10 +19,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ssmlx.load.files import make_folder
-from ssmlx.load.loading import is_quantised
-from ssmlx.load.registry import resolve_model
-from ssmlx.options import make_parser, run
+from ssmlx.commands.options import make_parser, run
+from ssmlx.loading.files import make_folder
+from ssmlx.loading.load import is_quantised
+from ssmlx.loading.registry import resolve_model
 from ssmlx.settings import DTYPES
 
 from ..run.common import BASE, RESULTS, check_counts, publish

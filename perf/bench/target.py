@@ -16,9 +16,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ssmlx.api import check_prompt, end_token_ids
 from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError
-from ssmlx.load.adapter import Adapter, fuse_streams
-from ssmlx.load.bundled import resolve_adapter
-from ssmlx.load.loading import load_base, load_weights, load_words
+from ssmlx.loading.adapter import Adapter, fuse_streams
+from ssmlx.loading.bundled import resolve_adapter
+from ssmlx.loading.load import load_base, load_weights, load_words
 from ssmlx.memory import Memory, memory_of, total_bytes
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.shapes import arrays_in

@@ -27,12 +27,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from convert.answers.prompt_file import as_messages, read_prompts
 from ssmlx.api import check_prompt
+from ssmlx.commands.options import add_model_options, load_from, make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.bundled import bundled_adapters
-from ssmlx.load.files import make_folder
-from ssmlx.load.loading import adapters_for
+from ssmlx.loading.bundled import bundled_adapters
+from ssmlx.loading.files import make_folder
+from ssmlx.loading.load import adapters_for
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.options import add_model_options, load_from, make_parser, run
 from ssmlx.tuning.profile import Place, Profile, mlx_version, store_profile
 
 from ..run.common import RESULTS, add_counts, publish

@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ssmlx.load.files import make_folder
-from ssmlx.options import make_parser, run
+from ssmlx.commands.options import make_parser, run
+from ssmlx.loading.files import make_folder
 
 from ..run.common import BASE, RESULTS, publish
 from ..run.tasks import DATA_HELP, TASKS, add_data_dir

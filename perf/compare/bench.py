@@ -19,8 +19,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import check_prompt
 from ssmlx.drafters.choice import make_drafter
-from ssmlx.load.adapter import Adapter, check_base, check_lora
-from ssmlx.load.loading import load_base, load_words
+from ssmlx.loading.adapter import Adapter, check_base, check_lora
+from ssmlx.loading.load import load_base, load_words
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import SamplingConfig

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import DraftingHeads, load_heads
 from ssmlx.errors import InputError
-from ssmlx.load.adapter import fuse_streams, stream_tensors
+from ssmlx.loading.adapter import fuse_streams, stream_tensors
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig

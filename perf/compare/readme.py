@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.errors import InputError
-from ssmlx.load.files import write_whole
+from ssmlx.loading.files import write_whole
 
 from ..run.tables import estimate
 from .report import (

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from ssmlx.errors import InputError
-from ssmlx.options import (
+from ssmlx.commands.options import (
     Parser,
     add_drafter_options,
     add_head_options,
     add_tree_options,
     generate_config,
 )
+from ssmlx.errors import InputError
 from ssmlx.plan import GenerateConfig
 from ssmlx.settings import SamplingConfig
 from ssmlx.tuning.profile import settled

@@ -23,12 +23,12 @@ import mlx.core as mx
 
 from ssmlx import exported as coreml
 from ssmlx.api import stream_generate
+from ssmlx.commands.generate import read_prompts
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.generate import read_prompts
-from ssmlx.load.loading import load
+from ssmlx.loading.load import load
 from ssmlx.model.shapes import to_float
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.options import make_parser, run
 from ssmlx.plan import GenerateConfig
 from ssmlx.response import GenerationResponse
 from ssmlx.settings import PruneConfig, TreeConfig

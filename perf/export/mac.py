@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx import exported as coreml
+from ssmlx.commands.generate import read_prompts
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
-from ssmlx.generate import read_prompts
-from ssmlx.load.loading import load
-from ssmlx.options import make_parser, run
+from ssmlx.loading.load import load
 from ssmlx.plan import GenerateConfig
 
 from ..run.common import save

@@ -16,9 +16,9 @@ from typing import Any
 
 from convert import train as trainer
 from convert.formats.checkpoint import ADAPTER_WEIGHTS
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.files import make_folder
-from ssmlx.options import make_parser, run
+from ssmlx.loading.files import make_folder
 from ssmlx.training.options import train_config
 
 from ..run.common import RESULTS, ROOT, write_result

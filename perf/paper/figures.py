@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.files import make_folder
-from ssmlx.options import make_parser, run
+from ssmlx.loading.files import make_folder
 
 from ..run.common import RESULTS, ROOT
 from .figure_pictures import draw_parity, draw_sampling, draw_trees

@@ -13,9 +13,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.files import make_folder, write_whole
-from ssmlx.options import make_parser, run
+from ssmlx.loading.files import make_folder, write_whole
 from ssmlx.settings import read_json
 from ssmlx.training.record import LOG_FILE, read_record
 

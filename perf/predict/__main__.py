@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.load.files import make_folder
-from ssmlx.options import make_parser, run
+from ssmlx.loading.files import make_folder
 from ssmlx.settings import read_json
 from ssmlx.tuning.cost import DraftShape
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ssmlx.options import add_tree_options, make_parser, run, template_text
+from ssmlx.commands.options import add_tree_options, make_parser, run, template_text
 
 from ..run.common import BASE, RESULTS, publish
 from ..run.machine import machine

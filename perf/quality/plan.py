@@ -10,13 +10,13 @@ from pathlib import Path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import check_prompt
+from ssmlx.commands.options import generate_config
 from ssmlx.errors import InputError
-from ssmlx.load.files import make_folder
-from ssmlx.load.loading import load_base, load_words
-from ssmlx.load.registry import resolve_model
+from ssmlx.loading.files import make_folder
+from ssmlx.loading.load import load_base, load_words
+from ssmlx.loading.registry import resolve_model
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.options import generate_config
 from ssmlx.plan import GenerateConfig
 from ssmlx.settings import TreeConfig
 from ssmlx.tuning.profile import settled

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import stream_generate
 from ssmlx.errors import InputError
-from ssmlx.load.files import write_whole
+from ssmlx.loading.files import write_whole
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig
 

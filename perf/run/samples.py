@@ -19,12 +19,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from convert.formats.adapter import read_checkpoint, write_adapter, write_fused
 from ssmlx.api import end_token_ids
+from ssmlx.commands.generate import read_prompts
 from ssmlx.errors import InputError
-from ssmlx.generate import read_prompts
-from ssmlx.load.adapter import Adapter, check_base, load_adapter
-from ssmlx.load.bundled import resolve_adapter
-from ssmlx.load.loading import load, load_base, load_words
-from ssmlx.load.registry import resolve_model
+from ssmlx.loading.adapter import Adapter, check_base, load_adapter
+from ssmlx.loading.bundled import resolve_adapter
+from ssmlx.loading.load import load, load_base, load_words
+from ssmlx.loading.registry import resolve_model
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel

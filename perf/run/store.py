@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ssmlx.load.adapter import CONFIG_FILE, LORA_FILES, STREAMS_FILE
-from ssmlx.load.task_lora import LORA_SETTINGS
+from ssmlx.loading.adapter import CONFIG_FILE, LORA_FILES, STREAMS_FILE
+from ssmlx.loading.task_lora import LORA_SETTINGS
 
 from .common import ROOT, Answer
 from .machine import machine

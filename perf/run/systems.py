@@ -11,10 +11,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.drafters.choice import required_scratch
 from ssmlx.errors import InputError, check_choice
-from ssmlx.load.adapter import CONFIG_FILE, check_base, check_lora
-from ssmlx.load.bundled import resolve_adapter
-from ssmlx.load.loading import load, load_base, load_words
-from ssmlx.load.task_lora import read_lora
+from ssmlx.loading.adapter import CONFIG_FILE, check_base, check_lora
+from ssmlx.loading.bundled import resolve_adapter
+from ssmlx.loading.load import load, load_base, load_words
+from ssmlx.loading.task_lora import read_lora
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel

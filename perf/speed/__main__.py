@@ -16,7 +16,7 @@ from typing import Any
 
 from huggingface_hub.utils import tqdm
 
-from ssmlx.options import make_parser, run
+from ssmlx.commands.options import make_parser, run
 from ssmlx.plan import GenerateConfig
 from ssmlx.settings import TreeConfig
 

@@ -206,8 +206,8 @@ def load_draft_model(
     Raises:
         InputError: it cannot be loaded, or its vocabulary is another than the target's.
     """
-    from ..load.loading import load_weights, load_words
-    from ..load.registry import resolve_model
+    from ..loading.load import load_weights, load_words
+    from ..loading.registry import resolve_model
 
     path = resolve_model(name)
     model, config = load_weights(path, dtype, f"--draft-model {name} cannot be loaded")

@@ -17,8 +17,8 @@ import mlx.core as mx
 
 from ..decoding.drafter import num_trained
 from ..errors import InputError
-from ..load.adapter import BaseIdentity, check_draft_vocab
-from ..load.files import account_for, read_tensors
+from ..loading.adapter import BaseIdentity, check_draft_vocab
+from ..loading.files import account_for, read_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..settings import DrafterKind, read_json

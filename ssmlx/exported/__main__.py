@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from ..generate import read_prompts, record
-from ..options import make_parser, run
+from ..commands.generate import read_prompts, record
+from ..commands.options import make_parser, run
 
 PROG = "ssmlx.exported"
 EPILOG = """examples:

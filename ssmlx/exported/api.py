@@ -12,7 +12,7 @@ from pathlib import Path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError
-from ..load.loading import load_words
+from ..loading.load import load_words
 from ..prompts import chat_tokens, encode
 from ..response import Budget, GenerationResponse
 from ..settings import read_json

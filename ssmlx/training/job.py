@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import InputError
-from ..load.files import folder_digest
+from ..loading.files import folder_digest
 from ..settings import StreamConfig, read_json
 from .config import TrainConfig
 from .options import RunOptions
@@ -122,8 +122,8 @@ def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
     Raises:
         InputError: the model, the data and the settings do not fit each other.
     """
-    from ..load.loading import load_words
-    from ..load.registry import resolve_model
+    from ..loading.load import load_words
+    from ..loading.registry import resolve_model
     from .data import Encoder, read_examples
     from .draft_vocab import choose_draft_vocab
 

@@ -23,7 +23,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import InputError
-from ..load.adapter import (
+from ..loading.adapter import (
     Adapter,
     BaseIdentity,
     check_base,

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..decoding.drafter import rank_candidates
 from ..errors import InputError
-from ..load.loading import load_base, resolve_dtype
+from ..loading.load import load_base, resolve_dtype
 from ..model.backbone import Backbone
 from ..model.shapes import to_int, to_list
 from ..settings import read_json

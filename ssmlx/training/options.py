@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..commands.options import make_parser, template_text
 from ..errors import InputError
-from ..load.bundled import CONFIG_FILE
-from ..options import make_parser, template_text
+from ..loading.bundled import CONFIG_FILE
 from ..settings import (
     ADAPTER_SCOPES,
     DEFAULT_MODEL,

@@ -27,8 +27,8 @@ import numpy as np
 from .. import has_fast_blas
 from ..decoding.pace import Pace
 from ..errors import InputError
-from ..load.adapter import BaseIdentity, stream_tensors
-from ..load.registry import cache_dir
+from ..loading.adapter import BaseIdentity, stream_tensors
+from ..loading.registry import cache_dir
 from ..model.streams import StreamFusedModel
 from ..settings import PruneConfig, TreeConfig, read_json
 from .cost import DraftShape, StepCosts, Way

@@ -202,9 +202,9 @@ def load(
     """Load a model that drafts for itself, and its tokenizer.
 
     Args:
-        model: a local folder, a Hub name, or an alias (`ssmlx.load.registry.ALIASES`).
+        model: a local folder, a Hub name, or an alias (`ssmlx.loading.registry.ALIASES`).
         adapter: an adapter folder, the name of one that ships with the package
-            (`ssmlx.bundled_adapters`), or "none"; see `ssmlx.load.bundled.resolve_adapter`. By
+            (`ssmlx.bundled_adapters`), or "none"; see `ssmlx.loading.bundled.resolve_adapter`. By
             default a fused folder uses its own streams, and any other model decodes plainly.
         dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU,
             float32 on the CPU backend. Quantised weights are unpacked for the float types.

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .errors import InputError
-from .load.bundled import bundled_adapters
-from .settings import (
+from ..errors import InputError
+from ..loading.bundled import bundled_adapters
+from ..settings import (
     ACCEPTANCES,
     ATTENTIONS,
     DECODINGS,
@@ -34,7 +34,7 @@ from .settings import (
 )
 
 if TYPE_CHECKING:
-    from .plan import GenerateConfig
+    from ..plan import GenerateConfig
 
 
 class Parser(argparse.ArgumentParser):
@@ -335,7 +335,7 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
     Raises:
         InputError: a value is out of range, or an option could have no effect.
     """
-    from .plan import GenerateConfig
+    from ..plan import GenerateConfig
 
     _reject_idle_options(args)
     bias = getattr(args, "logit_bias", None)
@@ -429,7 +429,7 @@ def _drafter_of(args: argparse.Namespace) -> str | None:
         return "draft-model"
     if getattr(args, "heads", None) is None:
         return None
-    from .drafters.heads import read_drafter
+    from ..drafters.heads import read_drafter
 
     return read_drafter(args.heads)
 
@@ -478,8 +478,8 @@ def load_from(args: argparse.Namespace, default_adapter: str | None = None) -> A
             streams, nothing else is to draft, and the adapter belongs to the model;
             `args.adapter` then names it.
     """
-    from .load.loading import adapters_for, load, swap_adapter
-    from .model import metal
+    from ..loading.load import adapters_for, load, swap_adapter
+    from ..model import metal
 
     metal.use(args.attention)
     model, tokenizer = load(
@@ -511,16 +511,16 @@ def load_drafter(
     Raises:
         InputError: they cannot be loaded, do not fit the model, or the settings do not.
     """
-    from .drafters.choice import required_scratch
+    from ..drafters.choice import required_scratch
 
     if args.draft_model is not None:
-        from .drafters.draft_model import load_draft_model
+        from ..drafters.draft_model import load_draft_model
 
         vocab_size = model.backbone.vocab_size
         draft = load_draft_model(args.draft_model, tokenizer, vocab_size, dtype=args.dtype)
         config = replace(config, draft_model=draft)
     if args.heads is not None:
-        from .drafters.heads import load_heads
+        from ..drafters.heads import load_heads
 
         config = replace(config, heads=load_heads(args.heads, model))
     required_scratch(model, config)

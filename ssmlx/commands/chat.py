@@ -1,0 +1,360 @@
+"""The chat command."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import has_fast_blas
+from ..blas import HINT
+from ..errors import InputError
+from ..loading.bundled import bundled_adapters
+from .options import (
+    add_decoding_options,
+    add_model_options,
+    generate_config,
+    load_drafter,
+    load_from,
+    make_parser,
+    run,
+)
+
+if TYPE_CHECKING:
+    from ..session import ChatSession
+
+PROG = "ssmlx.chat"
+DEFAULT_ADAPTER = "chat"
+NO_DEFAULT = (
+    "ssmlx ships no chat adapter for this model: plain decoding; "
+    "`python -m convert.train --help` says how to train one"
+)
+EPILOG = """examples:
+  python -m ssmlx.chat
+  python -m ssmlx.chat --adapter sql --tree best --tree-size 16
+  python -m ssmlx.chat --adapter none --drafter prompt-lookup
+  python -m ssmlx.chat --heads heads/medusa
+  echo "What is a monsoon?" | python -m ssmlx.chat
+
+Ctrl-C stops a reply and keeps the chat; Ctrl-D or /quit leaves. Replies go to standard output,
+everything else to standard error, so the chat can be piped."""
+HELP = """/help            this list
+/reset           forget the conversation
+/system TEXT     start anew with TEXT as the system prompt; without TEXT, with the default one
+/stats           tokens, target calls and speed of this chat
+/memory          where the memory goes
+/compare         answer the last message again, streaming and plain: same text? how much faster?
+/adapter         the adapter in use, and those that ship with ssmlx
+/adapter NAME    go on with another adapter (a name, a folder, or none) and the same conversation
+/quit            leave (so does Ctrl-D)"""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = make_parser("ssmlx.chat", "Chat with a model that drafts for itself.", EPILOG)
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    add_model_options(parser, DEFAULT_ADAPTER)
+    add_decoding_options(parser, max_tokens=1024)
+    return parser.parse_args(argv)
+
+
+class Screen:
+    """Where things are shown: replies on standard output, the rest, dimmed, on standard error."""
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty()
+        self._dim = sys.stderr.isatty()
+        if isinstance(sys.stdin, TextIOWrapper):
+            # A stray byte then spoils its message alone.
+            sys.stdin.reconfigure(errors="surrogateescape")
+
+    def note(self, text: str) -> None:
+        """A quiet line."""
+        print(f"\033[2m{text}\033[0m" if self._dim else text, file=sys.stderr, flush=True)
+
+    def reply(self, text: str) -> None:
+        """A piece of the answer."""
+        print(text, end="", flush=True)
+
+    def ask(self) -> str | None:
+        """The next line that the user enters; None at the end of input."""
+        try:
+            return input("> " if self.interactive else "")
+        except EOFError:
+            if self.interactive:
+                print(file=sys.stderr)
+            return None
+
+
+@contextmanager
+def history(path: Path, screen: Screen) -> Iterator[None]:
+    """Line editing with a history that lasts from chat to chat, on a terminal."""
+    try:
+        import readline
+    except ImportError:
+        readline = None  # type: ignore[assignment]
+    if readline is None or not screen.interactive:
+        yield
+        return
+    if path.exists():
+        readline.read_history_file(path)
+    readline.set_history_length(1000)
+    try:
+        yield
+    finally:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        readline.write_history_file(path)
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C inside the block into a flag; a second one interrupts.
+
+    An exception in the middle of a step could leave the cache half-written; a flag, read
+    between steps, cannot.
+    """
+    stopped = False
+
+    def on_interrupt(signum: int, frame: Any) -> None:
+        nonlocal stopped
+        if stopped:
+            raise KeyboardInterrupt
+        stopped = True
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield lambda: stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclass
+class Chat:
+    """What a line of the user may act on.
+
+    Attributes:
+        session: the conversation.
+        screen: where things are shown.
+        adapter: what the user calls the adapter in use; None for a fused model's own streams.
+    """
+
+    session: ChatSession
+    screen: Screen
+    adapter: str | None
+
+
+def answer(session: ChatSession, text: str, screen: Screen) -> None:
+    """Stream the reply to `text`, then the quiet line."""
+    from ..response import summary
+    from .progress import PromptBar
+
+    last = None
+    with stoppable() as stopped:
+        responses = session.reply(text, progress=PromptBar())
+        for last in responses:
+            screen.reply(last.text)
+            if stopped():
+                break
+        responses.close()  # type: ignore[attr-defined]
+    print(flush=True)
+    if last is not None:
+        cut = " · stopped" if last.finish_reason is None else ""
+        screen.note(f"[{summary(last, session.plain_tps)}{cut}]")
+
+
+def stats(session: ChatSession) -> str:
+    """What /stats shows."""
+    totals = session.totals
+    if not totals.answers:
+        return "nothing was said yet"
+    speed = totals.decode_tokens / totals.decode_seconds if totals.decode_seconds else 0.0
+    return (
+        f"{totals.answers} answers · {totals.tokens} tokens in {totals.target_calls} target calls "
+        f"({totals.tokens / totals.target_calls:.2f} a call) · {speed:.1f} tokens/s\n"
+        f"context: {session.context_tokens} tokens, {session.cache_bytes / 2**20:.1f} MiB · "
+        f"{totals.reused_tokens} of {totals.prompt_tokens} prompt tokens came from the cache"
+    )
+
+
+def compare(session: ChatSession) -> str:
+    """What /compare shows."""
+    result = session.compare()
+    verdict = "the same tokens" if result.same_tokens else "DIFFERENT tokens"
+    return (
+        f"streaming {result.streaming.generation_tps:.1f} tokens/s, plain "
+        f"{result.plain.generation_tps:.1f}: {result.speed_up:.2f}x, {verdict} "
+        f"({result.streaming.target_calls} target calls instead of {result.plain.target_calls})"
+    )
+
+
+def adapter(rest: str, chat: Chat) -> str:
+    """What /adapter shows, after the swap that it may ask for."""
+    if not rest:
+        return f"{current_adapter(chat)}\n{_available(chat.session)}"
+    import mlx.core as mx
+
+    chat.session.swap_adapter(rest)
+    mx.reset_peak_memory()
+    chat.adapter = rest
+    _note_tuning(chat)
+    again = "; the conversation goes on" if chat.session.messages else ""
+    return current_adapter(chat) + again
+
+
+def current_adapter(chat: Chat) -> str:
+    """The adapter in use and what it does to the answers, in one line."""
+    session, config = chat.session, chat.session.model.config
+    drafter = session.config.resolved_drafter(session.model)
+    if config is None:
+        return f"no adapter: {f'{drafter} drafts' if drafter else 'plain decoding'}"
+    own = chat.adapter is None
+    name = "the model's own streams" if own else f"adapter {chat.adapter}"
+    how = "the adapter is part of the model"
+    if config.adapter_scope == "streams" and session.model.is_fine_tuned:
+        how = "the fine-tuned model's answers are untouched"
+    elif config.adapter_scope == "streams":
+        how = "the base model's answers are untouched"
+    elif own:
+        how = "the model was fine-tuned with them"
+    drafts = f"{config.num_streams} streams draft"
+    if drafter != "streams":
+        drafts = f"{drafter} drafts" if drafter else _why_plain(session)
+    if _trained_on_another_form(session):
+        how += "; it was trained on prompts of another form than this chat's"
+    return f"{name}: {drafts}; {how}"
+
+
+def _why_plain(session: ChatSession) -> str:
+    asked = session.config.decoding == "plain"
+    return "plain decoding, " + ("as --decoding says" if asked else "which is faster here")
+
+
+def _trained_on_another_form(session: ChatSession) -> bool:
+    """Whether the adapter's own prompt template differs from the model's chat template."""
+    from ..prompts import chat_tokens, encode
+
+    config, tokenizer = session.model.config, session.tokenizer
+    template = config.prompt_template if config else None
+    if template is None or not tokenizer.has_chat_template:
+        return False
+    text = "hello"
+    own = encode(template.replace("{prompt}", text), tokenizer)
+    return own != chat_tokens(tokenizer, [{"role": "user", "content": text}])
+
+
+def _available(session: ChatSession) -> str:
+    from ..loading.load import adapters_for
+
+    fitting = adapters_for(session.model)
+    others = [name for name in bundled_adapters() if name not in fitting]
+    names = ", ".join(fitting) or "none for this model"
+    names += f" (for other models: {', '.join(others)})" if others else ""
+    return f"shipped with ssmlx: {names}; /adapter NAME, FOLDER or none takes another"
+
+
+def command(line: str, chat: Chat) -> bool:
+    """Carry out a line that starts with a slash; False to leave."""
+    session, screen = chat.session, chat.screen
+    name, _, rest = line.partition(" ")
+    if name == "/quit":
+        return False
+    if name == "/help":
+        screen.note(HELP)
+    elif name == "/reset":
+        session.reset(session.system)
+        screen.note("the conversation is forgotten")
+    elif name == "/system":
+        session.reset(rest.strip() or None)
+        screen.note(
+            "a new conversation with " + ("that" if rest.strip() else "no") + " system prompt"
+        )
+    elif name == "/stats":
+        screen.note(stats(session))
+    elif name == "/memory":
+        screen.note(session.memory.table())
+    elif name == "/compare":
+        screen.note(compare(session))
+    elif name == "/adapter":
+        screen.note(adapter(rest.strip(), chat))
+    else:
+        screen.note(f"no command {name}; /help lists them")
+    return True
+
+
+def turn(line: str, chat: Chat) -> bool:
+    """Handle one line of the user; False to leave. A mistake is told and the chat goes on."""
+    is_command = line.startswith("/")
+    try:
+        if is_command:
+            return command(line, chat)
+        if line.strip():
+            answer(chat.session, line, chat.screen)
+    except InputError as error:
+        full = not is_command and "context" in str(error)
+        chat.screen.note(f"{error}" + ("; /reset starts anew" if full else ""))
+    return True
+
+
+def _main(args: argparse.Namespace) -> None:
+    config = generate_config(args)
+    screen = Screen()
+    if not has_fast_blas:
+        screen.note(HINT)
+    if screen.interactive:
+        screen.note(f"loading {args.model} ...")
+    model, tokenizer = load_from(args, DEFAULT_ADAPTER)
+    config = load_drafter(args, config, model, tokenizer)
+
+    import mlx.core as mx
+
+    from ..loading.registry import cache_dir
+    from ..session import ChatSession
+
+    session = ChatSession(model, tokenizer, config, system=args.system)
+    mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
+    chat = Chat(session, screen, args.adapter)
+    undrafted = model.num_streams == 0 and config.resolved_drafter(model) is None
+    if args.adapter is None and args.decoding is None and undrafted:
+        screen.note(NO_DEFAULT)
+    _note_tuning(chat)
+    if screen.interactive:
+        screen.note(_greeting(args, chat))
+    with history(cache_dir() / "chat_history", screen):
+        while (line := _ask(screen)) is not None:
+            if not turn(line, chat):
+                break
+
+
+def _note_tuning(chat: Chat) -> None:
+    """Say so where this machine's profile decides how to draft."""
+    from ..tuning.profile import tuned_line
+
+    tuned = tuned_line(chat.session.config, chat.session.model)
+    if tuned is not None:
+        chat.screen.note(f"[{tuned}]")
+
+
+def _ask(screen: Screen) -> str | None:
+    """The next line; Ctrl-C at the prompt empties it."""
+    while True:
+        try:
+            return screen.ask()
+        except KeyboardInterrupt:
+            print("^C  (/quit leaves)", file=sys.stderr)
+
+
+def _greeting(args: argparse.Namespace, chat: Chat) -> str:
+    dtype = str(chat.session.model.backbone.dtype).removeprefix("mlx.core.")
+    return f"{args.model}, {dtype}; {current_adapter(chat)}. /help lists the commands."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)

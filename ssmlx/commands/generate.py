@@ -1,0 +1,179 @@
+"""The generate command: one prompt or a file of them; text, or one JSON object a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from .options import (
+    add_decoding_options,
+    add_model_options,
+    generate_config,
+    load_drafter,
+    load_from,
+    make_parser,
+    run,
+    template_text,
+)
+
+if TYPE_CHECKING:
+    from ..response import GenerationResponse
+
+PROG = "ssmlx.generate"
+EPILOG = """examples:
+  python -m ssmlx.generate --prompt "Name three primary colours."
+  python -m ssmlx.generate --adapter sql --prompts questions.jsonl --jsonl > answers.jsonl
+  python -m ssmlx.generate --adapter sql --tree full --tree-width 2 --prompt "..."
+  python -m ssmlx.generate --drafter prompt-lookup --temp 0.7 --top-k 40 --seed 1 --prompt "..."
+  python -m ssmlx.generate --heads heads/medusa --tree-size 24 --prompt "..."
+  python -m ssmlx.generate --model org/large --draft-model org/small --prompt "..."
+
+With --jsonl each line holds prompt, text, tokens, finish_reason (stop, length or context),
+prompt_tokens, generation_tokens, target_calls, tokens_per_call, prefill_seconds, decode_seconds,
+draft_calls, lossy and memory. target_calls counts forward passes of the model, the prompt's as one:
+plain decoding has exactly one token a call. draft_calls counts those of a draft model. memory holds
+bytes of what the answer kept, part by part, and the peak since the model was loaded."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = make_parser(
+        "ssmlx.generate", "Answer prompts with a model that drafts itself.", EPILOG
+    )
+    source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    source.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help="a JSON object a line, field `prompt`"
+    )
+    parser.add_argument(
+        "--template",
+        type=template_text,
+        metavar="chat|raw|TEXT",
+        help="chat: the model's chat template; raw: the prompt as it is; or a text with {prompt}, "
+        "with \\n for a new line (default: the adapter's own template, then chat, then raw)",
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
+        "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
+    )
+    output.add_argument(
+        "--verbose", action="store_true", help="say where the memory goes, below each answer"
+    )
+    add_model_options(parser)
+    add_decoding_options(parser, max_tokens=256)
+    return parser.parse_args(argv)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a JSON Lines file.
+
+    Raises:
+        InputError: the file is missing, no UTF-8, or a line has no `prompt`; the line is named.
+    """
+    if not path.is_file():
+        raise InputError(f"no file {path}", expected="a JSON object a line", do="check --prompts")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text", expected="a JSON object a line", do="save it as UTF-8"
+        ) from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = [_prompt_of(line, f"{path}, line {number},") for number, line in numbered]
+    if not prompts:
+        raise InputError(
+            f"{path} holds no prompts", expected="a JSON object a line", do="check --prompts"
+        )
+    return prompts
+
+
+def _prompt_of(line: str, where: str) -> str:
+    expected = 'an object such as {"prompt": "..."}'
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "has no prompt"
+        raise InputError(f"{where} {what}", expected=expected, do="correct the line") from error
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InputError(f"{where} has an empty prompt", expected=expected, do="correct the line")
+    return prompt
+
+
+def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
+    """What --jsonl prints of one answer."""
+    last = responses[-1]
+    return {
+        "prompt": prompt,
+        "text": "".join(response.text for response in responses),
+        "tokens": [token for response in responses for token in response.tokens],
+        "finish_reason": last.finish_reason,
+        "prompt_tokens": last.prompt_tokens,
+        "generation_tokens": last.generation_tokens,
+        "target_calls": last.target_calls,
+        "tokens_per_call": round(last.tokens_per_call, 4),
+        "prefill_seconds": round(last.prefill_seconds, 6),
+        "decode_seconds": round(last.decode_seconds, 6),
+        "draft_calls": last.draft_calls,
+        "lossy": last.lossy,
+        "memory": asdict(last.memory) if last.memory else None,
+    }
+
+
+def _print_text(
+    responses: Iterator[GenerationResponse], *, verbose: bool
+) -> list[GenerationResponse]:
+    from ..response import summary
+
+    seen = []
+    for response in responses:
+        seen.append(response)
+        print(response.text, end="", flush=True)
+    print(flush=True)
+    print(f"[{summary(seen[-1])}]", file=sys.stderr)
+    memory = seen[-1].memory
+    if verbose and memory is not None:
+        print(f"[{memory.line()}]", file=sys.stderr)
+    return seen
+
+
+def _main(args: argparse.Namespace) -> None:
+    prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+    config = generate_config(args)
+    model, tokenizer = load_from(args)
+    config = load_drafter(args, config, model, tokenizer)
+
+    import mlx.core as mx
+
+    from ..api import check_prompt, stream_generate
+    from ..prompts import prompt_tokens
+    from ..tuning.profile import tuned_line
+    from .progress import PromptBar, bar
+
+    # All prompts are encoded and checked first: a bad one must not stop a run half-way.
+    encoded = [prompt_tokens(text, model, tokenizer, args.template) for text in prompts]
+    for tokens in encoded:
+        check_prompt(model, len(tokens))
+    mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
+    tuned = tuned_line(config, model)
+    if tuned is not None:
+        print(f"[{tuned}]", file=sys.stderr)
+    show_bar = args.jsonl and len(prompts) > 1
+    pairs: Any = zip(prompts, encoded, strict=True)
+    for text, tokens in bar(pairs, len(prompts), "prompts") if show_bar else pairs:
+        responses = stream_generate(model, tokenizer, tokens, config, progress=PromptBar())
+        if args.jsonl:
+            print(json.dumps(record(text, list(responses)), ensure_ascii=False), flush=True)
+        else:
+            _print_text(responses, verbose=args.verbose)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = parse_args(argv)
+    return run(lambda: _main(args), PROG)
