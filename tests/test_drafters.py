@@ -32,7 +32,7 @@ from ssmlx.decoding.sampling import filter_logprobs, log_softmax
 from ssmlx.drafters.choice import make_drafter, required_scratch
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter, check_vocabulary
 from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
-from ssmlx.drafters.prompt_lookup import PromptLookupDrafter
+from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.trie import Trie, padded_size
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone

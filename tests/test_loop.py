@@ -13,7 +13,7 @@ import ssmlx
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.decoding.pace import Pace
-from ssmlx.drafters.prompt_lookup import PromptLookupDrafter
+from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.model import shapes
 from ssmlx.settings import STREAM_SCHEDULES, PromptLookupConfig, PruneConfig, TreeConfig
@@ -52,11 +52,11 @@ def events(monkeypatch):
 def _modules_that_read():
     from ssmlx.decoding import accept, prune, sampling
     from ssmlx.decoding import drafter as draft
-    from ssmlx.drafters import prompt_lookup, streams
+    from ssmlx.drafters import lookup, streams
     from ssmlx.model import streams as model
     from ssmlx.model import tree
 
-    return accept, draft, model, prune, sampling, tree, prompt_lookup, streams
+    return accept, draft, model, prune, sampling, tree, lookup, streams
 
 
 TREE = TreeConfig(kind="best", size=7)

@@ -13,7 +13,7 @@ from tiny_heads import cycle_heads
 
 from ssmlx.api import stream_generate
 from ssmlx.drafters.choice import make_drafter
-from ssmlx.drafters.with_lookup import NGRAM, TextOnDevice, WithLookup, continuation, extend
+from ssmlx.drafters.lookup import NGRAM, TextOnDevice, WithLookup, continuation, extend
 from ssmlx.errors import InputError
 from ssmlx.model.tree import PAD_TOKEN, root_tree
 from ssmlx.plan import GenerateConfig

@@ -3,7 +3,7 @@
 | drafter | file | trained | reads the text |
 |---|---|---|---|
 | the model's own streams | `streams.py` | yes | no |
-| prompt lookup | `prompt_lookup.py` | no | yes |
+| prompt lookup | `lookup.py` | no | yes |
 | lookahead decoding | `lookahead.py` | no | yes |
 | a separate model | `draft_model.py` | elsewhere | yes |
 | Medusa heads | `medusa.py` | yes | no |

@@ -12,12 +12,11 @@ from ..settings import HEAD_DRAFTERS, TEXT_DRAFTERS, DrafterKind
 from ..tuning.profile import settled
 from .draft_model import DraftModelDrafter
 from .lookahead import LookaheadDrafter
+from .lookup import PromptLookupDrafter, WithLookup
 from .medusa import MedusaDrafter
 from .medusa_heads import MedusaHeads
 from .mlp_speculator import MlpSpeculatorDrafter
-from .prompt_lookup import PromptLookupDrafter
 from .streams import StreamDrafter
-from .with_lookup import WithLookup
 
 
 def required_scratch(model: StreamFusedModel, config: GenerateConfig) -> int:

@@ -132,7 +132,6 @@ class DraftModelDrafter:
         self.waits = True
 
     def start(self, tokens: Sequence[int]) -> None:
-        """See `Drafter.start`."""
         self._text = list(tokens)
         self._chain = mx.zeros(0, mx.int32)
         self.draft_calls = self._model.start(tokens, self)

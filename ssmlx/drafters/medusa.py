@@ -36,6 +36,5 @@ class MedusaDrafter:
         """Nothing to do: the heads see the newest hidden state alone."""
 
     def propose(self, verified: Verified) -> Tree:
-        """See `Drafter.propose`."""
         hidden = self._backbone.final_norm(verified.last_hidden)[0]
         return self._heads.propose_tree(verified.root, hidden, self._tree)

@@ -43,7 +43,6 @@ class MlpSpeculatorDrafter:
         """Nothing to do: the stages see the newest hidden state and their own guesses alone."""
 
     def propose(self, verified: Verified) -> Tree:
-        """See `Drafter.propose`."""
         hidden = self._backbone.final_norm(verified.last_hidden)[0]
         return self._speculator.propose_tree(
             verified.root, hidden, self._widths, self._size, candidates=self._candidates

@@ -62,7 +62,6 @@ class StreamDrafter:
         self._cache = StreamCache(layers, scratch=self.num_levels + 2 * self._path)
 
     def propose(self, verified: Verified) -> Tree:
-        """See `Drafter.propose`."""
         stream_hidden = verified.stream_hidden if self.num_streams else self._run(verified)
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
         logits = self._model.draft_logits(stream_hidden)

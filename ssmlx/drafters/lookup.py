@@ -1,22 +1,85 @@
-"""Any drafter's tree, and beside it what followed the same words earlier in the text.
+"""Lookup: what followed the text's last tokens where they stood before is likely to follow.
 
-Prompt lookup that stays on the device: where the drafter's guesses come from the model, and the
-answer quotes its prompt (names, numbers, code, sentences to be summarised), the copy goes on
+`PromptLookupDrafter` drafts from nothing else, and looks up on the host. `WithLookup` adds a chain
+to another drafter's trees, on the device: where that drafter's guesses come from the model, and
+the answer quotes its prompt (names, numbers, code, sentences to be summarised), the copy goes on
 where the guesses end. No paper's; the losslessness of the tree's verification covers it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 
 from ..decoding.drafter import Drafter, Verified
 from ..model.shapes import indices
 from ..model.tree import PAD_TOKEN, Tree
+from ..settings import PromptLookupConfig
+from .trie import Trie, padded_size
 
-NGRAM = 4  # most tokens that are looked up; fewer where so many are found nowhere
+MAX_MATCHES = 8  # places that are remembered of each n-gram, the newest ones
+NGRAM = 4  # most tokens that are looked up beside a drafter; fewer where so many stand nowhere
 _ROOM = 256  # tokens by which the text's buffer grows
+
+
+class PromptLookupDrafter:
+    """Drafts what followed the text's last n tokens where they stood earlier.
+
+    The longest n first, and for each the newest place first; every match's continuation is a
+    chain, and chains with a common beginning share its nodes. A continuation that reaches the
+    end of the text goes on in itself, so a text with a period is drafted at full length.
+    """
+
+    num_streams, num_parameters, draft_calls, cache_bytes = 0, 0, 0, 0
+    waits = True
+
+    def __init__(self, config: PromptLookupConfig) -> None:
+        self.num_levels = config.num_draft_tokens
+        self.max_nodes = padded_size(config.size)
+        self._config = config
+        self.start(())
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self._text: list[int] = []
+        self._ends: dict[tuple[int, ...], deque[int]] = defaultdict(
+            lambda: deque(maxlen=MAX_MATCHES + 1)
+        )
+        self._extend(tokens)
+
+    def propose(self, verified: Verified) -> Tree:
+        """See `Drafter.propose`. Waits for the target, for its tokens are what is looked up."""
+        (new_tokens,) = verified.read()
+        self._extend(new_tokens)
+        trie = Trie(self._text[-1], self._config.size)
+        for end in self._matches():
+            trie.add(self._continuation(end))
+            if trie.is_full:
+                break
+        tree, _ = trie.tree(self.num_levels if len(trie.tokens) > 1 else 0)
+        return tree
+
+    def _extend(self, tokens: Iterable[int]) -> None:
+        """Note each new token, and where the n-grams that it completes end."""
+        text = self._text
+        for token in tokens:
+            text.append(token)
+            for n in range(1, min(self._config.ngram, len(text)) + 1):
+                self._ends[tuple(text[-n:])].append(len(text))
+
+    def _matches(self) -> Iterator[int]:
+        """Where the text's last tokens ended before: the likeliest places first."""
+        text = self._text
+        for n in range(min(self._config.ngram, len(text)), 0, -1):
+            ends = self._ends[tuple(text[-n:])]
+            yield from (end for end in reversed(ends) if end < len(text))
+
+    def _continuation(self, end: int) -> list[int]:
+        """The `num_draft_tokens` tokens after place `end`; beyond the text, its own."""
+        period = len(self._text) - end
+        known = self._text[end : end + self.num_levels]
+        return [known[index % period] for index in range(self.num_levels)]
 
 
 class TextOnDevice:
@@ -114,12 +177,10 @@ class WithLookup:
         return self.drafter.cache_bytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """See `Drafter.start`."""
         self.drafter.start(tokens)
         self._text = TextOnDevice(tokens)
 
     def propose(self, verified: Verified) -> Tree:
-        """See `Drafter.propose`."""
         accepted, place = verified.acceptance, verified.position + 1
         self._text.write(accepted.new_tokens, place)
         tree = self.drafter.propose(verified)
