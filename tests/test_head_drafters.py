@@ -35,9 +35,9 @@ from ssmlx.decoding.accept import Acceptance
 from ssmlx.decoding.loop import streaming_decode
 from ssmlx.drafters.choice import make_drafter, required_scratch
 from ssmlx.drafters.heads import attach_heads, write_heads
-from ssmlx.drafters.medusa_heads import carries_heads
 from ssmlx.drafters.speculator_heads import num_candidate_nodes
 from ssmlx.errors import InputError
+from ssmlx.model.architectures import carries_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel

@@ -25,13 +25,13 @@ from ssmlx.drafters.heads import (
     check_base_sizes,
     check_heads,
 )
-from ssmlx.drafters.medusa_heads import PREFIX as MEDUSA_PREFIX
 from ssmlx.drafters.medusa_heads import MedusaConfig
 from ssmlx.drafters.speculator_heads import MODEL_TYPE, MlpSpeculatorConfig
 from ssmlx.drafters.speculator_heads import PREFIX as SPECULATOR_PREFIX
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import BaseIdentity, check_draft_vocab
 from ssmlx.loading.files import read_tensors
+from ssmlx.model.architectures import MEDUSA_PREFIX
 from ssmlx.model.backbone import Backbone
 from ssmlx.settings import read_json
 

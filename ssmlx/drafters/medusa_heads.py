@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,9 +19,6 @@ from ..model.backbone import Backbone, LMHead, head_bytes
 from ..model.shapes import arrays_in, expect_shape
 from ..model.tree import Tree, draft_topology, grow_tree
 from ..settings import DrafterKind, TreeConfig
-
-PREFIX = "medusa_head."
-"""Of the heads' tensors where they are among the model's own weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,30 +180,3 @@ class MedusaHeads:
     def fitting(self, tree: TreeConfig) -> TreeConfig:
         """`tree`, no wider than there are tokens to guess."""
         return tree.no_wider_than(self.draft_vocab_size)
-
-
-def carries_heads(folder: Path) -> bool:
-    """Whether a model's own weights hold Medusa heads (Medusa-2). Reads their names alone."""
-    for path in folder.glob("model*.safetensors"):
-        tensors: Any = mx.load(str(path))
-        if any(name.startswith(PREFIX) for name in tensors):
-            return True
-    return False
-
-
-def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """mlx-lm's classes of a model that may carry Medusa heads in its own weights (Medusa-2).
-
-    They leave `medusa_head.*` out, which mlx-lm's loader would refuse; it takes this function as
-    `get_model_classes`.
-    """
-    from mlx_lm.utils import _get_classes
-
-    model, args = _get_classes(config)
-
-    class WithoutHeads(model):  # type: ignore[misc, valid-type]
-        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            kept = {name: w for name, w in weights.items() if not name.startswith(PREFIX)}
-            return super().sanitize(kept) if hasattr(model, "sanitize") else kept
-
-    return WithoutHeads, args

@@ -13,10 +13,8 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
-from ..drafters.medusa_heads import carries_heads
-from ..drafters.medusa_heads import model_classes as classes_without_heads
 from ..errors import InputError, check_choice, first_line
-from ..model.architectures import model_classes
+from ..model.architectures import carries_heads, classes_without_heads, model_classes
 from ..model.backbone import PACKED_KINDS, Backbone
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, read_json
