@@ -185,7 +185,7 @@ def test_both_functions_are_there_and_share_their_weights(make_export):
     parameters = 2 * sum(np.prod(c.kind.shape) for c in decode.values())
     assert weights < 1.3 * parameters
     assert program.metadata["ssmlx.profile"] == "gpu"
-    assert program.metadata["ssmlx.loading.adapter"] == "adapter"
+    assert program.metadata["ssmlx.adapter"] == "adapter"
 
 
 def operations(package: Path) -> list[str]:

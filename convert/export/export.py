@@ -240,8 +240,8 @@ def _manifest(
         end_token_ids=tuple(end_token_ids),
         digest=package_digest(package),
         compression=config.compression,
-        model=texts["ssmlx.model.streams"],
-        adapter=texts["ssmlx.loading.adapter"],
+        model=texts["ssmlx.model"],
+        adapter=texts["ssmlx.adapter"],
         versions=_versions(),
     )
 
@@ -250,8 +250,8 @@ def _texts(model: str, adapter: str | None, own: Adapter, config: ExportConfig) 
     """What the package says of itself where its host looks: in Xcode, or in its metadata."""
     return {
         "ssmlx.version": __version__,
-        "ssmlx.model.streams": own.config.base_model or Path(model).name,
-        "ssmlx.loading.adapter": Path(adapter or model).name,
+        "ssmlx.model": own.config.base_model or Path(model).name,
+        "ssmlx.adapter": Path(adapter or model).name,
         "ssmlx.scope": own.config.adapter_scope,
         "ssmlx.profile": config.profile,
         "ssmlx.compression": config.compression,
