@@ -15,10 +15,11 @@ from typing import Any
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
+from ssmlx.prompts import read_prompts
 
 from .answers.generation import Sampling, end_tokens, generate_batch, load_generator
 from .answers.magpie import normalised, sample_prompts
-from .answers.prompt_file import encode_prompts, read_prompts
+from .answers.prompt_file import encode_prompts
 from .chat_lists import FOLLOW_UPS, PLAIN, SLOTS, TEMPLATES
 from .continuations import add_generator_options, check_batch_size, plan_batches, write_jsonl
 from .installed import check_torch

@@ -15,10 +15,11 @@ from typing import Any
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import folder_digest, make_folder
+from ssmlx.prompts import read_prompts
 from ssmlx.settings import DEFAULT_MODEL
 
 from .answers.generation import Answer, Sampling, end_tokens, generate_batch, load_generator
-from .answers.prompt_file import distinct, encode_prompts, read_prompts
+from .answers.prompt_file import distinct, encode_prompts
 from .installed import check_torch
 
 PROG = "convert.continuations"
@@ -284,7 +285,8 @@ def _main(args: argparse.Namespace) -> None:
 
     check_batch_size(args.batch_size)
     sampling = Sampling(max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)
-    prompts = read_prompts(args.prompts)
+    kinds = ("prompt", "messages")
+    prompts = [{k: row[k] for k in kinds if k in row} for row in read_prompts(args.prompts)]
     if not args.temp:
         prompts = distinct(prompts)
     make_folder(args.out.parent)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
+from ssmlx.prompts import read_prompts
 
-from .answers.prompt_file import read_prompts
 from .continuations import write_jsonl
 
 PROG = "convert.e2e_prompts"
@@ -136,7 +136,7 @@ def recombine(
 
 def _texts(path: Path) -> list[str]:
     """The different prompts of a file, in their order."""
-    return list(dict.fromkeys(prompt.get("prompt", "") for prompt in read_prompts(path)))
+    return list(dict.fromkeys(prompt.get("prompt", "") for prompt in read_prompts(path, "--data")))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

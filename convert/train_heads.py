@@ -316,9 +316,9 @@ def check_continuations(path: Path) -> None:
     Raises:
         InputError: a line does not, or the file cannot be read.
     """
-    from ssmlx.training.data import read_lines
+    from ssmlx.prompts import read_lines
 
-    for number, line in read_lines(path):
+    for number, line in read_lines(path, "--data"):
         if '"completion_tokens"' not in line:
             raise InputError(
                 f"{path}, line {number} has no completion_tokens",

@@ -14,11 +14,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.commands.generate import read_prompts
 from ssmlx.commands.options import make_parser, run
 from ssmlx.loading.load import load
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig
+from ssmlx.prompts import read_prompts, user_text
 from ssmlx.session import ChatSession
 from ssmlx.settings import TreeConfig
 
@@ -54,7 +54,7 @@ def hold_chat(
 
 def long_prompt(tokenizer: TokenizerWrapper, length: int) -> list[int]:
     """`length` tokens of the sample prompts, one after the other."""
-    text = "\n".join(read_prompts(SAMPLE_PROMPTS))
+    text = "\n".join(map(user_text, read_prompts(SAMPLE_PROMPTS)))
     return list(tokenizer.encode(text, add_special_tokens=False))[:length]
 
 

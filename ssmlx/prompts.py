@@ -1,9 +1,12 @@
-"""From a user's text to prompt tokens."""
+"""Files of prompts, and from a user's text to prompt tokens."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -12,6 +15,133 @@ from .model.streams import StreamFusedModel
 
 Message = Mapping[str, str]
 """One turn of a chat: {"role": "system" | "user" | "assistant", "content": text}."""
+
+Prompt = Mapping[str, Any]
+"""What is asked, a line of a file: "prompt", a text, or "messages", the turns of a chat."""
+
+_KINDS = ("prompt", "messages")
+_ROLES = ("system", "user", "assistant")
+
+
+def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file, each with "prompt" or "messages" and whatever it holds.
+
+    A last turn of the assistant's, as training data has it, is left out of "messages".
+
+    Args:
+        path: the file.
+        option: the command line's name for it, for messages.
+
+    Raises:
+        InputError: the file is missing, empty or no text, or a line holds no prompt.
+    """
+    prompts = [
+        _checked_prompt(line, f"{path}, line {number},")
+        for number, line in read_lines(path, option)
+    ]
+    if not prompts:
+        raise InputError(
+            f"{path} holds no prompts", expected="a JSON object a line", do=f"check {option}"
+        )
+    return prompts
+
+
+def read_lines(
+    path: Path, option: str, expected: str = "a JSON object a line"
+) -> list[tuple[int, str]]:
+    """The lines of a JSON Lines file that are not blank, each with its number.
+
+    Raises:
+        InputError: the file is missing, or no UTF-8.
+    """
+    if not path.is_file():
+        raise InputError(f"{path} does not exist", expected=expected, do=f"check {option}")
+    try:
+        # JSON allows line separators inside texts that str.splitlines would cut at.
+        numbered = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+        return [(number, line) for number, line in numbered if line.strip()]
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text", expected="a JSON object a line", do="save it as UTF-8"
+        ) from error
+
+
+def _checked_prompt(line: str, where: str) -> dict[str, Any]:
+    expected, do = 'an object such as {"prompt": "..."}', "correct the line"
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where} is not JSON ({error})", expected=expected, do=do) from error
+    kinds = [kind for kind in _KINDS if isinstance(record, dict) and kind in record]
+    if len(kinds) != 1:
+        found = "has both a prompt and messages" if kinds else "has no prompt"
+        raise InputError(
+            f"{where} {found}", expected='an object with either "prompt" or "messages"', do=do
+        )
+    if kinds == ["messages"]:
+        record["messages"] = _unanswered(record["messages"])
+    messages = as_messages(record)
+    if not _are_messages(messages):
+        raise InputError(
+            f'{where} has a bad "{kinds[0]}"',
+            expected="a text, or a list of objects with role (system, user, assistant) and "
+            "content, the last one from the user, or an answer to it",
+            do=do,
+        )
+    if not messages[-1]["content"].strip():
+        raise InputError(f"{where} has an empty prompt", expected=expected, do=do)
+    return record
+
+
+def _unanswered(messages: Any) -> Any:
+    """Turns of a chat without the answer at their end, if there is one."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    is_answer = isinstance(last, dict) and last.get("role") == "assistant"
+    return messages[:-1] if is_answer else messages
+
+
+def _are_messages(messages: Any) -> bool:
+    """Whether these are turns of a chat that the model has to answer now."""
+    return (
+        isinstance(messages, list)
+        and len(messages) > 0
+        and all(
+            isinstance(turn, dict)
+            and turn.get("role") in _ROLES
+            and isinstance(turn.get("content"), str)
+            for turn in messages
+        )
+        and messages[-1]["role"] == "user"
+    )
+
+
+def as_messages(prompt: Prompt) -> Any:
+    """A prompt as the turns of a chat."""
+    if "messages" in prompt:
+        return prompt["messages"]
+    return [{"role": "user", "content": prompt["prompt"]}]
+
+
+def user_text(prompt: Prompt) -> str:
+    """What the user says last."""
+    return str(as_messages(prompt)[-1]["content"])
+
+
+def encode_prompt(
+    prompt: Prompt,
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
+    template: str | None = None,
+) -> list[int]:
+    """Under a template as `prompt_tokens`; several turns under the model's own chat template.
+
+    Raises:
+        InputError: the template cannot be used, or a turn is not Unicode.
+    """
+    messages = as_messages(prompt)
+    if len(messages) == 1:
+        return prompt_tokens(user_text(prompt), model, tokenizer, template)
+    return chat_tokens(tokenizer, messages)
 
 
 def chat_tokens(tokenizer: TokenizerWrapper, messages: Sequence[Message]) -> list[int]:
@@ -59,11 +189,16 @@ def prompt_tokens(
     Raises:
         InputError: the text is empty or not Unicode, or the template cannot be used.
     """
+    own = model.config.prompt_template if model.config else None
+    return text_tokens(text, tokenizer, own if template is None else template)
+
+
+def text_tokens(text: str, tokenizer: TokenizerWrapper, template: str | None) -> list[int]:
+    """The tokens of one prompt under a template as `prompt_tokens` takes it."""
     if not text.strip():
         raise InputError("the prompt is empty", expected="some text", do="give a prompt")
     if template is None:
-        own = model.config.prompt_template if model.config else None
-        template = own or ("chat" if tokenizer.has_chat_template else "raw")
+        template = "chat" if tokenizer.has_chat_template else "raw"
     if template == "chat":
         return chat_tokens(tokenizer, [{"role": "user", "content": text}])
     if template == "raw":

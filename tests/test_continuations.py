@@ -14,10 +14,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from convert import chat_prompts, continuations
 from convert.__main__ import main as convert
-from convert.answers import generation, magpie, prompt_file
+from convert.answers import generation, magpie
 from convert.answers.generation import Sampling, generate_batch
+from convert.answers.prompt_file import encode_prompts
 from convert.continuations import PartFile
 from ssmlx.errors import InputError
+from ssmlx.prompts import as_messages, read_prompts
 from ssmlx.settings import StreamConfig
 
 WORDS = ["[U]", "<s>", "</s>", "user", "assistant", "system", ":"]
@@ -111,7 +113,7 @@ def test_batches_say_what_one_prompt_after_the_other_says(folder, prompts, tmp_p
     assert len(rows) == len(PROMPTS)
     for prompt, row in zip(PROMPTS, rows, strict=True):
         tokens = tokenizer.apply_chat_template(
-            prompt_file.as_messages(prompt), add_generation_prompt=True, return_dict=False
+            as_messages(prompt), add_generation_prompt=True, return_dict=False
         )
         answer = greedy(model, list(tokens), 9, {2})
         reasons.add(row["finish_reason"])
@@ -276,14 +278,14 @@ def test_a_part_of_other_prompts_or_of_something_else_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is empty"),
-        ('{"prompt": "w1"}\n\n{"prompt": \n', "line 3 is no JSON"),
-        ('{"prompt": "w1"}\n{"prompt": " "}\n', "line 2 has an empty prompt"),
-        ('{"prompt": "w1", "messages": []}\n', "line 1 has both"),
-        ('"w1"\n', "line 1 has neither"),
-        ('{"text": "w1"}\n', 'line 1 has neither; expected either "prompt" or "messages" ("text" '),
-        ('{"prompt": 3}\n', 'line 1 has a bad "prompt"'),
-        ('{"messages": []}\n', 'line 1 has a bad "messages"'),
+        ("", "holds no prompts"),
+        ('{"prompt": "w1"}\n\n{"prompt": \n', "line 3, is not JSON"),
+        ('{"prompt": "w1"}\n{"prompt": " "}\n', "line 2, has an empty prompt"),
+        ('{"prompt": "w1", "messages": []}\n', "line 1, has both"),
+        ('"w1"\n', "line 1, has no prompt"),
+        ('{"text": "w1"}\n', "line 1, has no prompt"),
+        ('{"prompt": 3}\n', 'line 1, has a bad "prompt"'),
+        ('{"messages": []}\n', 'line 1, has a bad "messages"'),
         ('{"messages": [{"role": "assistant", "content": "w1"}]}\n', 'bad "messages"'),
         ('{"messages": [{"role": "system", "content": "w1"}]}\n', 'bad "messages"'),
         ('{"prompt": "w1"}\n{"prompt": "' + "w2 " * 60 + '"}\n', "prompt 2 has 67 tokens"),
@@ -305,7 +307,7 @@ def test_a_prompt_that_the_template_refuses_is_named():
         "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}<s> w1"
     )
     with pytest.raises(InputError, match=r"refuses the turns of prompt 3 \(one turn\)"):
-        prompt_file.encode_prompts(PROMPTS, tokenizer, 64)
+        encode_prompts(PROMPTS, tokenizer, 64)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +352,7 @@ def test_examples_of_chats_are_answered_anew(tmp_path):
     turns = [{"role": role, "content": "w1"} for role in ("system", "user", "assistant")]
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (turns, turns[:2])))
-    assert prompt_file.read_prompts(path) == [{"messages": turns[:2]}] * 2
+    assert read_prompts(path) == [{"messages": turns[:2]}] * 2
 
 
 def test_top_p_keeps_the_likeliest_tokens():

@@ -18,7 +18,6 @@ from tiny_heads import HEAD_KINDS, make_heads
 
 from ssmlx.api import stream_generate
 from ssmlx.commands.chat import Chat, Screen, command
-from ssmlx.commands.generate import read_prompts
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams
 from ssmlx.memory import MIB, Memory, memory_of
@@ -26,7 +25,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig
-from ssmlx.prompts import prompt_tokens
+from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.session import ChatSession
 from ssmlx.settings import StreamConfig, TreeConfig
 
@@ -235,7 +234,7 @@ def test_streaming_takes_little_more_than_plain_decoding():
     """
     model, tokenizer = ssmlx.load("smollm2-135m-q4_1", adapter="sql", dtype="float32")
     prompts = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")
-    tokens, peaks = prompt_tokens(prompts[1], model, tokenizer), {}
+    tokens, peaks = encode_prompt(prompts[1], model, tokenizer), {}
     for decoding in ("plain", "streaming"):
         config = GenerateConfig(decoding=decoding, max_tokens=64, tree=TreeConfig())
         settled()
@@ -257,7 +256,7 @@ def test_with_a_packed_draft_head_streaming_takes_little_more_than_the_base_alon
     """
     model, tokenizer = ssmlx.load("smollm2-135m-q4_1", adapter="sql", draft_head="8bit")
     prompts = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")
-    tokens, peaks = prompt_tokens(prompts[1], model, tokenizer), {}
+    tokens, peaks = encode_prompt(prompts[1], model, tokenizer), {}
     for decoding in ("streaming", "plain"):
         config = GenerateConfig(decoding=decoding, max_tokens=64, tree=TreeConfig(size=8))
         settled()

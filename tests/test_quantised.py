@@ -21,7 +21,6 @@ from tiny import LAYERS, VOCAB, make_base, make_lora, make_streams, make_tokeniz
 from tiny_heads import make_heads
 
 from ssmlx.api import stream_generate
-from ssmlx.commands.generate import read_prompts
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams, load_adapter, write_adapter
@@ -32,7 +31,7 @@ from ssmlx.model.backbone import Backbone, head_bytes, pack_rows
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig
-from ssmlx.prompts import prompt_tokens
+from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.settings import PruneConfig, StreamConfig, TreeConfig
 
 PROMPT, COUNT, WIDTH = [3, 1, 4, 1, 5], 24, 64
@@ -401,8 +400,8 @@ def test_the_real_model_on_its_packed_weights(name):
     target = real_packed()[0]
     if adapter.config.adapter_scope == "all":
         target = load_adapters(target, str(folder))
-    text = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")[1]
-    prompt = prompt_tokens(text, model, tokenizer)
+    asked = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")[1]
+    prompt = encode_prompt(asked, model, tokenizer)
     expected = mlx_lm_tokens(target, prompt, 12)
     for settings in ({"decoding": "plain"}, {"tree": TreeConfig(size=8)}):
         found, last = answer(model, tokenizer, prompt, max_tokens=12, **settings)

@@ -25,7 +25,6 @@ from typing import Any
 from huggingface_hub.utils import tqdm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from convert.answers.prompt_file import as_messages, read_prompts
 from ssmlx.api import check_prompt
 from ssmlx.commands.options import add_model_options, load_from, make_parser, run
 from ssmlx.errors import InputError
@@ -33,11 +32,12 @@ from ssmlx.loading.bundled import bundled_adapters
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import adapters_for
 from ssmlx.model.streams import StreamFusedModel
+from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.tuning.profile import Place, Profile, mlx_version, store_profile
 
 from ..run.common import RESULTS, add_counts, publish
 from ..run.machine import machine
-from ..run.tasks import TASKS, Example, data_file
+from ..run.tasks import TASKS, data_file
 from .check import Checked, check
 from .costs import CONTEXTS, CostPlan
 from .guesses import rank_table
@@ -62,10 +62,7 @@ def read_tokens(
     Raises:
         InputError: the file or a prompt is bad.
     """
-    found = []
-    for prompt in read_prompts(path):
-        turns = tuple((turn["role"], turn["content"]) for turn in as_messages(prompt))
-        found.append(Example(turns, ()).tokens(model, tokenizer, None))
+    found = [encode_prompt(prompt, model, tokenizer) for prompt in read_prompts(path, "--data")]
     for tokens in found:
         check_prompt(model, len(tokens))
     return found

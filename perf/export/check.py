@@ -23,13 +23,13 @@ import mlx.core as mx
 
 from ssmlx import exported as coreml
 from ssmlx.api import stream_generate
-from ssmlx.commands.generate import read_prompts
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.load import load
 from ssmlx.model.shapes import to_float
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig
+from ssmlx.prompts import Prompt, read_prompts
 from ssmlx.response import GenerationResponse
 from ssmlx.settings import PruneConfig, TreeConfig
 
@@ -176,9 +176,12 @@ def gap(model: StreamFusedModel, prompt: list[int], mine: Answer, theirs: Answer
 
 
 def check(
-    folder: Path, mlx_model: tuple[StreamFusedModel, Any], texts: Sequence[str], max_tokens: int
+    folder: Path,
+    mlx_model: tuple[StreamFusedModel, Any],
+    prompts: Sequence[Prompt],
+    max_tokens: int,
 ) -> Row:
-    """Run one exported folder on `texts` and compare."""
+    """Run one exported folder on `prompts` and compare."""
     from huggingface_hub.utils import tqdm
 
     exported, backend = load_exported(folder)
@@ -187,8 +190,8 @@ def check(
     streaming = mlx_config(manifest, max_tokens)
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     found, expected, gaps, margins = [], [], [], []
-    for text in tqdm(texts, desc=f"{folder.name} by {backend}", disable=None):
-        prompt = coreml.prompt_tokens(exported, text)
+    for asked in tqdm(prompts, desc=f"{folder.name} by {backend}", disable=None):
+        prompt = coreml.prompt_tokens(exported, asked)
         oracle = mlx_answer(model, tokenizer, prompt, plain)
         drafted = mlx_answer(model, tokenizer, prompt, streaming)
         expected.append(replace(oracle, target_calls=drafted.target_calls))
@@ -235,13 +238,13 @@ def _row(
 
 
 def _main(args: argparse.Namespace) -> int:
-    texts = read_prompts(args.prompts)[: max(0, args.count)]
-    if not texts:
+    prompts = read_prompts(args.prompts)[: max(0, args.count)]
+    if not prompts:
         raise InputError(f"--count {args.count}", expected="1 or more", do="give a larger number")
     mlx_model = load(args.model, adapter=args.adapter, dtype="float32")
     rows = []
     for folder in args.folders:
-        rows.append(check(folder, mlx_model, texts, args.max_tokens))
+        rows.append(check(folder, mlx_model, prompts, args.max_tokens))
         print(rows[-1], flush=True)
         print("saved", save(args.name, {"rows": [asdict(row) for row in rows]}), file=sys.stderr)
     return 0 if all(row.is_exact for row in rows if row.precision == "float32") else 1

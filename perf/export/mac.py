@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx import exported as coreml
-from ssmlx.commands.generate import read_prompts
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
 from ssmlx.loading.load import load
 from ssmlx.plan import GenerateConfig
+from ssmlx.prompts import read_prompts
 
 from ..run.common import save
 from .check import Answer, add_source_options, exported_answer, mlx_answer, mlx_config
@@ -177,8 +177,8 @@ def _main(args: argparse.Namespace) -> None:
     manifest = coreml.Manifest.read(args.folder)
     units = [args.compute_units] if args.compute_units else COMPUTE_UNITS
     exported = coreml.load(args.folder, compute_units=units[0])
-    texts = read_prompts(args.prompts)[: max(1, args.count)]
-    prompts = [coreml.prompt_tokens(exported, text) for text in texts]
+    asked = read_prompts(args.prompts)[: max(1, args.count)]
+    prompts = [coreml.prompt_tokens(exported, prompt) for prompt in asked]
     rows, oracle = mlx_speeds(args, manifest, prompts)
     for unit in units:
         rows.append(coreml_speed(args.folder, unit, prompts, oracle, args.max_tokens))

@@ -19,7 +19,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from convert.formats.adapter import read_checkpoint, write_adapter, write_fused
 from ssmlx.api import end_token_ids
-from ssmlx.commands.generate import read_prompts
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import Adapter, check_base, load_adapter
 from ssmlx.loading.bundled import resolve_adapter
@@ -28,7 +27,7 @@ from ssmlx.loading.registry import resolve_model
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.prompts import prompt_tokens
+from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.settings import AdapterScope
 
 from .common import BASE, ROOT
@@ -98,8 +97,8 @@ def load_sample(args: argparse.Namespace, scope: AdapterScope) -> Sample:
     Raises:
         InputError: the adapter, its base or the prompts are missing or broken.
     """
-    texts = read_prompts(args.prompts)[: max(0, args.count)]
-    if not texts:
+    asked = read_prompts(args.prompts)[: max(0, args.count)]
+    if not asked:
         raise InputError(f"--count {args.count}", expected="1 or more", do="give a larger number")
     name, folders = CHECKPOINT.name, sample_folders(scope)
     if args.adapter is not None:
@@ -109,7 +108,7 @@ def load_sample(args: argparse.Namespace, scope: AdapterScope) -> Sample:
         raise InputError("--model would do nothing here", expected="--adapter", do="drop --model")
     with folders as (model_folder, adapter):
         model, tokenizer, mlx_model = load_both(model_folder, adapter)
-    prompts = [prompt_tokens(text, model, tokenizer) for text in texts]
+    prompts = [encode_prompt(prompt, model, tokenizer) for prompt in asked]
     return Sample(name, model, tokenizer, mlx_model, prompts)
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from convert.answers.prompt_file import as_messages, read_records
 from ssmlx.errors import InputError
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.prompts import chat_tokens, prompt_tokens
+from ssmlx.prompts import as_messages, encode_prompt, read_prompts
 
 from .common import ROOT
 from .metrics import Scorer, Scores, exact_match, rouge_scorer, score_all
@@ -75,10 +74,8 @@ class Example:
         self, model: StreamFusedModel, tokenizer: TokenizerWrapper, template: str | None
     ) -> list[int]:
         """Under a template; a chat of several turns under the model's own chat template."""
-        if len(self.turns) == 1:
-            return prompt_tokens(self.prompt, model, tokenizer, template)
         messages = [{"role": role, "content": text} for role, text in self.turns]
-        return chat_tokens(tokenizer, messages)
+        return encode_prompt({"messages": messages}, model, tokenizer, template)
 
 
 def add_data_options(data: argparse._ArgumentGroup) -> None:
@@ -123,7 +120,7 @@ def read_examples(path: Path, task: Task, count: int | None) -> list[Example]:
     if count is not None and count < 1:
         raise InputError(f"--count {count}", expected="1 or more", do="give a larger number")
     examples = []
-    for number, row in enumerate(read_records(path), 1):
+    for number, row in enumerate(read_prompts(path, "--data"), 1):
         references = row.get("references") or [row.get("completion")]
         bad = not isinstance(references, list) or not all(isinstance(r, str) for r in references)
         if bad and (task.name != "chat" or references != [None]):

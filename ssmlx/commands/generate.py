@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
 from .options import (
     add_decoding_options,
     add_model_options,
@@ -49,7 +48,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     source.add_argument(
-        "--prompts", type=Path, metavar="FILE.jsonl", help="a JSON object a line, field `prompt`"
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="a JSON object a line, field `prompt` or `messages`",
     )
     parser.add_argument(
         "--template",
@@ -68,41 +70,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_model_options(parser)
     add_decoding_options(parser, max_tokens=256)
     return parser.parse_args(argv)
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a JSON Lines file.
-
-    Raises:
-        InputError: the file is missing, no UTF-8, or a line has no `prompt`; the line is named.
-    """
-    if not path.is_file():
-        raise InputError(f"no file {path}", expected="a JSON object a line", do="check --prompts")
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text", expected="a JSON object a line", do="save it as UTF-8"
-        ) from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    prompts = [_prompt_of(line, f"{path}, line {number},") for number, line in numbered]
-    if not prompts:
-        raise InputError(
-            f"{path} holds no prompts", expected="a JSON object a line", do="check --prompts"
-        )
-    return prompts
-
-
-def _prompt_of(line: str, where: str) -> str:
-    expected = 'an object such as {"prompt": "..."}'
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "has no prompt"
-        raise InputError(f"{where} {what}", expected=expected, do="correct the line") from error
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise InputError(f"{where} has an empty prompt", expected=expected, do="correct the line")
-    return prompt
 
 
 def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
@@ -143,7 +110,9 @@ def _print_text(
 
 
 def _main(args: argparse.Namespace) -> None:
-    prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+    from ..prompts import encode_prompt, read_prompts, user_text
+
+    prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     config = generate_config(args)
     model, tokenizer = load_from(args)
     config = load_drafter(args, config, model, tokenizer)
@@ -151,12 +120,11 @@ def _main(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
     from ..api import check_prompt, stream_generate
-    from ..prompts import prompt_tokens
     from ..tuning.profile import tuned_line
     from .progress import PromptBar, bar
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
-    encoded = [prompt_tokens(text, model, tokenizer, args.template) for text in prompts]
+    encoded = [encode_prompt(prompt, model, tokenizer, args.template) for prompt in prompts]
     for tokens in encoded:
         check_prompt(model, len(tokens))
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
@@ -165,10 +133,11 @@ def _main(args: argparse.Namespace) -> None:
         print(f"[{tuned}]", file=sys.stderr)
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
-    for text, tokens in bar(pairs, len(prompts), "prompts") if show_bar else pairs:
+    for prompt, tokens in bar(pairs, len(prompts), "prompts") if show_bar else pairs:
         responses = stream_generate(model, tokenizer, tokens, config, progress=PromptBar())
         if args.jsonl:
-            print(json.dumps(record(text, list(responses)), ensure_ascii=False), flush=True)
+            answer = record(user_text(prompt), list(responses))
+            print(json.dumps(answer, ensure_ascii=False), flush=True)
         else:
             _print_text(responses, verbose=args.verbose)
 

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..commands.generate import read_prompts, record
+from ..commands.generate import record
 from ..commands.options import make_parser, run
 
 PROG = "ssmlx.exported"
@@ -28,7 +28,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     source.add_argument(
-        "--prompts", type=Path, metavar="FILE.jsonl", help="a JSON object a line, field `prompt`"
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="a JSON object a line, field `prompt` or `messages`",
     )
     parser.add_argument(
         "--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)"
@@ -44,20 +47,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> None:
+    from ..prompts import read_prompts, user_text
     from ..response import summary
     from .api import load, prompt_tokens, stream_generate
 
-    prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+    prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     model = load(args.package, compute_units=args.compute_units)
-    for text in prompts:
-        tokens = prompt_tokens(model, text)
+    for prompt in prompts:
+        tokens = prompt_tokens(model, prompt)
         responses = []
         for response in stream_generate(model, tokens, max_tokens=args.max_tokens):
             responses.append(response)
             if not args.jsonl:
                 print(response.text, end="", flush=True)
         if args.jsonl:
-            print(json.dumps(record(text, responses), ensure_ascii=False), flush=True)
+            print(json.dumps(record(user_text(prompt), responses), ensure_ascii=False), flush=True)
         else:
             print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
 

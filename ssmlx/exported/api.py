@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError
 from ..loading.load import load_words
-from ..prompts import chat_tokens, encode
+from ..prompts import Prompt, as_messages, chat_tokens, encode, text_tokens, user_text
 from ..response import Budget, GenerationResponse
 from ..settings import read_json
 from .backends import Backend, coreml_backend
@@ -79,20 +79,20 @@ def load(
     return ExportedModel(coreml_backend(package, manifest, compute_units), manifest, tokenizer)
 
 
-def prompt_tokens(model: ExportedModel, text: str) -> list[int]:
+def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
     """The tokens of what a user asks, under the adapter's own template, or as a chat.
 
+    Args:
+        model: as `load` returns it.
+        prompt: a text, or an object that `prompts.read_prompts` read.
+
     Raises:
-        InputError: the text is empty.
+        InputError: the text is empty, or the model has no template for several turns.
     """
-    if not text.strip():
-        raise InputError("the prompt is empty", expected="some text", do="give a prompt")
-    template, tokenizer = model.manifest.prompt_template, model.tokenizer
-    if template is not None:
-        return encode(template.replace("{prompt}", text), tokenizer)
-    if tokenizer.has_chat_template:
-        return chat_tokens(tokenizer, [{"role": "user", "content": text}])
-    return encode(text, tokenizer)
+    asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    if len(as_messages(asked)) > 1:
+        return chat_tokens(model.tokenizer, as_messages(asked))
+    return text_tokens(user_text(asked), model.tokenizer, model.manifest.prompt_template)
 
 
 def stream_generate(

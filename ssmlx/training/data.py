@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError
-from ..prompts import chat_tokens, encode
+from ..prompts import chat_tokens, encode, read_lines
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
 
@@ -106,7 +106,7 @@ def read_examples(
     Raises:
         InputError: the file is missing or empty, or a line is not an example.
     """
-    lines = read_lines(path)
+    lines = read_lines(path, "--data", "a folder with train.jsonl and valid.jsonl")
     found = [
         _example(path, number, text, encoder)
         for number, text in (progress(lines) if progress else lines)
@@ -119,28 +119,6 @@ def read_examples(
             do="raise --max-length, or check the file",
         )
     return examples
-
-
-def read_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines of a data file that are not blank, each with its number.
-
-    Raises:
-        InputError: the file is missing, or no UTF-8.
-    """
-    if not path.is_file():
-        raise InputError(
-            f"{path} does not exist",
-            expected="a folder with train.jsonl and valid.jsonl",
-            do="check --data",
-        )
-    try:
-        # JSON allows line separators inside texts that str.splitlines would cut at.
-        numbered = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text", expected="a JSON object a line", do="save it as UTF-8"
-        ) from error
-    return [(number, text) for number, text in numbered if text.strip()]
 
 
 def _example(path: Path, number: int, text: str, encoder: Encoder) -> Example | None:
