@@ -7,19 +7,18 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
-from ssmlx.loading.files import folder_digest, make_folder
-from ssmlx.prompts import read_prompts
+from ssmlx.errors import InputError, require
+from ssmlx.loading.files import folder_digest, make_folder, write_whole
+from ssmlx.prompts import as_messages, encode, read_prompts, refusing_turns
 from ssmlx.settings import DEFAULT_MODEL
 
-from .answers.generation import Answer, Sampling, end_tokens, generate_batch, load_generator
-from .answers.prompt_file import distinct, encode_prompts
+from .generation import Answer, Sampling, end_tokens, generate_batch, load_generator
 from .installed import check_torch
 
 PROG = "convert.continuations"
@@ -177,6 +176,72 @@ class _Progress:
         self._bar.update(len(batch))
 
 
+def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The prompts in their order, each at its first place alone."""
+    first: dict[str, dict[str, Any]] = {}
+    for prompt in prompts:
+        first.setdefault(json.dumps(as_messages(prompt)), prompt)
+    return list(first.values())
+
+
+def encode_prompts(
+    prompts: Sequence[dict[str, Any]], tokenizer: Any, longest: int, template: str | None = None
+) -> list[list[int]]:
+    """Each prompt under a template, up to where the answer starts.
+
+    Args:
+        prompts: as `read_prompts` gives them.
+        tokenizer: the model's, of transformers.
+        longest: the most tokens a prompt may have.
+        template: text with `{prompt}`; None for the model's chat template.
+
+    Raises:
+        InputError: there is no chat template, a template does not take a prompt, or a prompt is
+            too long.
+    """
+    if template is None and not tokenizer.chat_template:
+        raise InputError(
+            "the model's tokenizer has no chat template",
+            expected="a model made for chat",
+            do="choose another --model",
+        )
+    encoded = []
+    for number, prompt in enumerate(prompts, 1):
+        if template is None:
+            tokens = _encode(prompt, tokenizer, number)
+        else:
+            tokens = encode(template.replace("{prompt}", _one_text(prompt, number)), tokenizer)
+        if len(tokens) > longest:
+            raise InputError(
+                f"prompt {number} has {len(tokens)} tokens",
+                expected=f"at most {longest}, the model's context less --max-tokens",
+                do="shorten or drop it",
+            )
+        encoded.append(tokens)
+    return encoded
+
+
+def _one_text(prompt: dict[str, Any], number: int) -> str:
+    """The text of a prompt that is a single turn."""
+    messages = as_messages(prompt)
+    if len(messages) != 1:
+        raise InputError(
+            f"prompt {number} has {len(messages)} turns",
+            expected="one, as the checkpoint's template takes it",
+            do="drop that prompt",
+        )
+    return messages[0]["content"]
+
+
+def _encode(prompt: dict[str, Any], tokenizer: Any, number: int) -> list[int]:
+    with refusing_turns(f"the turns of prompt {number}"):
+        return list(
+            tokenizer.apply_chat_template(
+                as_messages(prompt), add_generation_prompt=True, return_dict=False
+            )
+        )
+
+
 def records(
     prompts: Sequence[dict[str, Any]],
     encoded: Sequence[Sequence[int]],
@@ -194,18 +259,13 @@ def records(
         }
 
 
-def write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write a file of JSON lines whole or not at all."""
-    work = path.with_name(path.name + ".new")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     try:
-        with work.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        work.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
         raise _unwritable(path, error) from error
-    finally:
-        work.unlink(missing_ok=True)
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
@@ -273,8 +333,7 @@ def add_generator_options(parser: argparse.ArgumentParser) -> None:
 
 def check_batch_size(batch_size: int) -> None:
     """Refuse a batch of nothing."""
-    if batch_size < 1:
-        raise InputError(f"--batch-size {batch_size}", expected="1 or more", do="raise it")
+    require(batch_size >= 1, f"--batch-size {batch_size}", expected="1 or more", do="raise it")
 
 
 def _main(args: argparse.Namespace) -> None:

@@ -1,9 +1,8 @@
-"""Continuations and chat prompts: resumed, batched, refused."""
+"""A model's own answers: batched, resumed, refused."""
 
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 from real import one_line
@@ -12,12 +11,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from convert import chat_prompts, continuations
+from convert import continuations, generation
 from convert.__main__ import main as convert
-from convert.answers import generation, magpie
-from convert.answers.generation import Sampling, generate_batch
-from convert.answers.prompt_file import encode_prompts
-from convert.continuations import PartFile
+from convert.continuations import PartFile, encode_prompts
+from convert.generation import Sampling, generate_batch
 from ssmlx.errors import InputError
 from ssmlx.prompts import as_messages, read_prompts
 from ssmlx.settings import StreamConfig
@@ -378,82 +375,3 @@ def test_grouped_attention_is_sdpa(masked):
         additive = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
         found, _ = generation.grouped_attention(None, query, key, value, additive)
         torch.testing.assert_close(found, expected.transpose(1, 2))
-
-
-# --- Prompts ----------------------------------------------------------------------------------
-
-
-def test_splits_share_no_hand_written_prompt_and_no_list_item():
-    lists = chat_prompts.split_lists(0)
-    written = chat_prompts.written_prompts(0)
-    assert written == chat_prompts.written_prompts(0)
-    for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
-        texts = [set(map(magpie.normalised, written[split])) for split in (one, other)]
-        assert not texts[0] & texts[1]
-        for name in chat_prompts.SLOTS:
-            assert not set(lists[one].slots[name]) & set(lists[other].slots[name])
-        for part in ("templates", "plain", "follow_ups"):
-            assert not set(getattr(lists[one], part)) & set(getattr(lists[other], part))
-    for split, texts in written.items():
-        assert len(texts) == chat_prompts.COUNTS[split].written
-        assert not [text for text in texts if "{" in text.replace("{}", "") and "}" in text]
-
-
-def test_lists_that_run_out_say_so():
-    lists = chat_prompts.Lists(slots={}, templates=("Hi.",), plain=("a b",), follow_ups=())
-    with pytest.raises(InputError, match="the lists give 2 different prompts"):
-        chat_prompts.write_prompts(lists, 3, random.Random(0))
-
-
-def test_a_prompt_that_stands_alone():
-    assert magpie.is_good_prompt("How do I cook rice?")
-    for text in ("Hi", "a" * 401, "Что такое гравитация, скажите?", "go go go go go go go go"):
-        assert not magpie.is_good_prompt(text)
-    assert not magpie.is_good_prompt("What is this <|im_start|> here?")
-    assert magpie.normalised("  What's UP?! ") == magpie.normalised("what s up")
-
-
-def test_the_model_continues_its_templates_user_turn():
-    tokenizer = make_tokenizer()
-    assert tokenizer.decode(magpie.user_prefix(tokenizer)).split() == ["<s>", "user", ":"]
-
-
-def test_sampled_prompts_are_new_each_time():
-    model, tokenizer = make_model(), make_tokenizer()
-    draw = {"batch_size": 32, "seed": 1}
-    found = magpie.sample_prompts(model, tokenizer, 6, **draw)
-    assert len({magpie.normalised(text) for text in found}) == 6
-    assert found == magpie.sample_prompts(model, tokenizer, 6, **draw)
-    others = magpie.sample_prompts(model, tokenizer, 6, taken=found, **draw)
-    assert not {*found} & {*others}
-
-
-def test_sampled_prompts_go_to_one_split_each(monkeypatch):
-    counts = chat_prompts.Counts(written=0, sampled=2, two_turn=0)
-    monkeypatch.setattr(chat_prompts, "COUNTS", dict.fromkeys(chat_prompts.SPLITS, counts))
-    start = "one two three four five six seven eight"
-    found = ["known text", f"{start} nine", f"{start} ten", *(f"text {n}" for n in range(5))]
-    splits = chat_prompts.sampled_prompts(found, {"train": ["Known text!"]})
-    assert splits["test"] == [f"{start} nine", "text 0"]
-    assert splits["train"] == ["text 3", "text 4"]
-    with pytest.raises(InputError, match="5 of 6 sampled"):
-        chat_prompts.sampled_prompts(found[:6], {"train": []})
-
-
-def test_two_turn_chats_hold_the_models_own_answer():
-    model, tokenizer = make_model(), make_tokenizer()
-    chats = chat_prompts.two_turn_chats(model, tokenizer, ["w1", "w2 w3"], ["w5", "w6"], 1)
-    prefix = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "w2 w3"}], add_generation_prompt=True, return_dict=False
-    )
-    said = tokenizer.decode(greedy(model, list(prefix), 40, {2}), skip_special_tokens=True)
-    roles = [turn["role"] for turn in chats[1]["messages"]]
-    assert roles == ["user", "assistant", "user"]
-    assert chats[1]["messages"][1]["content"].startswith(said)
-    assert chats[1]["messages"][2]["content"] == "w6"
-
-
-def test_a_cut_answer_ends_with_a_sentence():
-    assert chat_prompts.whole_sentences("One. Two costs 3.5 and") == "One."
-    assert chat_prompts.whole_sentences("- one\n- two\n- thr") == "- one\n- two"
-    assert chat_prompts.whole_sentences("no end") == "no end"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssmlx.errors import InputError
+from ssmlx.errors import require
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +50,7 @@ class Sampling:
             ("--seed", self.seed, self.seed >= 0, "0 or more"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1"),
         ):
-            if not good:
-                raise InputError(f"{name} {value}", expected=expected, do=f"change {name}")
+            require(good, f"{name} {value}", expected=expected, do=f"change {name}")
 
 
 def generate_batch(
@@ -201,9 +200,9 @@ def load_generator(
     from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer
     from transformers.masking_utils import sdpa_mask
 
-    from ..base import load_base
-    from ..formats.fine_tuned import fine_tuned
-    from ..training.run import choose_device
+    from .base import load_base
+    from .formats.fine_tuned import fine_tuned
+    from .training.run import choose_device
 
     place = choose_device(device)
     model = load_base(path, attn_implementation="sdpa")

@@ -1,4 +1,7 @@
-"""`python -m convert.chat_prompts`: varied prompts to train and judge chat adapters with."""
+"""`python -m examples.recipes.chat_prompts`: prompts to train and judge chat adapters with.
+
+From the checkout, with the extra `torch`.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,38 @@ import math
 import random
 import re
 import sys
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from convert.continuations import (
+    add_generator_options,
+    check_batch_size,
+    encode_prompts,
+    plan_batches,
+    write_jsonl,
+)
+from convert.generation import Answer, Sampling, end_tokens, generate_batch, load_generator
+from convert.installed import check_torch
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts
 
-from .answers.generation import Sampling, end_tokens, generate_batch, load_generator
-from .answers.magpie import normalised, sample_prompts
-from .answers.prompt_file import encode_prompts
-from .chat_lists import FOLLOW_UPS, PLAIN, SLOTS, TEMPLATES
-from .continuations import add_generator_options, check_batch_size, plan_batches, write_jsonl
-from .installed import check_torch
-
-PROG = "convert.chat_prompts"
+PROG = "examples.recipes.chat_prompts"
 EPILOG = """examples:
-  python -m convert.chat_prompts --out prompts --model smollm2-135m-q4_1
+  python -m examples.recipes.chat_prompts --out prompts --model smollm2-135m-q4_1
   python -m convert.continuations --prompts prompts/chat_train.jsonl --out train.jsonl
 
 Writes chat_train.jsonl, chat_valid.jsonl and chat_test.jsonl. A prompt comes from one of three
-sources: hand-written templates (convert/chat_lists.py); the model itself, which continues its
+sources: hand-written templates (chat_lists.txt); the model itself, which continues its
 chat template's user turn (Magpie, Xu et al. 2024); and two-turn chats, where the model answers a
 prompt and a follow-up comes from the lists. The three files share no prompt, and no template,
 topic or follow-up of the lists."""
 
+LISTS = Path(__file__).with_name("chat_lists.txt")
 SPLITS = ("train", "valid", "test")
 # Of each list, this share is for valid and as much for test.
 HELD_OUT = 0.15
@@ -44,6 +51,14 @@ NUMBERS = {"a": (2, 12), "b": (24, 480), "c": (3, 20), "d": (13, 99)}
 FIRST_ANSWER_TOKENS = 100
 SAMPLED = 2700  # prompts of the model's own, near copies included
 OPENING_WORDS = 8
+
+# Of a prompt that the model makes up itself.
+SHORTEST, LONGEST = 8, 400  # characters
+LEAST_ASCII = 0.97
+MAX_TOKENS = 110
+SAMPLING = {"temp": 1.0, "top_p": 0.95}
+_SPECIAL = re.compile(r"<\|[^>]*\|>|<[a-z_]+>")
+_MARKER = "\u2063user text\u2063"
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
@@ -70,7 +85,7 @@ COUNTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Lists:
-    """One split's part of the hand-written lists."""
+    """The hand-written lists, or one split's part of them."""
 
     slots: dict[str, tuple[str, ...]]
     templates: tuple[str, ...]
@@ -78,11 +93,24 @@ class Lists:
     follow_ups: tuple[str, ...]
 
 
+def read_lists() -> Lists:
+    """The hand-written lists, as their file has them."""
+    sections: dict[str, list[str]] = {}
+    for line in LISTS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            section = sections.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            section.append(line)
+    rest = [tuple(sections.pop(name)) for name in ("templates", "plain", "follow-ups")]
+    slots = {name: tuple(items) for name, items in sections.items()}
+    return Lists(slots=slots, templates=rest[0], plain=rest[1], follow_ups=rest[2])
+
+
 def split_lists(seed: int) -> dict[str, Lists]:
     """Divide every list among the splits."""
-    rng = random.Random(seed)
-    slots = {name: _divide(items, rng) for name, items in SLOTS.items()}
-    rest = [_divide(items, rng) for items in (TEMPLATES, PLAIN, FOLLOW_UPS)]
+    rng, lists = random.Random(seed), read_lists()
+    slots = {name: _divide(items, rng) for name, items in lists.slots.items()}
+    rest = [_divide(items, rng) for items in (lists.templates, lists.plain, lists.follow_ups)]
     return {
         split: Lists(
             slots={name: parts[split] for name, parts in slots.items()},
@@ -127,7 +155,7 @@ def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
         raise InputError(
             f"the lists give {len(found)} different prompts",
             expected=f"{count}",
-            do="lengthen convert/chat_lists.py, or lower the count",
+            do="lengthen chat_lists.txt, or lower the count",
         )
     return rng.sample(list(found.values()), count)
 
@@ -212,7 +240,7 @@ def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict
         raise InputError(
             f"{len(fresh)} of {len(found)} sampled prompts are left without near copies",
             expected=f"{start}",
-            do="raise SAMPLED in convert/chat_prompts.py",
+            do="raise SAMPLED",
         )
     return splits
 
@@ -220,6 +248,84 @@ def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict
 def opening(text: str) -> str:
     """The first words of a prompt: near copies share them."""
     return " ".join(normalised(text).split()[:OPENING_WORDS])
+
+
+# --- The model's own ---------------------------------------------------------------------------
+
+
+def user_prefix(tokenizer: Any) -> list[int]:
+    """Tokens of the chat template up to where the user's first text starts."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False)
+    return list(tokenizer.encode(text[: text.index(_MARKER)], add_special_tokens=False))
+
+
+def normalised(text: str) -> str:
+    """What two prompts share when they differ in case, spaces and punctuation only."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join(re.findall(r"\w+", folded))
+
+
+def is_good_prompt(text: str) -> bool:
+    """Whether a sampled text can stand as a user's prompt."""
+    ascii_share = sum(map(str.isascii, text)) / max(len(text), 1)
+    words = normalised(text).split()
+    return (
+        SHORTEST <= len(text) <= LONGEST
+        and ascii_share >= LEAST_ASCII
+        and not _SPECIAL.search(text)
+        and len(words) >= 2
+        and len(set(words)) >= 0.4 * len(words)  # no loops
+    )
+
+
+def sample_prompts(
+    model: Any,
+    tokenizer: Any,
+    count: int,
+    *,
+    batch_size: int,
+    seed: int,
+    taken: Iterable[str] = (),
+    report: Callable[[int], None] = lambda found: None,
+) -> list[str]:
+    """`count` different prompts of the model's own, in the order in which they were found.
+
+    Args:
+        model: of transformers, as `load_generator` gives it.
+        tokenizer: the model's.
+        count: how many.
+        batch_size: samples drawn together.
+        seed: of the sampler.
+        taken: prompts that may not come again.
+        report: told how many more were found, after each batch.
+    """
+    sampling = Sampling(max_tokens=MAX_TOKENS, seed=seed, **SAMPLING)
+    prefix, stop = user_prefix(tokenizer), end_tokens(model, tokenizer)
+    seen, batch = {normalised(text) for text in taken}, 0
+    found: list[str] = []
+    while len(found) < count:
+        answers = generate_batch(model, [prefix] * batch_size, sampling, stop, batch)
+        before = len(found)
+        for text in _finished(answers, tokenizer):
+            key = normalised(text)
+            if key not in seen and is_good_prompt(text):
+                seen.add(key)
+                found.append(text)
+        report(min(len(found), count) - before)
+        batch += 1
+    return found[:count]
+
+
+def _finished(answers: Iterable[Answer], tokenizer: Any) -> list[str]:
+    """Texts of the samples that came to their own end."""
+    return [
+        tokenizer.decode(answer.tokens[:-1]).strip()
+        for answer in answers
+        if answer.finish_reason == "stop"
+    ]
+
+
+# --- The command ------------------------------------------------------------------------------
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

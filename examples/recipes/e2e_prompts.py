@@ -1,4 +1,4 @@
-"""`python -m convert.e2e_prompts`: more meaning representations in the form of the E2E task.
+"""`python -m examples.recipes.e2e_prompts`: more meaning representations, as the E2E task has.
 
 The task's training file has some 500 different ones. A fine-tuned model can answer any others, and
 its answers teach the streams (`convert.continuations --lora`).
@@ -14,15 +14,14 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from convert.continuations import write_jsonl
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.prompts import read_prompts
 
-from .continuations import write_jsonl
-
-PROG = "convert.e2e_prompts"
+PROG = "examples.recipes.e2e_prompts"
 EPILOG = """examples:
-  python -m convert.e2e_prompts --data data/e2e --out prompts.jsonl
+  python -m examples.recipes.e2e_prompts --data data/e2e --out prompts.jsonl
   python -m convert.continuations --lora runs/e2e --prompts prompts.jsonl --out own/train.jsonl
 
 A new prompt has the attributes of one of the training file's, and for each of them a value that

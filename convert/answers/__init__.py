@@ -1,1 +1,0 @@
-"""Prompts, and a model's own answers."""

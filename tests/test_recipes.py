@@ -1,0 +1,178 @@
+"""Recipes of prompts: of the E2E task's form, none held out, the same for a seed; of chats."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from real import one_line
+
+pytest.importorskip("torch")
+from test_continuations import greedy, make_model, make_tokenizer
+
+from examples.recipes import chat_prompts
+from examples.recipes.e2e_prompts import PROG, main, parse_attributes, spell
+from ssmlx.errors import InputError
+
+TRAIN = [
+    "name[Aromi], eatType[pub], area[riverside]",
+    "name[Clowns], food[Fast food], near[Clare Hall]",
+    "name[Aromi], eatType[coffee shop], customer rating[5 out of 5]",
+    "name[Aromi], eatType[pub], area[riverside]",
+]
+HELD_OUT = "name[Clowns], eatType[pub], area[riverside]"
+
+
+@pytest.fixture
+def task(tmp_path):
+    folder = tmp_path / "task"
+    folder.mkdir()
+    for name, texts in (("train", TRAIN), ("valid", [HELD_OUT]), ("test", [TRAIN[1]])):
+        lines = [json.dumps({"prompt": text, "completion": "It is."}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def made(task, out, *more):
+    assert main(["--data", str(task), "--out", str(out), *more]) == 0
+    return [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
+
+
+def test_new_prompts_recombine_the_known_ones(task, tmp_path):
+    prompts = made(task, tmp_path / "out.jsonl", "--count", "100")
+    assert prompts[:2] == [TRAIN[0], TRAIN[2]]  # its own, each once, and not the held-out one
+    assert len(set(prompts)) == len(prompts)
+    assert HELD_OUT not in prompts and TRAIN[1] not in prompts
+    # All that 2 names, 2 kinds and the single other values allow, but for those that were there:
+    # 2 x 2 of either of the first and third form, 2 of the second, less 2 own and 2 held out.
+    assert len(prompts) == 4 + 4 + 2 - 2
+    names = {tuple(name for name, _ in parse_attributes(text)) for text in prompts}
+    assert names == {tuple(name for name, _ in parse_attributes(text)) for text in TRAIN}
+
+
+def test_a_seed_gives_the_same_prompts(task, tmp_path):
+    first, second, other = (
+        made(task, tmp_path / name, "--count", "3", "--seed", seed)
+        for name, seed in (("a", "1"), ("b", "1"), ("c", "2"))
+    )
+    assert first == second != other
+
+
+@pytest.mark.parametrize("text", ["What is it?", "name[Aromi] area[x]", "name[Aromi], and", ""])
+def test_other_texts_are_refused(text):
+    with pytest.raises(InputError):
+        parse_attributes(text)
+    assert spell(parse_attributes(TRAIN[1])) == TRAIN[1]
+
+
+def test_bad_input_is_told_in_one_line(task, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert main(["--data", str(task), "--out", str(out), "--count", "0"]) == 2
+    assert "--count 0" in one_line(capsys.readouterr().err, PROG)
+    (task / "train.jsonl").write_text(json.dumps({"prompt": "Who are you?"}))
+    assert main(["--data", str(task), "--out", str(out)]) == 2
+    assert "Who are you?" in one_line(capsys.readouterr().err, PROG)
+    assert not out.exists()
+
+
+def test_more_values_come_half_of_the_time_and_never_a_held_out_name(task, tmp_path):
+    (task / "test.jsonl").write_text(json.dumps({"prompt": "name[Zizzi], food[Thai]"}))
+    values = tmp_path / "values.json"
+    names = [f"House {index}" for index in range(50)]
+    values.write_text(json.dumps({"name": [*names, "Zizzi"], "food": ["Thai"]}))
+    prompts = made(task, tmp_path / "out.jsonl", "--count", "200", "--values", str(values))
+    pairs = [pair for text in prompts for pair in parse_attributes(text)]
+    assert ("food", "Thai") in pairs  # held out as a prompt's part, but not as a name
+    assert ("name", "Zizzi") not in pairs
+    assert len({value for name, value in pairs if name == "name"} & set(names)) > 30
+    assert any(pair == ("name", "Aromi") for pair in pairs)  # and the known ones still
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"name": "Thai"}', '{"name": []}', '{"a": ["x]"]}'])
+def test_values_of_another_form_are_one_line(task, tmp_path, capfd, text):
+    values = tmp_path / "values.json"
+    values.write_text(text)
+    argv = ["--data", str(task), "--out", str(tmp_path / "out"), "--values", str(values)]
+    assert main(argv) == 2
+    assert "values.json" in one_line(capfd.readouterr().err, PROG)
+    assert not (tmp_path / "out").exists()
+
+
+# Chats --------------------------------------------------------------------------------------
+
+
+def test_splits_share_no_hand_written_prompt_and_no_list_item():
+    lists = chat_prompts.split_lists(0)
+    written = chat_prompts.written_prompts(0)
+    assert written == chat_prompts.written_prompts(0)
+    for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
+        texts = [set(map(chat_prompts.normalised, written[split])) for split in (one, other)]
+        assert not texts[0] & texts[1]
+        for name in chat_prompts.read_lists().slots:
+            assert not set(lists[one].slots[name]) & set(lists[other].slots[name])
+        for part in ("templates", "plain", "follow_ups"):
+            assert not set(getattr(lists[one], part)) & set(getattr(lists[other], part))
+    for split, texts in written.items():
+        assert len(texts) == chat_prompts.COUNTS[split].written
+        assert not [text for text in texts if "{" in text.replace("{}", "") and "}" in text]
+
+
+def test_lists_that_run_out_say_so():
+    lists = chat_prompts.Lists(slots={}, templates=("Hi.",), plain=("a b",), follow_ups=())
+    with pytest.raises(InputError, match="the lists give 2 different prompts"):
+        chat_prompts.write_prompts(lists, 3, random.Random(0))
+
+
+def test_a_prompt_that_stands_alone():
+    assert chat_prompts.is_good_prompt("How do I cook rice?")
+    for text in ("Hi", "a" * 401, "Что такое гравитация, скажите?", "go go go go go go go go"):
+        assert not chat_prompts.is_good_prompt(text)
+    assert not chat_prompts.is_good_prompt("What is this <|im_start|> here?")
+    assert chat_prompts.normalised("  What's UP?! ") == chat_prompts.normalised("what s up")
+
+
+def test_the_model_continues_its_templates_user_turn():
+    tokenizer = make_tokenizer()
+    assert tokenizer.decode(chat_prompts.user_prefix(tokenizer)).split() == ["<s>", "user", ":"]
+
+
+def test_sampled_prompts_are_new_each_time():
+    model, tokenizer = make_model(), make_tokenizer()
+    draw = {"batch_size": 32, "seed": 1}
+    found = chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
+    assert len({chat_prompts.normalised(text) for text in found}) == 6
+    assert found == chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
+    others = chat_prompts.sample_prompts(model, tokenizer, 6, taken=found, **draw)
+    assert not {*found} & {*others}
+
+
+def test_sampled_prompts_go_to_one_split_each(monkeypatch):
+    counts = chat_prompts.Counts(written=0, sampled=2, two_turn=0)
+    monkeypatch.setattr(chat_prompts, "COUNTS", dict.fromkeys(chat_prompts.SPLITS, counts))
+    start = "one two three four five six seven eight"
+    found = ["known text", f"{start} nine", f"{start} ten", *(f"text {n}" for n in range(5))]
+    splits = chat_prompts.sampled_prompts(found, {"train": ["Known text!"]})
+    assert splits["test"] == [f"{start} nine", "text 0"]
+    assert splits["train"] == ["text 3", "text 4"]
+    with pytest.raises(InputError, match="5 of 6 sampled"):
+        chat_prompts.sampled_prompts(found[:6], {"train": []})
+
+
+def test_two_turn_chats_hold_the_models_own_answer():
+    model, tokenizer = make_model(), make_tokenizer()
+    chats = chat_prompts.two_turn_chats(model, tokenizer, ["w1", "w2 w3"], ["w5", "w6"], 1)
+    prefix = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "w2 w3"}], add_generation_prompt=True, return_dict=False
+    )
+    said = tokenizer.decode(greedy(model, list(prefix), 40, {2}), skip_special_tokens=True)
+    roles = [turn["role"] for turn in chats[1]["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert chats[1]["messages"][1]["content"].startswith(said)
+    assert chats[1]["messages"][2]["content"] == "w6"
+
+
+def test_a_cut_answer_ends_with_a_sentence():
+    assert chat_prompts.whole_sentences("One. Two costs 3.5 and") == "One."
+    assert chat_prompts.whole_sentences("- one\n- two\n- thr") == "- one\n- two"
+    assert chat_prompts.whole_sentences("no end") == "no end"
