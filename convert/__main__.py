@@ -89,7 +89,8 @@ def _is_empty(folder: Path) -> bool:
 
 def _is_adapter(folder: Path) -> bool:
     """Whether it holds an adapter; a PyTorch checkpoint has settings of the same name."""
-    from ssmlx.loading.adapter import CONFIG_FILE, FORMAT
+    from ssmlx.loading.adapter import FORMAT
+    from ssmlx.loading.names import CONFIG_FILE
 
     try:
         return read_json(folder / CONFIG_FILE, FORMAT).get("format") == FORMAT
@@ -115,7 +116,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
     from ssmlx.drafters.heads import write_heads
     from ssmlx.loading.files import new_folder
     from ssmlx.loading.load import load_base
-    from ssmlx.loading.registry import resolve_model
+    from ssmlx.loading.names import resolve_model
 
     from .formats.heads import convert_heads
 
@@ -140,8 +141,8 @@ def _convert_heads(args: argparse.Namespace) -> None:
 def _main(args: argparse.Namespace) -> None:
     from ssmlx.loading.adapter import write_adapter
     from ssmlx.loading.files import new_folder
-    from ssmlx.loading.load import load_base, load_words
-    from ssmlx.loading.registry import resolve_model
+    from ssmlx.loading.load import load_base, load_tokenizer
+    from ssmlx.loading.names import resolve_model
 
     from .formats.adapter import cast_adapter, read_checkpoint, write_fused
     from .formats.checkpoint import TASK_LORA
@@ -157,7 +158,7 @@ def _main(args: argparse.Namespace) -> None:
     )  # fmt: skip
     with new_folder(args.out) as folder:
         if args.fuse:
-            write_fused(folder, adapter, backbone, load_words(path, model_config), model_config)
+            write_fused(folder, adapter, backbone, load_tokenizer(path, model_config), model_config)
         else:
             write_adapter(folder, cast_adapter(adapter, args.dtype))
     print(_report(adapter, args), file=sys.stderr)

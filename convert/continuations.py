@@ -337,7 +337,7 @@ def check_batch_size(batch_size: int) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ssmlx.loading.registry import resolve_model
+    from ssmlx.loading.names import resolve_model
 
     check_torch()
     from .formats.fine_tuned import template_of

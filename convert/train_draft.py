@@ -56,7 +56,7 @@ def draft_train_config(args: argparse.Namespace) -> TrainConfig:
     Raises:
         InputError: one of them makes no sense, or the model has fewer layers.
     """
-    from ssmlx.loading.registry import resolve_model
+    from ssmlx.loading.names import resolve_model
 
     most = read_base(resolve_model(args.model))["num_hidden_layers"]
     if not 1 <= args.layers <= most:

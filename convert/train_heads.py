@@ -366,7 +366,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     Raises:
         InputError: they are broken, or do not fit each other.
     """
-    from ssmlx.loading.registry import resolve_model
+    from ssmlx.loading.names import resolve_model
 
     from .training.heads import check_fits
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from .drafters.draft_model import load_draft_model as load_draft_model
     from .drafters.heads import load_heads as load_heads
     from .errors import InputError as InputError
-    from .loading.bundled import bundled_adapters as bundled_adapters
+    from .loading.attach import swap_adapter as swap_adapter
     from .loading.load import load as load
-    from .loading.load import swap_adapter as swap_adapter
+    from .loading.names import bundled_adapters as bundled_adapters
     from .plan import GenerateConfig as GenerateConfig
     from .prompts import chat_tokens as chat_tokens
     from .prompts import prompt_tokens as prompt_tokens
@@ -47,8 +47,8 @@ has_fast_blas = prefer_openblas()
 # Loaded on first use, so that `--help` does not wait for MLX.
 _HOMES = {
     "load": "loading.load",
-    "swap_adapter": "loading.load",
-    "bundled_adapters": "loading.bundled",
+    "swap_adapter": "loading.attach",
+    "bundled_adapters": "loading.names",
     "generate": "api",
     "stream_generate": "api",
     "GenerateConfig": "plan",

@@ -13,7 +13,7 @@ from .api import stream_generate
 from .decoding.loop import Progress
 from .drafters.choice import required_scratch
 from .errors import InputError
-from .loading.load import swap_adapter
+from .loading.attach import swap_adapter
 from .memory import Memory, memory_of
 from .model.shapes import to_int
 from .model.streams import StreamFusedModel

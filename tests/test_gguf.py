@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from ssmlx.errors import InputError
 from ssmlx.loading.gguf import convert_gguf
-from ssmlx.loading.registry import ALIASES, cache_dir, fetch_gguf, resolve_model
+from ssmlx.loading.names import ALIASES, cache_dir, fetch_gguf, resolve_model
 
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 4, 2, 16
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>"]
@@ -384,7 +384,7 @@ def test_another_kind_of_file_and_no_file_are_refused(tmp_path):
 
 
 def test_nothing_of_the_registry_imports_pytorch():
-    code = "import sys, ssmlx.loading.registry; sys.exit('torch' in sys.modules)"
+    code = "import sys, ssmlx.loading.names; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 

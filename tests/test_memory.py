@@ -19,7 +19,8 @@ from tiny_heads import HEAD_KINDS, make_heads
 from ssmlx.api import stream_generate
 from ssmlx.commands.chat import Chat, Screen, command
 from ssmlx.drafters.draft_model import DraftModel
-from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams
+from ssmlx.loading.adapter import Adapter, BaseIdentity
+from ssmlx.loading.attach import fuse_streams
 from ssmlx.memory import MIB, Memory, memory_of
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache

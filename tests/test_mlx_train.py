@@ -19,9 +19,9 @@ from real import ROOT, VOCAB, WIDTH, kill_once_there, one_line, words, write_bas
 
 from ssmlx.commands.train import ADAPTER_FOLDER, PROG, STATE_FILE, STORE_FILE, main
 from ssmlx.loading.adapter import load_adapter
+from ssmlx.loading.attach import read_task_lora
 from ssmlx.loading.files import read_tensors
 from ssmlx.loading.load import load_base
-from ssmlx.loading.task_lora import read_task_lora
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
 from ssmlx.settings import StreamConfig

@@ -25,14 +25,8 @@ from convert.reference.oracle import greedy_streaming, tree_inputs
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import prefill
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import (
-    Adapter,
-    BaseIdentity,
-    fuse_streams,
-    load_adapter,
-    read_streams,
-    write_adapter,
-)
+from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter, read_streams, write_adapter
+from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import load_base
 from ssmlx.model.architectures import model_classes
 from ssmlx.model.backbone import decoder_path

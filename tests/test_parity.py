@@ -17,7 +17,8 @@ from convert.reference.model import save_reference
 from convert.reference.oracle import greedy_streaming, tree_inputs
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import prefill
-from ssmlx.loading.adapter import fuse_streams, load_adapter
+from ssmlx.loading.adapter import load_adapter
+from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import load_base
 from ssmlx.plan import GenerateConfig
 from ssmlx.settings import TreeConfig

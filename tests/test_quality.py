@@ -157,7 +157,7 @@ def test_adapters_are_named(tmp_path):
 def test_a_bundled_adapter_goes_by_its_name(tmp_path, monkeypatch):
     (tmp_path / "poems").mkdir()
     (tmp_path / "poems" / "streams_config.json").write_text("{}")
-    monkeypatch.setattr("ssmlx.loading.bundled.ADAPTERS_FOLDER", tmp_path)
+    monkeypatch.setattr("ssmlx.loading.names.ADAPTERS_FOLDER", tmp_path)
     assert named_adapters(["poems", "x=poems"]) == dict.fromkeys(("poems", "x"), tmp_path / "poems")
 
 

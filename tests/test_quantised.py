@@ -23,10 +23,10 @@ from tiny_heads import make_heads
 from ssmlx.api import stream_generate
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams, load_adapter, write_adapter
-from ssmlx.loading.bundled import resolve_adapter
-from ssmlx.loading.load import is_quantised, load_base, load_words, resolve_draft_bits
-from ssmlx.loading.registry import resolve_model
+from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter, write_adapter
+from ssmlx.loading.attach import fuse_streams
+from ssmlx.loading.load import is_quantised, load_base, load_tokenizer, resolve_draft_bits
+from ssmlx.loading.names import resolve_adapter, resolve_model
 from ssmlx.model.backbone import Backbone, head_bytes, pack_rows
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
@@ -385,7 +385,7 @@ def real_packed():
     model, config = load_model(path, lazy=True)
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
-    return model, load_words(path, config)
+    return model, load_tokenizer(path, config)
 
 
 @pytest.mark.slow

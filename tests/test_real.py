@@ -15,7 +15,7 @@ from real import EXAMPLE, answer, run_module
 
 from convert.__main__ import main as convert
 from ssmlx.loading.load import load_base
-from ssmlx.loading.registry import resolve_model
+from ssmlx.loading.names import resolve_model
 from ssmlx.model.tree import Tree
 from ssmlx.prompts import encode, prompt_tokens
 from ssmlx.settings import PruneConfig, TreeConfig

@@ -630,7 +630,7 @@ def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
 
 @pytest.mark.real
 def test_real_checkpoint_writes_the_expected_tokens():
-    registry = pytest.importorskip("ssmlx.loading.registry")
+    registry = pytest.importorskip("ssmlx.loading.names")
     folder = Path(registry.resolve_model("smollm2-135m-q4_1"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = load_reference(load_base(folder), EXAMPLE)

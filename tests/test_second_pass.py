@@ -25,7 +25,8 @@ from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.choice import required_scratch
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams
+from ssmlx.loading.adapter import Adapter, BaseIdentity
+from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import PathColumns, TreeCache
 from ssmlx.model.masks import earlier_streams, stream_visibility

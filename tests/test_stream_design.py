@@ -17,7 +17,8 @@ from tiny import make_base as make_mlx_base
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import plain_decode, prefill
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import fuse_streams, load_adapter, write_adapter
+from ssmlx.loading.adapter import load_adapter, write_adapter
+from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.rotation import ValueRotation

@@ -31,10 +31,11 @@ from tiny import LAYERS, WIDTH, make_base, make_lora, make_streams, make_tokeniz
 
 from ssmlx.commands import chat, generate
 from ssmlx.errors import InputError
-from ssmlx.loading import bundled
 from ssmlx.loading import load as loading
-from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams, write_adapter
-from ssmlx.loading.bundled import bundled_adapters, resolve_adapter
+from ssmlx.loading import names as naming
+from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter, write_adapter
+from ssmlx.loading.attach import adapters_for, fuse_streams
+from ssmlx.loading.names import bundled_adapters, resolve_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights
 from ssmlx.model.streams import StreamFusedModel
@@ -319,7 +320,7 @@ def shelf(base):
 
 @pytest.fixture(autouse=True)
 def on_the_shelf(shelf, monkeypatch):
-    monkeypatch.setattr(bundled, "ADAPTERS_FOLDER", shelf)
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDER", shelf)
 
 
 @pytest.fixture
@@ -339,14 +340,14 @@ def test_the_package_names_its_adapters(shelf, monkeypatch):
     names = ["chat", "e2e", "foreign", "sql"]
     assert bundled_adapters() == {name: shelf / name for name in names}
     assert ssmlx.bundled_adapters is bundled_adapters
-    monkeypatch.setattr(bundled, "ADAPTERS_FOLDER", shelf / "nowhere")
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDER", shelf / "nowhere")
     assert bundled_adapters() == {}
 
 
 def test_what_ships_is_a_whole_adapter(monkeypatch):
     monkeypatch.undo()
     for folder in bundled_adapters().values():
-        adapter = loading.load_adapter(folder)
+        adapter = load_adapter(folder)
         assert adapter.base.model_type and (folder / "README.md").is_file()
 
 
@@ -388,7 +389,7 @@ def test_an_unknown_name_is_told_with_those_that_there_are(name, monkeypatch, tm
 
 
 def test_an_unknown_name_where_none_ship(monkeypatch, tmp_path):
-    monkeypatch.setattr(bundled, "ADAPTERS_FOLDER", tmp_path)
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDER", tmp_path)
     message = refusal(resolve_adapter, "chatt")
     assert "expected a folder that `python -m convert` wrote; check" in message
 
@@ -485,7 +486,7 @@ def fuse(base: Path, target: Path) -> Path:
     from convert.formats.adapter import write_fused
 
     backbone, config = loading.load_base(base, "float32")
-    words = loading.load_words(base, config)
+    words = loading.load_tokenizer(base, config)
     target.mkdir()
     write_fused(target, make_adapter(base), backbone, words, config)
     return target
@@ -511,8 +512,8 @@ def test_adapters_of_a_model_are_known_from_their_settings_alone(base, shelf, mo
     for file in copy.glob("*/*.safetensors"):
         file.unlink()
     (copy / "e2e" / "streams_config.json").write_text("{")
-    monkeypatch.setattr(bundled, "ADAPTERS_FOLDER", copy)
-    assert list(loading.adapters_for(model)) == ["chat", "sql"]
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDER", copy)
+    assert list(adapters_for(model)) == ["chat", "sql"]
     assert len(loads) == 1
     shutil.rmtree(copy)
 
@@ -707,7 +708,7 @@ def run_on_the_shelf(shelf, command, *args, stdin=""):
     """A real process whose package has the adapters of `shelf`."""
     code = (
         "import sys; from pathlib import Path; from ssmlx import bundled; "
-        f"bundled.ADAPTERS_FOLDER = Path({str(shelf)!r}); from ssmlx.cli import {command}; "
+        f"names.ADAPTERS_FOLDER = Path({str(shelf)!r}); from ssmlx.cli import {command}; "
         f"sys.exit({command}.main(sys.argv[1:]))"
     )
     call = [sys.executable, "-c", code, *args]

@@ -26,8 +26,8 @@ from convert.reference.model import load_fine_tuned, load_reference, merge_lora
 from convert.train import PROG, main
 from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
-from ssmlx.loading.adapter import fuse_streams, load_adapter, unfuse_streams, write_adapter
-from ssmlx.loading.task_lora import read_lora
+from ssmlx.loading.adapter import load_adapter, read_lora, write_adapter
+from ssmlx.loading.attach import fuse_streams, unfuse_streams
 from ssmlx.model.tree import root_tree
 from ssmlx.settings import STREAM_SCHEDULES, TreeConfig
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ssmlx.errors import InputError
-from ssmlx.loading.bundled import CONFIG_FILE
+from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.settings import TreeConfig
 from ssmlx.training.batches import BatchPlan, collate, epoch_order, in_order
 from ssmlx.training.config import TrainConfig

@@ -15,7 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ssmlx.loading.adapter import Adapter, BaseIdentity, fuse_streams
+from ssmlx.loading.adapter import Adapter, BaseIdentity
+from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights
 from ssmlx.model.streams import LowRank, StreamFusedModel, StreamWeights

@@ -27,10 +27,9 @@ from ssmlx.errors import InputError
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, Manifest, package_digest
 from ssmlx.exported.tree import TreeTables
 from ssmlx.loading.adapter import Adapter, load_adapter
-from ssmlx.loading.bundled import CONFIG_FILE, resolve_adapter
 from ssmlx.loading.files import new_folder
-from ssmlx.loading.load import load_words
-from ssmlx.loading.registry import resolve_model
+from ssmlx.loading.load import load_tokenizer
+from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
 from ssmlx.settings import read_json
 
 from ..base import copy_settings
@@ -202,7 +201,7 @@ def _write_rest(
 ) -> None:
     """Tokenizer, manifest and report, beside the package."""
     copy_settings(folder, work)
-    words = load_words(work, read_json(work / "config.json", "a model's settings"))
+    words = load_tokenizer(work, read_json(work / "config.json", "a model's settings"))
     package = work / PACKAGES[config.target]
     ends = {*words.eos_token_ids, *adapter.config.end_token_ids}
     _manifest(graphs[-1], adapter, config, sorted(ends), package, texts).write(work)

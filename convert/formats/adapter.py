@@ -16,12 +16,11 @@ from ssmlx.errors import InputError
 from ssmlx.loading.adapter import (
     Adapter,
     BaseIdentity,
-    cast_streams,
-    check_lora,
     read_streams,
     write_adapter,
     write_streams,
 )
+from ssmlx.loading.attach import check_lora
 from ssmlx.loading.files import account_for
 from ssmlx.loading.load import is_quantised
 from ssmlx.model.backbone import Backbone, decoder_path
@@ -155,7 +154,7 @@ def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:
             for path, weights in lora.items()
         }
 
-    streams = cast_streams(adapter.streams, kind)
+    streams = adapter.streams.astype(kind)
     return replace(
         adapter, streams=streams, lora=cast(adapter.lora), task_lora=cast(adapter.task_lora)
     )

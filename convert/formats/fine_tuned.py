@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import CONFIG_FILE
-from ssmlx.loading.task_lora import LORA_FILE, read_lora
+from ssmlx.loading.adapter import LORA_FILE, read_lora
+from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.lora import LoraWeights, layer_of
 from ssmlx.settings import read_json
 

@@ -342,7 +342,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ssmlx.loading.registry import resolve_model
+    from ssmlx.loading.names import resolve_model
 
     check_torch()
     check_batch_size(args.batch_size)

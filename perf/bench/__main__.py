@@ -22,7 +22,7 @@ import mlx.core as mx
 from ssmlx.commands.options import make_parser, run
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
-from ssmlx.loading.registry import resolve_model
+from ssmlx.loading.names import resolve_model
 from ssmlx.settings import DTYPES
 
 from ..run.common import BASE, RESULTS, check_counts, publish

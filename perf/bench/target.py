@@ -16,9 +16,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ssmlx.api import check_prompt, end_token_ids
 from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import Adapter, fuse_streams
-from ssmlx.loading.bundled import resolve_adapter
-from ssmlx.loading.load import load_base, load_weights, load_words
+from ssmlx.loading.adapter import Adapter
+from ssmlx.loading.attach import fuse_streams
+from ssmlx.loading.load import load_base, load_tokenizer, load_weights
+from ssmlx.loading.names import resolve_adapter
 from ssmlx.memory import Memory, memory_of, total_bytes
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.shapes import arrays_in
@@ -100,7 +101,7 @@ def load_target(name: str, path: Path, dtype: str, task: Task, data: Path) -> Ta
     """
     adapter = adapter_with_streams(name)
     backbone, settings = load_base(path, dtype, "auto")
-    tokenizer = load_words(path, settings)
+    tokenizer = load_tokenizer(path, settings)
     mlx_model = load_weights(path, dtype, f"{path} cannot be loaded")[0]
     model = fuse_streams(backbone, adapter, merge_lora=True)
     # Merged, or beside packed weights: in both models the same way.

@@ -28,9 +28,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ssmlx.api import check_prompt
 from ssmlx.commands.options import add_model_options, load_from, make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.loading.bundled import bundled_adapters
+from ssmlx.loading.attach import adapters_for
 from ssmlx.loading.files import make_folder
-from ssmlx.loading.load import adapters_for
+from ssmlx.loading.names import bundled_adapters
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.tuning.profile import Place, Profile, mlx_version, store_profile

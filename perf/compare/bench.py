@@ -19,8 +19,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import check_prompt
 from ssmlx.drafters.choice import make_drafter
-from ssmlx.loading.adapter import Adapter, check_base, check_lora
-from ssmlx.loading.load import load_base, load_words
+from ssmlx.loading.adapter import Adapter
+from ssmlx.loading.attach import check_base, check_lora
+from ssmlx.loading.load import load_base, load_tokenizer
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import SamplingConfig
@@ -106,7 +107,7 @@ def load_target(
 ) -> tuple[StreamFusedModel, TokenizerWrapper, Adapter | None]:
     """The model that all systems decode with, its tokenizer, and the adapter."""
     backbone, settings = load_base(plan.weights, plan.dtype)
-    tokenizer = load_words(plan.weights, settings)
+    tokenizer = load_tokenizer(plan.weights, settings)
     if folder is None:
         return StreamFusedModel(backbone), tokenizer, None
     adapter = read_own_lora(folder)

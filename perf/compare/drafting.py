@@ -15,7 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import DraftingHeads, load_heads
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import fuse_streams, stream_tensors
+from ssmlx.loading.adapter import stream_tensors
+from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssmlx.errors import InputError
-from ssmlx.loading.bundled import bundled_adapters, resolve_adapter
 from ssmlx.loading.files import make_folder
-from ssmlx.loading.registry import resolve_model
+from ssmlx.loading.names import bundled_adapters, resolve_adapter, resolve_model
 from ssmlx.settings import SamplingConfig
 
 from ..run.common import split_name

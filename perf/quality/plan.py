@@ -13,8 +13,8 @@ from ssmlx.api import check_prompt
 from ssmlx.commands.options import generate_config
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
-from ssmlx.loading.load import load_base, load_words
-from ssmlx.loading.registry import resolve_model
+from ssmlx.loading.load import load_base, load_tokenizer
+from ssmlx.loading.names import resolve_model
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig
@@ -60,7 +60,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     scorer_of(task)
     path = resolve_model(args.model)
     backbone, settings = load_base(path, "float32")
-    tokenizer = load_words(path, settings)
+    tokenizer = load_tokenizer(path, settings)
     adapters = [
         adapter_system(name, folder, backbone, streaming, args.template)
         for name, folder in folders.items()

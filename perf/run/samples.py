@@ -20,10 +20,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from convert.formats.adapter import read_checkpoint, write_adapter, write_fused
 from ssmlx.api import end_token_ids
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import Adapter, check_base, load_adapter
-from ssmlx.loading.bundled import resolve_adapter
-from ssmlx.loading.load import load, load_base, load_words
-from ssmlx.loading.registry import resolve_model
+from ssmlx.loading.adapter import Adapter, load_adapter
+from ssmlx.loading.attach import check_base
+from ssmlx.loading.load import load, load_base, load_tokenizer
+from ssmlx.loading.names import resolve_adapter, resolve_model
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
@@ -145,7 +145,7 @@ def sample_folders(scope: AdapterScope) -> Iterator[Folders]:
     adapter = read_checkpoint(
         CHECKPOINT, CHECKPOINT / "streams.safetensors", backbone, scope=scope, base_model=BASE
     )
-    with float_folders(adapter, backbone, load_words(path, config), config) as folders:
+    with float_folders(adapter, backbone, load_tokenizer(path, config), config) as folders:
         yield folders
 
 
@@ -164,7 +164,7 @@ def adapter_folders(folder: Path, model: str | None = None) -> Iterator[Folders]
     path = resolve_model(model or adapter.config.base_model or BASE)
     backbone, config = load_base(path, "float32")
     check_base(adapter, backbone)
-    with float_folders(adapter, backbone, load_words(path, config), config) as folders:
+    with float_folders(adapter, backbone, load_tokenizer(path, config), config) as folders:
         yield folders
 
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ssmlx.loading.adapter import CONFIG_FILE, LORA_FILES, STREAMS_FILE
-from ssmlx.loading.task_lora import LORA_SETTINGS
+from ssmlx.loading.adapter import LORA_FILES, LORA_SETTINGS, STREAMS_FILE
+from ssmlx.loading.names import CONFIG_FILE
 
 from .common import ROOT, Answer
 from .machine import machine

@@ -11,10 +11,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.drafters.choice import required_scratch
 from ssmlx.errors import InputError, check_choice
-from ssmlx.loading.adapter import CONFIG_FILE, check_base, check_lora
-from ssmlx.loading.bundled import resolve_adapter
-from ssmlx.loading.load import load, load_base, load_words
-from ssmlx.loading.task_lora import read_lora
+from ssmlx.loading.adapter import read_lora
+from ssmlx.loading.attach import check_base, check_lora
+from ssmlx.loading.load import load, load_base, load_tokenizer
+from ssmlx.loading.names import CONFIG_FILE, resolve_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
@@ -174,7 +174,7 @@ def load_system(path: Path, system: ModelUnderTest) -> tuple[StreamFusedModel, T
         fused, tokenizer = load(str(path), adapter=system.folder, dtype="float32")
     else:
         backbone, settings = load_base(path, "float32")
-        tokenizer, scope = load_words(path, settings), RowScope(0)
+        tokenizer, scope = load_tokenizer(path, settings), RowScope(0)
         if system.folder is not None:
             lora = read_lora(system.folder, "--baseline")
             attach_lora(backbone.model, lora, scope, merge=True, dtype=backbone.dtype)

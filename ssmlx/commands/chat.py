@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import has_fast_blas
 from ..blas import HINT
 from ..errors import InputError
-from ..loading.bundled import bundled_adapters
+from ..loading.names import bundled_adapters
 from .options import (
     add_decoding_options,
     add_model_options,
@@ -249,7 +249,7 @@ def _trained_on_another_form(session: ChatSession) -> bool:
 
 
 def _available(session: ChatSession) -> str:
-    from ..loading.load import adapters_for
+    from ..loading.attach import adapters_for
 
     fitting = adapters_for(session.model)
     others = [name for name in bundled_adapters() if name not in fitting]
@@ -313,7 +313,7 @@ def _main(args: argparse.Namespace) -> None:
 
     import mlx.core as mx
 
-    from ..loading.registry import cache_dir
+    from ..loading.names import cache_dir
     from ..session import ChatSession
 
     session = ChatSession(model, tokenizer, config, system=args.system)

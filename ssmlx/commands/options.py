@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import InputError
-from ..loading.bundled import bundled_adapters
+from ..loading.names import bundled_adapters
 from ..settings import (
     ACCEPTANCES,
     ATTENTIONS,
@@ -478,7 +478,8 @@ def load_from(args: argparse.Namespace, default_adapter: str | None = None) -> A
             streams, nothing else is to draft, and the adapter belongs to the model;
             `args.adapter` then names it.
     """
-    from ..loading.load import adapters_for, load, swap_adapter
+    from ..loading.attach import adapters_for, swap_adapter
+    from ..loading.load import load
     from ..model import metal
 
     metal.use(args.attention)

@@ -123,8 +123,8 @@ def _main(args: argparse.Namespace) -> None:
     from mlx_lm.generate import wired_limit
 
     from ..loading.adapter import load_adapter
+    from ..loading.attach import read_task_lora
     from ..loading.files import make_folder
-    from ..loading.task_lora import read_task_lora
     from ..training.job import finish, prepare, run_to_end
     from ..training.mlx_model import TrainedModel, new_adapter, start_from
     from ..training.mlx_run import Objective, Run, load_frozen

@@ -205,13 +205,13 @@ def load_draft_model(
     Raises:
         InputError: it cannot be loaded, or its vocabulary is another than the target's.
     """
-    from ..loading.load import load_weights, load_words
-    from ..loading.registry import resolve_model
+    from ..loading.load import load_tokenizer, load_weights
+    from ..loading.names import resolve_model
 
     path = resolve_model(name)
     model, config = load_weights(path, dtype, f"--draft-model {name} cannot be loaded")
     draft = DraftModel(model, f"--draft-model {name}")
-    check_vocabulary(draft, load_words(path, config), tokenizer, vocab_size)
+    check_vocabulary(draft, load_tokenizer(path, config), tokenizer, vocab_size)
     return draft
 
 

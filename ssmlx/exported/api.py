@@ -12,7 +12,7 @@ from pathlib import Path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError
-from ..loading.load import load_words
+from ..loading.load import load_tokenizer
 from ..prompts import Prompt, as_messages, chat_tokens, encode, text_tokens, user_text
 from ..response import Budget, GenerationResponse
 from ..settings import read_json
@@ -71,7 +71,7 @@ def load(
     manifest = Manifest.read(folder)
     package = manifest.package(folder)
     settings = read_json(folder / "config.json", "the settings of the model that was exported")
-    tokenizer = load_words(folder, settings)
+    tokenizer = load_tokenizer(folder, settings)
     if backend is not None:
         return ExportedModel(backend(package, manifest), manifest, tokenizer)
     if manifest.target == "coreai":

@@ -1,4 +1,4 @@
-"""The MLX adapter folder: what the converter writes and `ssmlx.load` reads.
+"""The adapter folder's format: what the converter and the trainer write and `ssmlx.load` reads.
 
     streams_config.json          settings, LoRA's scale, and what identifies the base model
     streams.safetensors          stream_embeddings, stream_init.*, prune_adapter.*, draft_vocab,
@@ -18,23 +18,21 @@ files beside them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..errors import InputError
-from ..model.backbone import Backbone
-from ..model.lora import LoraWeights, RowScope, attach_lora, detach_lora, layer_of, linear_shape
-from ..model.shapes import to_list
-from ..model.streams import LowRank, StreamFusedModel, StreamWeights
+from ..model.backbone import BaseIdentity
+from ..model.lora import LoraWeights, layer_of
+from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, StreamConfig, read_json
-from .bundled import CONFIG_FILE
 from .files import account_for, read_tensors
+from .names import CONFIG_FILE
 
 FORMAT = "ssmlx-adapter/1"
 STREAMS_FILE = "streams.safetensors"
@@ -42,65 +40,8 @@ LORA_FILES: dict[AdapterScope, str] = {
     "all": "adapters.safetensors",
     "streams": "stream_adapters.safetensors",
 }
-_PROBE_LENGTH = 32
-_PROBE_TOLERANCE = 0.02
-
-
-@dataclass(frozen=True)
-class BaseIdentity:
-    """What tells one base model from another, in whatever precision it is stored.
-
-    Attributes:
-        model_type: mlx-lm's name of the architecture.
-        num_layers, hidden_size, vocab_size: its sizes.
-        norm_probe: the first weights of its final norm, which no quantisation touches.
-    """
-
-    model_type: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    norm_probe: tuple[float, ...]
-
-    @classmethod
-    def of(cls, backbone: Backbone) -> BaseIdentity:
-        """The identity of a loaded model."""
-        probe = backbone.final_norm_weight[:_PROBE_LENGTH].astype(mx.float32)
-        return cls(
-            str(getattr(backbone.model, "model_type", "")),
-            len(backbone.layers),
-            backbone.hidden_size,
-            backbone.vocab_size,
-            tuple(round(value, 6) for value in to_list(probe)),
-        )
-
-    @classmethod
-    def read(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
-        """The identity in the settings `values` of the file `path`.
-
-        Raises:
-            InputError: they do not hold one.
-        """
-        base = values.get("base", {})
-        try:
-            return cls(**{**base, "norm_probe": tuple(base["norm_probe"])})
-        except (TypeError, KeyError) as error:
-            raise InputError(
-                f"{path} does not say which base model it is for",
-                expected="an entry `base`",
-                do="convert it again",
-            ) from error
-
-    def difference(self, other: BaseIdentity) -> str | None:
-        """What tells `other` apart, in words; None if they are one model."""
-        for name in ("model_type", "num_layers", "hidden_size", "vocab_size"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{name} {theirs!r} instead of {mine!r}"
-        pairs = zip(self.norm_probe, other.norm_probe, strict=False)
-        if any(abs(a - b) > _PROBE_TOLERANCE * max(1.0, abs(a)) for a, b in pairs):
-            return "other weights (its final norm differs)"
-        return None
+LORA_FILE, LORA_SETTINGS = LORA_FILES["all"], "adapter_config.json"
+_TASK_LORA = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA training writes it"
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,29 +157,6 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
     return tensors
 
 
-def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) -> None:
-    """Check that every LoRA pair fits a linear layer of `model`.
-
-    Raises:
-        InputError: names the modules that are absent or of another shape.
-    """
-    _check_fit(dict(model.named_modules()), lora, source)
-
-
-def _check_fit(
-    modules: Mapping[str, nn.Module], lora: Mapping[str, LoraWeights], source: Path
-) -> None:
-    found: dict[str, mx.array] = {}
-    expected: dict[str, tuple[int, ...]] = {}
-    for path, weights in lora.items():
-        found |= {f"{path}.lora_a": weights.a, f"{path}.lora_b": weights.b}
-        if isinstance(modules.get(path), nn.Linear | nn.QuantizedLinear):
-            out_size, in_size = linear_shape(modules[path])
-            rank = weights.a.shape[-1]
-            expected |= {f"{path}.lora_a": (in_size, rank), f"{path}.lora_b": (rank, out_size)}
-    account_for(found, expected, source)
-
-
 def write_streams(folder: Path, adapter: Adapter, *, fused: bool) -> None:
     """Write the two streams files into `folder`."""
     mx.save_safetensors(str(folder / STREAMS_FILE), stream_tensors(adapter.streams))
@@ -261,7 +179,7 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
     _write_lora(folder / LORA_FILES["all"], adapter.every_row_lora)
     if adapter.every_row_lora:
         settings = mlx_lm_settings(adapter)
-        (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+        (folder / LORA_SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def _write_lora(path: Path, lora: Mapping[str, LoraWeights]) -> None:
@@ -385,92 +303,31 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
     }
 
 
-def check_base(adapter: Adapter, backbone: Backbone) -> None:
-    """Check that `backbone` is the model that the adapter was made for.
-
-    Raises:
-        InputError: says in what the two differ.
-    """
-    difference = adapter.base.difference(BaseIdentity.of(backbone))
-    if difference:
-        raise InputError(
-            f"the adapter belongs to another base model: this one has {difference}",
-            expected=f"{adapter.config.base_model or 'the model it was converted for'}",
-            do="choose that model with --model, or another --adapter",
-        )
-    config, base = adapter.config, adapter.base
-    if (config.num_layers, config.hidden_size) != (base.num_layers, base.hidden_size):
-        raise InputError(
-            f"the adapter's settings say {config.num_layers} layers of width {config.hidden_size}",
-            expected=f"{base.num_layers} of width {base.hidden_size}, as its base model has",
-            do="convert the checkpoint again",
-        )
-
-
-def fuse_streams(
-    backbone: Backbone,
-    adapter: Adapter,
-    *,
-    merge_lora: bool,
-    check: Callable[[StreamFusedModel], object] | None = None,
-) -> StreamFusedModel:
-    """Attach an adapter to its base model, in place of one that is attached already.
+def read_lora(folder: Path, option: str) -> dict[str, LoraWeights]:
+    """LoRA as mlx-lm writes and reads it.
 
     Args:
-        backbone: the base model; its layers are changed in place, until `unfuse_streams`.
-        adapter: what to attach.
-        merge_lora: add LoRA that acts on every row into the weights of layers that are not
-            quantised. The original weights are dropped where the backbone can read them again.
-        check: called with the new model before any layer is changed; may refuse it by raising.
+        folder: holds its weights and settings.
+        option: what named the folder, for the message.
 
     Raises:
-        InputError: the adapter is another model's. No layer is changed then.
+        InputError: the folder holds none.
     """
-    check_base(adapter, backbone)
-    modules = {**dict(backbone.model.named_modules()), **backbone.kept}
-    for lora in (adapter.every_row_lora, adapter.stream_lora):
-        _check_fit(modules, lora, Path("the adapter"))
-    every_row = RowScope(0)
-    scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
-    dtype = backbone.dtype
-    streams = cast_streams(adapter.streams, dtype)
-    fused = StreamFusedModel(backbone, adapter.config, streams, scope)
-    fused.is_fine_tuned = bool(adapter.every_row_lora)
-    if check is not None:
-        check(fused)
-    unfuse_streams(backbone)
-    model = backbone.model
-    on_all = attach_lora(model, adapter.every_row_lora, every_row, merge=merge_lora, dtype=dtype)
-    on_streams = attach_lora(model, adapter.stream_lora, scope, merge=False, dtype=dtype)
-    replaced: dict[str, nn.Module | None] = {**on_streams, **on_all}
-    if merge_lora and backbone.reload is not None:
-        merged = {path for path, module in on_all.items() if isinstance(module, nn.Linear)}
-        replaced |= dict.fromkeys(merged)
-    backbone.replaced = replaced
-    # Now: the first answer would merge and cast, which takes time and memory.
-    mx.eval(model.parameters(), *stream_tensors(streams).values())
-    return fused
-
-
-def unfuse_streams(backbone: Backbone) -> None:
-    """Take off what `fuse_streams` attached: the base model's own weights come back.
-
-    Raises:
-        InputError: weights have to be read again, and cannot be. Nothing is changed then.
-    """
-    dropped = [path for path, module in backbone.replaced.items() if module is None]
-    read = backbone.reload(dropped) if dropped and backbone.reload is not None else {}
-    detach_lora(backbone.model, {**backbone.kept, **read})
-    backbone.replaced = {}
-
-
-def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
-    def cast(low_rank: LowRank | None) -> LowRank | None:
-        return low_rank and LowRank(low_rank.a.astype(dtype), low_rank.b.astype(dtype))
-
-    embeddings = streams.embeddings
-    if embeddings is not None:
-        embeddings = embeddings.astype(dtype)
-    return replace(
-        streams, embeddings=embeddings, init=cast(streams.init), prune=cast(streams.prune)
-    )
+    if not folder.is_dir():
+        raise InputError(f"no folder {folder}", expected=_TASK_LORA, do=f"check {option}")
+    settings = read_json(folder / LORA_SETTINGS, _TASK_LORA)
+    scale = (settings.get("lora_parameters") or {}).get("scale")
+    if settings.get("fine_tune_type", "lora") != "lora" or not isinstance(scale, int | float):
+        raise InputError(
+            f"{folder / LORA_SETTINGS} does not describe LoRA",
+            expected='"fine_tune_type": "lora" and a scale in "lora_parameters"',
+            do="convert a PEFT checkpoint with `python -m convert` first",
+        )
+    lora = read_lora_file(folder / LORA_FILE, _TASK_LORA, float(scale))
+    if not lora:
+        raise InputError(
+            f"{folder / LORA_FILE} is empty",
+            expected="pairs of lora_a and lora_b",
+            do="use a LoRA's own file",
+        )
+    return lora

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,24 +10,17 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
 
 from ..errors import InputError, check_choice, first_line
 from ..model.architectures import carries_heads, classes_without_heads, model_classes
 from ..model.backbone import PACKED_KINDS, Backbone
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, read_json
-from .adapter import (
-    Adapter,
-    BaseIdentity,
-    fuse_streams,
-    load_adapter,
-    read_identity,
-    unfuse_streams,
-)
-from .bundled import CONFIG_FILE, bundled_adapters, resolve_adapter
-from .registry import resolve_model
+from .adapter import load_adapter
+from .attach import fuse_streams
+from .names import CONFIG_FILE, resolve_adapter, resolve_model
 
 
 def resolve_dtype(name: str) -> str:
@@ -64,7 +57,7 @@ def cast_model(model: nn.Module, dtype: str) -> nn.Module:
     # Unpack in float32: scales multiplied in half precision would not be the stored weights.
     model.set_dtype(mx.float32)
     if is_quantised(model):
-        model = dequantize_model(model)
+        model = utils.dequantize_model(model)
     model.set_dtype(getattr(mx, dtype))
     return model
 
@@ -154,7 +147,9 @@ def _lazy_weights(path: Path, dtype: str, failure: str) -> tuple[nn.Module, dict
     dtype = resolve_dtype(dtype)
     with _refusing(failure):
         settings = flat_rope_settings(path)
-        model, config = load_model(path, lazy=True, model_config=settings, **own_classes(path))
+        model, config = utils.load_model(
+            path, lazy=True, model_config=settings, **own_classes(path)
+        )
         return cast_model(model, dtype), config
 
 
@@ -173,14 +168,14 @@ def _refusing(failure: str) -> Iterator[None]:
         ) from error
 
 
-def load_words(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
+def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
     """The tokenizer of a model folder.
 
     Raises:
         InputError: it cannot be loaded.
     """
     try:
-        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        return utils.load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise InputError(
             f"{path} has no tokenizer that can be loaded ({first_line(error)})",
@@ -200,9 +195,9 @@ def load(
     """Load a model that drafts for itself, and its tokenizer.
 
     Args:
-        model: a local folder, a Hub name, or an alias (`ssmlx.loading.registry.ALIASES`).
+        model: a local folder, a Hub name, or an alias (`ssmlx.loading.names.ALIASES`).
         adapter: an adapter folder, the name of one that ships with the package
-            (`ssmlx.bundled_adapters`), or "none"; see `ssmlx.loading.bundled.resolve_adapter`. By
+            (`ssmlx.bundled_adapters`), or "none"; see `ssmlx.loading.names.resolve_adapter`. By
             default a fused folder uses its own streams, and any other model decodes plainly.
         dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU,
             float32 on the CPU backend. Quantised weights are unpacked for the float types.
@@ -222,75 +217,7 @@ def load(
         folder = path
     loaded = load_adapter(folder) if folder is not None else None
     backbone, config = load_base(path, dtype, draft_head)
-    tokenizer = load_words(path, config)
+    tokenizer = load_tokenizer(path, config)
     if loaded is None:
         return StreamFusedModel(backbone), tokenizer
     return fuse_streams(backbone, loaded, merge_lora=merge_lora), tokenizer
-
-
-def swap_adapter(
-    model: StreamFusedModel,
-    adapter: Adapter | str | Path | None,
-    *,
-    merge_lora: bool = True,
-    check: Callable[[StreamFusedModel], object] | None = None,
-) -> StreamFusedModel:
-    """The same base model with another adapter, without loading the base again.
-
-    Only the layers that LoRA was merged into are read again, from the model's folder.
-
-    The new adapter is read and checked first: where it does not fit, `model` stays as it was.
-    Otherwise `model` is used up, for the weights that it reads are the new one's now; so are
-    its caches, whose keys and values an adapter may have changed.
-
-    Args:
-        model: as `load` or `swap_adapter` returned it.
-        adapter: a folder or a name as `load` takes it, an adapter in memory, or None (or
-            "none") for the base model, decoding plainly. Of a fused folder, the base is the
-            model in that folder; give the folder itself for its own streams.
-        merge_lora: as for `load`.
-        check: called with the new model before any layer is changed; may refuse it by raising.
-
-    Raises:
-        InputError: the adapter is missing, broken, or belongs to another model.
-    """
-    if isinstance(adapter, str | Path):
-        folder = resolve_adapter(adapter)
-        adapter = None if folder is None else load_adapter(folder)
-    backbone = model.backbone
-    if adapter is None:
-        swapped = StreamFusedModel(backbone)
-        if check is not None:
-            check(swapped)
-        unfuse_streams(backbone)
-    else:
-        swapped = fuse_streams(backbone, adapter, merge_lora=merge_lora, check=check)
-    model.backbone = _UsedUp()  # type: ignore[assignment]
-    return swapped
-
-
-class _UsedUp:
-    """In the place of a swapped model's backbone: better no answer than another adapter's."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise InputError(
-            "this model was given to `swap_adapter`, and its weights follow another adapter now",
-            expected="the model that `swap_adapter` returned",
-            do="use that one, with a new cache",
-        )
-
-
-def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
-    """Folders of the bundled adapters that belong to `model`'s base, by name.
-
-    Reads their settings, no weights. One whose settings cannot be read belongs to no model.
-    """
-    identity = BaseIdentity.of(model.backbone)
-
-    def fits(folder: Path) -> bool:
-        try:
-            return read_identity(folder).difference(identity) is None
-        except InputError:
-            return False
-
-    return {name: folder for name, folder in bundled_adapters().items() if fits(folder)}

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +26,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..errors import InputError
 from .cache import TreeCache
 from .metal import TreeMask, hook_layers
-from .shapes import arrays_in, to_float
+from .shapes import arrays_in, to_float, to_list
 
 _ROPE_NAMES = ("SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
 POSITIONED_ROPES: tuple[type[nn.Module], ...] = (
@@ -35,6 +37,8 @@ _PROBE_TOKENS = (1, 2, 3)
 PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 _HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS)
 _GROUP_SIZES = (64, 32)
+_PROBE_LENGTH = 32
+_PROBE_TOLERANCE = 0.02
 
 LMHead = Callable[[mx.array], mx.array]
 """Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
@@ -115,6 +119,63 @@ def decoder_path(model: nn.Module) -> str:
     return "model.decoder" if hasattr(getattr(model, "model", None), "decoder") else "model"
 
 
+@dataclass(frozen=True)
+class BaseIdentity:
+    """What tells one base model from another, in whatever precision it is stored.
+
+    Attributes:
+        model_type: mlx-lm's name of the architecture.
+        num_layers, hidden_size, vocab_size: its sizes.
+        norm_probe: the first weights of its final norm, which no quantisation touches.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    norm_probe: tuple[float, ...]
+
+    @classmethod
+    def of(cls, backbone: Backbone) -> BaseIdentity:
+        """The identity of a loaded model."""
+        probe = backbone.final_norm_weight[:_PROBE_LENGTH].astype(mx.float32)
+        return cls(
+            str(getattr(backbone.model, "model_type", "")),
+            len(backbone.layers),
+            backbone.hidden_size,
+            backbone.vocab_size,
+            tuple(round(value, 6) for value in to_list(probe)),
+        )
+
+    @classmethod
+    def read(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
+        """The identity in the settings `values` of the file `path`.
+
+        Raises:
+            InputError: they do not hold one.
+        """
+        base = values.get("base", {})
+        try:
+            return cls(**{**base, "norm_probe": tuple(base["norm_probe"])})
+        except (TypeError, KeyError) as error:
+            raise InputError(
+                f"{path} does not say which base model it is for",
+                expected="an entry `base`",
+                do="convert it again",
+            ) from error
+
+    def difference(self, other: BaseIdentity) -> str | None:
+        """What tells `other` apart, in words; None if they are one model."""
+        for name in ("model_type", "num_layers", "hidden_size", "vocab_size"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} {theirs!r} instead of {mine!r}"
+        pairs = zip(self.norm_probe, other.norm_probe, strict=False)
+        if any(abs(a - b) > _PROBE_TOLERANCE * max(1.0, abs(a)) for a, b in pairs):
+            return "other weights (its final norm differs)"
+        return None
+
+
 class Backbone:
     """An mlx-lm model in stages.
 
@@ -129,8 +190,8 @@ class Backbone:
     Attributes:
         final_norm: what last hidden states pass before the LM head.
         replaced: the modules that an attached adapter's LoRA stands in for, by path; None for
-            those that `reload` gives. `adapter.fuse_streams` fills it and
-            `adapter.unfuse_streams` puts them back.
+            those that `reload` gives. `attach.fuse_streams` fills it and
+            `attach.unfuse_streams` puts them back.
 
     Raises:
         InputError: the model is not regular; the message says in what.

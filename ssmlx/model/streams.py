@@ -38,6 +38,10 @@ class LowRank:
         """[..., D] to [..., D]."""
         return (hidden @ self.a.T) @ self.b.T
 
+    def astype(self, dtype: mx.Dtype) -> LowRank:
+        """The same map in another precision."""
+        return LowRank(self.a.astype(dtype), self.b.astype(dtype))
+
 
 @dataclass(frozen=True, eq=False)
 class StreamWeights:
@@ -57,11 +61,24 @@ class StreamWeights:
     draft_vocab: mx.array | None = None
 
     @property
+    def trained(self) -> list[mx.array]:
+        """Every trained array; the draft vocabulary's ids are none."""
+        maps = [array for m in (self.init, self.prune) if m is not None for array in (m.a, m.b)]
+        return maps if self.embeddings is None else [self.embeddings, *maps]
+
+    @property
     def num_parameters(self) -> int:
-        """Trained numbers beside LoRA; the draft vocabulary's ids are none."""
-        maps = [low_rank for low_rank in (self.init, self.prune) if low_rank is not None]
-        embedded = 0 if self.embeddings is None else self.embeddings.size
-        return embedded + sum(m.a.size + m.b.size for m in maps)
+        """Trained numbers beside LoRA."""
+        return sum(array.size for array in self.trained)
+
+    def astype(self, dtype: mx.Dtype) -> StreamWeights:
+        """The same weights in another precision; the draft vocabulary's ids stay."""
+        return StreamWeights(
+            None if self.embeddings is None else self.embeddings.astype(dtype),
+            self.init and self.init.astype(dtype),
+            self.prune and self.prune.astype(dtype),
+            self.draft_vocab,
+        )
 
 
 class StreamFusedModel:

@@ -122,14 +122,14 @@ def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
     Raises:
         InputError: the model, the data and the settings do not fit each other.
     """
-    from ..loading.load import load_words
-    from ..loading.registry import resolve_model
+    from ..loading.load import load_tokenizer
+    from ..loading.names import resolve_model
     from .data import Encoder, read_examples
     from .draft_vocab import choose_draft_vocab
 
     path = resolve_model(options.model)
     base = read_base(path)
-    words = load_words(path, base)
+    words = load_tokenizer(path, base)
     config = stream_config(train, base, options, [words.eos_token_id])
     encoder = Encoder(words, options.template, words.eos_token_id, train.max_length)
 

@@ -23,13 +23,8 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import InputError
-from ..loading.adapter import (
-    Adapter,
-    BaseIdentity,
-    check_base,
-    expected_stream_tensors,
-    stream_tensors,
-)
+from ..loading.adapter import Adapter, BaseIdentity, expected_stream_tensors, stream_tensors
+from ..loading.attach import check_base
 from ..model.backbone import Backbone
 from ..model.lora import LoraWeights, RowLora, RowScope, attach_lora, linear_shape
 from ..model.rotation import ValueRotation

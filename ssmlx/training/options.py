@@ -10,7 +10,7 @@ from typing import Any
 
 from ..commands.options import make_parser, template_text
 from ..errors import InputError
-from ..loading.bundled import CONFIG_FILE
+from ..loading.names import CONFIG_FILE
 from ..settings import (
     ADAPTER_SCOPES,
     DEFAULT_MODEL,

@@ -28,7 +28,7 @@ from .. import has_fast_blas
 from ..decoding.pace import Pace
 from ..errors import InputError
 from ..loading.adapter import BaseIdentity, stream_tensors
-from ..loading.registry import cache_dir
+from ..loading.names import cache_dir
 from ..model.streams import StreamFusedModel
 from ..settings import PruneConfig, TreeConfig, read_json
 from .cost import DraftShape, StepCosts, Way

