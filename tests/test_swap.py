@@ -707,8 +707,8 @@ def test_generate_has_no_default_adapter(base, capsys):
 def run_on_the_shelf(shelf, command, *args, stdin=""):
     """A real process whose package has the adapters of `shelf`."""
     code = (
-        "import sys; from pathlib import Path; from ssmlx import bundled; "
-        f"names.ADAPTERS_FOLDER = Path({str(shelf)!r}); from ssmlx.cli import {command}; "
+        "import sys; from pathlib import Path; from ssmlx.loading import names; "
+        f"names.ADAPTERS_FOLDER = Path({str(shelf)!r}); from ssmlx.commands import {command}; "
         f"sys.exit({command}.main(sys.argv[1:]))"
     )
     call = [sys.executable, "-c", code, *args]
