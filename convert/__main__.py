@@ -132,7 +132,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
     with new_folder(args.out) as folder:
         write_heads(folder, heads)
     print(
-        f"{args.out}: {heads.kind}, {heads.config.num_levels} tokens ahead, "
+        f"{args.out}: {heads.config.kind}, {heads.config.num_levels} tokens ahead, "
         f"{heads.num_parameters:,} parameters",
         file=sys.stderr,
     )

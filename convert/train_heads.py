@@ -18,7 +18,8 @@ from .installed import check_torch
 from .train import OPTIMISATION, add_machine_options, add_optimisation_options
 
 if TYPE_CHECKING:
-    from .training.heads import HeadModel, HeadObjective
+    from .reference.heads import HeadReference
+    from .training.heads import HeadObjective
 
 PROG = "convert.train_heads"
 STATE_FILE, STORE_FILE = "state.pt", "hidden.states"
@@ -164,7 +165,7 @@ def _add_head_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def head_settings(args: argparse.Namespace, init: HeadModel | None) -> HeadSettings:
+def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
     """What the options ask for, or what `init` is.
 
     Raises:
@@ -227,7 +228,7 @@ def head_train_config(args: argparse.Namespace, settings: HeadSettings, vocab: i
     )
 
 
-def read_init(args: argparse.Namespace, vocab_size: int) -> HeadModel | None:
+def read_init(args: argparse.Namespace, vocab_size: int) -> HeadReference | None:
     """The heads to go on from.
 
     Raises:
@@ -247,46 +248,41 @@ def read_init(args: argparse.Namespace, vocab_size: int) -> HeadModel | None:
 
 def build_heads(
     settings: HeadSettings, sizes: tuple[int, int], draft_vocab: Any, seed: int
-) -> HeadModel:
+) -> HeadReference:
     """New heads for a model of sizes (V, D)."""
     import torch
 
-    from ssmlx.drafters.medusa_heads import MedusaConfig
-    from ssmlx.drafters.speculator_heads import MlpSpeculatorConfig
+    from ssmlx.drafters.head_drafter import HeadConfig
+    from ssmlx.drafters.medusa import MedusaConfig
+    from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 
-    from .formats.medusa import MedusaReference
-    from .formats.mlp_speculator import MlpSpeculatorReference
+    from .reference.heads import new_reference
 
     torch.manual_seed(seed)
     vocab_size, width = sizes
     vocab = None if draft_vocab is None else torch.from_numpy(draft_vocab)
-    size = 0 if vocab is None else len(vocab)
+    both = {"vocab_size": vocab_size, "draft_vocab_size": 0 if vocab is None else len(vocab)}
+    config: HeadConfig
     if settings.kind == _MEDUSA:
         shared = tuple(range(settings.num_heads)) if settings.share_lm_head else ()
-        return MedusaReference(
-            MedusaConfig(
-                num_heads=settings.num_heads,
-                num_layers=settings.num_layers,
-                hidden_size=width,
-                vocab_size=vocab_size,
-                shared_heads=shared,
-                draft_vocab_size=size,
-            ),
-            vocab,
+        config = MedusaConfig(
+            num_heads=settings.num_heads,
+            num_layers=settings.num_layers,
+            hidden_size=width,
+            shared_heads=shared,
+            **both,
         )
-    return MlpSpeculatorReference(
-        MlpSpeculatorConfig(
+    else:
+        config = MlpSpeculatorConfig(
             emb_dim=width,
             inner_dim=settings.inner_dim,
             n_predict=settings.num_heads,
-            vocab_size=vocab_size,
             tie_weights=settings.tie_weights,
             scale_input=settings.scale_input,
             top_k_tokens_per_head=settings.widths,
-            draft_vocab_size=size,
-        ),
-        vocab,
-    )
+            **both,
+        )
+    return new_reference(config, vocab)
 
 
 def load_frozen(path: Path, lora: Path | None) -> Any:
@@ -368,7 +364,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     """
     from ssmlx.loading.names import resolve_model
 
-    from .training.heads import check_fits
+    from .formats.heads import check_base_sizes
 
     options = run_options(args)
     init = read_init(args, read_base(resolve_model(options.model))["vocab_size"])
@@ -383,7 +379,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     frozen = load_frozen(path, args.lora)
     lm_head = frozen.base.lm_head.weight.detach().clone()
     model = init or build_heads(settings, lm_head.shape, job.draft_vocab, job.train.seed)
-    check_fits(model, frozen)
+    check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)
     if init is None and settings.kind == _MEDUSA:
         model.start_from(lm_head)
     return _Plan(job, settings, model, frozen, lm_head)

@@ -35,7 +35,7 @@ from ssmlx.decoding.accept import Acceptance
 from ssmlx.decoding.loop import streaming_decode
 from ssmlx.drafters.choice import make_drafter, required_scratch
 from ssmlx.drafters.heads import attach_heads, write_heads
-from ssmlx.drafters.speculator_heads import num_candidate_nodes
+from ssmlx.drafters.mlp_speculator import num_candidate_nodes
 from ssmlx.errors import InputError
 from ssmlx.model.architectures import carries_heads
 from ssmlx.model.backbone import Backbone
@@ -113,7 +113,7 @@ def test_every_tree_is_the_heads_own(architecture, kind, settings):
         if kind == "medusa":
             expected = heads.propose_tree(root, state, TreeConfig())
         else:
-            expected = heads.propose_tree(root, state, candidates=5)
+            expected = heads.propose_tree(root, state, SpeculatorTreeConfig())
         assert tree.tokens.tolist() == expected.tokens.tolist()
         assert tree.paths.tolist() == expected.paths.tolist()
         assert tree.depths.tolist() == expected.depths.tolist()
@@ -283,9 +283,8 @@ def test_heads_of_an_adapted_model(kind, merge):
     for text, tree in seen:
         state = oracle.backbone.model.model(mx.array(text[:-1])[None])[0, -1:]
         root = mx.array(text[-1:], mx.int32)
-        more = (TreeConfig(),) if kind == "medusa" else (None, None)
-        chosen = {} if kind == "medusa" else {"candidates": 5}
-        assert token_paths(tree) == token_paths(attached.propose_tree(root, state, *more, **chosen))
+        shape = TreeConfig() if kind == "medusa" else SpeculatorTreeConfig()
+        assert token_paths(tree) == token_paths(attached.propose_tree(root, state, shape))
 
 
 # --- PyTorch, end to end ---
@@ -331,8 +330,7 @@ def convert(model, backbone, folder):
 
 def random_reference(kind, backbone, vocab):
     torch = pytest.importorskip("torch")
-    from convert.formats.medusa import MedusaReference
-    from convert.formats.mlp_speculator import MlpSpeculatorReference
+    from convert.reference.heads import MedusaReference, MlpSpeculatorReference
 
     config = head_config(kind, backbone, vocab)
     make = MedusaReference if kind == "medusa" else MlpSpeculatorReference

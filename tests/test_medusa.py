@@ -28,7 +28,7 @@ from convert.formats.heads import (
     load_published,
     save_published,
 )
-from convert.formats.medusa import MedusaReference
+from convert.reference.heads import MedusaReference
 from ssmlx.drafters.heads import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -37,7 +37,7 @@ from ssmlx.drafters.heads import (
     read_heads,
     write_heads,
 )
-from ssmlx.drafters.medusa_heads import MedusaConfig
+from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import BaseIdentity
 from ssmlx.loading.load import load_base
@@ -276,7 +276,7 @@ def test_the_command_writes_a_folder_that_loads(base, backbone, published, tmp_p
     assert err == f"{out}: medusa, 3 tokens ahead, {expected:,} parameters\n"
     assert is_heads_folder(out)
     heads = read_heads(out)
-    assert heads.kind == "medusa" and heads.base == BaseIdentity.of(backbone)
+    assert heads.config.kind == "medusa" and heads.base == BaseIdentity.of(backbone)
     assert load_heads(out, backbone).medusa_logits(mx.array(hidden_state())).shape == (3, VOCAB)
     assert main([*command, "--dtype", "float16"]) == 0  # in place of the first
     assert {a.dtype for a in read_heads(out).tensors.values()} == {mx.float16}
@@ -368,7 +368,7 @@ def test_a_broken_mlx_folder_is_refused(published, backbone, tmp_path):
     (folder / CONFIG_FILE).write_text(
         json.dumps({n: v for n, v in settings.items() if n != "num_layers"})
     )
-    with pytest.raises(InputError, match="lacks settings"):
+    with pytest.raises(InputError, match="lacks num_layers"):
         load_heads(folder, backbone)
     (folder / CONFIG_FILE).write_text(json.dumps(settings))
     (folder / WEIGHTS_FILE).unlink()

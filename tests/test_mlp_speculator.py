@@ -26,9 +26,9 @@ from convert.formats.heads import (
     read_published,
     save_published,
 )
-from convert.formats.mlp_speculator import MlpSpeculatorReference
+from convert.reference.heads import MlpSpeculatorReference
 from ssmlx.drafters.heads import load_heads, read_heads, write_heads
-from ssmlx.drafters.speculator_heads import (
+from ssmlx.drafters.mlp_speculator import (
     MlpSpeculatorConfig,
     num_candidate_nodes,
     widths_topology,
@@ -36,6 +36,7 @@ from ssmlx.drafters.speculator_heads import (
 from ssmlx.errors import InputError
 from ssmlx.loading.load import load_base
 from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
+from ssmlx.settings import SpeculatorTreeConfig
 
 WEIGHTS = "model.safetensors"
 WIDTHS = (4, 3, 2)
@@ -162,6 +163,10 @@ def test_new_speculators_have_the_papers_spread():
             assert parameter.std().item() == pytest.approx(64**-0.5, rel=0.05)
 
 
+def shape(widths=None, **settings):
+    return SpeculatorTreeConfig(widths=widths, **settings)
+
+
 # Trees --------------------------------------------------------------------------------------
 
 
@@ -211,7 +216,7 @@ def test_the_tree_holds_the_best_nodes(backbone, tmp_path, changes, reduced):
         hidden, tokens = inputs(1, rows=1, seed=seed)
         root = mx.array(tokens[0])
         every = all_paths(model, hidden, int(tokens[0, 0]), WIDTHS)
-        tree = heads.propose_tree(root, mx.array(hidden), WIDTHS, keep)
+        tree = heads.propose_tree(root, mx.array(hidden), shape(WIDTHS, size=keep))
         best = sorted(every, key=lambda path: -every[path])[: keep - 1]
         assert token_paths(tree) == set(best)
         assert int(tree.tokens[0].item()) == tokens[0, 0]
@@ -228,7 +233,7 @@ def test_the_papers_candidates_are_all_there(backbone, tmp_path, candidates):
         hidden, tokens = inputs(1, rows=1, seed=seed)
         every = all_paths(model, hidden, int(tokens[0, 0]), WIDTHS)
         tree = heads.propose_tree(
-            mx.array(tokens[0]), mx.array(hidden), WIDTHS, candidates=candidates
+            mx.array(tokens[0]), mx.array(hidden), shape(WIDTHS, candidates=candidates)
         )
         found = token_paths(tree)
         shapes.add(tree.num_nodes)
@@ -243,14 +248,14 @@ def test_fewer_stages_and_the_settings_own_widths(backbone, tmp_path):
     heads = in_mlx(random_speculator(), backbone, tmp_path)
     hidden, tokens = inputs(1, rows=1)
     root, state = mx.array(tokens[0]), mx.array(hidden)
-    assert heads.propose_tree(root, state).num_nodes == 1 + 4 + 12 + 24
-    assert heads.propose_tree(root, state, (2, 2)).num_nodes == 7
-    full = heads.propose_tree(root, state, (2, 2))
+    assert heads.propose_tree(root, state, shape()).num_nodes == 1 + 4 + 5 + 5
+    assert heads.propose_tree(root, state, shape(size=99)).num_nodes == 1 + 4 + 12 + 24
+    full = heads.propose_tree(root, state, shape((2, 2)))
     assert full.topology is widths_topology((2, 2)) and full.num_internal == 3
     assert np.array(full.parents).tolist() == [0, 0, 0, 1, 1, 2, 2]
-    for widths in ((), (2, 2, 2, 2), (0, 2), (64, 64, 64)):
+    for widths in ((), (2, 2, 2, 2), (64, 64, 64)):
         with pytest.raises(InputError, match="tree widths"):
-            heads.propose_tree(root, state, widths)
+            heads.propose_tree(root, state, shape(widths))
 
 
 def test_the_trees_of_a_batch_are_those_of_its_rows():
@@ -375,11 +380,13 @@ def test_the_command_writes_a_folder_that_loads(base, backbone, tmp_path, capsys
     assert main(command) == 0
     assert capsys.readouterr().err.startswith(f"{out}: mlp_speculator, 3 tokens ahead, ")
     heads = read_heads(out)
-    assert heads.kind == "mlp_speculator" and heads.config == replace(model.config, n_candidates=5)
+    assert heads.config.kind == "mlp_speculator" and heads.config == replace(
+        model.config, n_candidates=5
+    )
     assert heads.tensors["head.0.weight"].shape == (16, 24)
     assert heads.tensors["emb.0.weight"].shape == (VOCAB, 24)
     hidden, tokens = inputs(1, rows=1)
-    tree = load_heads(out, backbone).propose_tree(mx.array(tokens[0]), mx.array(hidden))
+    tree = load_heads(out, backbone).propose_tree(mx.array(tokens[0]), mx.array(hidden), shape())
     assert set(np.array(tree.tokens)[1:].tolist()) <= set(vocab.tolist())
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from convert.__main__ import main as convert
 from convert.base import load_base
 from convert.formats.heads import DRAFT_VOCAB_FILE, load_published
-from convert.formats.mlp_speculator import MlpSpeculatorReference
+from convert.reference.heads import MlpSpeculatorReference
 from convert.reference.losses import mean_scales
 from convert.reference.model import load_reference
 from convert.train import main as train_streams
@@ -203,7 +203,7 @@ def test_accepted_depth_walks_the_kept_nodes():
 def test_a_replay_is_what_mlx_would_draft(base, tmp_path, kind, reduced):
     """Answer by answer, with the trees that the converted heads propose."""
     from convert.formats.heads import save_published
-    from ssmlx.settings import TreeConfig
+    from ssmlx.settings import SpeculatorTreeConfig, TreeConfig
 
     vocab = np.arange(0, VOCAB, 3, dtype=np.int32) if reduced else None
     objective = make_objective(base, kind, vocab)
@@ -229,7 +229,9 @@ def test_a_replay_is_what_mlx_would_draft(base, tmp_path, kind, reduced):
             if kind == "medusa":
                 tree = heads.propose_tree(root, hidden, TreeConfig(kind="best", size=24))
             else:
-                tree = heads.propose_tree(root, hidden, (4, 3, 2), 24)
+                tree = heads.propose_tree(
+                    root, hidden, SpeculatorTreeConfig(widths=(4, 3, 2), size=24)
+                )
             place += 1 + longest(tree, answer[place + 1 :])
             calls += 1
     assert (found.num_calls, found.num_tokens) == (calls, sum(e.num_answer for e in examples))

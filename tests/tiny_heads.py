@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.drafters.heads import HeadConfig, Heads, attach_heads
-from ssmlx.drafters.medusa_heads import MedusaConfig
-from ssmlx.drafters.speculator_heads import MlpSpeculatorConfig
+from ssmlx.drafters.medusa import MedusaConfig
+from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.loading.adapter import BaseIdentity
 
 HEAD_KINDS = ("medusa", "mlp-speculator")

@@ -1,5 +1,16 @@
 """Published drafting heads, Medusa's and MLP speculators': read, written, and converted to MLX.
 
+Medusa heads:
+    medusa_lm_head.safetensors (or .pt)    {h}.{l}.linear.{weight,bias} of residual block l of
+                                           head h, and {h}.{L}.weight, its matrix
+    config.json                            medusa_num_heads and more, often wrong: not read
+    Medusa-2 models carry the same tensors as `medusa_head.*` among their own weights.
+
+MLP speculators:
+    config.json           model_type "mlp_speculator" and the settings of `MlpSpeculatorConfig`
+    model*.safetensors    speculator.{emb,proj,head}.{i}.weight, speculator.ln.{i}.{weight,bias};
+                          of tied weights, the duplicates may be left out
+
 A folder of either kind may hold `draft_vocab.safetensors` beside its weights: `draft_vocab`,
 int32, strictly ascending, the tokens that the heads were trained to guess among. Other programs
 pass it over; here, heads are given only the rows of these tokens.
@@ -17,18 +28,11 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.drafters.heads import (
-    HeadConfig,
-    HeadKind,
-    Heads,
-    cast_heads,
-    check_base_sizes,
-    check_heads,
-)
-from ssmlx.drafters.medusa_heads import MedusaConfig
-from ssmlx.drafters.speculator_heads import MODEL_TYPE, MlpSpeculatorConfig
-from ssmlx.drafters.speculator_heads import PREFIX as SPECULATOR_PREFIX
-from ssmlx.errors import InputError
+from ssmlx.drafters.head_drafter import HeadConfig, HeadKind
+from ssmlx.drafters.heads import Heads, cast_heads, check_heads
+from ssmlx.drafters.medusa import MedusaConfig
+from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
+from ssmlx.errors import InputError, require
 from ssmlx.loading.adapter import BaseIdentity, check_draft_vocab
 from ssmlx.loading.files import read_tensors
 from ssmlx.model.architectures import MEDUSA_PREFIX
@@ -40,15 +44,12 @@ from .checkpoint import read_pickle
 if TYPE_CHECKING:
     import torch
 
-    from .medusa import MedusaReference
-    from .mlp_speculator import MlpSpeculatorReference
+    from ..reference.heads import HeadReference
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
-_WEIGHTS = "model.safetensors"
+_SPECULATOR, _SPECULATOR_PREFIX, _WEIGHTS = "mlp_speculator", "speculator.", "model.safetensors"
 _MEDUSA_NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
-_REQUIRED = ("emb_dim", "n_predict", "vocab_size")
-_OPTIONAL = ("inner_dim", "tie_weights", "scale_input", "top_k_tokens_per_head", "n_candidates")
 _PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
 
 
@@ -61,21 +62,16 @@ def detect_kind(folder: Path) -> HeadKind:
     if any((folder / name).is_file() for name in MEDUSA_FILES):
         return "medusa"
     config = folder / "config.json"
-    if config.is_file() and read_json(config, "settings").get("model_type") == MODEL_TYPE:
+    if config.is_file() and read_json(config, "settings").get("model_type") == _SPECULATOR:
         return "mlp_speculator"
-    if carries_medusa(folder):
-        return "medusa"
-    raise InputError(
+    require(
+        bool(_carried_medusa(folder)),
         f"{folder} holds no drafting heads",
         expected="medusa_lm_head.safetensors (or .pt), model weights with medusa_head.*, or a "
         "config.json of the model_type mlp_speculator",
         do="check the path",
     )
-
-
-def carries_medusa(folder: Path) -> bool:
-    """Whether a model's own weights hold Medusa heads, as Medusa-2 models' do."""
-    return any(name.startswith(MEDUSA_PREFIX) for name in _lazy_tensors(folder))
+    return "medusa"
 
 
 def read_published(
@@ -90,18 +86,22 @@ def read_published(
     Raises:
         InputError: something is missing, spare, misshapen or not finite.
     """
-    kind = detect_kind(folder)
-    config, tensors, source = (
-        _read_medusa(folder, vocab_size) if kind == "medusa" else _read_speculator(folder)
-    )
+    config: HeadConfig
+    if detect_kind(folder) == "medusa":
+        source, tensors = _medusa_tensors(folder)
+        config = medusa_config(tensors, source, vocab_size or _most_rows(tensors))
+    else:
+        source, path = folder, folder / "config.json"
+        config = MlpSpeculatorConfig.read(path, read_json(path, "an MLP speculator's config.json"))
+        tensors = without_duplicates(_speculator_tensors(folder), config, folder)
     check_heads(config, tensors, source)
     vocab = read_draft_vocab(folder)
     if vocab is None:
         return config, tensors
-    whole, config = config, replace(config, draft_vocab_size=vocab.size)
+    taken = {name: tensors[name][vocab] for name in config.matrix_names}
+    config = replace(config, draft_vocab_size=vocab.size)
     path = folder / DRAFT_VOCAB_FILE
     check_draft_vocab(vocab, cast("Any", config), config.vocab_size, path)
-    taken = {name: tensors[name][vocab] for name in whole.matrix_names}
     return config, {**tensors, **taken, "draft_vocab": vocab}
 
 
@@ -118,42 +118,50 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
         InputError: they are broken, or do not fit the model.
     """
     config, tensors = read_published(folder, backbone.vocab_size)
-    check_base_sizes(config, backbone, folder)
+    check_base_sizes(config, backbone.vocab_size, backbone.hidden_size, folder)
     if dtype not in ("stored", "auto"):
         tensors = cast_heads(tensors, getattr(mx, dtype))
     return Heads(config, tensors, BaseIdentity.of(backbone), base_model)
 
 
-def load_published(
-    folder: Path, vocab_size: int | None = None
-) -> MedusaReference | MlpSpeculatorReference:
+def check_base_sizes(
+    config: HeadConfig, vocab_size: int, hidden_size: int, source: Path | None
+) -> None:
+    """Check that heads were made for a model of these sizes.
+
+    Raises:
+        InputError: they were not.
+    """
+    for what, found, expected in (
+        ("hidden size", hidden_size, config.base_width),
+        ("vocabulary", vocab_size, config.vocab_size),
+    ):
+        require(
+            found == expected,
+            f"the base model has {what} {found}",
+            expected=f"{expected}, that of the heads in {source}",
+            do="give the base model that they were trained on",
+        )
+
+
+def load_published(folder: Path, vocab_size: int | None = None) -> HeadReference:
     """Published heads in PyTorch, in float32; arguments as for `read_published`."""
     import torch
 
-    from .medusa import MedusaReference
-    from .mlp_speculator import MlpSpeculatorReference
+    from ..reference.heads import new_reference
 
     config, tensors = read_published(folder, vocab_size)
-    arrays = dict(tensors)
-    vocab = arrays.pop("draft_vocab", None)
-    draft_vocab = None if vocab is None else torch.from_numpy(np.array(vocab))
-    model: Any
-    if isinstance(config, MedusaConfig):
-        model, prefix = MedusaReference(config, draft_vocab), "heads."
-    else:
-        model, prefix = MlpSpeculatorReference(config, draft_vocab), ""
+    vocab = tensors.get("draft_vocab")
+    model = new_reference(config, None if vocab is None else torch.from_numpy(np.array(vocab)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            array = arrays[name.removeprefix(prefix)].astype(mx.float32)
+            array = tensors[name.removeprefix("heads.")].astype(mx.float32)
             parameter.copy_(torch.from_numpy(np.array(array)))
     return model.eval()
 
 
 def save_published(
-    model: MedusaReference | MlpSpeculatorReference,
-    folder: Path,
-    base_model: str = "",
-    lm_head: torch.Tensor | None = None,
+    model: HeadReference, folder: Path, base_model: str = "", lm_head: torch.Tensor | None = None
 ) -> None:
     """Write what `load_published` and the programs that published the formats read.
 
@@ -166,17 +174,12 @@ def save_published(
     """
     from safetensors.torch import save_file
 
-    from .medusa import MedusaReference, medusa_settings, medusa_tensors
-    from .mlp_speculator import speculator_settings, speculator_tensors
-
     folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, MedusaReference):
-        name, tensors = MEDUSA_FILES[0], medusa_tensors(model, lm_head)
-        settings = medusa_settings(model.config, base_model)
-    else:
-        name, tensors = _WEIGHTS, speculator_tensors(model)
-        settings = speculator_settings(model.config, base_model)
-    files = {name: tensors}
+    if isinstance(model.config, MedusaConfig):
+        files = {MEDUSA_FILES[0]: _whole_tensors(model, lm_head)}
+    else:  # Of tokens that its draft vocabulary leaves out, a speculator's heads have zeros.
+        tensors = _whole_tensors(model, None)
+        files = {_WEIGHTS: {_SPECULATOR_PREFIX + name: own for name, own in tensors.items()}}
     if model.draft_vocab is not None:
         files[DRAFT_VOCAB_FILE] = {"draft_vocab": model.draft_vocab.cpu()}
     else:  # an earlier one would be taken for these heads'
@@ -185,8 +188,43 @@ def save_published(
         work = folder / (file + ".new")
         save_file(content, work, metadata={"format": "pt"})
         work.replace(folder / file)
+    settings = {**_published_settings(model.config), "base_model_name_or_path": base_model}
     text = json.dumps(settings, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _whole_tensors(model: HeadReference, rest: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The weights, every matrix of the whole vocabulary: `rest` [V, D], or zeros, is elsewhere."""
+    tensors = {
+        name.removeprefix("heads."): weight.detach().cpu().contiguous()
+        for name, weight in model.named_parameters()
+    }
+    if model.draft_vocab is not None:
+        tokens = model.draft_vocab.long().cpu()
+        for name in model.config.matrix_names:
+            own = tensors[name].float()
+            whole = own.new_zeros(model.config.vocab_size, own.shape[1])
+            if rest is not None:
+                whole.copy_(rest.detach())
+            whole[tokens] = own
+            tensors[name] = whole
+    return tensors
+
+
+def _published_settings(config: MedusaConfig | MlpSpeculatorConfig) -> dict[str, object]:
+    if isinstance(config, MedusaConfig):
+        return {
+            "medusa_num_heads": config.num_heads,
+            "medusa_num_layers": config.num_layers,
+        }
+    same = ("emb_dim", "inner_dim", "n_predict", "vocab_size", "tie_weights", "scale_input")
+    return {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": _SPECULATOR,
+        **{name: getattr(config, name) for name in same},
+        "top_k_tokens_per_head": list(config.widths),
+        "n_candidates": config.candidates,
+    }
 
 
 def read_draft_vocab(folder: Path) -> mx.array | None:
@@ -199,12 +237,12 @@ def read_draft_vocab(folder: Path) -> mx.array | None:
     if not path.exists():
         return None
     tensors = read_tensors(path, "a draft vocabulary")
-    if set(tensors) != {"draft_vocab"} or tensors["draft_vocab"].ndim != 1:
-        raise InputError(
-            f"{path} holds {', '.join(tensors) or 'nothing'}",
-            expected="draft_vocab alone, a list of token ids",
-            do="use the files that belong together",
-        )
+    require(
+        set(tensors) == {"draft_vocab"} and tensors["draft_vocab"].ndim == 1,
+        f"{path} holds {', '.join(tensors) or 'nothing'}",
+        expected="draft_vocab alone, a list of token ids",
+        do="use the files that belong together",
+    )
     return tensors["draft_vocab"]
 
 
@@ -220,45 +258,22 @@ def medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: int
         InputError: none of them is a Medusa head's.
     """
     found = [match.groups() for match in map(_MEDUSA_NAME.fullmatch, tensors) if match]
-    if not found:
-        raise InputError(
-            f"{source} holds no tensor named as a Medusa head's",
-            expected="0.0.linear.weight, 0.0.linear.bias, 0.1.weight and so on",
-            do="check the path",
-        )
+    require(
+        bool(found),
+        f"{source} holds no tensor named as a Medusa head's",
+        expected="0.0.linear.weight, 0.0.linear.bias, 0.1.weight and so on",
+        do="check the path",
+    )
     num_heads = 1 + max(int(head) for head, _, _ in found)
-    num_layers = 1 + max((int(n) for _, n, kind in found if kind != "weight"), default=-1)
     first = min(n for n in tensors if _MEDUSA_NAME.fullmatch(n) and n.endswith("weight"))
-    own = {int(head) for head, layer, kind in found if kind == "weight"}
+    own = {int(head) for head, _, part in found if part == "weight"}
     return MedusaConfig(
         num_heads=num_heads,
-        num_layers=num_layers,
+        num_layers=1 + max((int(n) for _, n, part in found if part != "weight"), default=-1),
         hidden_size=tensors[first].shape[-1],
         vocab_size=vocab_size,
         shared_heads=tuple(head for head in range(num_heads) if head not in own),
     )
-
-
-def read_speculator_config(path: Path) -> MlpSpeculatorConfig:
-    """The published config.json.
-
-    Raises:
-        InputError: it is missing, lacks a setting, or has one out of range.
-    """
-    values = read_json(path, "an MLP speculator's config.json")
-    missing = [name for name in _REQUIRED if name not in values]
-    if missing:
-        raise InputError(
-            f"{path} lacks {', '.join(missing)}",
-            expected=", ".join(_REQUIRED),
-            do="copy the speculator's config.json again",
-        )
-    known: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if name in (*_REQUIRED, *_OPTIONAL) and value is not None
-    }
-    return MlpSpeculatorConfig(**known)
 
 
 def without_duplicates(
@@ -271,61 +286,51 @@ def without_duplicates(
     Raises:
         InputError: tensors that the settings call tied differ.
     """
-    stages = range(config.n_predict)
     owner = {
-        f"{SPECULATOR_PREFIX}{part.replace('.', f'.{stage}.')}": config.name_of(part, stage)
+        f"{_SPECULATOR_PREFIX}{part.replace('.', f'.{stage}.')}": config.name_of(part, stage)
         for part in _PARTS
-        for stage in stages
+        for stage in range(config.n_predict)
     }
     kept: dict[str, mx.array] = {}
     for name, array in sorted(tensors.items()):
         own = owner.get(name, name)
-        if own in kept and not bool(mx.array_equal(kept[own], array).item()):
-            raise InputError(
-                f"{name} in {source} differs from {own}, which it is tied to",
-                expected="tie_weights false in config.json, or equal tensors",
-                do="use the files that belong together",
-            )
+        require(
+            own not in kept or bool(mx.array_equal(kept[own], array).item()),
+            f"{name} in {source} differs from {own}, which it is tied to",
+            expected="tie_weights false in config.json, or equal tensors",
+            do="use the files that belong together",
+        )
         kept.setdefault(own, array)
     return kept
 
 
-def _read_medusa(
-    folder: Path, vocab_size: int | None
-) -> tuple[MedusaConfig, dict[str, mx.array], Path]:
-    safe, pickled = (folder / name for name in MEDUSA_FILES)
-    if safe.is_file():
-        source, tensors = safe, read_tensors(safe, "Medusa heads")
+def _medusa_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
+    """Where Medusa heads are, and their tensors under their published names."""
+    source, pickled = (folder / name for name in MEDUSA_FILES)
+    if source.is_file():
+        tensors = read_tensors(source, "Medusa heads")
     elif pickled.is_file():
         source, tensors = pickled, read_pickle(pickled)
     else:
-        found = _lazy_tensors(folder)
-        source = folder
-        tensors = {name: a for name, a in found.items() if name.startswith(MEDUSA_PREFIX)}
-    tensors = {name.removeprefix(MEDUSA_PREFIX): array for name, array in tensors.items()}
-    rows = vocab_size or _largest(tensors)
-    return medusa_config(tensors, source, rows), tensors, source
+        source, tensors = folder, _carried_medusa(folder)
+    return source, {name.removeprefix(MEDUSA_PREFIX): array for name, array in tensors.items()}
 
 
-def _read_speculator(folder: Path) -> tuple[MlpSpeculatorConfig, dict[str, mx.array], Path]:
-    config = read_speculator_config(folder / "config.json")
+def _speculator_tensors(folder: Path) -> dict[str, mx.array]:
+    pickled = folder / "pytorch_model.bin"
+    paths = sorted(folder.glob("model*.safetensors"))
+    if not paths and pickled.is_file():
+        return read_pickle(pickled)
     tensors: dict[str, mx.array] = {}
-    for path in _weight_files(folder):
+    for path in paths or [folder / _WEIGHTS]:
         tensors |= read_tensors(path, "an MLP speculator's weights")
-    if not tensors:
-        path = folder / "pytorch_model.bin"
-        tensors = read_pickle(path) if path.is_file() else read_tensors(folder / _WEIGHTS, _WEIGHTS)
-    return config, without_duplicates(tensors, config, folder), folder
+    return tensors
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("model*.safetensors"))
-
-
-def _lazy_tensors(folder: Path) -> dict[str, mx.array]:
-    """The tensors of a model folder, read only when they are used."""
+def _carried_medusa(folder: Path) -> dict[str, mx.array]:
+    """Medusa heads among a model's own weights, which are read only when they are used."""
     tensors: dict[str, mx.array] = {}
-    for path in _weight_files(folder):
+    for path in sorted(folder.glob("model*.safetensors")):
         try:
             loaded: Any = mx.load(str(path), format="safetensors")
         except (RuntimeError, ValueError, OSError) as error:
@@ -334,10 +339,10 @@ def _lazy_tensors(folder: Path) -> dict[str, mx.array]:
                 expected="a whole safetensors file",
                 do="copy it again, it may be truncated",
             ) from error
-        tensors |= loaded
+        tensors |= {name: own for name, own in loaded.items() if name.startswith(MEDUSA_PREFIX)}
     return tensors
 
 
-def _largest(tensors: Mapping[str, mx.array]) -> int:
+def _most_rows(tensors: Mapping[str, mx.array]) -> int:
     """The most rows of any matrix: V, where a head has a matrix of its own."""
     return max((array.shape[0] for array in tensors.values()), default=1)

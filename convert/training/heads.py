@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssmlx.drafters.medusa_heads import MedusaConfig
-from ssmlx.errors import InputError
 from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 from ssmlx.settings import TreeConfig
 from ssmlx.training.batches import Batch
@@ -24,15 +22,12 @@ from ssmlx.training.draft_vocab import draft_indices
 from ssmlx.training.validation import answers
 from ssmlx.tuning.replay import Guesses, Replay, num_candidates, replay
 
-from ..formats.medusa import MedusaReference
-from ..formats.mlp_speculator import MlpSpeculatorReference
+from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference
 from ..reference.losses import IGNORED, linear_cross_entropy, mean_scales
 from ..reference.model import StreamFusedReference
 from .run import Layout, precision
 
 _CHUNK_LOGITS = 1 << 24
-
-HeadModel = MedusaReference | MlpSpeculatorReference
 
 
 def trained_cross_entropy(
@@ -122,7 +117,7 @@ class HeadObjective:
 
     def __init__(
         self,
-        model: HeadModel,
+        model: HeadReference,
         frozen: StreamFusedReference,
         train: TrainConfig,
         widths: Sequence[int],
@@ -294,20 +289,3 @@ def accepted_depth(
             break
         beam, depth = int(agreeing[0]), depth + 1
     return depth
-
-
-def check_fits(model: HeadModel, frozen: StreamFusedReference) -> None:
-    """Check that heads have the sizes of the model that they are to draft for.
-
-    Raises:
-        InputError: they have not.
-    """
-    config = model.config
-    width = config.hidden_size if isinstance(config, MedusaConfig) else config.emb_dim
-    head = frozen.base.lm_head.weight
-    if (config.vocab_size, width) != tuple(head.shape):
-        raise InputError(
-            f"the heads are for {config.vocab_size} tokens and width {width}",
-            expected=f"{head.shape[0]} tokens and width {head.shape[1]}, as the model has",
-            do="give the --init that was trained on this model",
-        )

@@ -5,7 +5,7 @@ The drafters themselves are the files of `ssmlx/drafters/`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,21 +104,21 @@ class Drafter(Protocol):
         ...
 
 
-def num_trained(tensors: Mapping[str, mx.array]) -> int:
-    """Numbers in the tensors of drafting heads; the ids of a draft vocabulary are no weights."""
-    return sum(array.size for name, array in tensors.items() if name != "draft_vocab")
-
-
-def rank_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
+def rank_candidates(
+    logits: mx.array, count: int, vocab: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
     """Tokens [G, K] and log probabilities [G, K] of each row's `count` likeliest, best first.
 
     Args:
         logits: [G, V]
+        count: K.
+        vocab: [V] the tokens that the columns are of; None where they are tokens themselves.
     """
     logits = logits.astype(mx.float32)
     found = mx.argpartition(-logits, count - 1, axis=-1)[:, :count]
     values = mx.take_along_axis(logits, found, axis=-1)
     order = mx.argsort(-values, axis=-1)
     tokens = mx.take_along_axis(found, order, axis=-1)
+    tokens = tokens if vocab is None else vocab[tokens]
     logprobs = mx.take_along_axis(values, order, axis=-1)
     return tokens, logprobs - mx.logsumexp(logits, axis=-1, keepdims=True)

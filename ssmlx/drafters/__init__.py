@@ -9,5 +9,6 @@
 | Medusa heads | `medusa.py` | yes | no |
 | an MLP speculator | `mlp_speculator.py` | yes | no |
 
+Heads of every kind share `head_drafter.py`, and a folder format, `heads.py`.
 `ssmlx.decoding.drafter` says what the loop expects of them.
 """

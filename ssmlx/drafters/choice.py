@@ -11,11 +11,9 @@ from ..plan import GenerateConfig
 from ..settings import HEAD_DRAFTERS, TEXT_DRAFTERS, DrafterKind
 from ..tuning.profile import settled
 from .draft_model import DraftModelDrafter
+from .head_drafter import HeadDrafter
 from .lookahead import LookaheadDrafter
 from .lookup import PromptLookupDrafter, WithLookup
-from .medusa import MedusaDrafter
-from .medusa_heads import MedusaHeads
-from .mlp_speculator import MlpSpeculatorDrafter
 from .streams import StreamDrafter
 
 
@@ -89,8 +87,6 @@ def make_drafter(
 
 def _head_drafter(model: StreamFusedModel, config: GenerateConfig) -> Drafter:
     heads = config.heads
-    if isinstance(heads, MedusaHeads):
-        assert config.tree is not None
-        return MedusaDrafter(model.backbone, heads, config.tree)
     assert heads is not None
-    return MlpSpeculatorDrafter(model.backbone, heads, config.speculator_tree)
+    tree = config.tree if heads.drafter == "medusa" else config.speculator_tree
+    return HeadDrafter(model.backbone, heads, tree)

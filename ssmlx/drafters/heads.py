@@ -9,34 +9,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
-from ..decoding.drafter import num_trained
-from ..errors import InputError
+from ..errors import InputError, require
 from ..loading.adapter import BaseIdentity, check_draft_vocab
 from ..loading.files import account_for, read_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..settings import DrafterKind, read_json
-from .medusa_heads import MedusaConfig, MedusaHeads
-from .speculator_heads import MlpSpeculator, MlpSpeculatorConfig
+from .head_drafter import DraftingHeads, HeadConfig, HeadKind, num_trained
+from .medusa import MedusaConfig, MedusaHeads
+from .mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 
 FORMAT = "ssmlx-heads/1"
 CONFIG_FILE, WEIGHTS_FILE = "heads_config.json", "heads.safetensors"
-HeadKind = Literal["medusa", "mlp_speculator"]
-HeadConfig = MedusaConfig | MlpSpeculatorConfig
-DraftingHeads = MedusaHeads | MlpSpeculator
-_CONFIGS: dict[HeadKind, type[MedusaConfig] | type[MlpSpeculatorConfig]] = {
-    "medusa": MedusaConfig,
-    "mlp_speculator": MlpSpeculatorConfig,
-}
-_DRAFTERS: dict[HeadKind, DrafterKind] = {
-    "medusa": MedusaHeads.drafter,
-    "mlp_speculator": MlpSpeculator.drafter,
+_KINDS: dict[HeadKind, tuple[type[HeadConfig], type[DraftingHeads]]] = {
+    "medusa": (MedusaConfig, MedusaHeads),
+    "mlp_speculator": (MlpSpeculatorConfig, MlpSpeculator),
 }
 
 
@@ -57,11 +50,6 @@ class Heads:
     base_model: str = ""
 
     @property
-    def kind(self) -> HeadKind:
-        """Which kind of heads they are."""
-        return "medusa" if isinstance(self.config, MedusaConfig) else "mlp_speculator"
-
-    @property
     def num_parameters(self) -> int:
         """Trained numbers."""
         return num_trained(self.tensors)
@@ -79,7 +67,7 @@ def write_heads(folder: Path, heads: Heads) -> None:
     """Write a heads folder's files into `folder`."""
     values = {
         "format": FORMAT,
-        "kind": heads.kind,
+        "kind": heads.config.kind,
         **asdict(heads.config),
         "base_model": heads.base_model,
         "base": heads.base.__dict__,
@@ -94,21 +82,13 @@ def read_heads(folder: Path) -> Heads:
     Raises:
         InputError: a file is missing, truncated, of another format, or does not fit the rest.
     """
-    values = _read_settings(folder)
-    config, base = _config(folder, values), BaseIdentity.read(folder / CONFIG_FILE, values)
+    kind, values = _read_settings(folder)
+    config = _KINDS[kind][0].read(folder / CONFIG_FILE, values)
+    base = BaseIdentity.read(folder / CONFIG_FILE, values)
     path = folder / WEIGHTS_FILE
     tensors = read_tensors(path, "drafting heads")
     check_heads(config, tensors, path)
     return Heads(config, tensors, base, str(values.get("base_model", "")))
-
-
-def read_heads_identity(folder: Path) -> BaseIdentity:
-    """The base model that a heads folder is for, from its settings alone.
-
-    Raises:
-        InputError: the settings are missing, of another format, or do not say it.
-    """
-    return BaseIdentity.read(folder / CONFIG_FILE, _read_settings(folder))
 
 
 def read_drafter(folder: str | Path) -> DrafterKind:
@@ -117,7 +97,8 @@ def read_drafter(folder: str | Path) -> DrafterKind:
     Raises:
         InputError: the settings are missing or of another format.
     """
-    return _DRAFTERS[cast("HeadKind", _read_settings(Path(folder))["kind"])]
+    kind, _ = _read_settings(Path(folder))
+    return _KINDS[kind][1].drafter
 
 
 def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> DraftingHeads:
@@ -142,17 +123,15 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
         InputError: they are another model's.
     """
     difference = heads.base.difference(BaseIdentity.of(backbone))
-    if difference:
-        raise InputError(
-            f"the heads belong to another base model: this one has {difference}",
-            expected=heads.base_model or "the model they were converted for",
-            do="choose that model with --model, or other heads",
-        )
+    require(
+        not difference,
+        f"the heads belong to another base model: this one has {difference}",
+        expected=heads.base_model or "the model they were converted for",
+        do="choose that model with --model, or other heads",
+    )
     tensors = cast_heads(heads.tensors, backbone.dtype)
     mx.eval(tensors)
-    if isinstance(heads.config, MedusaConfig):
-        return MedusaHeads(heads.config, tensors, backbone)
-    return MlpSpeculator(heads.config, tensors)
+    return _KINDS[heads.config.kind][1](heads.config, tensors, backbone)
 
 
 def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
@@ -174,53 +153,19 @@ def cast_heads(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx
     }
 
 
-def check_base_sizes(config: HeadConfig, backbone: Backbone, source: Path) -> None:
-    """Check that heads were made for a model of these sizes.
-
-    Raises:
-        InputError: they were not.
-    """
-    width = config.hidden_size if isinstance(config, MedusaConfig) else config.emb_dim
-    for what, found, expected in (
-        ("hidden size", backbone.hidden_size, width),
-        ("vocabulary", backbone.vocab_size, config.vocab_size),
-    ):
-        if found != expected:
-            raise InputError(
-                f"the base model has {what} {found}",
-                expected=f"{expected}, that of the heads in {source}",
-                do="give the base model that they were trained on",
-            )
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise InputError(
-            f"no heads folder {folder}",
-            expected="a folder that `python -m convert --heads` wrote",
-            do="check the path, or convert published heads",
-        )
+def _read_settings(folder: Path) -> tuple[HeadKind, dict[str, Any]]:
+    require(
+        folder.is_dir(),
+        f"no heads folder {folder}",
+        expected="a folder that `python -m convert --heads` wrote",
+        do="check the path, or convert published heads",
+    )
     values = read_json(folder / CONFIG_FILE, "the settings of drafting heads")
-    if values.get("format") != FORMAT or values.get("kind") not in _CONFIGS:
-        raise InputError(
-            f"{folder} has the format {values.get('format')!r} and kind {values.get('kind')!r}",
-            expected=f"{FORMAT}, {' or '.join(_CONFIGS)}",
-            do="convert the published heads with `python -m convert --heads` first",
-        )
-    return values
-
-
-def _config(folder: Path, values: Mapping[str, Any]) -> HeadConfig:
-    kind = _CONFIGS[cast("HeadKind", values["kind"])]
-    names = {field.name for field in fields(kind)}
-    known: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names
-    }
-    try:
-        return kind(**known)
-    except TypeError as error:
-        raise InputError(
-            f"{folder / CONFIG_FILE} lacks settings ({error})",
-            expected=", ".join(sorted(names)),
-            do="convert the heads again",
-        ) from error
+    kind = values.get("kind")
+    require(
+        values.get("format") == FORMAT and kind in _KINDS,
+        f"{folder} has the format {values.get('format')!r} and kind {kind!r}",
+        expected=f"{FORMAT}, {' or '.join(_KINDS)}",
+        do="convert the published heads with `python -m convert --heads` first",
+    )
+    return cast("HeadKind", kind), values

@@ -1,40 +1,135 @@
-"""Drafts from Medusa heads on the newest accepted node."""
+"""Medusa heads (arXiv 2401.10774): head h guesses the token h + 2 places after a hidden state's.
+
+Each head is a few residual blocks, x + SiLU(W x + b), and a matrix of its own, or the base model's
+LM head where it has none. All heads see the same state and not each other's guesses, so trees
+grow from their ranks exactly as from streams.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from ..decoding.drafter import Verified
-from ..model.backbone import Backbone
-from ..model.tree import Tree
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..decoding.drafter import rank_candidates
+from ..model.backbone import Backbone, LMHead, head_bytes
+from ..model.shapes import arrays_in, expect_shape
+from ..model.tree import Tree, draft_topology, grow_tree
 from ..settings import TreeConfig
-from .medusa_heads import MedusaHeads
+from .head_drafter import DraftingHeads, HeadConfig
 
 
-class MedusaDrafter:
-    """Drafts from the ranks of Medusa heads, full or best, as streams do.
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(HeadConfig):
+    """What the tensors of Medusa heads say of themselves.
 
-    Args:
-        backbone: the target.
-        heads: those that were attached to it.
-        tree: the shape of the tree.
-
-    Raises:
-        InputError: the full tree would be too large.
+    Attributes:
+        num_heads: H.
+        num_layers: residual blocks of each head.
+        hidden_size: D, the base model's width.
+        shared_heads: heads without a matrix of their own, which use the base model's LM head.
     """
 
-    num_streams, draft_calls, cache_bytes = 0, 0, 0
-    waits = False
+    kind = "medusa"
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    shared_heads: tuple[int, ...] = ()
 
-    def __init__(self, backbone: Backbone, heads: MedusaHeads, tree: TreeConfig) -> None:
-        self._backbone, self._heads, self._tree = backbone, heads, heads.fitting(tree)
-        self.num_levels = heads.num_levels
-        self.max_nodes = self._tree.num_nodes(heads.num_levels)
-        self.num_parameters = heads.num_parameters
+    def __post_init__(self) -> None:
+        self.check_counts(num_heads=1, num_layers=0, hidden_size=1)
 
-    def start(self, tokens: Sequence[int]) -> None:
-        """Nothing to do: the heads see the newest hidden state alone."""
+    @property
+    def base_width(self) -> int:
+        return self.hidden_size
 
-    def propose(self, verified: Verified) -> Tree:
-        hidden = self._backbone.final_norm(verified.last_hidden)[0]
-        return self._heads.propose_tree(verified.root, hidden, self._tree)
+    @property
+    def num_levels(self) -> int:
+        return self.num_heads
+
+    @property
+    def matrix_names(self) -> list[str]:
+        own = (head for head in range(self.num_heads) if head not in self.shared_heads)
+        return [f"{head}.{self.num_layers}.weight" for head in own]
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        width = self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        for head in range(self.num_heads):
+            for layer in range(self.num_layers):
+                shapes[f"{head}.{layer}.linear.weight"] = (width, width)
+                shapes[f"{head}.{layer}.linear.bias"] = (width,)
+        return shapes | {name: (self.num_guessed, width) for name in self.matrix_names}
+
+
+class MedusaHeads(DraftingHeads):
+    """Medusa heads on a base model, whose LM head serves those that have no matrix.
+
+    See `DraftingHeads` for arguments and attributes. Trees are those of a `TreeConfig`.
+    """
+
+    drafter = "medusa"
+
+    def __init__(
+        self, config: MedusaConfig, tensors: Mapping[str, mx.array], backbone: Backbone
+    ) -> None:
+        super().__init__(config, tensors, backbone)
+        heads, vocab = range(config.num_heads), self.draft_vocab
+        self._shared = list(config.shared_heads)
+        self._own = [head for head in heads if head not in self._shared]
+
+        def stacked(names: list[str]) -> mx.array:
+            return mx.stack([tensors[name] for name in names])
+
+        self._blocks = [
+            (
+                stacked([f"{head}.{layer}.linear.weight" for head in heads]),
+                stacked([f"{head}.{layer}.linear.bias" for head in heads]),
+            )
+            for layer in range(config.num_layers)
+        ]
+        self._matrices = stacked(config.matrix_names) if self._own else None
+        self._lm_head: LMHead | None = None
+        if self._shared:
+            self._lm_head = backbone.lm_head if vocab is None else backbone.draft_head(vocab)
+        order = [*self._own, *self._shared]
+        self._places = None if order == sorted(order) else mx.array([order.index(h) for h in heads])
+        mx.eval(self._blocks, self._matrices, self._places)
+        kept = arrays_in([self._blocks, self._matrices, vocab, self._places])
+        copied = 0 if vocab is None else head_bytes(self._lm_head)  # the LM head's rows
+        self.nbytes = copied + sum(array.nbytes for array in kept if array is not None)
+
+    def medusa_logits(self, hidden: mx.array) -> mx.array:
+        """[H, Vd] logits of every head.
+
+        Args:
+            hidden: [1, D] as `propose_tree` takes it.
+        """
+        expect_shape("hidden state", hidden, 1, self.config.hidden_size)
+        states = mx.broadcast_to(hidden, (self.config.num_heads, *hidden.shape))  # [H, 1, D]
+        for weights, biases in self._blocks:
+            states = states + nn.silu(states @ weights.swapaxes(1, 2) + biases[:, None])
+        found: list[mx.array] = []
+        if self._matrices is not None:
+            own = states[mx.array(self._own)] if self._shared else states
+            found.append((own @ self._matrices.swapaxes(1, 2))[:, 0])
+        if self._lm_head is not None:
+            shared = states[mx.array(self._shared)] if self._own else states
+            found.append(self._lm_head(shared.swapaxes(0, 1))[0])
+        logits = found[0] if len(found) == 1 else mx.concatenate(found)
+        return logits if self._places is None else logits[self._places]
+
+    def fitting(self, tree: TreeConfig) -> TreeConfig:
+        """`tree`, no wider than there are tokens to guess."""
+        return tree.no_wider_than(self.draft_vocab_size)
+
+    def tree_size(self, tree: TreeConfig) -> tuple[int, int]:
+        return self.config.num_heads, tree.num_nodes(self.config.num_heads)
+
+    def propose_tree(self, root: mx.array, hidden: mx.array, tree: TreeConfig) -> Tree:
+        tree = self.fitting(tree)
+        count = draft_topology(tree, self.config.num_heads).num_candidates
+        ranked = rank_candidates(self.medusa_logits(hidden), count, self.draft_vocab)
+        return grow_tree(root, *ranked, tree)

@@ -1,49 +1,263 @@
-"""Drafts from an MLP speculator on the newest accepted node."""
+"""The MLP speculator (arXiv 2404.19124): stages that each guess a token, given the one before.
+
+Stage i takes the state and the last token of every path so far, makes the new state
+
+    s = GELU(rms(proj_i s + c emb_i[token]) * w_i + b_i),     logits = head_i s
+
+and ranks the path's next tokens. It starts from the base model's hidden state and the token that
+was decided there. c weighs embeddings so that the first state keeps half of the variance up to
+the last stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, product
+from operator import mul
 
-from ..decoding.drafter import Verified
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..decoding.drafter import rank_candidates
+from ..errors import require
 from ..model.backbone import Backbone
-from ..model.tree import Tree
-from ..settings import SpeculatorTreeConfig
-from .speculator_heads import MlpSpeculator, num_candidate_nodes
+from ..model.shapes import expect_shape
+from ..model.tree import Topology, Tree, clip_edges, number_paths, top_nodes
+from ..settings import MAX_TREE_NODES, SpeculatorTreeConfig
+from .head_drafter import DraftingHeads, HeadConfig, is_whole
+
+DEFAULT_WIDTHS = (6, 3, 2)
+"""Branches at each stage in the paper's experiments (section 4.1)."""
+
+DEFAULT_CANDIDATES = 5
+"""Of the published format."""
+
+EPSILON = 1e-6
+_AHEAD_OF_ALL = 1e4  # added to the scores of nodes that must be in the tree
 
 
-class MlpSpeculatorDrafter:
-    """Drafts from the stages of an MLP speculator, each of which sees the token before its own.
+@dataclass(frozen=True, kw_only=True)
+class MlpSpeculatorConfig(HeadConfig):
+    """The settings of a published speculator, under their published names.
 
-    Args:
-        backbone: the target.
-        speculator: the one that was attached to it.
-        tree: widths of the tree, and what is kept of it.
-
-    Raises:
-        InputError: the speculator cannot draft a tree of these widths.
+    Attributes:
+        emb_dim: D, the base model's width.
+        inner_dim: width of the states; 0 for emb_dim.
+        n_predict: stages.
+        tie_weights: stages share embedding, norm and head, and all but the first the projection.
+        scale_input: the hidden state is normed and divided by sqrt 2 first.
+        top_k_tokens_per_head: branches at each stage, where the settings say.
+        n_candidates: k, whole candidates to keep, where the settings say.
     """
 
-    num_streams, draft_calls, cache_bytes = 0, 0, 0
-    waits = False
+    kind = "mlp_speculator"
+    emb_dim: int
+    n_predict: int
+    inner_dim: int = 0
+    tie_weights: bool = False
+    scale_input: bool = False
+    top_k_tokens_per_head: tuple[int, ...] = ()
+    n_candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        self.check_counts(emb_dim=1, n_predict=1, inner_dim=0)
+        k, widths = self.n_candidates, self.top_k_tokens_per_head
+        self.check("n_candidates", k is None or is_whole(k, 1), "1 or more")
+        for name in ("tie_weights", "scale_input"):
+            self.check(name, isinstance(getattr(self, name), bool), "true or false")
+        fits = not widths or len(widths) == self.n_predict
+        self.check(
+            "top_k_tokens_per_head",
+            fits and all(is_whole(width, 1) for width in widths),
+            f"{self.n_predict} numbers of 1 or more, one a stage",
+        )
+
+    @property
+    def width(self) -> int:
+        """Width of the states."""
+        return self.inner_dim or self.emb_dim
+
+    @property
+    def base_width(self) -> int:
+        return self.emb_dim
+
+    @property
+    def num_levels(self) -> int:
+        return self.n_predict
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Branches at each stage: as the settings say, or the paper's, with 1 for later stages."""
+        default = (*DEFAULT_WIDTHS, *(1,) * self.n_predict)
+        return self.top_k_tokens_per_head or default[: self.n_predict]
+
+    @property
+    def candidates(self) -> int:
+        """k, whole candidates to keep: as the settings say, or the format's default."""
+        return self.n_candidates or DEFAULT_CANDIDATES
+
+    @property
+    def state_weight(self) -> float:
+        """By which a stage multiplies the state before it."""
+        return 0.5 ** (0.5 / self.n_predict)
+
+    @property
+    def emb_weight(self) -> float:
+        """By which a stage multiplies its token's embedding."""
+        return math.sqrt((1 - self.state_weight**2) * self.width / 2)
+
+    def name_of(self, part: str, stage: int) -> str:
+        """The tensor that is `part` of `stage`: its own, or the one that it shares."""
+        first = 1 if part.startswith("proj") else 0
+        kind, _, leaf = part.partition(".")
+        return f"{kind}.{min(stage, first) if self.tie_weights else stage}.{leaf}"
+
+    @property
+    def matrix_names(self) -> list[str]:
+        stages = range(self.n_predict)
+        return list(dict.fromkeys(self.name_of("head.weight", stage) for stage in stages))
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for stage in range(self.n_predict):
+            shapes: dict[str, tuple[int, ...]] = {
+                "emb.weight": (self.vocab_size, self.width),
+                "proj.weight": (self.width, self.width if stage else self.emb_dim),
+                "ln.weight": (self.width,),
+                "ln.bias": (self.width,),
+                "head.weight": (self.num_guessed, self.width),
+            }
+            found |= {self.name_of(part, stage): shape for part, shape in shapes.items()}
+        return found
+
+
+class MlpSpeculator(DraftingHeads):
+    """A speculator, which needs nothing of its base model but hidden states.
+
+    See `DraftingHeads` for arguments and attributes. Trees are those of a `SpeculatorTreeConfig`,
+    pruned by confidence (section 4.1) to a fixed shape: of the full tree of its widths there stay
+    the `size` nodes of the largest path probability; or, the paper's rule, the `candidates` most
+    probable whole paths, their prefixes merged, and where that leaves some of the
+    `num_candidate_nodes` free, the next best nodes.
+    """
+
+    drafter = "mlp-speculator"
 
     def __init__(
-        self, backbone: Backbone, speculator: MlpSpeculator, tree: SpeculatorTreeConfig
+        self, config: MlpSpeculatorConfig, tensors: Mapping[str, mx.array], backbone: Backbone
     ) -> None:
-        self._backbone, self._speculator = backbone, speculator
-        self._widths, self._size = speculator.checked_widths(tree.widths), tree.size
-        self._candidates = tree.candidates
-        if tree.size is None and tree.candidates is None:
-            self._candidates = speculator.config.candidates
-        self.num_levels = len(self._widths)
-        most = num_candidate_nodes(self._widths, self._candidates)
-        self.max_nodes = min(most, tree.size or most)
-        self.num_parameters = speculator.num_parameters
+        super().__init__(config, tensors, backbone)
+        self._tensors = tensors
+        self.nbytes = sum(array.nbytes for array in tensors.values())
 
-    def start(self, tokens: Sequence[int]) -> None:
-        """Nothing to do: the stages see the newest hidden state and their own guesses alone."""
+    def first_state(self, hidden: mx.array) -> mx.array:
+        """[B, D] what stage 0 starts from, of final-normed hidden states [B, D]."""
+        if not self.config.scale_input:
+            return hidden
+        return mx.fast.rms_norm(hidden, None, EPSILON) / math.sqrt(2)
 
-    def propose(self, verified: Verified) -> Tree:
-        hidden = self._backbone.final_norm(verified.last_hidden)[0]
-        return self._speculator.propose_tree(
-            verified.root, hidden, self._widths, self._size, candidates=self._candidates
+    def stage(self, index: int, state: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """The next state and logits of B paths.
+
+        Args:
+            index: which stage.
+            state: [B, D] of `first_state` for stage 0, [B, inner] of the stage before for others.
+            tokens: [B] the last token of each path.
+
+        Returns:
+            [B, inner] the new states, and [B, Vd] the logits of each path's next token.
+        """
+        projected = state @ self._part("proj.weight", index).T
+        config = self.config
+        embedded = self._part("emb.weight", index)[tokens]
+        mixed = projected + (config.emb_weight / config.state_weight) * embedded
+        normed = mx.fast.rms_norm(mixed, self._part("ln.weight", index), EPSILON)
+        state = nn.gelu(normed + self._part("ln.bias", index))
+        return state, state @ self._part("head.weight", index).T
+
+    def _part(self, part: str, stage: int) -> mx.array:
+        return self._tensors[self.config.name_of(part, stage)]
+
+    def rank_paths(
+        self, root: mx.array, hidden: mx.array, widths: Sequence[int]
+    ) -> tuple[mx.array, mx.array]:
+        """Tokens and edge log probabilities [N] of the full tree of `widths`, breadth first.
+
+        Level i ranks `widths[i]` tokens for each of the widths[0] * ... * widths[i - 1] paths,
+        all of them in one batch.
+        """
+        expect_shape("hidden state", hidden, 1, self.config.emb_dim)
+        expect_shape("root", root, 1)
+        state, tokens = self.first_state(hidden), root
+        node_tokens, edges = [root], [mx.zeros(1)]
+        for index, width in enumerate(widths):
+            state, logits = self.stage(index, state, tokens)
+            ranked, logprobs = rank_candidates(logits, width, self.draft_vocab)  # [beams, width]
+            tokens = ranked.flatten()
+            state = mx.repeat(state, width, axis=0)
+            node_tokens.append(tokens.astype(root.dtype))
+            edges.append(logprobs.flatten())
+        return mx.concatenate(node_tokens), mx.concatenate(edges)
+
+    def fitting(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
+        """`tree`, its widths no more than there are tokens to guess; what it lacks is published.
+
+        Raises:
+            InputError: the widths are too many, or make too large a tree.
+        """
+        asked, stages = tree.widths, self.config.n_predict
+        widths = tuple(self.config.widths if asked is None else asked)
+        fits = 1 <= len(widths) <= stages
+        widths = tuple(min(width, self.draft_vocab_size) for width in widths)
+        require(
+            fits and num_candidate_nodes(widths, None) <= MAX_TREE_NODES,
+            f"tree widths {' x '.join(map(str, widths)) or 'of no stage'}",
+            expected=f"1 to {stages} widths of 1 or more, and {MAX_TREE_NODES} nodes at most",
+            do="choose other widths",
         )
+        candidates = tree.candidates
+        if tree.size is None and candidates is None:
+            candidates = self.config.candidates
+        return replace(tree, widths=widths, candidates=candidates)
+
+    def tree_size(self, tree: SpeculatorTreeConfig) -> tuple[int, int]:
+        assert tree.widths is not None
+        most = num_candidate_nodes(tree.widths, tree.candidates)
+        return len(tree.widths), min(most, tree.size or most)
+
+    def propose_tree(self, root: mx.array, hidden: mx.array, tree: SpeculatorTreeConfig) -> Tree:
+        tree = self.fitting(tree)
+        widths, size = tuple(tree.widths or ()), self.tree_size(tree)[1]
+        topology = widths_topology(widths)
+        tokens, edges = self.rank_paths(root, hidden, widths)
+        full = Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
+        if size == topology.num_nodes:
+            return full
+        scores = full.path_sums(clip_edges(edges))
+        if tree.candidates is not None:
+            ahead = _prefixes_of_best(full, scores, math.prod(widths), tree.candidates)
+            scores = scores + _AHEAD_OF_ALL * ahead
+        return full.select(top_nodes(scores, size))
+
+
+def num_candidate_nodes(widths: Sequence[int], candidates: int | None) -> int:
+    """Most nodes that `candidates` whole paths can have, the root included; of all if None."""
+    levels = accumulate(widths, mul)
+    return 1 + sum(count if candidates is None else min(count, candidates) for count in levels)
+
+
+@lru_cache(maxsize=64)
+def widths_topology(widths: tuple[int, ...]) -> Topology:
+    """The full tree with `widths[i]` children for every node of depth i, breadth first."""
+    ranks = [r for depth in range(len(widths) + 1) for r in product(*map(range, widths[:depth]))]
+    # A node's candidates depend on its path: each has one of its own.
+    return replace(number_paths(ranks, max(widths)), slots=mx.arange(len(ranks) - 1))
+
+
+def _prefixes_of_best(tree: Tree, scores: mx.array, num_leaves: int, candidates: int) -> mx.array:
+    """[N] bool: nodes on the `candidates` best paths that go all the way down."""
+    leaves = top_nodes(scores[-num_leaves:], candidates) + tree.num_nodes - num_leaves
+    return (tree.paths[leaves][:, :, None] == mx.arange(tree.num_nodes)).any(axis=(0, 1))

@@ -65,11 +65,8 @@ class StreamDrafter:
         stream_hidden = verified.stream_hidden if self.num_streams else self._run(verified)
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
         logits = self._model.draft_logits(stream_hidden)
-        tokens, logprobs = rank_candidates(logits, self._num_candidates)
-        vocab = self._model.draft_vocab
-        if vocab is not None:
-            tokens = vocab[tokens]
-        return grow_tree(verified.root, tokens, logprobs, self._tree)
+        ranked = rank_candidates(logits, self._num_candidates, self._model.draft_vocab)
+        return grow_tree(verified.root, *ranked, self._tree)
 
     def _run(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""

@@ -145,7 +145,7 @@ def _contending_ranks(size: int, width: int, levels: int) -> Iterator[tuple[int,
         ]
 
 
-def _topology(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
+def number_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
     """Number rank paths, given breadth first, as the nodes of a tree."""
     index = {path: node for node, path in enumerate(ranks)}
     depths = np.array([len(path) for path in ranks], np.int32)
@@ -165,21 +165,21 @@ def _topology(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
 @lru_cache(maxsize=64)
 def full_topology(width: int, levels: int) -> Topology:
     """Every combination of `width` candidates in `levels` levels: 1 + k + ... + k^levels nodes."""
-    return _topology(list(_full_ranks(width, levels)), width)
+    return number_paths(list(_full_ranks(width, levels)), width)
 
 
 @lru_cache(maxsize=64)
 def contender_topology(size: int, width: int | None, levels: int) -> Topology:
     """The nodes among which the best `size` are, whatever the probabilities turn out to be."""
     limit = max(1, min(width or size - 1, size - 1))
-    return _topology(list(_contending_ranks(size, limit, levels)), limit)
+    return number_paths(list(_contending_ranks(size, limit, levels)), limit)
 
 
 @lru_cache(maxsize=64)
 def comb_topology(width: int, levels: int) -> Topology:
     """A chain of each level's first candidate, with its other `width` - 1 candidates as leaves."""
     ranks = [(0,) * depth + (rank,) for depth in range(levels) for rank in range(width)]
-    return _topology([(), *ranks], width)
+    return number_paths([(), *ranks], width)
 
 
 def draft_topology(config: TreeConfig, num_streams: int) -> Topology:

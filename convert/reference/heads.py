@@ -1,8 +1,7 @@
-"""The MLP speculator in PyTorch, and the files that it is published in.
+"""Drafting heads in PyTorch, their parameters named as they are published.
 
-config.json           model_type "mlp_speculator" and the settings of `MlpSpeculatorConfig`
-model*.safetensors    speculator.{emb,proj,head}.{i}.weight, speculator.ln.{i}.{weight,bias};
-                      of tied weights, the duplicates may be left out
+In front of the published names stand "heads." for Medusa's, and nothing for a speculator's. Where
+the settings have a `draft_vocab_size`, `draft_vocab` [Vd] int32 is given; else it is None.
 """
 
 from __future__ import annotations
@@ -14,7 +13,89 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssmlx.drafters.speculator_heads import EPSILON, MODEL_TYPE, PREFIX, MlpSpeculatorConfig
+from ssmlx.drafters.head_drafter import HeadConfig
+from ssmlx.drafters.medusa import MedusaConfig
+from ssmlx.drafters.mlp_speculator import EPSILON, MlpSpeculatorConfig
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b); the identity when new, as W and b are zero."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.silu(self.linear(x))
+
+
+class MedusaReference(nn.Module):
+    """Medusa heads."""
+
+    draft_vocab: torch.Tensor | None
+
+    def __init__(self, config: MedusaConfig, draft_vocab: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("draft_vocab", draft_vocab)
+        width = config.hidden_size
+
+        def head(index: int) -> nn.ModuleList:
+            parts: list[nn.Module] = [ResidualBlock(width) for _ in range(config.num_layers)]
+            if index not in config.shared_heads:
+                parts.append(nn.Linear(width, config.num_guessed, bias=False))
+            return nn.ModuleList(parts)
+
+        self.heads = nn.ModuleList([head(index) for index in range(config.num_heads)])
+
+    @torch.no_grad()
+    def start_from(self, lm_head: torch.Tensor) -> None:
+        """Make every head say what the base model's `lm_head` [V, D] says."""
+        rows = lm_head if self.draft_vocab is None else lm_head[self.draft_vocab.long()]
+        for index in range(self.config.num_heads):
+            matrix = self.matrix(index)
+            if matrix is not None:
+                matrix.copy_(rows)
+
+    def matrix(self, index: int) -> torch.Tensor | None:
+        """[Vd, D] the matrix of a head; None where it uses the base model's LM head."""
+        last = self.heads[index][-1] if len(self.heads[index]) else None
+        return last.weight if isinstance(last, nn.Linear) else None
+
+    def states(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """H of [..., D]: what each head's matrix is given.
+
+        Args:
+            hidden: [..., D] behind the base model's final norm.
+        """
+        states = []
+        for head in self.heads:
+            state = hidden
+            for block in head[: self.config.num_layers]:
+                state = block(state)
+            states.append(state)
+        return states
+
+    def forward(self, hidden: torch.Tensor, lm_head: nn.Module | None = None) -> torch.Tensor:
+        """[H, ..., Vd] logits of every head.
+
+        Args:
+            hidden: [..., D] behind the base model's final norm.
+            lm_head: the base model's, for heads without a matrix.
+        """
+        logits = []
+        for index, state in enumerate(self.states(hidden)):
+            matrix = self.matrix(index)
+            if matrix is not None:
+                logits.append(nn.functional.linear(state, matrix))
+                continue
+            assert lm_head is not None
+            every = lm_head(state)
+            vocab = self.draft_vocab
+            logits.append(every if vocab is None else every[..., vocab.long()])
+        return torch.stack(logits)
 
 
 class _RmsNorm(nn.Module):
@@ -35,22 +116,17 @@ def rms(x: torch.Tensor) -> torch.Tensor:
 
 
 class MlpSpeculatorReference(nn.Module):
-    """A speculator, its parameters named as they are published behind "speculator.".
+    """An MLP speculator."""
 
-    Args:
-        config: its settings.
-        draft_vocab: [Vd] int32, given exactly where the settings have a `draft_vocab_size`.
-    """
+    draft_vocab: torch.Tensor | None
 
     def __init__(
         self, config: MlpSpeculatorConfig, draft_vocab: torch.Tensor | None = None
     ) -> None:
         super().__init__()
         self.config = config
-        self.draft_vocab: torch.Tensor | None
         self.register_buffer("draft_vocab", draft_vocab)
         width, stages = config.width, range(config.n_predict)
-        rows = config.draft_vocab_size or config.vocab_size
         shared = 1 if config.tie_weights else config.n_predict
 
         def each(modules: list[Any]) -> nn.ModuleList:
@@ -60,7 +136,7 @@ class MlpSpeculatorReference(nn.Module):
         inputs = [config.emb_dim, *(width for _ in range(min(shared, config.n_predict - 1)))]
         self.proj = each([nn.Linear(size, width, bias=False) for size in inputs])
         self.ln = each([_RmsNorm(width) for _ in range(shared)])
-        self.head = each([nn.Linear(width, rows, bias=False) for _ in range(shared)])
+        self.head = each([nn.Linear(width, config.num_guessed, bias=False) for _ in range(shared)])
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
                 nn.init.trunc_normal_(module.weight, 0, width**-0.5)
@@ -120,35 +196,12 @@ class MlpSpeculatorReference(nn.Module):
         return found
 
 
-def speculator_tensors(model: MlpSpeculatorReference) -> dict[str, torch.Tensor]:
-    """The tensors under their published names, shared ones once.
-
-    Heads of a draft vocabulary get zeros for the tokens that it leaves out.
-    """
-    tensors = {
-        PREFIX + name: weight.detach().cpu().contiguous()
-        for name, weight in model.named_parameters()
-    }
-    if model.draft_vocab is not None:
-        for name in model.config.matrix_names:
-            whole = torch.zeros(model.config.vocab_size, model.config.width)
-            whole[model.draft_vocab.long().cpu()] = tensors[PREFIX + name].float()
-            tensors[PREFIX + name] = whole
-    return tensors
+HeadReference = MedusaReference | MlpSpeculatorReference
 
 
-def speculator_settings(config: MlpSpeculatorConfig, base_model: str) -> dict[str, object]:
-    """The published config.json."""
-    return {
-        "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "model_type": MODEL_TYPE,
-        "emb_dim": config.emb_dim,
-        "inner_dim": config.inner_dim,
-        "n_predict": config.n_predict,
-        "vocab_size": config.vocab_size,
-        "tie_weights": config.tie_weights,
-        "scale_input": config.scale_input,
-        "top_k_tokens_per_head": list(config.widths),
-        "n_candidates": config.n_candidates or 5,
-        "base_model_name_or_path": base_model,
-    }
+def new_reference(config: HeadConfig, draft_vocab: torch.Tensor | None) -> HeadReference:
+    """Heads of these settings, as they are before training."""
+    if isinstance(config, MedusaConfig):
+        return MedusaReference(config, draft_vocab)
+    assert isinstance(config, MlpSpeculatorConfig)
+    return MlpSpeculatorReference(config, draft_vocab)

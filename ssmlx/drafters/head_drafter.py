@@ -1,0 +1,196 @@
+"""What all kinds of drafting heads share: settings, weights, and the drafter over them.
+
+Heads guess the next tokens from the target's newest hidden state, behind its final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import mlx.core as mx
+
+from ..decoding.drafter import Verified
+from ..errors import require
+from ..model.backbone import Backbone
+from ..model.tree import Tree
+from ..settings import DrafterKind
+
+HeadKind = Literal["medusa", "mlp_speculator"]
+_Config = TypeVar("_Config", bound="HeadConfig")
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a setting is a whole number of `least` or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """Settings of heads, whichever their kind.
+
+    Attributes:
+        vocab_size: V, the base model's.
+        draft_vocab_size: Vd, tokens that the heads guess among; 0 for the whole vocabulary.
+    """
+
+    kind: ClassVar[HeadKind]
+    vocab_size: int
+    draft_vocab_size: int = 0
+
+    @classmethod
+    def read(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
+        """The settings in the JSON `values` of the file `path`; others are passed over.
+
+        Raises:
+            InputError: one is missing, or out of range.
+        """
+        known: dict[str, Any] = {
+            field.name: tuple(value) if isinstance(value, list) else value
+            for field in fields(cls)
+            if (value := values.get(field.name)) is not None
+        }
+        needed = [field.name for field in fields(cls) if field.default is MISSING]
+        missing = [name for name in needed if name not in known]
+        require(
+            not missing,
+            f"{path} lacks {', '.join(missing)}",
+            expected=", ".join(needed),
+            do="copy or convert it again",
+        )
+        return cls(**known)
+
+    def check_counts(self, **least: int) -> None:
+        """Check that these settings are whole numbers, none below its least."""
+        for name, low in {**least, "vocab_size": 1, "draft_vocab_size": 0}.items():
+            self.check(name, is_whole(getattr(self, name), low), f"a whole number of {low} or more")
+
+    def check(self, name: str, ok: bool, expected: str) -> None:
+        """Refuse a setting unless `ok`."""
+        require(
+            ok,
+            f"{name} is {getattr(self, name)!r} in the settings of {self.kind} heads",
+            expected=expected,
+            do="check the heads, or convert them again",
+        )
+
+    @property
+    def base_width(self) -> int:
+        """D, the base model's width."""
+        raise NotImplementedError
+
+    @property
+    def num_levels(self) -> int:
+        """Levels below the root of the trees that the heads draft, at most."""
+        raise NotImplementedError
+
+    @property
+    def num_guessed(self) -> int:
+        """Tokens that the heads guess among: Vd, or V where that is the whole vocabulary."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def matrix_names(self) -> list[str]:
+        """The tensors with a row for each token that may be guessed."""
+        raise NotImplementedError
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the weights; shared ones stand once."""
+        raise NotImplementedError
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of an MLX heads file."""
+        vocab = {"draft_vocab": (self.draft_vocab_size,)} if self.draft_vocab_size else {}
+        return {**self.weight_shapes(), **vocab}
+
+
+class DraftingHeads:
+    """Heads on a base model.
+
+    Args:
+        config: their settings.
+        tensors: `config.expected_tensors()`, in the backbone's dtype.
+        backbone: the base model.
+
+    Attributes:
+        config: as given.
+        draft_vocab: [Vd] int32, the token of each column of the logits; None for all.
+        num_parameters: weights of their own, those that heads share counted once.
+        nbytes: bytes of what they keep in memory beside the base model.
+        drafter: the name under which they draft.
+    """
+
+    drafter: ClassVar[DrafterKind]
+    nbytes: int
+
+    def __init__(
+        self, config: HeadConfig, tensors: Mapping[str, mx.array], backbone: Backbone
+    ) -> None:
+        self.config: Any = config
+        self.draft_vocab = tensors.get("draft_vocab")
+        self.num_parameters = num_trained(tensors)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Vd; V where the heads guess among the whole vocabulary."""
+        return self.config.num_guessed
+
+    def fitting(self, tree: Any) -> Any:
+        """The settings of a tree, filled up and narrowed to what these heads can draft.
+
+        Raises:
+            InputError: they cannot draft such a tree.
+        """
+        raise NotImplementedError
+
+    def tree_size(self, tree: Any) -> tuple[int, int]:
+        """Levels below the root, and nodes, that a `fitting` tree has at most."""
+        raise NotImplementedError
+
+    def propose_tree(self, root: mx.array, hidden: mx.array, tree: Any) -> Tree:
+        """The tree below `root` [1].
+
+        Args:
+            root: the token that the base model decided on at `hidden`.
+            hidden: [1, D] the newest accepted node's state, behind the base model's final norm.
+            tree: as `fitting` takes it.
+
+        Raises:
+            InputError: the heads cannot draft such a tree.
+        """
+        raise NotImplementedError
+
+
+class HeadDrafter:
+    """Drafts from heads on the newest accepted node.
+
+    Args:
+        backbone: the target.
+        heads: those that were attached to it.
+        tree: settings of the tree, as the heads' `fitting` takes them.
+
+    Raises:
+        InputError: the heads cannot draft such a tree.
+    """
+
+    num_streams, draft_calls, cache_bytes = 0, 0, 0
+    waits = False
+
+    def __init__(self, backbone: Backbone, heads: DraftingHeads, tree: Any) -> None:
+        self._backbone, self._heads, self._tree = backbone, heads, heads.fitting(tree)
+        self.num_levels, self.max_nodes = heads.tree_size(self._tree)
+        self.num_parameters = heads.num_parameters
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """Nothing to do: heads see the newest hidden state and their own guesses alone."""
+
+    def propose(self, verified: Verified) -> Tree:
+        hidden = self._backbone.final_norm(verified.last_hidden)[0]
+        return self._heads.propose_tree(verified.root, hidden, self._tree)
+
+
+def num_trained(tensors: Mapping[str, mx.array]) -> int:
+    """Numbers in the tensors of heads; the ids of a draft vocabulary are no weights."""
+    return sum(array.size for name, array in tensors.items() if name != "draft_vocab")
