@@ -18,14 +18,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.decoding.accept import accept
 from ssmlx.decoding.drafter import rank_candidates
 from ssmlx.model.tree import Tree, draft_topology, grow_tree
 from ssmlx.settings import TreeConfig
+from ssmlx.tuning.report import aligned
 
-from .run.common import add_counts, check_counts
-from .run.tables import aligned
+from .run.common import check_counts
 
 PROG = "perf.compiled"
 WARM_UP = 3

@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.commands.options import make_parser, run
+from ssmlx.calibration.timing import ssmlx_answer
+from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.loading.load import load
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig
@@ -22,7 +23,7 @@ from ssmlx.prompts import read_prompts, user_text
 from ssmlx.session import ChatSession
 from ssmlx.settings import TreeConfig
 
-from .run.common import add_counts, check_counts, save, ssmlx_answer
+from .run.common import check_counts, save
 from .run.samples import sample_folders
 from .run.tasks import SAMPLE_PROMPTS
 

@@ -17,11 +17,11 @@ from typing import Any
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
+from ssmlx.tuning.machine import machine
+from ssmlx.tuning.report import aligned, write_result
 
-from .run.common import RESULTS, split_name, write_result
-from .run.machine import machine
-from .run.metrics import Scores, mean, paired_difference
-from .run.tables import aligned, estimate
+from .run.common import RESULTS, split_name
+from .run.metrics import Scores, estimate, mean, paired_difference
 from .run.tasks import TASKS, Example, add_data_options, data_file, read_examples, score_texts
 
 PROG = "perf.score"

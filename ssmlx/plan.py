@@ -37,7 +37,7 @@ class GenerateConfig(SamplingConfig):
     """How to generate; the same settings for every command. Those of sampling are inherited.
 
     Where tree, prune, num_streams and stream_schedule are all None, streams draft as was found
-    fastest on this machine, if `python -m perf.calibrate` was run on it; see
+    fastest on this machine, if `python -m ssmlx.calibrate` was run on it; see
     `ssmlx.tuning.profile`.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""perf.calibrate: what is timed, what is chosen, and the command, with clocks and costs made up."""
+"""ssmlx.calibrate: what is timed and chosen, and the command, with clocks and costs made up."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from real import one_line, write_base, write_tiny_adapter
 from test_cost import COSTS, flat
 from tiny import make_model
 
-from perf.calibrate import __main__ as calibrate
-from perf.calibrate import check as calibrate_check
-from perf.calibrate import costs as calibrate_costs
-from perf.calibrate.check import CHOSEN, PLAIN, compare, to_check
-from perf.calibrate.choice import Candidate, Setting, best, best_by_context, pruned, unpruned
-from perf.calibrate.costs import (
+from ssmlx.calibration import check as calibrate_check
+from ssmlx.calibration import costs as calibrate_costs
+from ssmlx.calibration.check import CHOSEN, PLAIN, compare, to_check
+from ssmlx.calibration.choice import Candidate, Setting, best, best_by_context, pruned, unpruned
+from ssmlx.calibration.costs import (
     CostPlan,
     forward_costs,
     head_calls,
@@ -29,19 +28,20 @@ from perf.calibrate.costs import (
     spread,
     surfaces,
 )
-from perf.calibrate.guesses import Exits
-from perf.calibrate.report import draw_costs, tree_points
-from perf.calibrate.steps import timed_steps, with_beside
-from perf.run.common import Answer
-from perf.run.pictures import new_figure
+from ssmlx.calibration.guesses import Exits
+from ssmlx.calibration.report import draw_costs, tree_points
+from ssmlx.calibration.steps import timed_steps, with_beside
+from ssmlx.calibration.timing import Answer
+from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
 from ssmlx.settings import PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning.cost import DraftShape, Surface
 from ssmlx.tuning.replay import Guesses
+from ssmlx.tuning.report import new_figure
 
 PLAN = CostPlan(rows=(1, 2, 5), fused_nodes=(1, 3), contexts=(8, 20), repeats=2)
-PROG = "perf.calibrate"
+PROG = "ssmlx.calibrate"
 
 
 class Clock:
@@ -429,7 +429,7 @@ def test_a_check_that_is_stopped_leaves_the_choice(calibrated, monkeypatch, tmp_
 
 BAD = {
     "no streams": ({"adapter": "none"}, (), "the model has no streams to calibrate"),
-    "no data": ({"data": ()}, (), "no prompts ship for the adapter adapter"),
+    "no data": ({"data": ()}, (), "no prompts ship with the adapter adapter"),
     "missing data": ({"data": ("--data", "nowhere.jsonl")}, (), "nowhere.jsonl does not exist"),
     "too few": ({}, ("--count", "7"), "--count 7 --check 2 of 8 prompts"),
     "short answers": ({}, ("--max-tokens", "2"), "the answers have 8 tokens in all"),

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tiny import best_rank_paths, first_tokens, make_model
 
-from perf.calibrate.guesses import (
+from ssmlx.api import token_steps
+from ssmlx.calibration.guesses import (
     NEVER,
     Exits,
     advance,
@@ -22,8 +23,7 @@ from perf.calibrate.guesses import (
     rank_table,
     true_ranks,
 )
-from perf.calibrate.steps import config_of
-from ssmlx.api import token_steps
+from ssmlx.calibration.steps import config_of
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import grow_tree
 from ssmlx.plan import GenerateConfig

@@ -37,15 +37,16 @@ from perf.compare.report import report
 from perf.compare.run import settings_of
 from perf.compare.summary import failures, speedups
 from perf.compare.systems import PLAIN, SYSTEMS, DecodingMethod, parse_systems
-from perf.run import machine
-from perf.run.common import Answer, write_result
 from perf.run.store import Kept
+from ssmlx.calibration.timing import Answer
 from ssmlx.decoding import loop as decode
 from ssmlx.drafters.heads import write_heads
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.settings import SamplingConfig
+from ssmlx.tuning import machine
+from ssmlx.tuning.report import write_result
 
 TEMPLATE = "user: {prompt} | model:"
 PROMPTS = [words(4, first) for first in (1, 9, 17)]

@@ -23,6 +23,7 @@ BUILDINGS = ["examples", "perf", "convert", "ssmlx"]
 ROOMS = [
     "chat generate train export calibrate",
     "commands",
+    "calibration",
     "api session exported",
     "plan",
     "training",

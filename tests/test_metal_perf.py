@@ -13,9 +13,9 @@ from metal import shim
 
 from perf.attention import __main__ as attention
 from perf.attention.report import draw, report, verdict
-from perf.run.common import publish
 from ssmlx.model.metal import is_available, kernels
 from ssmlx.model.metal.plan import AttentionShape, Chip
+from ssmlx.tuning.report import publish
 
 M1 = Chip.of("applegpu_g13g")
 

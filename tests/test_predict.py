@@ -122,7 +122,7 @@ def test_memory_is_full_and_streams_use_more_of_the_lanes_than_two_models():
 
 @pytest.fixture
 def calibration(tmp_path):
-    """A result of perf.calibrate, as far as it is read."""
+    """A result of ssmlx.calibrate, as far as it is read."""
     shapes = [
         DraftShape(tree=TreeConfig(size=size), num_streams=5, stream_schedule="fused")
         for size in (4, 16)
@@ -179,7 +179,7 @@ BAD = {
     "no decoder": (lambda path: ("--config", path.parent / "vision"), "lacks hidden_size"),
     "bits": (lambda path: ("--bits", "5"), "invalid choice: 5"),
     "half": (
-        lambda path: ("--calibration", path.with_name("half.json")), "no whole result of perf.",
+        lambda path: ("--calibration", path.with_name("half.json")), "no whole result of ssmlx.",
     ),
 }  # fmt: skip
 

@@ -16,7 +16,6 @@ from perf.quality.answers import AnswerStore, Kept
 from perf.quality.plan import parse_trees, tree_label
 from perf.quality.report import PAPER, aligned, draw, report
 from perf.quality.summary import is_lossless
-from perf.run.common import Answer
 from perf.run.metrics import (
     Estimate,
     exact_match,
@@ -29,6 +28,7 @@ from perf.run.metrics import (
 )
 from perf.run.systems import named_adapters
 from perf.run.tasks import TASKS, read_examples
+from ssmlx.calibration.timing import Answer
 from ssmlx.errors import InputError
 
 # -------------------------------------------------------------------------------- metrics

@@ -10,11 +10,12 @@ from real import one_line
 
 from perf import score
 from perf.bench import __main__ as bench
-from perf.calibrate import __main__ as calibrate
 from perf.compare import __main__ as compare
 from perf.quality import __main__ as quality
 from perf.run.tasks import TASKS, data_file, read_examples
+from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
+from ssmlx.prompts import as_messages, read_prompts
 
 SHIPPED = [name for name, task in TASKS.items() if task.test]
 COMMANDS = {
@@ -52,13 +53,17 @@ def test_answers_to_what_ships_are_scored(tmp_path, capsys):
     assert "no data ships" in one_line(capsys.readouterr().err, "perf.score")
 
 
-def test_settings_are_chosen_on_other_prompts_than_the_test_where_those_ship():
-    paths = {
-        name: calibrate.data_of(argparse.Namespace(data=None, adapter=name, model=""))
-        for name in SHIPPED
-    }
-    assert paths["chat"].name == "chat_valid.jsonl" and paths["sql"] == TASKS["sql"].test
-    assert all(path.is_file() for path in paths.values())
+def test_prompts_to_calibrate_with_ship_with_every_adapter_and_are_not_the_chats_test():
+    for name in SHIPPED:
+        path = calibrate.data_of(argparse.Namespace(data=None, adapter=name, model=""))
+        prompts = [turns_of(row) for row in read_prompts(path)]
+        assert path.parent.name == name and len(prompts) == 34
+        test = {turns_of(row) for row in read_prompts(TASKS[name].test)}
+        assert name != "chat" or not test & set(prompts)
+
+
+def turns_of(row) -> str:
+    return json.dumps(as_messages(row))
 
 
 def test_the_bench_asks_what_ships():

@@ -182,7 +182,7 @@ def test_a_profile_that_does_not_fit_is_ignored_in_one_line(model, capsys, spoil
     assert profile_of(model) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ssmlx: {path} is ignored") and reason in line
-    assert line.endswith("python -m perf.calibrate makes a new one")
+    assert line.endswith("python -m ssmlx.calibrate makes a new one")
 
 
 def test_where_there_is_none_nothing_is_said(model, capsys):
@@ -297,12 +297,12 @@ def test_the_line_says_what_is_done(model):
     store_profile(profile(model))
     assert tuned_line(OPEN, model) == (
         "tuned for this machine: best tree of 7 nodes, 2 streams, fused "
-        "(perf.calibrate, 2026-08-02)"
+        "(ssmlx.calibrate, 2026-08-02)"
     )
     assert tuned_line(GenerateConfig(decoding="plain"), model) is None
     store_profile(slow(model))
     assert tuned_line(OPEN, model) == (
-        "tuned for this machine: plain decoding, which is faster (perf.calibrate, 2026-08-02)"
+        "tuned for this machine: plain decoding, which is faster (ssmlx.calibrate, 2026-08-02)"
     )
 
 
@@ -372,7 +372,7 @@ def test_an_answer_is_drafted_as_its_context_says(model, monkeypatch):
 
 def test_the_line_says_where_it_depends_on_the_context(model):
     store_profile(by_context(model))
-    assert "fused, other trees behind other contexts (perf.calibrate" in tuned_line(OPEN, model)
+    assert "fused, other trees behind other contexts (ssmlx.calibrate" in tuned_line(OPEN, model)
 
 
 def breakeven(pace: Pace) -> float | None:
@@ -454,7 +454,7 @@ def test_generate_is_tuned_and_says_so_in_one_line(base, adapter, capsys):
     tuned = [line for line in err.splitlines() if "tuned" in line]
     assert tuned == [
         "[tuned for this machine: best tree of 7 nodes, 2 streams, fused "
-        "(perf.calibrate, 2026-08-02)]"
+        "(ssmlx.calibrate, 2026-08-02)]"
     ]
     assert json.loads(out)["tokens"] == before["tokens"]
 

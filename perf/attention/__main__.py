@@ -28,9 +28,10 @@ from ssmlx.model.metal.kernels import attend
 from ssmlx.model.metal.mask import pack_bits
 from ssmlx.model.metal.paths import bytes_read, choose_path, mlx_path
 from ssmlx.model.metal.plan import AttentionShape, Chip, is_supported, make_plan, this_chip
+from ssmlx.tuning.machine import machine
+from ssmlx.tuning.report import publish
 
-from ..run.common import RESULTS, publish
-from ..run.machine import machine
+from ..run.common import RESULTS
 from .report import draw, report
 
 PROG = "perf.attention"

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..run.pictures import new_figure
-from ..run.tables import aligned
+from ssmlx.tuning.report import aligned, new_figure
 
 # Below this the two sides count as equally fast.
 _NOISE = 0.03

@@ -24,9 +24,10 @@ from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
 from ssmlx.settings import DTYPES
+from ssmlx.tuning.machine import machine
+from ssmlx.tuning.report import publish
 
-from ..run.common import BASE, RESULTS, check_counts, publish
-from ..run.machine import machine
+from ..run.common import BASE, RESULTS, check_counts
 from ..run.tasks import TASKS, data_file
 from .clock import Clock
 from .energy import measure_energy, unavailable

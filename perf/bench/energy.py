@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import IO, Any
 
-from ..run.machine import output_of
+from ssmlx.tuning.machine import output_of
+
 from .target import Answerer
 
 INTERVAL_MS = 250

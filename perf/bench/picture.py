@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..run.pictures import bars, new_figure
-from ..run.tables import estimate
+from ssmlx.tuning.report import new_figure
+
+from ..run.metrics import estimate
+from ..run.pictures import bars
 from .report import counted, interval
 from .target import SYSTEMS
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ssmlx.memory import LABELS, MIB, Memory
+from ssmlx.tuning.report import aligned
 
-from ..run.tables import FEW, aligned, estimate
+from ..run.metrics import FEW, estimate
 from .target import SYSTEMS
 
 Row = Mapping[str, Any]
@@ -17,7 +18,7 @@ NOTES = (
     "[95 % bootstrap intervals]; medians over prompts, systems taking turns in an order that "
     "rotates, each greedy and on the same weights",
     "mlx-lm: its own stream_generate; streaming: as ssmlx decodes here by default, tuned where "
-    "perf.calibrate was run; prefill: the prompt over the time to the first token; peak: weights "
+    "ssmlx.calibrate was run; prefill: the prompt over the time to the first token; peak: weights "
     "that the system needs, and the most in use beside them",
 )
 

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from ssmlx.calibration.timing import Answer
+
 from ..compare.run import answer_once
-from ..run.common import Answer
 from ..run.metrics import Estimate, ratio, ratio_interval, speedup
 from .clock import Clock, Rounds, rounds
 from .target import SYSTEMS, Answerer, Target, endless, text_of_length

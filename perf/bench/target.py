@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import check_prompt, end_token_ids
+from ssmlx.calibration.timing import Answer, ssmlx_answer
 from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import Adapter
@@ -27,7 +28,7 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig
 
 from ..compare.bench import scope_of
-from ..run.common import Answer, mlx_lm_answer, ssmlx_answer
+from ..run.common import mlx_lm_answer
 from ..run.samples import read_own_lora
 from ..run.tasks import Example, Task, read_examples
 

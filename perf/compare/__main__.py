@@ -15,8 +15,9 @@ import mlx.core as mx
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.loading.files import make_folder
+from ssmlx.tuning.report import publish
 
-from ..run.common import BASE, RESULTS, publish
+from ..run.common import BASE, RESULTS
 from ..run.tasks import DATA_HELP, TASKS, add_data_dir
 from .bench import load_bench
 from .picture import draw

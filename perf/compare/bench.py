@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import check_prompt
+from ssmlx.calibration.timing import Answer, ssmlx_answer
 from ssmlx.drafters.choice import make_drafter
 from ssmlx.loading.adapter import Adapter
 from ssmlx.loading.attach import check_base, check_lora
@@ -26,7 +27,7 @@ from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import SamplingConfig
 
-from ..run.common import Answer, mlx_lm_answer, ssmlx_answer
+from ..run.common import mlx_lm_answer
 from ..run.samples import read_own_lora
 from ..run.systems import MLX_LM
 from .drafting import Drafting, config_of, load_drafting, same_arrays

@@ -7,8 +7,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from ssmlx.tuning.report import new_figure
+
 from ..paper.published import METHODS, Speed, span, speeds
-from ..run.pictures import PAPER_COLOUR, PAPER_TEXT, bars, new_figure
+from ..run.pictures import PAPER_COLOUR, PAPER_TEXT, bars
 from .report import decoding_text
 
 COLOURS = {

@@ -9,7 +9,7 @@ from typing import Any
 from ssmlx.errors import InputError
 from ssmlx.loading.files import write_whole
 
-from ..run.tables import estimate
+from ..run.metrics import estimate
 from .report import (
     MIB,
     heading,

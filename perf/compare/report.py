@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ssmlx.tuning.report import aligned
+
 from ..paper.published import METHODS, Latency, Span, Speed, latencies, span, speeds
-from ..run.tables import FEW, aligned, estimate
+from ..run.metrics import FEW, estimate
 
 Row = Mapping[str, Any]
 MIB = 2**20

@@ -9,10 +9,11 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
+from ssmlx.calibration.timing import Answer, in_turns
 from ssmlx.model.shapes import to_float
+from ssmlx.tuning.machine import power_source
 
-from ..run.common import Answer, in_turns, text_of
-from ..run.machine import power_source
+from ..run.common import text_of
 from ..run.store import (
     AnswerStore,
     Kept,

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..run.machine import machine
+from ssmlx.tuning.machine import machine
+
 from ..run.metrics import mean, ratio, speedup
 from ..run.store import Kept
 from ..run.systems import MLX_LM

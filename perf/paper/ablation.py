@@ -20,8 +20,9 @@ from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
 from ssmlx.training.options import train_config
+from ssmlx.tuning.report import write_result
 
-from ..run.common import RESULTS, ROOT, write_result
+from ..run.common import RESULTS, ROOT
 from .ablation_report import VARIED, draw, read_run, read_runs, settings_of, table
 
 PROG = "perf.paper.ablation"

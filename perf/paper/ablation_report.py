@@ -12,8 +12,7 @@ from ssmlx.settings import read_json
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.training.record import LOG_FILE, read_record
-
-from ..run.tables import aligned
+from ssmlx.tuning.report import aligned
 
 VARIED = ("num_msa_layers", "stream_design", "rotation_step", "stream_init", "stream_init_rank")
 COLOURS = {"embeddings": "#0b6e4f", "value_rotation": "#b06f10"}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import numpy as np
 
-from ..run.pictures import PAPER_COLOUR, PAPER_TEXT, every_pair, new_figure
+from ssmlx.tuning.report import every_pair, finish, new_figure
+
+from ..run.pictures import PAPER_COLOUR, PAPER_TEXT
 from .figure_points import Curves, Parity, Point
 from .published import E2E, MEDUSA, OPT, STREAMS, TABLE_1
 from .theory import GAMMA, parity, theoretical_speedup
@@ -20,16 +21,6 @@ COLOURS = ("#0b6e4f", "#33658a", "#b06f10", "#7b5ea7", "#2b2d42", "#b23a48")
 MARKS = ("o", "s", "^", "D")
 DRAFTER_COLOURS = {"streams": "#0b6e4f", "medusa": "#7b5ea7"}
 PAPER_METHODS = {"streams": STREAMS, "medusa": MEDUSA}
-
-
-def finish(figure: Any, caption: str, path: Path) -> None:
-    """Put the caption below the axes, and write the picture."""
-    width = int(15.5 * figure.get_figwidth())
-    figure.supxlabel(fill(caption, width), x=0.01, ha="left", fontsize=8)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=150)
 
 
 def draw_parity(points: Sequence[Parity], caption: str, path: Path) -> None:

@@ -12,8 +12,7 @@ from ssmlx.errors import InputError
 from ssmlx.settings import read_json
 
 from ..run.common import reading
-from ..run.metrics import Estimate
-from ..run.tables import estimate
+from ..run.metrics import Estimate, estimate
 from .theory import theoretical_speedup
 
 Result = Mapping[str, Any]

@@ -18,10 +18,9 @@ from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder, write_whole
 from ssmlx.settings import read_json
 from ssmlx.training.record import LOG_FILE, read_record
+from ssmlx.tuning.report import aligned, new_figure
 
 from ..run.common import RESULTS, ROOT, split_name
-from ..run.pictures import new_figure
-from ..run.tables import aligned
 
 PROG = "perf.paper.learning"
 COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")

@@ -1,6 +1,6 @@
 """`python -m perf.predict`: what streams should bring on M1 to M5. Predictions, not measurements.
 
-Tokens per call come from a result of `perf.calibrate`, bandwidth and peak rates from what is
+Tokens per call come from a result of `ssmlx.calibrate`, bandwidth and peak rates from what is
 published of the chips, seconds from the roofline between them (section 4.1.2 of the paper). Each
 speed-up is a range: weights that come from memory as often as MLX's kernels ask for them, to
 weights that come once. For models other than the one that was calibrated, its tokens per call
@@ -15,20 +15,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from ssmlx.calibration.choice import Candidate, best
+from ssmlx.calibration.report import results_dir
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import read_json
 from ssmlx.tuning.cost import DraftShape
+from ssmlx.tuning.report import aligned, write_result
 
-from ..calibrate.choice import Candidate, best
-from ..run.common import RESULTS, ROOT, write_result
-from ..run.tables import aligned
+from ..run.common import RESULTS
 from .chips import CHIPS, Chip
 from .pictures import draw_roofline, draw_speedups
 from .roofline import Bound, Decoder, costs
 
 PROG = "perf.predict"
+CALIBRATION = "calibrate-sql.json"
 Result = Mapping[str, Any]
 MODELS: dict[str, dict[str, int]] = {
     "smollm2-135m": {
@@ -164,7 +166,7 @@ def report(calibrated: Result, groups: Mapping[str, Sequence[Prediction]]) -> st
 
 
 def read_calibration(path: Path) -> Result:
-    """A result of `perf.calibrate`.
+    """A result of `ssmlx.calibrate`.
 
     Raises:
         InputError: it is missing or something else.
@@ -172,10 +174,10 @@ def read_calibration(path: Path) -> Result:
     if not path.is_file():
         raise InputError(
             f"no calibration {path}",
-            expected="a result of perf.calibrate",
-            do="run python -m perf.calibrate --adapter sql, or give --calibration FILE",
+            expected="a result of ssmlx.calibrate",
+            do="run python -m ssmlx.calibrate --adapter sql, or give --calibration FILE",
         )
-    result = read_json(path, "a result of perf.calibrate")
+    result = read_json(path, "a result of ssmlx.calibrate")
     try:
         assert ways_of(result)
         for name in ("num_streams", "num_msa_layers", "num_layers", "draft_vocab_size"):
@@ -183,7 +185,7 @@ def read_calibration(path: Path) -> Result:
         str(result["model"]), str(result["adapter"]), float(result["context"])
     except (KeyError, TypeError, ValueError, AssertionError) as error:
         raise InputError(
-            f"{path} is no whole result of perf.calibrate ({type(error).__name__}: {error})",
+            f"{path} is no whole result of ssmlx.calibrate ({type(error).__name__}: {error})",
             expected="one of this version",
             do="calibrate again",
         ) from error
@@ -241,9 +243,9 @@ def main(argv: list[str] | None = None) -> int:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     parser.add_argument(
-        "--calibration", type=Path, default=RESULTS / "calibrate-sql.json", metavar="FILE.json",
-        help="a result of perf.calibrate, for tokens per call (default: "
-        f"{(RESULTS / 'calibrate-sql.json').relative_to(ROOT)})",
+        "--calibration", type=Path, default=results_dir() / CALIBRATION, metavar="FILE.json",
+        help="a result of ssmlx.calibrate, for tokens per call (default: "
+        f"calibration/{CALIBRATION} in the cache folder)",
     )  # fmt: skip
     parser.add_argument(
         "--models", nargs="*", choices=tuple(MODELS), default=list(MODELS),

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ssmlx.tuning.report import new_figure
+
 from ..paper.figure_pictures import finish
-from ..run.pictures import PAPER_COLOUR, new_figure
+from ..run.pictures import PAPER_COLOUR
 from .chips import Chip
 from .roofline import Decoder, Work, call_work
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import mlx.core as mx
 
 from ssmlx.commands.options import add_tree_options, make_parser, run, template_text
+from ssmlx.tuning.machine import machine
+from ssmlx.tuning.report import publish
 
-from ..run.common import BASE, RESULTS, publish
-from ..run.machine import machine
+from ..run.common import BASE, RESULTS
 from ..run.tasks import TASKS, add_data_options
 from .answers import answer_system
 from .plan import make_plan

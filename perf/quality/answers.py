@@ -9,10 +9,11 @@ from typing import Any
 from huggingface_hub.utils import tqdm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ssmlx.calibration.timing import Answer, in_turns, ssmlx_answer
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import GenerateConfig
 
-from ..run.common import Answer, in_turns, mlx_lm_answer, ssmlx_answer, text_of
+from ..run.common import mlx_lm_answer, text_of
 from ..run.store import AnswerStore, Kept, code_version, tell_kept, timed_on, weights_version
 from ..run.systems import MLX_LM, ModelUnderTest, load_system
 from .plan import Plan

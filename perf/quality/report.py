@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ssmlx.tuning.report import aligned, new_figure
+
 from ..paper.published import PAPER
-from ..run.pictures import bars, new_figure, paper_band
-from ..run.tables import FEW, aligned, estimate
+from ..run.metrics import FEW, estimate
+from ..run.pictures import bars, paper_band
 
 COLOURS = {"mlx-lm": "#2b2d42", "base": "#8d99ae", "baseline": "#8d99ae", "adapter": "#0b6e4f"}
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,60 +14,14 @@ import mlx.core as mx
 import mlx_lm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.api import stream_generate
+from ssmlx.calibration.timing import Answer
 from ssmlx.errors import InputError
 from ssmlx.loading.files import write_whole
-from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
-
-from .machine import machine
+from ssmlx.tuning.machine import machine
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results"
 BASE = "smollm2-135m-q4_1"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer, timed.
-
-    Attributes:
-        tokens: ids, the end token included.
-        target_calls: forward passes, the prompt's counted as one.
-        decode_seconds: from the first token to the last.
-        prefill_seconds: until the first token.
-        draft_calls: forward passes of a draft model.
-        peak_bytes: most memory in use on top of what was there before; 0 where not measured.
-    """
-
-    tokens: list[int]
-    target_calls: int
-    decode_seconds: float
-    prefill_seconds: float = 0.0
-    draft_calls: int = 0
-    peak_bytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """From the prompt to the last token."""
-        return self.prefill_seconds + self.decode_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens after the first, over the time that they took."""
-        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
-
-
-def ssmlx_answer(
-    model: StreamFusedModel, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
-) -> Answer:
-    """Answer with ssmlx."""
-    responses = list(stream_generate(model, tokenizer, prompt, config))
-    tokens = [token for response in responses for token in response.tokens]
-    last = responses[-1]
-    return Answer(
-        tokens, last.target_calls, last.decode_seconds, last.prefill_seconds, last.draft_calls
-    )
 
 
 def mlx_lm_answer(
@@ -91,14 +43,6 @@ def mlx_lm_answer(
     return Answer(tokens, len(tokens), last - first, first - started)
 
 
-def in_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Every label for every prompt; the order of labels rotates from prompt to prompt."""
-    for index, prompt in enumerate(prompts):
-        turn = index % len(labels)
-        for label in (*labels[turn:], *labels[:turn]):
-            yield prompt, label
-
-
 def text_of(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> str:
     """The text of an answer, without its end token."""
     detokenizer = tokenizer.detokenizer
@@ -114,17 +58,6 @@ def split_name(item: str) -> tuple[str | None, str]:
     name, equals, value = item.partition("=")
     is_whole = not equals or Path(item).expanduser().exists()
     return (None, item) if is_whole else (name, value)
-
-
-def add_counts(
-    parser: argparse._ActionsContainer, *rows: tuple[str, int, str], metavar: str | None = None
-) -> None:
-    """Options that are whole numbers: (name without dashes, default, what it is) each."""
-    for name, default, text in rows:
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar=metavar,
-            help=f"{text} (default: %(default)s)",
-        )  # fmt: skip
 
 
 def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
@@ -145,15 +78,6 @@ def save(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
-def write_result(result: Mapping[str, Any], target: Path, text: str) -> None:
-    """Print a result's text, and write `target`.json and .txt."""
-    print(text)
-    saved = json.dumps(result, indent=1, ensure_ascii=False)
-    write_whole(target.with_suffix(".json"), f"{saved}\n".encode())
-    write_whole(target.with_suffix(".txt"), f"{text}\n".encode())
-    print("saved", target.with_suffix(".json"), file=sys.stderr)
-
-
 @contextmanager
 def reading(path: Path, command: str) -> Iterator[None]:
     """Tell in one line that a saved result lacks what the block reads of it.
@@ -170,14 +94,3 @@ def reading(path: Path, command: str) -> Iterator[None]:
             expected=f"what this version of python -m {command} writes",
             do="measure again",
         ) from error
-
-
-def publish(
-    result: Mapping[str, Any], target: Path, text: str, draw: Callable[[Any, Path], None]
-) -> None:
-    """`write_result`, and a picture in `target`.png."""
-    write_result(result, target, text)
-    try:
-        draw(result, target.with_suffix(".png"))
-    except ImportError:
-        print("no picture: pip install matplotlib", file=sys.stderr)

@@ -6,7 +6,7 @@ Scores are percentages, one for each prompt. Intervals are of 95 %, by resamplin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ from ssmlx.errors import InputError
 
 RESAMPLES = 5000
 SEED = 0
+FEW = 30  # prompts below which an interval says too little
 Scores = NDArray[np.float64]
 Scorer = Callable[[str, Sequence[str]], tuple[float, ...]]
 
@@ -41,6 +42,11 @@ class Estimate:
         if self.low <= 0.0 <= self.high:
             return "within noise"
         return f"not within noise: {'higher' if self.value > 0 else 'lower'}"
+
+
+def estimate(values: Mapping[str, float]) -> Estimate:
+    """A figure of a result."""
+    return Estimate(values["value"], values["low"], values["high"])
 
 
 @lru_cache(maxsize=1)

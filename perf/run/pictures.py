@@ -1,30 +1,14 @@
-"""What the pictures share. matplotlib is imported where it is used: it may be missing."""
+"""What the pictures of comparisons share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import cycle
+from collections.abc import Sequence
 from typing import Any
 
 from ..paper.published import Span
-from .tables import estimate
+from .metrics import estimate
 
 PAPER_COLOUR, PAPER_TEXT = "#e09f3e", "#9a6410"
-
-
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure of these inches, without a window."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def every_pair(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Without end: all colours in the first style of line or mark, then in the next, and anew."""
-    return cycle((colour, style) for style in styles for colour in colours)
 
 
 def bars(axes: Any, places: Any, rows: Sequence[Any], digits: int, **style: Any) -> None:

@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ssmlx.calibration.timing import Answer
 from ssmlx.loading.adapter import LORA_FILES, LORA_SETTINGS, STREAMS_FILE
 from ssmlx.loading.names import CONFIG_FILE
+from ssmlx.tuning.machine import machine
 
-from .common import ROOT, Answer
-from .machine import machine
+from .common import ROOT
 
 _ANSWER = [field.name for field in fields(Answer)]
 _TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")

@@ -16,12 +16,13 @@ from typing import Any
 
 from huggingface_hub.utils import tqdm
 
+from ssmlx.calibration.timing import Answer, in_turns, ssmlx_answer
 from ssmlx.commands.options import make_parser, run
 from ssmlx.plan import GenerateConfig
 from ssmlx.settings import TreeConfig
+from ssmlx.tuning.machine import machine
 
-from ..run.common import RESULTS, Answer, check_counts, in_turns, mlx_lm_answer, save, ssmlx_answer
-from ..run.machine import machine
+from ..run.common import RESULTS, check_counts, mlx_lm_answer, save
 from ..run.metrics import ratio_interval
 from ..run.samples import Sample, add_sample_options, load_sample
 from .step_cost import step_cost

@@ -55,6 +55,17 @@ def make_parser(module: str, description: str, epilog: str) -> Parser:
     )
 
 
+def add_counts(
+    parser: argparse._ActionsContainer, *rows: tuple[str, int, str], metavar: str | None = None
+) -> None:
+    """Options that are whole numbers: (name without dashes, default, what it is) each."""
+    for name, default, text in rows:
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar=metavar,
+            help=f"{text} (default: %(default)s)",
+        )  # fmt: skip
+
+
 def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | None = None) -> None:
     """Which model and adapter to load.
 
@@ -111,7 +122,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         choices=DECODINGS,
         help="streaming: verify what a drafter proposes, same answer in fewer forward passes; "
         "plain: one token a pass (default: streaming with an adapter or a drafter, unless "
-        "`python -m perf.calibrate` found plain decoding faster on this machine; else plain)",
+        "`python -m ssmlx.calibrate` found plain decoding faster on this machine; else plain)",
     )
     group.add_argument(
         "--max-tokens", type=int, default=max_tokens, help="longest answer (default: %(default)s)"
@@ -122,7 +133,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     add_tree_options(
         parser.add_argument_group(
             "draft tree (streams and Medusa heads; --prune: most drafters)",
-            "With none of these options, streams draft as `python -m perf.calibrate` found to be\n"
+            "With none of these options, streams draft as `python -m ssmlx.calibrate` found to be\n"
             "fastest on this machine, if it was run; else by the defaults.",
         )
     )

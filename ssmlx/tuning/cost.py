@@ -11,7 +11,7 @@ the context, and a step of any shape is their sum (figure 2 and section 3.2 of t
     beside them      graph building, acceptance, cache, the host's read
 
 Drafting pays where a step's tokens take less time than plain calls for as many would: where
-tokens per call exceed step seconds / plain seconds. `perf.calibrate` measures; here is no clock.
+tokens per call exceed step seconds / plain seconds. `ssmlx.calibrate` measures; here is no clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `python -m perf.calibrate` found to be fastest here, kept on disk and used by default.
+"""What `python -m ssmlx.calibrate` found to be fastest here, kept on disk and used by default.
 
 A profile belongs to a machine, a backend, a model in a dtype and an adapter, each told by what
 is loaded and not by a name: it is found again wherever the same is loaded from, and never used
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..plan import GenerateConfig
 
 FORMAT = "ssmlx-profile/2"
-COMMAND = "python -m perf.calibrate"
+COMMAND = "python -m ssmlx.calibrate"
 _FOLDER = "profiles"
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 FAR = 4
@@ -369,7 +369,7 @@ def tuned_line(config: GenerateConfig, model: StreamFusedModel) -> str | None:
     choice = "plain decoding, which is faster" if plain else profile.way().shape.text()
     if not plain and len(profile.ways) > 1:
         choice += ", other trees behind other contexts"
-    return f"tuned for this machine: {choice} (perf.calibrate, {profile.made})"
+    return f"tuned for this machine: {choice} (ssmlx.calibrate, {profile.made})"
 
 
 def pace_of(config: GenerateConfig, model: StreamFusedModel, context: int | None = None) -> Pace:

@@ -1,4 +1,4 @@
-"""`python -m perf.calibrate`: measures this machine, and tells streams how to draft on it.
+"""`python -m ssmlx.calibrate`: measures this machine, and tells streams how to draft on it.
 
 Seconds of a model's forwards are measured against rows and context, and what an adapter's streams
 guess is recorded along some answers. From the two follow the expected tokens/s of every way to
@@ -9,7 +9,7 @@ that are faster behind shorter or longer contexts, where a row costs less or mor
 plainly where nothing pays. At the end the choice and others are timed on prompts that were not
 used for it. Takes a few minutes; nothing else should run.
 
-    python -m perf.calibrate --adapter sql
+    python -m ssmlx.calibrate --adapter sql
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from typing import Any
 from huggingface_hub.utils import tqdm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.api import check_prompt
-from ssmlx.commands.options import add_model_options, load_from, make_parser, run
-from ssmlx.errors import InputError
-from ssmlx.loading.attach import adapters_for
-from ssmlx.loading.files import make_folder
-from ssmlx.loading.names import bundled_adapters
-from ssmlx.model.streams import StreamFusedModel
-from ssmlx.prompts import encode_prompt, read_prompts
-from ssmlx.tuning.profile import Place, Profile, mlx_version, store_profile
+from ..api import check_prompt
+from ..calibration.check import Checked, check
+from ..calibration.costs import CONTEXTS, CostPlan
+from ..calibration.guesses import rank_table
+from ..calibration.measure import Measured, answer_prompts, choose, measure_costs
+from ..calibration.report import BUSY, RANKS, draw, report, results_dir
+from ..errors import InputError
+from ..loading.attach import adapters_for
+from ..loading.files import make_folder
+from ..loading.names import resolve_adapter, resolve_model
+from ..model.streams import StreamFusedModel
+from ..prompts import encode_prompt, read_prompts
+from ..tuning.machine import machine
+from ..tuning.profile import Place, Profile, mlx_version, store_profile
+from ..tuning.report import publish
+from .options import add_counts, add_model_options, load_from, make_parser, run
 
-from ..run.common import RESULTS, add_counts, publish
-from ..run.machine import machine
-from ..run.tasks import TASKS, data_file
-from .check import Checked, check
-from .costs import CONTEXTS, CostPlan
-from .guesses import rank_table
-from .measure import Measured, answer_prompts, choose, measure_costs
-from .report import BUSY, RANKS, draw, report
-
-PROG = "perf.calibrate"
+PROG = "ssmlx.calibrate"
 DEFAULT_ADAPTER = "chat"
+PROMPTS_FILE = "prompts.jsonl"
 NOTHING_CHECKED = "nothing was checked: the held-out answers are a single token each"
 
 
@@ -147,15 +146,15 @@ def data_of(args: argparse.Namespace) -> Path:
     """
     if args.data is not None:
         return Path(args.data)
-    name = adapter_name(args)
-    task = TASKS.get(name)
-    if task is None or task.test is None or name not in bundled_adapters():
+    folder = resolve_adapter(args.adapter) if args.adapter else resolve_model(args.model)
+    shipped = None if folder is None else folder / PROMPTS_FILE
+    if shipped is None or not shipped.is_file():
         raise InputError(
-            f"no prompts ship for the adapter {name}",
+            f"no prompts ship with the adapter {adapter_name(args)}",
             expected="prompts such as it will be asked",
             do="give --data FILE.jsonl, a JSON object with `prompt` or `messages` a line",
         )
-    return data_file(task, task.valid)
+    return shipped
 
 
 def load_streams(args: argparse.Namespace) -> tuple[StreamFusedModel, TokenizerWrapper]:
@@ -258,8 +257,8 @@ def main(argv: list[str] | None = None) -> int:
         help=f"keep it even if timings varied by more than {100 * BUSY:.0f} %%",
     )  # fmt: skip
     group.add_argument(
-        "--out", type=Path, default=RESULTS, metavar="FOLDER",
-        help="for calibrate-ADAPTER.json, .txt and .png (default: perf/results)",
+        "--out", type=Path, default=results_dir(), metavar="FOLDER",
+        help="for calibrate-ADAPTER.json, .txt and .png (default: calibration in the cache folder)",
     )  # fmt: skip
     args = parser.parse_args(argv)
     return run(lambda: _main(args), PROG)

@@ -1,4 +1,4 @@
-"""Seconds of a step's forwards against rows and context, for `perf.calibrate`.
+"""Seconds of a step's forwards against rows and context, for `ssmlx.calibrate`.
 
 Every call is taken in turn, round after round, so that what else the machine does falls on all
 of them alike; a figure is the median of its rounds.
@@ -15,13 +15,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ssmlx.decoding.loop import plain_decode, prefill
-from ssmlx.decoding.prune import nodes_within_budget, transition_logprobs
-from ssmlx.model.cache import TreeCache
-from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import Tree, draft_topology, grow_tree
-from ssmlx.settings import TreeConfig
-from ssmlx.tuning.cost import StepCosts, Surface
+from ..decoding.loop import plain_decode, prefill
+from ..decoding.prune import nodes_within_budget, transition_logprobs
+from ..model.cache import TreeCache
+from ..model.streams import StreamFusedModel
+from ..model.tree import Tree, draft_topology, grow_tree
+from ..settings import TreeConfig
+from ..tuning.cost import StepCosts, Surface
 
 ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 20, 24, 32, 48, 64)
 FUSED_NODES = (1, 2, 4, 8, 12, 16, 24, 32)

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ssmlx.settings import STREAM_SCHEDULES, PruneConfig, StreamSchedule, TreeConfig
-from ssmlx.tuning.cost import DraftShape, StepCosts
-from ssmlx.tuning.profile import SLACK
-from ssmlx.tuning.replay import Guesses
-
+from ..settings import STREAM_SCHEDULES, PruneConfig, StreamSchedule, TreeConfig
+from ..tuning.cost import DraftShape, StepCosts
+from ..tuning.profile import SLACK
+from ..tuning.replay import Guesses
 from .guesses import Exits, advance, depths_within, needed_sizes, needed_widths
 
 FULL_WIDTHS = (1, 2, 3, 4)

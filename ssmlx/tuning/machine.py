@@ -11,8 +11,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-import ssmlx
-from ssmlx.blas import HINT
+from .. import __version__, has_fast_blas
+from ..blas import HINT
 
 UNKNOWN = "unknown"
 AC, BATTERY = "AC power", "battery"
@@ -32,7 +32,7 @@ def machine() -> dict[str, str]:
         "power": power_source(),
         "device": str(mx.default_device()),
         "python": platform.python_version(),
-        "blas": "OpenBLAS or Accelerate" if ssmlx.has_fast_blas else f"reference ({HINT})",
+        "blas": "OpenBLAS or Accelerate" if has_fast_blas else f"reference ({HINT})",
         **{name: package_version(name) for name in PACKAGES},
         "commit": commit(),
     }
@@ -136,7 +136,7 @@ def package_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return ssmlx.__version__ if name == "ssmlx" else UNKNOWN
+        return __version__ if name == "ssmlx" else UNKNOWN
 
 
 def read(path: Path) -> str:

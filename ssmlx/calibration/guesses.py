@@ -18,11 +18,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ssmlx.decoding.drafter import rank_candidates
-from ssmlx.decoding.loop import prefill
-from ssmlx.decoding.prune import transition_logprobs
-from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import (
+from ..decoding.drafter import rank_candidates
+from ..decoding.loop import prefill
+from ..decoding.prune import transition_logprobs
+from ..model.streams import StreamFusedModel
+from ..model.tree import (
     MAX_EDGE_LOGPROB,
     MIN_EDGE_LOGPROB,
     Topology,
@@ -31,8 +31,8 @@ from ssmlx.model.tree import (
     draft_topology,
     full_topology,
 )
-from ssmlx.settings import TreeConfig
-from ssmlx.tuning.replay import Guesses
+from ..settings import TreeConfig
+from ..tuning.replay import Guesses
 
 NEVER = np.iinfo(np.int32).max
 _LOGIT_ROWS = 64  # rows of logits at a time: a vocabulary of 150,000 makes 40 MB of them

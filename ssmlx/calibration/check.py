@@ -1,4 +1,4 @@
-"""Whether `perf.calibrate` told the truth: some ways of decoding, timed on other prompts."""
+"""Whether `ssmlx.calibrate` told the truth: some ways of decoding, timed on other prompts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import TreeConfig
-from ssmlx.tuning.cost import DraftShape
-
-from ..run.common import Answer, in_turns, ssmlx_answer
+from ..model.streams import StreamFusedModel
+from ..plan import GenerateConfig
+from ..settings import TreeConfig
+from ..tuning.cost import DraftShape
 from .choice import Candidate
 from .costs import Bar, no_bar
 from .steps import config_of
+from .timing import Answer, in_turns, ssmlx_answer
 
 PLAIN, CHOSEN = "plain", "chosen"
 Answerer = Callable[[str, list[int]], Answer]

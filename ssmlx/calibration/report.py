@@ -1,4 +1,4 @@
-"""What `perf.calibrate` found, as text and as a picture."""
+"""What `ssmlx.calibrate` found, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssmlx.tuning.cost import DraftShape, StepCosts
-
-from ..paper.figure_pictures import finish
-from ..run.pictures import every_pair, new_figure
-from ..run.tables import aligned
+from ..loading.names import cache_dir
+from ..tuning.cost import DraftShape, StepCosts
+from ..tuning.report import aligned, every_pair, finish, new_figure
 
 Result = Mapping[str, Any]
 RANKS = (1, 2, 3, 4, 8, 16)
@@ -20,6 +18,11 @@ PLAIN_COLOUR = "#8d99ae"
 BUSY = 0.15
 """A spread of timings beyond which the machine was not alone with us."""
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def results_dir() -> Path:
+    """Where results are kept unless a folder is named."""
+    return cache_dir() / "calibration"
 
 
 def forward_table(costs: StepCosts) -> list[str]:

@@ -1,4 +1,4 @@
-"""What `perf.calibrate` measures of a model and an adapter, and the choice from it."""
+"""What `ssmlx.calibrate` measures of a model and an adapter, and the choice from it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from dataclasses import dataclass
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.errors import InputError
-from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import TreeConfig
-from ssmlx.tuning.cost import DraftShape, StepCosts, Way
-from ssmlx.tuning.replay import Guesses
-
-from ..run.common import ssmlx_answer
+from ..errors import InputError
+from ..model.streams import StreamFusedModel
+from ..plan import GenerateConfig
+from ..settings import TreeConfig
+from ..tuning.cost import DraftShape, StepCosts, Way
+from ..tuning.replay import Guesses
 from .choice import Candidate, Setting, best, best_by_context, pruned, unpruned
 from .costs import Bar, CostPlan, forward_costs, no_bar
 from .guesses import Exits, contenders, exits_along, guesses_along
 from .steps import with_beside
+from .timing import ssmlx_answer
 
 BESIDE_SIZES = (4, 16, 48)
 BESIDE_PROMPTS = 3

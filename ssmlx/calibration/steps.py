@@ -1,4 +1,4 @@
-"""Whole steps of the real loop, for `perf.calibrate`: what they take beyond their forwards."""
+"""Whole steps of the real loop, for `ssmlx.calibrate`: what they take beyond their forwards."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ssmlx.api import token_steps
-from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
-from ssmlx.tuning.cost import DraftShape, StepCosts, Surface
-
+from ..api import token_steps
+from ..model.streams import StreamFusedModel
+from ..plan import GenerateConfig
+from ..tuning.cost import DraftShape, StepCosts, Surface
 from .costs import WARM_CALLS, Bar, Clock, no_bar
 
 

@@ -1,0 +1,64 @@
+"""Answers on the clock, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..api import stream_generate
+from ..model.streams import StreamFusedModel
+from ..plan import GenerateConfig
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer, timed.
+
+    Attributes:
+        tokens: ids, the end token included.
+        target_calls: forward passes, the prompt's counted as one.
+        decode_seconds: from the first token to the last.
+        prefill_seconds: until the first token.
+        draft_calls: forward passes of a draft model.
+        peak_bytes: most memory in use on top of what was there before; 0 where not measured.
+    """
+
+    tokens: list[int]
+    target_calls: int
+    decode_seconds: float
+    prefill_seconds: float = 0.0
+    draft_calls: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """From the prompt to the last token."""
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first, over the time that they took."""
+        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+def ssmlx_answer(
+    model: StreamFusedModel, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
+) -> Answer:
+    """Answer with ssmlx."""
+    responses = list(stream_generate(model, tokenizer, prompt, config))
+    tokens = [token for response in responses for token in response.tokens]
+    last = responses[-1]
+    return Answer(
+        tokens, last.target_calls, last.decode_seconds, last.prefill_seconds, last.draft_calls
+    )
+
+
+def in_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """Every label for every prompt; the order of labels rotates from prompt to prompt."""
+    for index, prompt in enumerate(prompts):
+        turn = index % len(labels)
+        for label in (*labels[turn:], *labels[:turn]):
+            yield prompt, label

@@ -1,0 +1,70 @@
+"""Results as text, on disk, and as pictures; matplotlib, which may be missing, is imported late."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from ..loading.files import write_whole
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines: the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def write_result(result: Mapping[str, Any], target: Path, text: str) -> None:
+    """Print a result's text, and write `target`.json and .txt."""
+    print(text)
+    saved = json.dumps(result, indent=1, ensure_ascii=False)
+    write_whole(target.with_suffix(".json"), f"{saved}\n".encode())
+    write_whole(target.with_suffix(".txt"), f"{text}\n".encode())
+    print("saved", target.with_suffix(".json"), file=sys.stderr)
+
+
+def publish(
+    result: Mapping[str, Any], target: Path, text: str, draw: Callable[[Any, Path], None]
+) -> None:
+    """`write_result`, and a picture in `target`.png."""
+    write_result(result, target, text)
+    try:
+        draw(result, target.with_suffix(".png"))
+    except ImportError:
+        print("no picture: pip install matplotlib", file=sys.stderr)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of these inches, without a window."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def every_pair(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Without end: all colours in the first style of line or mark, then in the next, and anew."""
+    return cycle((colour, style) for style in styles for colour in colours)
+
+
+def finish(figure: Any, caption: str, path: Path) -> None:
+    """Put the caption below the axes, and write the picture."""
+    if caption:
+        width = int(15.5 * figure.get_figwidth())
+        figure.supxlabel(fill(caption, width), x=0.01, ha="left", fontsize=8)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=150)
