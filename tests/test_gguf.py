@@ -400,7 +400,7 @@ def real_folder() -> Path:
 @pytest.fixture(scope="module")
 def real_gguf(real_folder) -> Path:
     """The file that `real_folder` was made from, kept beside it for the next run."""
-    alias = ALIASES[0]
+    alias = ALIASES["smollm2-135m"]
     kept = cache_dir() / "tests" / Path(alias.gguf).name
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | No
         "--model",
         default=DEFAULT_MODEL,
         help="a local folder (mlx-lm or Hugging Face layout), a Hub name such as "
-        "org/name, or an alias (default: %(default)s)",
+        "org/name or org/name@revision, or an alias (default: %(default)s)",
     )
     group.add_argument(
         "--adapter",

@@ -195,7 +195,7 @@ def load(
     """Load a model that drafts for itself, and its tokenizer.
 
     Args:
-        model: a local folder, a Hub name, or an alias (`ssmlx.loading.names.ALIASES`).
+        model: a folder, an alias or a Hub name; see `ssmlx.loading.names.resolve_model`.
         adapter: an adapter folder, the name of one that ships with the package
             (`ssmlx.bundled_adapters`), or "none"; see `ssmlx.loading.names.resolve_adapter`. By
             default a fused folder uses its own streams, and any other model decodes plainly.

