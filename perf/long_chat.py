@@ -18,10 +18,9 @@ from ssmlx.calibration.timing import ssmlx_answer
 from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.loading.load import load
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
 from ssmlx.prompts import read_prompts, user_text
 from ssmlx.session import ChatSession
-from ssmlx.settings import TreeConfig
+from ssmlx.settings import GenerateConfig, TreeConfig
 
 from .run.common import check_counts, save
 from .run.samples import sample_folders

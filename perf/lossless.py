@@ -17,8 +17,7 @@ from huggingface_hub.utils import tqdm
 from ssmlx.calibration.timing import Answer, ssmlx_answer
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import AdapterScope, PruneConfig, TreeConfig
+from ssmlx.settings import AdapterScope, GenerateConfig, PruneConfig, TreeConfig
 
 from .run.common import mlx_lm_answer, save
 from .run.samples import Sample, add_sample_options, load_sample

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .blas import prefer_openblas
 
 if TYPE_CHECKING:
+    from .api import GenerationResponse as GenerationResponse
     from .api import generate as generate
     from .api import stream_generate as stream_generate
     from .drafters.draft_model import DraftModel as DraftModel
@@ -27,13 +28,12 @@ if TYPE_CHECKING:
     from .loading.attach import swap_adapter as swap_adapter
     from .loading.load import load as load
     from .loading.names import bundled_adapters as bundled_adapters
-    from .plan import GenerateConfig as GenerateConfig
     from .prompts import chat_tokens as chat_tokens
     from .prompts import prompt_tokens as prompt_tokens
-    from .response import GenerationResponse as GenerationResponse
     from .session import ChatSession as ChatSession
     from .settings import AcceptanceConfig as AcceptanceConfig
     from .settings import DraftModelConfig as DraftModelConfig
+    from .settings import GenerateConfig as GenerateConfig
     from .settings import LookaheadConfig as LookaheadConfig
     from .settings import PromptLookupConfig as PromptLookupConfig
     from .settings import PruneConfig as PruneConfig
@@ -51,8 +51,8 @@ _HOMES = {
     "bundled_adapters": "loading.names",
     "generate": "api",
     "stream_generate": "api",
-    "GenerateConfig": "plan",
-    "GenerationResponse": "response",
+    "GenerationResponse": "api",
+    "GenerateConfig": "settings",
     "ChatSession": "session",
     "DraftModel": "drafters.draft_model",
     "load_draft_model": "drafters.draft_model",

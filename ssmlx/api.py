@@ -3,94 +3,159 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .decoding.drafter import Drafter
-from .decoding.loop import Ends, Progress, never, plain_decode, scratch_rows, streaming_decode
-from .decoding.sampling import Sampling
-from .drafters.choice import make_drafter
+from .decoding.loop import Ends, Progress, never, plain_decode, streaming_decode
+from .drafters.draft_model import DraftModel
+from .drafters.head_drafter import DraftingHeads
 from .errors import InputError
 from .memory import Memory, memory_of
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
-from .plan import GenerateConfig
+from .plan import Plan, make_plan
 from .prompts import encode
-from .response import Budget, GenerationResponse, summary
-from .settings import TEXT_DRAFTERS
-from .tuning.profile import pace_of, settled, settled_behind
+from .settings import GenerateConfig
+
+FinishReason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationResponse:
+    """A segment of an answer, with the statistics up to it.
+
+    Attributes:
+        text: the text that this call completed; may be empty.
+        tokens: ids of the segment; an end token is among them but not in the text.
+        finish_reason: None before the last segment; then "stop" (an end token), "length"
+            (`max_tokens`) or "context" (the model's context is full).
+        prompt_tokens: tokens of the prompt, those already in the cache included.
+        generation_tokens: tokens so far, the end token included.
+        target_calls: forward passes of the target so far, the prompt's counted as one.
+        prefill_seconds: until the first call's token.
+        decode_seconds: from then on.
+        peak_memory: GB, as `mx.get_peak_memory`.
+        draft_calls: forward passes of a draft model so far.
+        cached_tokens: tokens of the prompt that the cache held already.
+        lossy: whether tokens were accepted that the target might not have written.
+        memory: where the memory goes; on the last segment alone.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    generation_tokens: int
+    target_calls: int
+    prefill_seconds: float
+    decode_seconds: float
+    peak_memory: float
+    draft_calls: int = 0
+    cached_tokens: int = 0
+    lossy: bool = False
+    memory: Memory | None = None
+
+    @property
+    def tokens_per_call(self) -> float:
+        """Tokens advanced per target call: the paper's call reduction (CR)."""
+        return self.generation_tokens / self.target_calls
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prompt tokens per second, of those that were processed."""
+        processed = self.prompt_tokens - self.cached_tokens
+        return processed / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def generation_tps(self) -> float:
+        """Tokens per second after the first, which comes with the prompt's call."""
+        return (self.generation_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass
+class Budget:
+    """Where an answer ends: at an end token, at `max_tokens`, or at the context's end."""
+
+    end_tokens: Set[int]
+    max_tokens: int
+    context_room: int | None
+    generated: int = 0
+
+    def ends(self, step: list[int]) -> bool:
+        """Whether the answer ends with the tokens of `step`."""
+        return self.cut(step)[1] is not None
+
+    def cut(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
+        """The part of `step` that belongs to the answer, and why it ends if it does."""
+        generated = self.generated
+        for index, token in enumerate(step, 1):
+            if token in self.end_tokens:
+                return step[:index], "stop"
+            if generated + index == self.max_tokens:
+                return step[:index], "length"
+            if generated + index == self.context_room:
+                return step[:index], "context"
+        return step, None
 
 
 def token_steps(
     model: StreamFusedModel,
     prompt: list[int],
     cache: TreeCache,
-    config: GenerateConfig,
-    progress: Progress | None = None,
+    config: GenerateConfig | None = None,
     *,
     context: Sequence[int] = (),
+    **settings: Any,
 ) -> Iterator[list[int]]:
-    """The endless decoding loop that `config` asks for; see `decode`."""
-    return _token_steps(model, prompt, cache, config, progress, context, never)[0]
+    """The endless decoding loop that `config` and `settings` ask for, as `stream_generate`'s."""
+    plan = make_plan(model, config, context=cache.offset + len(prompt), **settings)
+    return planned_steps(plan, model, prompt, cache, context=context)
 
 
-def _token_steps(
+def planned_steps(
+    plan: Plan,
     model: StreamFusedModel,
     prompt: list[int],
     cache: TreeCache,
-    config: GenerateConfig,
-    progress: Progress | None,
-    context: Sequence[int],
-    ends: Ends,
-) -> tuple[Iterator[list[int]], Drafter | None]:
-    """The decoding loop, and its drafter if it has one."""
-    num_tokens = cache.offset + len(prompt)
-    config = settled_behind(config, model, num_tokens)
-    sampling = Sampling(config, model.backbone.vocab_size)
-    drafter = make_drafter(model, config, sampling)
-    from_text = config.lookup_nodes > 0 or config.resolved_drafter(model) in TEXT_DRAFTERS
-    reads_text = sampling.context_size > 0 or (from_text and drafter is not None)
-    if len(context) != cache.offset and (context or reads_text):
+    progress: Progress | None = None,
+    *,
+    context: Sequence[int] = (),
+    ends: Ends = never,
+) -> Iterator[list[int]]:
+    """The decoding loop of a plan."""
+    if len(context) != cache.offset and (context or plan.reads_text):
         raise ValueError(
             f"{len(context)} tokens of context for a cache of {cache.offset}: "
             "drafters and penalties read the whole text"
         )
-    size = config.prefill_step_size
-    if drafter is None:
-        steps = plain_decode(
-            model,
-            prompt,
-            cache,
-            context=context,
-            sampler=sampling,
-            prefill_step_size=size,
-            progress=progress,
-        )
-        return steps, None
+    shared: dict[str, Any] = {
+        "context": context,
+        "sampler": plan.sampling,
+        "prefill_step_size": plan.config.prefill_step_size,
+        "progress": progress,
+    }
+    if plan.drafter is None:
+        return plain_decode(model, prompt, cache, **shared)
     # Now, while the cache may be empty: its buffers would be copied as trees grow.
-    cache.reserve(tokens=0, scratch=scratch_rows(drafter))
-    steps = streaming_decode(
+    cache.reserve(tokens=0, scratch=plan.scratch)
+    return streaming_decode(
         model,
         prompt,
         cache,
-        drafter=drafter,
-        context=context,
-        prune=settled(config, model).prune,
-        sampler=sampling,
-        acceptance=config.acceptance,
-        prefill_step_size=size,
-        progress=progress,
+        drafter=plan.drafter,
+        prune=plan.prune,
+        acceptance=plan.config.acceptance,
         ends=ends,
-        pace=pace_of(config, model, num_tokens),
+        pace=plan.pace,
+        **shared,
     )
-    return steps, drafter
 
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
@@ -121,6 +186,8 @@ def stream_generate(
     prompt: str | Sequence[int],
     config: GenerateConfig | None = None,
     *,
+    draft_model: DraftModel | None = None,
+    heads: DraftingHeads | None = None,
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
     progress: Progress | None = None,
@@ -132,6 +199,8 @@ def stream_generate(
         model, tokenizer: as `load` returns them.
         prompt: text (a template, if any, already applied) or token ids.
         config: settings; `GenerateConfig()` unless given.
+        draft_model: drafts, unless `config` says otherwise; see `ssmlx.load_draft_model`.
+        heads: Medusa heads or an MLP speculator, likewise; see `ssmlx.load_heads`.
         cache: holds what comes before the prompt, and is left holding prompt and answer but
             for the last token, or more; a fresh one unless given.
         context: the tokens that `cache` holds; penalties and some drafters read them
@@ -151,12 +220,11 @@ def stream_generate(
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
     budget = Budget(end_token_ids(model, tokenizer), config.max_tokens, room)
-    steps, drafter = _token_steps(model, tokens, cache, config, progress, context, budget.ends)
-    lossy = drafter is not None and config.acceptance.kind != "exact"
-    measure = partial(memory_of, model, cache, config, drafter)
-    return _responses(
-        model, tokenizer, steps, budget, num_prompt, num_cached, drafter, lossy, measure
-    )
+    plan = make_plan(model, config, draft_model=draft_model, heads=heads, context=num_prompt)
+    steps = planned_steps(plan, model, tokens, cache, progress, context=context, ends=budget.ends)
+    loaded = [one for one in (draft_model, heads) if one is not None]
+    told = partial(memory_of, model, cache, plan.drafter, loaded)
+    return _responses(model, tokenizer, steps, budget, num_prompt, num_cached, plan, told)
 
 
 def _responses(
@@ -166,8 +234,7 @@ def _responses(
     budget: Budget,
     num_prompt: int,
     num_cached: int,
-    drafter: Drafter | None,
-    lossy: bool,
+    plan: Plan,
     measure: Callable[[], Memory],
 ) -> Iterator[GenerationResponse]:
     detokenizer = tokenizer.detokenizer
@@ -192,9 +259,9 @@ def _responses(
                 prefill_seconds=first_done - started,
                 decode_seconds=now - first_done,
                 peak_memory=mx.get_peak_memory() / 1e9,
-                draft_calls=drafter.draft_calls if drafter else 0,
+                draft_calls=plan.drafter.draft_calls if plan.drafter else 0,
                 cached_tokens=num_cached,
-                lossy=lossy,
+                lossy=plan.lossy,
                 memory=measure() if reason else None,
             )
             if reason:
@@ -231,3 +298,20 @@ def generate(
         if last.memory is not None:
             print(last.memory.line())
     return text
+
+
+def summary(response: GenerationResponse, plain_tps: float | None = None) -> str:
+    """One quiet line about an answer: tokens/s, tokens per target call, speed-up if known."""
+    parts = ["LOSSY (typical acceptance)"] if response.lossy else []
+    parts += [
+        f"{response.generation_tokens} tokens",
+        f"{response.generation_tps:.1f} tokens/s",
+        f"{response.tokens_per_call:.2f} tokens per target call",
+    ]
+    if plain_tps:
+        parts.append(f"{response.generation_tps / plain_tps:.2f}x plain decoding")
+    if response.finish_reason == "length":
+        parts.append("cut at --max-tokens")
+    if response.finish_reason == "context":
+        parts.append("the context is full")
+    return " · ".join(parts)

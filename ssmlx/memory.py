@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -15,9 +15,6 @@ from .model.cache import TreeCache
 from .model.lora import RowLora
 from .model.shapes import arrays_in
 from .model.streams import StreamFusedModel
-
-if TYPE_CHECKING:
-    from .plan import GenerateConfig
 
 MIB = 2**20
 LABELS = {
@@ -30,6 +27,15 @@ LABELS = {
     "tree": "tree",
     "second_pass": "second pass",
 }
+
+
+class Weighed(Protocol):
+    """What knows how much memory it takes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,23 +102,23 @@ class Memory:
 def memory_of(
     model: StreamFusedModel,
     cache: TreeCache,
-    config: GenerateConfig | None = None,
     drafter: Drafter | None = None,
+    loaded: Iterable[Weighed] = (),
 ) -> Memory:
     """What an answer keeps in memory now, and the peak so far.
 
     Args:
         model: the target.
         cache: the answer's.
-        config: holds the draft model or the heads, where there are any.
         drafter: the answer's, while it goes on.
+        loaded: the draft model and the heads, where there are any, whether or not they draft.
     """
     return Memory(
         base=base_bytes(model),
         lora=lora_bytes(model),
         streams=stream_bytes(model),
         draft_head=head_bytes(model.draft_head),
-        drafter=drafter_bytes(config),
+        drafter=sum(one.nbytes for one in loaded),
         cache=cache.nbytes - scratch_bytes(cache),
         tree=scratch_bytes(cache) + model.mask_bytes,
         second_pass=drafter.cache_bytes if drafter else 0,
@@ -148,12 +154,6 @@ def _lora_arrays(model: StreamFusedModel) -> list[mx.array]:
 def stream_bytes(model: StreamFusedModel) -> int:
     """What a checkpoint adds beside LoRA."""
     return total_bytes(stream_tensors(model.streams).values()) if model.streams else 0
-
-
-def drafter_bytes(config: GenerateConfig | None) -> int:
-    """The draft model and the heads that are loaded, whether or not they draft."""
-    loaded = (config.draft_model, config.heads) if config else ()
-    return sum(one.nbytes for one in loaded if one is not None)
 
 
 def scratch_bytes(cache: TreeCache) -> int:

@@ -1,164 +1,283 @@
-"""How to generate: one config for every command, and which drafter it comes to."""
+"""One answer's plan: what the settings come to on a loaded model and on this machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
-from .decoding.loop import PREFILL_STEP_SIZE
-from .drafters.draft_model import DraftModel
-from .drafters.heads import DraftingHeads
-from .errors import InputError, check_choice
+from .decoding.drafter import Drafter
+from .decoding.loop import scratch_rows
+from .decoding.pace import Pace
+from .decoding.sampling import Sampling
+from .drafters.draft_model import DraftModel, DraftModelDrafter
+from .drafters.head_drafter import DraftingHeads, HeadDrafter
+from .drafters.lookahead import LookaheadDrafter
+from .drafters.lookup import PromptLookupDrafter, WithLookup
+from .drafters.streams import StreamDrafter
+from .errors import InputError
 from .model.streams import StreamFusedModel
-from .settings import (
-    DECODINGS,
-    DRAFTERS,
-    HEAD_DRAFTERS,
-    MAX_DRAFT_TOKENS,
-    STREAM_SCHEDULES,
-    AcceptanceConfig,
-    DrafterKind,
-    DraftModelConfig,
-    LookaheadConfig,
-    PromptLookupConfig,
-    PruneConfig,
-    SamplingConfig,
-    SpeculatorTreeConfig,
-    StreamSchedule,
-    TreeConfig,
-)
-from .tuning.profile import prefers_plain
+from .settings import HEAD_DRAFTERS, TEXT_DRAFTERS, DrafterKind, GenerateConfig, PruneConfig
+from .tuning.cost import DraftShape
+from .tuning.profile import Profile, profile_of
 
-Decoding = Literal["streaming", "plain"]
+FAR = 4
+"""Times the context of the answers that were measured, beyond which streams are on trial: those
+of the bundled adapters guess worse behind contexts longer than they were trained on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SamplingConfig):
-    """How to generate; the same settings for every command. Those of sampling are inherited.
-
-    Where tree, prune, num_streams and stream_schedule are all None, streams draft as was found
-    fastest on this machine, if `python -m ssmlx.calibrate` was run on it; see
-    `ssmlx.tuning.profile`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Plan:
+    """How one answer is decoded.
 
     Attributes:
-        decoding: "streaming", verify what a drafter proposes, or "plain"; None streams where
-            there is a drafter, unless plain decoding was found faster here.
-        max_tokens: most tokens to generate.
-        drafter: one of `ssmlx.settings.DRAFTERS`; None takes the draft model where one is given,
-            else the heads, else the model's streams where it has any.
-        tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
-        prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter. None
-            for off.
-        num_streams: streams to use, at most as many as were trained; None for all.
-        stream_schedule: when they run, see `StreamDrafter`: "fused" or "second-pass"; None for
-            "second-pass".
-        lookup_nodes: nodes that streams' trees, or those of heads, have besides, for what followed
-            the same words earlier in the text.
-        prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
-        draft_model: the loaded draft model, see `ssmlx.load_draft_model`.
-        heads: the loaded Medusa heads or MLP speculator, see `ssmlx.load_heads`.
-        acceptance: when a drafted token counts; all but the default is lossy.
-        prefill_step_size: prompt tokens per forward pass.
+        config: the settings, with nothing of the draft's shape left open.
+        kind: what drafts; None for plain decoding.
+        drafter: it, ready to start; None for plain decoding.
+        sampling: how the target decides.
+        pace: when drafting falls back to plain decoding.
+        decision: what is done and why, in one line.
+        is_tuned: whether a profile of this machine decided it.
     """
 
-    decoding: Decoding | None = None
-    max_tokens: int = 256
-    drafter: DrafterKind | None = None
-    tree: TreeConfig | None = None
-    prune: PruneConfig | None = None
-    num_streams: int | None = None
-    stream_schedule: StreamSchedule | None = None
-    lookup_nodes: int = 0
-    prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
-    lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
-    draft: DraftModelConfig = field(default_factory=DraftModelConfig)
-    draft_model: DraftModel | None = None
-    speculator_tree: SpeculatorTreeConfig = field(default_factory=SpeculatorTreeConfig)
-    heads: DraftingHeads | None = None
-    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
-    prefill_step_size: int = PREFILL_STEP_SIZE
+    config: GenerateConfig
+    kind: DrafterKind | None
+    drafter: Drafter | None
+    sampling: Sampling
+    pace: Pace
+    decision: str
+    is_tuned: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("max_tokens", "prefill_step_size"):
-            value = getattr(self, name)
-            if not value >= 1:
-                raise InputError(
-                    f"--{name.replace('_', '-')} {value}",
-                    expected="1 or more",
-                    do="give a larger value",
-                )
-        if not 0 <= self.lookup_nodes <= MAX_DRAFT_TOKENS:
-            raise InputError(
-                f"--lookup-nodes {self.lookup_nodes}",
-                expected=f"0 to {MAX_DRAFT_TOKENS}",
-                do="choose a number in that range",
-            )
-        choices = {"decoding": DECODINGS, "drafter": DRAFTERS, "stream_schedule": STREAM_SCHEDULES}
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value is not None:
-                check_choice(f"--{name.replace('_', '-')}", value, known)
-        if self.acceptance.kind == "typical" and self.temp == 0:
-            raise InputError(
-                "--acceptance typical, which greedy decoding has no use for",
-                expected="--temp above 0",
-                do="give --temp, or --acceptance exact",
-            )
+    @property
+    def prune(self) -> PruneConfig:
+        """Which nodes are dropped half-way up."""
+        return self.config.prune or PruneConfig()
 
-    def resolved_drafter(self, model: StreamFusedModel) -> DrafterKind | None:
-        """What drafts for `model`; None for plain decoding.
+    @property
+    def scratch(self) -> int:
+        """Rows that a step may have, for sizing a cache once; 0 for plain decoding."""
+        return scratch_rows(self.drafter) if self.drafter else 0
 
-        Raises:
-            InputError: a drafter is asked for, and what it drafts with is missing.
-        """
-        if self.decoding == "plain":
-            return None
-        own: DrafterKind | None = "streams" if model.num_streams else None
-        drafter = self.drafter or self._loaded_drafter() or own
-        if drafter == "draft-model" and self.draft_model is None:
-            raise InputError(
-                "--drafter draft-model without a draft model",
-                expected="--draft-model",
-                do="give --draft-model MODEL, or choose another --drafter",
-            )
-        if drafter in HEAD_DRAFTERS:
-            self._check_heads(drafter)
-        if (drafter == "streams" and own is None) or (drafter is None and self.decoding):
-            asked = f"--drafter {drafter}" if drafter else "streaming"
-            raise InputError(
-                f"{asked} was asked for, but the model has no streams",
-                expected="an adapter",
-                do="give --adapter FOLDER, another --drafter, or --decoding plain",
-            )
-        if drafter == "streams" and prefers_plain(self, model):
-            return None
-        return drafter
+    @property
+    def reads_text(self) -> bool:
+        """Whether the tokens before the prompt must be known."""
+        from_text = self.config.lookup_nodes > 0 or self.kind in TEXT_DRAFTERS
+        return self.sampling.context_size > 0 or (from_text and self.drafter is not None)
 
-    def _loaded_drafter(self) -> DrafterKind | None:
-        """What the draft model or the heads are for, where either is given."""
-        if self.draft_model is not None:
-            return "draft-model"
-        return None if self.heads is None else self.heads.drafter
+    @property
+    def lossy(self) -> bool:
+        """Whether tokens may be accepted that the target would not have written."""
+        return self.drafter is not None and self.config.acceptance.kind != "exact"
 
-    def _check_heads(self, drafter: str) -> None:
-        if self.heads is None:
-            raise InputError(
-                f"--drafter {drafter} without heads",
-                expected="--heads",
-                do="give --heads FOLDER, or choose another --drafter",
-            )
-        if self.heads.drafter != drafter:
-            raise InputError(
-                f"--drafter {drafter} with heads for another drafter",
-                expected=f"--drafter {self.heads.drafter} with them",
-                do="drop --drafter, or give other --heads",
-            )
 
-    def resolved_decoding(self, model: StreamFusedModel) -> Decoding:
-        """The decoding that `model` gets.
+def make_plan(
+    model: StreamFusedModel,
+    config: GenerateConfig | None = None,
+    *,
+    draft_model: DraftModel | None = None,
+    heads: DraftingHeads | None = None,
+    context: int | None = None,
+    **settings: Any,
+) -> Plan:
+    """What `config` comes to on `model`.
 
-        Raises:
-            InputError: as `resolved_drafter`.
-        """
-        return "plain" if self.resolved_drafter(model) is None else "streaming"
+    Where nothing of the draft's shape is asked for, a profile of this machine decides, if there
+    is one; where nothing at all is asked for, even whether to draft.
+
+    Args:
+        model: the target.
+        config: the settings; `GenerateConfig()` unless given.
+        draft_model, heads: what is loaded to draft with.
+        context: tokens that are committed when the answer begins; those of the answers that were
+            measured unless told.
+        settings: single fields of `GenerateConfig`.
+
+    Raises:
+        InputError: the settings do not fit the model, or what they draft with is missing.
+    """
+    config = replace(config or GenerateConfig(), **settings)
+    kind = _drafter_kind(model, config, draft_model, heads)
+    profile = profile_of(model) if kind == "streams" else None
+    tuning = profile if config.leaves_shape_open else None
+    if tuning and config.leaves_all_open and not _drafting_pays(tuning, context):
+        kind = None
+    sampling = Sampling(config, model.backbone.vocab_size)
+    done = _shaped(config, tuning.way(context).shape) if tuning else config.with_default_shape()
+    drafter, pace = None, Pace()
+    if kind is not None:
+        _check_prune(model, done.prune or PruneConfig(), kind)
+        drafter = _make_drafter(model, done, kind, sampling, draft_model, heads)
+        if profile and not config.decoding and not config.lookup_nodes:
+            pace = _pace(profile, done, model, context)
+    return Plan(
+        config=done,
+        kind=kind,
+        drafter=drafter,
+        sampling=sampling,
+        pace=pace,
+        decision=_decision(model, done, kind, drafter, tuning, context),
+        is_tuned=tuning is not None,
+    )
+
+
+def _drafting_pays(profile: Profile, context: int | None) -> bool:
+    """Whether drafting is faster behind the contexts that were measured, and behind this one."""
+    return profile.drafting_pays() and profile.drafting_pays(context)
+
+
+def _shaped(config: GenerateConfig, shape: DraftShape) -> GenerateConfig:
+    return replace(
+        config,
+        tree=shape.tree,
+        prune=shape.prune,
+        num_streams=shape.num_streams,
+        stream_schedule=shape.stream_schedule,
+    )
+
+
+def _shape_of(config: GenerateConfig, model: StreamFusedModel) -> DraftShape:
+    """What streams draft under settings that leave nothing open."""
+    assert config.tree and config.prune and config.stream_schedule
+    return DraftShape(
+        tree=config.tree,
+        prune=config.prune,
+        num_streams=config.num_streams or model.num_streams,
+        stream_schedule=config.stream_schedule,
+    )
+
+
+def _drafter_kind(
+    model: StreamFusedModel,
+    config: GenerateConfig,
+    draft_model: DraftModel | None,
+    heads: DraftingHeads | None,
+) -> DrafterKind | None:
+    """What the settings let draft for `model`; None for plain decoding."""
+    if config.decoding == "plain":
+        return None
+    own: DrafterKind | None = "streams" if model.num_streams else None
+    kind = config.drafter or _kind_of(draft_model, heads) or own
+    if kind == "draft-model" and draft_model is None:
+        raise InputError(
+            "--drafter draft-model without a draft model",
+            expected="--draft-model",
+            do="give --draft-model MODEL, or choose another --drafter",
+        )
+    if kind in HEAD_DRAFTERS:
+        _check_heads(kind, heads)
+    if (kind == "streams" and own is None) or (kind is None and config.decoding):
+        asked = f"--drafter {kind}" if kind else "streaming"
+        raise InputError(
+            f"{asked} was asked for, but the model has no streams",
+            expected="an adapter",
+            do="give --adapter FOLDER, another --drafter, or --decoding plain",
+        )
+    return kind
+
+
+def _kind_of(draft_model: DraftModel | None, heads: DraftingHeads | None) -> DrafterKind | None:
+    """What the draft model or the heads are for, where either is given."""
+    if draft_model is not None:
+        return "draft-model"
+    return None if heads is None else heads.drafter
+
+
+def _check_heads(kind: str, heads: DraftingHeads | None) -> None:
+    if heads is None:
+        raise InputError(
+            f"--drafter {kind} without heads",
+            expected="--heads",
+            do="give --heads FOLDER, or choose another --drafter",
+        )
+    if heads.drafter != kind:
+        raise InputError(
+            f"--drafter {kind} with heads for another drafter",
+            expected=f"--drafter {heads.drafter} with them",
+            do="drop --drafter, or give other --heads",
+        )
+
+
+def _check_prune(model: StreamFusedModel, prune: PruneConfig, kind: DrafterKind) -> None:
+    if prune.kind != "off" and kind == "lookahead":
+        raise InputError(
+            f"--prune {prune.kind} with --drafter lookahead, "
+            "whose window must reach the target whole",
+            expected="--prune off",
+            do="drop --prune",
+        )
+    if prune.kind != "off" and (model.streams is None or model.streams.prune is None):
+        raise InputError(
+            f"--prune {prune.kind}, but the adapter has no pruning adapter",
+            expected="prune_adapter.* among its stream weights",
+            do="use --prune off, or train one",
+        )
+
+
+def _make_drafter(
+    model: StreamFusedModel,
+    config: GenerateConfig,
+    kind: DrafterKind,
+    sampling: Sampling,
+    draft_model: DraftModel | None,
+    heads: DraftingHeads | None,
+) -> Drafter:
+    """The drafter of settings that leave nothing open."""
+    nodes = config.lookup_nodes
+    if nodes and kind in TEXT_DRAFTERS:
+        raise InputError(
+            f"--lookup-nodes with --drafter {kind}",
+            expected="streams or heads, whose trees they go into",
+            do="drop one of the two",
+        )
+    if kind == "prompt-lookup":
+        return PromptLookupDrafter(config.prompt_lookup)
+    if kind == "lookahead":
+        return LookaheadDrafter(config.lookahead)
+    if draft_model is not None and kind == "draft-model":
+        return DraftModelDrafter(draft_model, config.draft, sampling)
+    assert config.tree and config.stream_schedule
+    drafter: Drafter
+    if kind == "streams":
+        assert model.config is not None
+        streams = model.config.usable_streams(config.num_streams)
+        drafter = StreamDrafter(
+            model, config.tree, streams, config.stream_schedule, more_levels=nodes
+        )
+    else:
+        assert heads is not None
+        shape = config.tree if kind == "medusa" else config.speculator_tree
+        drafter = HeadDrafter(model.backbone, heads, shape)
+    return WithLookup(drafter, nodes) if nodes else drafter
+
+
+def _pace(
+    profile: Profile, config: GenerateConfig, model: StreamFusedModel, context: int | None
+) -> Pace:
+    """When streams fall back to plain decoding: never where a step has no fixed cost."""
+    shape = _shape_of(config, model)
+    unpriced = shape.is_pruned and profile.costs.early_exit is None
+    if shape.prune.kind == "threshold" or unpriced:
+        return Pace()
+    behind = profile.context if context is None else context
+    return Pace(profile.costs.breakeven(shape, behind), on_trial=behind > FAR * profile.context)
+
+
+def _decision(
+    model: StreamFusedModel,
+    config: GenerateConfig,
+    kind: DrafterKind | None,
+    drafter: Drafter | None,
+    tuning: Profile | None,
+    context: int | None,
+) -> str:
+    if tuning is not None:
+        choice = _shape_of(config, model).text() if kind else "plain decoding, which is faster"
+        if kind and context is None and len(tuning.ways) > 1:
+            choice += ", other trees behind other contexts"
+        return f"tuned for this machine: {choice} (ssmlx.calibrate, {tuning.made})"
+    if drafter is None:
+        asked = config.decoding == "plain"
+        return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
+    if kind == "streams" and not config.lookup_nodes:
+        return f"streams draft: {_shape_of(config, model).text()}"
+    nodes, levels = drafter.max_nodes, drafter.num_levels
+    return f"{kind} drafts: at most {nodes} nodes a call, {levels} tokens ahead"

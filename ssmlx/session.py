@@ -9,17 +9,18 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .api import stream_generate
+from .api import GenerationResponse, stream_generate
 from .decoding.loop import Progress
-from .drafters.choice import required_scratch
+from .drafters.draft_model import DraftModel
+from .drafters.head_drafter import DraftingHeads
 from .errors import InputError
 from .loading.attach import swap_adapter
 from .memory import Memory, memory_of
 from .model.shapes import to_int
 from .model.streams import StreamFusedModel
-from .plan import GenerateConfig
+from .plan import Plan, make_plan
 from .prompts import Message, chat_tokens, check_text
-from .response import GenerationResponse
+from .settings import GenerateConfig
 
 
 @dataclass
@@ -77,6 +78,7 @@ class ChatSession:
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
         config: settings of every answer.
+        draft_model, heads: what is loaded to draft with, as `ssmlx.stream_generate` takes it.
         system: the system prompt; None leaves it to the template.
     """
 
@@ -86,9 +88,12 @@ class ChatSession:
         tokenizer: TokenizerWrapper,
         config: GenerateConfig | None = None,
         *,
+        draft_model: DraftModel | None = None,
+        heads: DraftingHeads | None = None,
         system: str | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self.draft_model, self.heads = draft_model, heads
         self.config = config or GenerateConfig()
         self.totals = ChatTotals()
         self.plain_tps: float | None = None
@@ -108,13 +113,21 @@ class ChatSession:
         self._empty_cache()
 
     def _empty_cache(self) -> None:
-        self._cache = self.model.make_cache(self._scratch(self.model))
+        self._cache = self.model.make_cache(self.plan.scratch)
         self._cached_tokens: list[int] = []
         self._memory: Memory | None = None
 
-    def _scratch(self, model: StreamFusedModel) -> int:
-        """Rows that a step may have. Raises InputError where the settings do not fit `model`."""
-        return required_scratch(model, self.config)
+    @property
+    def plan(self) -> Plan:
+        """How answers are decoded; behind a long context, a profile may decide otherwise.
+
+        Raises:
+            InputError: the settings do not fit the model.
+        """
+        return self._plan_on(self.model)
+
+    def _plan_on(self, model: StreamFusedModel) -> Plan:
+        return make_plan(model, self.config, draft_model=self.draft_model, heads=self.heads)
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
         """Go on with the same base model and conversation under another adapter.
@@ -129,14 +142,15 @@ class ChatSession:
             InputError: the adapter cannot be had, or does not fit the model or the settings;
                 everything is as it was.
         """
-        self.model = swap_adapter(self.model, adapter, check=self._scratch)
+        self.model = swap_adapter(self.model, adapter, check=self._plan_on)
         self.plain_tps = None
         self._empty_cache()
 
     @property
     def memory(self) -> Memory:
         """Where the memory goes: at the end of the last whole answer, or now if there is none."""
-        return self._memory or memory_of(self.model, self._cache, self.config)
+        loaded = [one for one in (self.draft_model, self.heads) if one is not None]
+        return self._memory or memory_of(self.model, self._cache, loaded=loaded)
 
     @property
     def cache_bytes(self) -> int:
@@ -162,6 +176,8 @@ class ChatSession:
             self.tokenizer,
             prompt[reused:],
             self.config,
+            draft_model=self.draft_model,
+            heads=self.heads,
             cache=self._cache,
             context=prompt[:reused],
             progress=progress,
@@ -230,7 +246,16 @@ class ChatSession:
     def _answer_beside(
         self, prompt: list[int], config: GenerateConfig
     ) -> tuple[list[int], GenerationResponse]:
-        responses = list(stream_generate(self.model, self.tokenizer, prompt, config))
+        responses = list(
+            stream_generate(
+                self.model,
+                self.tokenizer,
+                prompt,
+                config,
+                draft_model=self.draft_model,
+                heads=self.heads,
+            )
+        )
         return [token for response in responses for token in response.tokens], responses[-1]
 
 

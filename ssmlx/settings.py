@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import InputError, require
+from .errors import InputError, check_choice, require
 
+Decoding = Literal["streaming", "plain"]
 StreamInit = Literal["identity", "low_rank", "residual"]
 StreamDesign = Literal["embeddings", "value_rotation"]
 AdapterScope = Literal["all", "streams"]
@@ -38,6 +39,7 @@ DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
 DRAFT_HEADS = ("auto", "stored", "8bit")
 MAX_TREE_NODES = 1024
 MAX_DRAFT_TOKENS = 256
+PREFILL_STEP_SIZE = 2048
 
 # An edge's log probability is held in this range: below zero by more than float32 rounding, so
 # that a child always scores less than its parent and the best nodes are closed under ancestors.
@@ -539,6 +541,99 @@ class SamplingConfig:
             if getattr(self, f"{name}_penalty")
         ]
         return max(sizes, default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(SamplingConfig):
+    """How to generate; the same settings for every command. Those of sampling are inherited.
+
+    Where tree, prune, num_streams and stream_schedule are all None, streams draft as was found
+    fastest on this machine, if `python -m ssmlx.calibrate` was run on it; see
+    `ssmlx.tuning.profile`.
+
+    Attributes:
+        decoding: "streaming", verify what a drafter proposes, or "plain"; None streams where
+            there is a drafter, unless plain decoding was found faster here.
+        max_tokens: most tokens to generate.
+        drafter: one of `ssmlx.settings.DRAFTERS`; None takes the draft model that is passed beside
+            these settings, else the heads, else the model's streams where it has any.
+        tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
+        prune: the pruning of any drafter's tree but lookahead's; needs a pruning adapter. None
+            for off.
+        num_streams: streams to use, at most as many as were trained; None for all.
+        stream_schedule: when they run, see `StreamDrafter`: "fused" or "second-pass"; None for
+            "second-pass".
+        lookup_nodes: nodes that streams' trees, or those of heads, have besides, for what followed
+            the same words earlier in the text.
+        prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
+        acceptance: when a drafted token counts; all but the default is lossy.
+        prefill_step_size: prompt tokens per forward pass.
+    """
+
+    decoding: Decoding | None = None
+    max_tokens: int = 256
+    drafter: DrafterKind | None = None
+    tree: TreeConfig | None = None
+    prune: PruneConfig | None = None
+    num_streams: int | None = None
+    stream_schedule: StreamSchedule | None = None
+    lookup_nodes: int = 0
+    prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
+    lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
+    draft: DraftModelConfig = field(default_factory=DraftModelConfig)
+    speculator_tree: SpeculatorTreeConfig = field(default_factory=SpeculatorTreeConfig)
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    prefill_step_size: int = PREFILL_STEP_SIZE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_tokens", "prefill_step_size"):
+            value = getattr(self, name)
+            if not value >= 1:
+                raise InputError(
+                    f"--{name.replace('_', '-')} {value}",
+                    expected="1 or more",
+                    do="give a larger value",
+                )
+        if not 0 <= self.lookup_nodes <= MAX_DRAFT_TOKENS:
+            raise InputError(
+                f"--lookup-nodes {self.lookup_nodes}",
+                expected=f"0 to {MAX_DRAFT_TOKENS}",
+                do="choose a number in that range",
+            )
+        choices = {"decoding": DECODINGS, "drafter": DRAFTERS, "stream_schedule": STREAM_SCHEDULES}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_choice(f"--{name.replace('_', '-')}", value, known)
+        if self.acceptance.kind == "typical" and self.temp == 0:
+            raise InputError(
+                "--acceptance typical, which greedy decoding has no use for",
+                expected="--temp above 0",
+                do="give --temp, or --acceptance exact",
+            )
+
+    @property
+    def leaves_shape_open(self) -> bool:
+        """Whether nothing of what streams draft, and when, was asked for."""
+        given = (self.tree, self.prune, self.num_streams, self.stream_schedule)
+        return all(one is None for one in given)
+
+    @property
+    def leaves_all_open(self) -> bool:
+        """Whether even drafting itself was not asked for."""
+        lossy = self.acceptance.kind != "exact"
+        asked = self.decoding or self.drafter or self.lookup_nodes or lossy
+        return not asked and self.leaves_shape_open
+
+    def with_default_shape(self) -> GenerateConfig:
+        """The defaults for what was not asked for: the same on every machine."""
+        return replace(
+            self,
+            tree=self.tree or TreeConfig(),
+            prune=self.prune or PruneConfig(),
+            stream_schedule=self.stream_schedule or "second-pass",
+        )
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

@@ -26,8 +26,7 @@ from ssmlx.calibration.guesses import (
 from ssmlx.calibration.steps import config_of
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import grow_tree
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning.cost import DraftShape
 from ssmlx.tuning.replay import Guesses, replay
 

@@ -29,7 +29,6 @@ from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
 from ssmlx.decoding.prune import surviving_nodes
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
-from ssmlx.drafters.choice import make_drafter, required_scratch
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter, check_vocabulary
 from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
 from ssmlx.drafters.lookup import PromptLookupDrafter
@@ -39,9 +38,10 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN, comb_topology
-from ssmlx.plan import GenerateConfig
+from ssmlx.plan import make_plan
 from ssmlx.settings import (
     DraftModelConfig,
+    GenerateConfig,
     LookaheadConfig,
     PromptLookupConfig,
     PruneConfig,
@@ -103,8 +103,9 @@ WITHOUT_STREAMS = (
 )  # fmt: skip
 
 
-def written(model, prompt, count, config):
-    return first_tokens(token_steps(model, prompt, model.make_cache(), config), count)
+def written(model, prompt, count, config=None, **settings):
+    steps = token_steps(model, prompt, model.make_cache(), config, **settings)
+    return first_tokens(steps, count)
 
 
 # --- Exact tokens ---
@@ -127,22 +128,22 @@ def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
         model, settings = streams_model(seed), drafter_settings(seed)[name]
         for _ in range(2):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
-            plain = GenerateConfig(decoding="plain", **sampling)
-            expected, _ = written(model, prompt, 18, plain)
-            tokens, _ = written(model, prompt, 18, replace(plain, decoding=None, **settings))
+            expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
+            tokens, _ = written(model, prompt, 18, **sampling, **settings)
             assert tokens == expected, (seed, prompt)
 
 
 @pytest.mark.parametrize("name", WITHOUT_STREAMS)
 def test_a_model_without_streams_gets_a_drafter(name):
     model, settings = bare_model(), drafter_settings()[name]
-    expected, _ = written(model, [3, 1, 4], 16, GenerateConfig())
-    tokens, lengths = written(model, [3, 1, 4], 16, GenerateConfig(**settings))
+    expected, _ = written(model, [3, 1, 4], 16)
+    tokens, lengths = written(model, [3, 1, 4], 16, **settings)
     assert tokens == expected
-    drafter = make_drafter(model, GenerateConfig(**settings))
+    plan = make_plan(model, **settings)
+    drafter = plan.drafter
     assert max(lengths) <= 1 + drafter.num_levels
     path = 0 if drafter.waits else drafter.num_levels + 1
-    assert required_scratch(model, GenerateConfig(**settings)) == drafter.max_nodes + path
+    assert plan.scratch == drafter.max_nodes + path
     assert (drafter.num_parameters > 0) == (name not in ("prompt-lookup", "lookahead"))
 
 
@@ -150,21 +151,21 @@ def test_a_model_without_streams_gets_a_drafter(name):
 def test_turns_share_cache_text_and_draft_model(name):
     """What a cache holds is told as context; a draft model's cache is kept as far as it holds."""
     model, cache, history = bare_model(), bare_model().make_cache(), []
-    config = GenerateConfig(**drafter_settings()[name], repetition_penalty=1.2)
+    settings = {**drafter_settings()[name], "repetition_penalty": 1.2}
     tokenizer = make_tokenizer()
     for turn, count in enumerate((4, 5, 3)):
         history += [(5 * turn + i) % VOCAB for i in range(turn + 1)]
         context, unseen = history[: cache.offset], history[cache.offset :]
         asked = stream_generate(
-            model, tokenizer, unseen, config, cache=cache, context=context, max_tokens=count
+            model, tokenizer, unseen, cache=cache, context=context, max_tokens=count, **settings
         )
         tokens = [token for response in asked for token in response.tokens]
-        plain = GenerateConfig(decoding="plain", repetition_penalty=1.2)
-        assert tokens == written(model, history, count, plain)[0]
+        plain, _ = written(model, history, count, decoding="plain", repetition_penalty=1.2)
+        assert tokens == plain
         history += tokens
         cache.trim(min(cache.offset, len(history) - 1))
     with pytest.raises(ValueError, match="tokens of context"):
-        stream_generate(model, tokenizer, [1], config, cache=cache)
+        stream_generate(model, tokenizer, [1], cache=cache, **settings)
 
 
 # --- Models whose next token depends on the last one alone ---
@@ -210,9 +211,9 @@ def test_the_target_as_its_own_draft_model(num_draft_tokens, width):
     model = bare_model()
     draft = DraftModelConfig(num_draft_tokens=num_draft_tokens, width=width)
     for sampling in ({}, {"temp": 1.0, "seed": 2, "repetition_penalty": 1.5}):
-        config = GenerateConfig(draft_model=DraftModel(make_base()), draft=draft, **sampling)
-        count = 1 + 4 * (num_draft_tokens + 1)
-        responses = list(stream_generate(model, make_tokenizer(), [3, 1], config, max_tokens=count))
+        settings = {"draft_model": DraftModel(make_base()), "draft": draft, **sampling}
+        settings["max_tokens"] = 1 + 4 * (num_draft_tokens + 1)
+        responses = list(stream_generate(model, make_tokenizer(), [3, 1], **settings))
         assert [len(r.tokens) for r in responses] == [1] + [num_draft_tokens + 1] * 4
         # The prompt, and a draft after each of the five calls.
         assert responses[-1].draft_calls == 1 + 5 * num_draft_tokens
@@ -345,7 +346,7 @@ def test_what_does_not_fit_is_refused():
     }
     for said, settings in cases.items():
         with pytest.raises(InputError, match=said):
-            required_scratch(bare, GenerateConfig(**settings))
+            make_plan(bare, **settings)
     for make in (
         lambda: GenerateConfig(decoding="Plain"),
         lambda: GenerateConfig(drafter="oracle"),
@@ -415,8 +416,7 @@ def sampled_text(name, settings, count, seed=5):
     more = drafter_settings()[name]
     if "draft_model" in more:
         more["draft_model"] = DraftModel(markov_base(7, **SMALL))
-    config = GenerateConfig(**more, **settings, seed=seed)
-    tokens, lengths = written(model, [1], count, config)
+    tokens, lengths = written(model, [1], count, **more, **settings, seed=seed)
     return [1, *tokens], len(lengths)
 
 
@@ -511,8 +511,8 @@ def test_a_chat_keeps_the_draft_models_cache(tmp_path):
     model, tokenizer = ssmlx.load(base, dtype="float32")
     vocab_size = model.backbone.vocab_size
     draft = ssmlx.load_draft_model(base, tokenizer, vocab_size, dtype="float32")
-    config = GenerateConfig(draft_model=draft, max_tokens=6, temp=1.0, seed=1)
-    session = ssmlx.ChatSession(model, tokenizer, config)
+    config = GenerateConfig(max_tokens=6, temp=1.0, seed=1)
+    session = ssmlx.ChatSession(model, tokenizer, config, draft_model=draft)
     plain = ssmlx.ChatSession(model, tokenizer, replace(config, decoding="plain"))
     for text in ("w1 w2", "w3", "w4 w5"):
         held = draft.offset

@@ -35,8 +35,7 @@ from ssmlx.api import stream_generate
 from ssmlx.export import main
 from ssmlx.exported.tree import TreeTables
 from ssmlx.model.tree import draft_topology
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 
 TREE, PRUNE = TreeConfig(size=6), PruneConfig(kind="budget", keep=4)
 PROMPTS = [words(count, first) for count, first in ((9, 0), (4, 7), (14, 20))]

@@ -33,7 +33,6 @@ from ssmlx.api import stream_generate, token_steps
 from ssmlx.commands import chat, generate
 from ssmlx.decoding.accept import Acceptance
 from ssmlx.decoding.loop import streaming_decode
-from ssmlx.drafters.choice import make_drafter, required_scratch
 from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.mlp_speculator import num_candidate_nodes
 from ssmlx.errors import InputError
@@ -42,8 +41,8 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import root_tree
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import PruneConfig, SpeculatorTreeConfig, TreeConfig
+from ssmlx.plan import make_plan
+from ssmlx.settings import GenerateConfig, PruneConfig, SpeculatorTreeConfig, TreeConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 WIDTHS = (4, 3, 2)
@@ -55,9 +54,9 @@ def bare_model(architecture="llama"):
     return StreamFusedModel(Backbone(make_base(architecture)))
 
 
-def drafted(model, config, prompt, count):
+def drafted(model, settings, prompt, count):
     """The text that is written, and the tree of each call with the text that it continues."""
-    drafter, trees = make_drafter(model, config), []
+    drafter, trees = make_plan(model, **settings).drafter, []
     propose = drafter.propose
     drafter.propose = lambda verified: trees.append(propose(verified)) or trees[-1]
     steps = streaming_decode(model, prompt, model.make_cache(), drafter=drafter)
@@ -72,12 +71,13 @@ def drafted(model, config, prompt, count):
 
 
 def plain(model, prompt, count, **settings):
-    config = GenerateConfig(decoding="plain", **settings)
-    return first_tokens(token_steps(model, prompt, model.make_cache(), config), count)[0]
+    steps = token_steps(model, prompt, model.make_cache(), decoding="plain", **settings)
+    return first_tokens(steps, count)[0]
 
 
-def lengths_of(model, config, prompt, count):
-    return first_tokens(token_steps(model, prompt, model.make_cache(), config), count)[1]
+def lengths_of(model, settings, prompt, count):
+    steps = token_steps(model, prompt, model.make_cache(), **settings)
+    return first_tokens(steps, count)[1]
 
 
 def token_paths(tree):
@@ -105,7 +105,7 @@ def test_every_tree_is_the_heads_own(architecture, kind, settings):
     """At every call, from mlx-lm's own hidden state of the text so far."""
     model = bare_model(architecture)
     heads = make_heads(kind, model.backbone, **settings)
-    tokens, seen = drafted(model, GenerateConfig(heads=heads), PROMPT, 16)
+    tokens, seen = drafted(model, {"heads": heads}, PROMPT, 16)
     assert tokens == plain(model, PROMPT, 16) and len(seen) > 3
     for text, tree in seen:
         state = model.backbone.model.model(mx.array(text[:-1])[None])[0, -1:]
@@ -126,9 +126,8 @@ def test_drafting_waits_for_nothing(kind):
     model = bare_model()
     heads = make_heads(kind, model.backbone, vocab=FEW_TOKENS)
 
-    config = GenerateConfig(heads=heads)
     seen = []
-    drafter = make_drafter(model, config)
+    drafter = make_plan(model, heads=heads).drafter
     drafter.propose = lambda verified: seen.append(verified) or root_tree(verified.root)
     steps = streaming_decode(model, PROMPT, model.make_cache(), drafter=drafter)
     next(steps)
@@ -143,10 +142,10 @@ def test_drafting_waits_for_nothing(kind):
 
     state = mx.random.normal((1, 1, model.backbone.hidden_size), key=mx.random.key(0))
     given = mx.array([7], mx.int32), state
-    drafter = make_drafter(model, config)
+    drafter = make_plan(model, heads=heads).drafter
     for found, expected in zip(compiled(drafter)(*given), draft(drafter, *given), strict=True):
         assert found.tolist() == expected.tolist()
-    reader = make_drafter(model, GenerateConfig(drafter="prompt-lookup"))
+    reader = make_plan(model, drafter="prompt-lookup").drafter
     with pytest.raises(ValueError, match="eval"):
         compiled(reader)(*given)
 
@@ -168,14 +167,14 @@ def test_what_the_drafters_say_of_themselves():
         (speculator(tied, size=9), 3, 9, once),
         (speculator(tied, widths=(1,), size=9), 1, 2, once),
     ):
-        config = GenerateConfig(**settings)
-        drafter = make_drafter(model, config)
+        plan = make_plan(model, **settings)
+        drafter = plan.drafter
         assert (drafter.num_levels, drafter.max_nodes) == (levels, nodes)
         assert (drafter.num_parameters, drafter.num_streams) == (parameters, 0)
-        assert required_scratch(model, config) == nodes + levels + 1  # the path before it
-        *_, last = stream_generate(model, make_tokenizer(), PROMPT, config, max_tokens=5)
+        assert plan.scratch == nodes + levels + 1  # the path before it
+        *_, last = stream_generate(model, make_tokenizer(), PROMPT, max_tokens=5, **settings)
         assert drafter.draft_calls == last.draft_calls == 0
-        for _, tree in drafted(model, config, PROMPT, 8)[1]:
+        for _, tree in drafted(model, settings, PROMPT, 8)[1]:
             assert tree.num_nodes == nodes and int(tree.depths.max().item()) <= levels
 
 
@@ -188,7 +187,7 @@ def test_published_settings_are_the_default_tree():
     heads = make_heads(
         "mlp-speculator", model.backbone, top_k_tokens_per_head=WIDTHS, n_candidates=8
     )
-    drafter = make_drafter(model, GenerateConfig(heads=heads))
+    drafter = make_plan(model, heads=heads).drafter
     assert drafter.max_nodes == num_candidate_nodes(WIDTHS, 8)
 
 
@@ -217,9 +216,9 @@ CHAIN = {"tree": TreeConfig(kind="full", width=1), **speculator(None, widths=(1,
 def test_heads_that_know_the_target_are_accepted_whole(kind, chain):
     model = cycle_model()
     heads = cycle_heads(kind, model.backbone)
-    config = GenerateConfig(**{**(CHAIN if chain else {}), "heads": heads})
+    settings = {**(CHAIN if chain else {}), "heads": heads}
     count = 1 + 6 * (LEVELS + 1)
-    responses = list(stream_generate(model, make_tokenizer(), [4], config, max_tokens=count))
+    responses = list(stream_generate(model, make_tokenizer(), [4], max_tokens=count, **settings))
     assert [len(response.tokens) for response in responses] == [1] + [LEVELS + 1] * 6
     tokens = [token for response in responses for token in response.tokens]
     assert tokens == [(5 + index) % VOCAB for index in range(count)]
@@ -231,15 +230,15 @@ def test_heads_that_know_the_target_are_accepted_whole(kind, chain):
 def test_acceptance_ends_where_the_heads_go_wrong(kind, num_right):
     model = cycle_model()
     heads = cycle_heads(kind, model.backbone, num_right=num_right)
-    config = GenerateConfig(**{**CHAIN, "heads": heads})
-    assert lengths_of(model, config, [4], 1 + 6 * (num_right + 1)) == [1] + [num_right + 1] * 6
+    settings = {**CHAIN, "heads": heads}
+    assert lengths_of(model, settings, [4], 1 + 6 * (num_right + 1)) == [1] + [num_right + 1] * 6
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
 def test_acceptance_ends_where_the_draft_vocabulary_does(kind):
     model = cycle_model()
     heads = cycle_heads(kind, model.backbone, vocab=FEW_TOKENS)
-    config = GenerateConfig(**{**CHAIN, "heads": heads})
+    settings = {**CHAIN, "heads": heads}
     lengths, token = [1], 5
     while sum(lengths) < 40:
         ahead = [(token + 1 + level) % VOCAB for level in range(LEVELS)]
@@ -247,7 +246,7 @@ def test_acceptance_ends_where_the_draft_vocabulary_does(kind):
         lengths.append(right + 1)
         token = (token + right + 1) % VOCAB
     assert len(set(lengths[1:])) > 2
-    assert lengths_of(model, config, [4], sum(lengths)) == lengths
+    assert lengths_of(model, settings, [4], sum(lengths)) == lengths
 
 
 # --- Long contexts, adapters ---
@@ -260,8 +259,8 @@ def test_a_long_prompt(kind, sampling):
     heads = make_heads(kind, model.backbone)
     prompt = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
     settings = {**sampling, "prefill_step_size": 64}
-    config = GenerateConfig(heads=heads, **settings)
-    tokens, _ = first_tokens(token_steps(model, prompt, model.make_cache(), config), 60)
+    steps = token_steps(model, prompt, model.make_cache(), heads=heads, **settings)
+    tokens, _ = first_tokens(steps, 60)
     assert tokens == plain(model, prompt, 60, **settings)
 
 
@@ -274,11 +273,11 @@ def test_heads_of_an_adapted_model(kind, merge):
     kinds = {type(module) for module in model.backbone.model.modules()}
     assert model.backbone.replaced and (RowLora in kinds) != merge
     attached = attach_heads(heads, model.backbone)
-    config = GenerateConfig(heads=attached, prune=PruneConfig(kind="budget", keep=6))
-    assert config.resolved_drafter(model) == attached.drafter == kind
+    settings = {"heads": attached, "prune": PruneConfig(kind="budget", keep=6)}
+    assert make_plan(model, **settings).kind == attached.drafter == kind
     oracle = StreamFusedModel(Backbone(target_of("llama", "all")))
     expected = plain(oracle, PROMPT, 20)
-    tokens, seen = drafted(model, config, PROMPT, 20)
+    tokens, seen = drafted(model, settings, PROMPT, 20)
     assert tokens == expected == plain(model, PROMPT, 20) != plain(bare_model(), PROMPT, 20)
     for text, tree in seen:
         state = oracle.backbone.model.model(mx.array(text[:-1])[None])[0, -1:]
@@ -380,12 +379,12 @@ def test_every_tree_is_the_references(base, loaded, tmp_path, kind, reduced, siz
     vocab = tuple(range(1, WORDS, 3)) if reduced else None
     reference = random_reference(kind, backbone, vocab)
     heads = ssmlx.load_heads(str(convert(reference, backbone, tmp_path)), model)
-    config = GenerateConfig(
-        heads=heads,
-        tree=TreeConfig(size=size),
-        speculator_tree=SpeculatorTreeConfig(widths=WIDTHS, size=size),
-    )
-    _, seen = drafted(model, config, [9, 30, 21, 45], 14)
+    settings = {
+        "heads": heads,
+        "tree": TreeConfig(size=size),
+        "speculator_tree": SpeculatorTreeConfig(widths=WIDTHS, size=size),
+    }
+    _, seen = drafted(model, settings, [9, 30, 21, 45], 14)
     assert len(seen) > 3
     for text, tree in seen:
         state = reference_state(torch_base, text)
@@ -456,7 +455,7 @@ def test_what_does_not_fit_is_refused():
     }  # fmt: skip
     for said, settings in cases.items():
         with pytest.raises(InputError, match=said) as caught:
-            required_scratch(model, GenerateConfig(**settings))
+            make_plan(model, **settings)
         assert "\n" not in str(caught.value)
     for tree, said in (
         ({"widths": (3, 0)}, "--speculator-widths 0; expected 1 or more"),
@@ -472,10 +471,12 @@ def test_the_drafter_follows_from_what_is_loaded():
     model = bare_model()
     heads = make_heads("medusa", model.backbone)
     for target in (model, make_model("llama", "streams")):
-        assert GenerateConfig(heads=heads).resolved_drafter(target) == "medusa"
-        assert GenerateConfig(heads=heads, decoding="plain").resolved_drafter(target) is None
-        lookup = GenerateConfig(heads=heads, drafter="prompt-lookup")
-        assert lookup.resolved_drafter(target) == "prompt-lookup"
+        for asked, kind in (
+            ({}, "medusa"),
+            ({"decoding": "plain"}, None),
+            ({"drafter": "prompt-lookup"}, "prompt-lookup"),
+        ):
+            assert make_plan(target, heads=heads, **asked).kind == kind
 
 
 # --- The commands ---
@@ -576,9 +577,9 @@ def test_a_chat_with_heads(base, folders, kind, tmp_path, monkeypatch, capsys):
 def test_a_session_reuses_its_cache(loaded, folders, kind):
     model, tokenizer = loaded
     heads = ssmlx.load_heads(folders[kind], model)
-    config = GenerateConfig(heads=heads, max_tokens=8, temp=1.0, seed=1)
-    session = ssmlx.ChatSession(model, tokenizer, config)
-    bare = ssmlx.ChatSession(model, tokenizer, GenerateConfig(max_tokens=8, temp=1.0, seed=1))
+    config = GenerateConfig(max_tokens=8, temp=1.0, seed=1)
+    session = ssmlx.ChatSession(model, tokenizer, config, heads=heads)
+    bare = ssmlx.ChatSession(model, tokenizer, config)
     for text in ("w1 w2", "w3", "w4 w5"):
         *_, last = session.reply(text)
         *_, same = bare.reply(text)

@@ -25,10 +25,9 @@ from ssmlx.memory import MIB, Memory, memory_of
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
 from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.session import ChatSession
-from ssmlx.settings import StreamConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
 
 PROMPT, VOCAB, DRAFT_VOCAB, WIDTH = [3, 1, 4, 1, 5], 512, 40, 128
 # Large enough that MLX's rounding of small arrays does not count.
@@ -133,8 +132,10 @@ def test_a_draft_model_and_its_cache_are_told():
     model = loaded("all", packed=False)
     draft = DraftModel(make_base(seed=5, **SIZES))
     weights = sum(array.nbytes for _, array in tree_flatten(draft.model.parameters()))
-    config = GenerateConfig(draft_model=draft, max_tokens=8)
-    memory = last_of(stream_generate(model, make_tokenizer(VOCAB), PROMPT, config)).memory
+    responses = stream_generate(
+        model, make_tokenizer(VOCAB), PROMPT, draft_model=draft, max_tokens=8
+    )
+    memory = last_of(responses).memory
     cache = memory.drafter - weights
     assert cache == sum(layer.nbytes for layer in draft._cache) > 0
 
@@ -145,8 +146,8 @@ def test_heads_are_told(exact, kind):
     before = settled()
     heads = make_heads(kind, backbone, vocab=[1, 2, 5, 7])
     assert heads.nbytes == pytest.approx(settled() - before, rel=0.02)
-    config = GenerateConfig(heads=heads)
-    assert memory_of(StreamFusedModel(backbone), _empty(), config).drafter == heads.nbytes
+    memory = memory_of(StreamFusedModel(backbone), _empty(), loaded=[heads])
+    assert memory.drafter == heads.nbytes
 
 
 def test_a_medusa_head_without_a_matrix_counts_its_copy_of_the_lm_head():

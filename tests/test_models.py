@@ -32,8 +32,7 @@ from ssmlx.model.architectures import model_classes
 from ssmlx.model.backbone import decoder_path
 from ssmlx.model.lora import LoraWeights
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import StreamConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
 
 LAYERS, STREAMS, VOCAB, CONTEXT = 4, 2, 64, 48
 PROMPT = [5, 2, 3, 11, 7]

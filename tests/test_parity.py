@@ -20,8 +20,7 @@ from ssmlx.decoding.loop import prefill
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import load_base
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import TreeConfig
+from ssmlx.settings import GenerateConfig, TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7]
 TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]

@@ -30,9 +30,8 @@ from ssmlx.loading.names import resolve_adapter, resolve_model
 from ssmlx.model.backbone import Backbone, head_bytes, pack_rows
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
 from ssmlx.prompts import encode_prompt, read_prompts
-from ssmlx.settings import PruneConfig, StreamConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, PruneConfig, StreamConfig, TreeConfig
 
 PROMPT, COUNT, WIDTH = [3, 1, 4, 1, 5], 24, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 128, "head_dim": 16}

@@ -20,7 +20,7 @@ from tiny import (
     tree_from_parents,
 )
 
-from ssmlx.api import stream_generate, token_steps
+from ssmlx.api import stream_generate, summary, token_steps
 from ssmlx.commands import chat, generate
 from ssmlx.commands.options import generate_config
 from ssmlx.decoding.accept import accept, accept_typical
@@ -37,9 +37,7 @@ from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN
-from ssmlx.plan import GenerateConfig
-from ssmlx.response import summary
-from ssmlx.settings import AcceptanceConfig, SamplingConfig, TreeConfig
+from ssmlx.settings import AcceptanceConfig, GenerateConfig, SamplingConfig, TreeConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 PENALTIES = (

@@ -22,7 +22,6 @@ from tiny import (
 
 from ssmlx.api import stream_generate, token_steps
 from ssmlx.decoding.loop import plain_decode, streaming_decode
-from ssmlx.drafters.choice import required_scratch
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import Adapter, BaseIdentity
@@ -30,8 +29,8 @@ from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import PathColumns, TreeCache
 from ssmlx.model.masks import earlier_streams, stream_visibility
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import STREAM_SCHEDULES, PruneConfig, StreamConfig, TreeConfig
+from ssmlx.plan import make_plan
+from ssmlx.settings import STREAM_SCHEDULES, GenerateConfig, PruneConfig, StreamConfig, TreeConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 TREES = (TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=7))
@@ -159,7 +158,7 @@ def test_a_drafter_starts_anew_with_every_sequence():
 def test_a_step_has_no_stream_rows():
     model = make_model()
     rows = {
-        schedule: required_scratch(model, GenerateConfig(stream_schedule=schedule, tree=TREES[1]))
+        schedule: make_plan(model, stream_schedule=schedule, tree=TREES[1]).scratch
         for schedule in STREAM_SCHEDULES
     }
     path = 3 + 1  # of the step before, while the host does not know how much of it counts

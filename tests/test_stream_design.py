@@ -23,8 +23,7 @@ from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.rotation import ValueRotation
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import StreamConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

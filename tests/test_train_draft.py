@@ -293,11 +293,11 @@ def test_what_it_learns_shows_when_it_drafts(base, data, tmp_path, dtype):
     model, tokenizer = ssmlx.load(str(base), dtype="float32")
     draft = ssmlx.load_draft_model(str(run / MODEL_FOLDER), tokenizer, VOCAB, dtype="float32")
     chain = DraftModelConfig(num_draft_tokens=4)
-    settings = ssmlx.GenerateConfig(max_tokens=10, draft_model=draft, draft=chain)
+    settings = {"max_tokens": 10, "draft_model": draft, "draft": chain}
     tokens = calls = 0
     for prompt in map(tokenizer.encode, PROMPTS):
         plain, _ = answer(model, tokenizer, prompt, decoding="plain", max_tokens=10)
-        found, last = answer(model, tokenizer, prompt, config=settings)
+        found, last = answer(model, tokenizer, prompt, **settings)
         assert found == plain
         tokens, calls = tokens + len(found), calls + last.target_calls
     foretold = log[-1]["tokens_per_call"]

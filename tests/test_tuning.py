@@ -13,24 +13,18 @@ from tiny import first_tokens, make_model
 import ssmlx
 from ssmlx.api import token_steps
 from ssmlx.commands import chat, generate
-from ssmlx.decoding.pace import FIRST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
-from ssmlx.drafters.choice import make_drafter
+from ssmlx.decoding.pace import FIRST_WAIT, PATIENCE, TRIAL_PATIENCE
 from ssmlx.errors import InputError
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import AcceptanceConfig, PruneConfig, TreeConfig
+from ssmlx.plan import make_plan
+from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning.cost import DraftShape, Surface, Way
 from ssmlx.tuning.profile import (
     Place,
     Profile,
-    leaves_shape_open,
     mlx_version,
-    pace_of,
-    prefers_plain,
     profile_of,
-    settled,
     store_profile,
-    tuned_line,
 )
 
 SHAPE = DraftShape(tree=TreeConfig(size=7), num_streams=2, stream_schedule="fused")
@@ -178,7 +172,7 @@ BROKEN = {
 def test_a_profile_that_does_not_fit_is_ignored_in_one_line(model, capsys, spoil, reason):
     path = store_profile(profile(model, ways=(way(), way(2.0, SMALL))))
     spoil(path)
-    assert settled(OPEN, model) == settled(OPEN)
+    assert make_plan(model).config == OPEN.with_default_shape()
     assert profile_of(model) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ssmlx: {path} is ignored") and reason in line
@@ -186,7 +180,7 @@ def test_a_profile_that_does_not_fit_is_ignored_in_one_line(model, capsys, spoil
 
 
 def test_where_there_is_none_nothing_is_said(model, capsys):
-    assert profile_of(model) is None and tuned_line(OPEN, model) is None
+    assert profile_of(model) is None and not make_plan(model).is_tuned
     assert capsys.readouterr().err == ""
 
 
@@ -206,11 +200,11 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(model, monkeypatch)
 
 def test_what_is_not_asked_for_is_as_the_profile_says(model):
     store_profile(profile(model))
-    config = settled(GenerateConfig(max_tokens=5), model)
+    plan = make_plan(model, max_tokens=5)
+    config, drafter = plan.config, plan.drafter
     assert (config.tree, config.num_streams) == (SHAPE.tree, 2)
     assert (config.stream_schedule, config.prune) == ("fused", PruneConfig())
     assert config.max_tokens == 5
-    drafter = make_drafter(model, OPEN)
     assert (drafter.max_nodes, drafter.num_levels, drafter.num_streams) == (7, 2, 2)
 
 
@@ -226,14 +220,13 @@ ASKED = {
 def test_whoever_asks_for_any_of_it_gets_the_defaults_beside_it(model, name):
     store_profile(profile(model))
     asked = GenerateConfig(**{name: ASKED[name]})
-    assert not leaves_shape_open(asked)
-    assert settled(asked, model) == settled(asked)
-    assert tuned_line(asked, model) is None
+    plan = make_plan(model, asked)
+    assert plan.config == asked.with_default_shape()
+    assert not plan.is_tuned
 
 
-def test_the_defaults_are_the_same_with_a_profile_where_no_model_is_given(model):
-    store_profile(profile(model))
-    config = settled(OPEN)
+def test_the_defaults_are_the_same_on_every_machine():
+    config = OPEN.with_default_shape()
     assert (config.tree, config.prune) == (TreeConfig(), PruneConfig())
     assert (config.num_streams, config.stream_schedule) == (None, "second-pass")
 
@@ -259,10 +252,8 @@ def test_tuned_decoding_says_what_plain_decoding_says(model):
 
 def test_plain_decoding_is_taken_where_it_is_faster(model):
     store_profile(slow(model))
-    assert prefers_plain(OPEN, model)
-    assert OPEN.resolved_drafter(model) is None
-    assert OPEN.resolved_decoding(model) == "plain"
-    assert make_drafter(model, OPEN) is None
+    plan = make_plan(model)
+    assert plan.kind is None and plan.drafter is None and plan.is_tuned
 
 
 @pytest.mark.parametrize(
@@ -276,32 +267,31 @@ def test_plain_decoding_is_taken_where_it_is_faster(model):
 )  # fmt: skip
 def test_whoever_asks_for_drafting_gets_it(model, asked):
     store_profile(slow(model))
-    config = GenerateConfig(**asked)
-    assert config.resolved_drafter(model) == "streams"
+    assert make_plan(model, **asked).kind == "streams"
 
 
 def test_streaming_that_is_asked_for_is_still_tuned(model):
     store_profile(slow(model))
-    assert settled(GenerateConfig(decoding="streaming"), model).tree == SHAPE.tree
+    assert make_plan(model, decoding="streaming").config.tree == SHAPE.tree
 
 
 def test_another_drafter_has_nothing_to_do_with_it(model):
     store_profile(slow(model))
-    lookup = GenerateConfig(drafter="prompt-lookup")
-    assert lookup.resolved_drafter(model) == "prompt-lookup"
-    assert settled(lookup, model).tree == TreeConfig()
-    assert tuned_line(lookup, model) is None
+    plan = make_plan(model, drafter="prompt-lookup")
+    assert plan.kind == "prompt-lookup" and not plan.is_tuned
+    assert plan.config.tree == TreeConfig()
 
 
 def test_the_line_says_what_is_done(model):
     store_profile(profile(model))
-    assert tuned_line(OPEN, model) == (
+    assert make_plan(model).decision == (
         "tuned for this machine: best tree of 7 nodes, 2 streams, fused "
         "(ssmlx.calibrate, 2026-08-02)"
     )
-    assert tuned_line(GenerateConfig(decoding="plain"), model) is None
+    plain = make_plan(model, decoding="plain")
+    assert (plain.decision, plain.is_tuned) == ("plain decoding, as --decoding says", False)
     store_profile(slow(model))
-    assert tuned_line(OPEN, model) == (
+    assert make_plan(model).decision == (
         "tuned for this machine: plain decoding, which is faster (ssmlx.calibrate, 2026-08-02)"
     )
 
@@ -372,40 +362,39 @@ def test_an_answer_is_drafted_as_its_context_says(model, monkeypatch):
 
 def test_the_line_says_where_it_depends_on_the_context(model):
     store_profile(by_context(model))
-    assert "fused, other trees behind other contexts (ssmlx.calibrate" in tuned_line(OPEN, model)
+    assert "fused, other trees behind other contexts (ssmlx.calibrate" in make_plan(model).decision
 
 
-def breakeven(pace: Pace) -> float | None:
-    return pace._breakeven
+def breakeven(model, **settings) -> float | None:
+    return make_plan(model, **settings).pace._breakeven
 
 
 def test_the_pace_knows_what_a_call_costs(model):
     store_profile(profile(model))
-    assert breakeven(pace_of(OPEN, model)) == pytest.approx(COSTS.breakeven(SHAPE, 100))
-    asked = GenerateConfig(tree=TreeConfig(size=4))
+    assert breakeven(model) == pytest.approx(COSTS.breakeven(SHAPE, 100))
     other = DraftShape(tree=TreeConfig(size=4), num_streams=3)
-    assert breakeven(pace_of(asked, model)) == pytest.approx(COSTS.breakeven(other, 100))
+    assert breakeven(model, tree=TreeConfig(size=4)) == pytest.approx(COSTS.breakeven(other, 100))
 
 
 def test_behind_contexts_that_nobody_measured_streams_are_on_trial(model):
     store_profile(profile(model))
-    patience = [pace_of(OPEN, model, context)._patience for context in (None, 400, 401)]
+    patience = [make_plan(model, context=c).pace._patience for c in (None, 400, 401)]
     assert patience == [PATIENCE, PATIENCE, TRIAL_PATIENCE]
 
 
 @pytest.mark.parametrize(
-    "config",
-    [GenerateConfig(decoding="streaming"), GenerateConfig(drafter="prompt-lookup"),
-     GenerateConfig(prune=PruneConfig(kind="threshold"))],
+    "asked",
+    [{"decoding": "streaming"}, {"drafter": "prompt-lookup"},
+     {"prune": PruneConfig(kind="threshold")}],
     ids=["asked for", "another drafter", "no fixed cost"],
 )  # fmt: skip
-def test_the_pace_never_stops_what_it_cannot_price(model, config):
+def test_the_pace_never_stops_what_it_cannot_price(model, asked):
     store_profile(profile(model))
-    assert breakeven(pace_of(config, model)) is None
+    assert breakeven(model, **asked) is None
 
 
 def test_without_a_profile_the_pace_never_stops(model):
-    assert breakeven(pace_of(OPEN, model)) is None
+    assert breakeven(model) is None
 
 
 def test_decoding_falls_back_and_returns_and_says_the_same(model):

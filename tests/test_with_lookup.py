@@ -12,12 +12,11 @@ from tiny import VOCAB, make_tokenizer, random_tree, tree_from_parents
 from tiny_heads import cycle_heads
 
 from ssmlx.api import stream_generate
-from ssmlx.drafters.choice import make_drafter
 from ssmlx.drafters.lookup import NGRAM, TextOnDevice, WithLookup, continuation, extend
 from ssmlx.errors import InputError
 from ssmlx.model.tree import PAD_TOKEN, root_tree
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import TreeConfig
+from ssmlx.plan import make_plan
+from ssmlx.settings import GenerateConfig, TreeConfig
 
 
 def looked_up(text, count):
@@ -93,12 +92,10 @@ def test_a_bare_root_gets_the_chain():
 def test_a_text_that_repeats_itself_takes_fewer_calls(schedule):
     """A greedy tiny model runs into a period, which random streams do not foresee."""
     model, tree = streams_model(), TreeConfig(size=4)
-    config = GenerateConfig(tree=tree, stream_schedule=schedule)
+    shape = {"tree": tree, "stream_schedule": schedule}
     prompt = [3, 1, 4, 1, 5]
-    expected, alone = written(model, prompt, 120, config)
-    tokens, beside = written(
-        model, prompt, 120, GenerateConfig(tree=tree, stream_schedule=schedule, lookup_nodes=8)
-    )
+    expected, alone = written(model, prompt, 120, **shape)
+    tokens, beside = written(model, prompt, 120, **shape, lookup_nodes=8)
     assert tokens == expected
     assert max(beside) <= 1 + model.num_streams + 8
     assert max(beside) > 1 + model.num_streams and len(beside) < 0.6 * len(alone)
@@ -109,9 +106,10 @@ def test_every_call_goes_on_by_the_whole_chain(num_right, guessed):
     """Heads foresee the first tokens of a text with a period, what was looked up the others."""
     model, nodes = cycle_model(), 5
     heads = cycle_heads("medusa", model.backbone, num_right=num_right)
-    config = GenerateConfig(heads=heads, tree=TreeConfig(size=3), lookup_nodes=nodes)
     count = 1 + 60 * (1 + guessed + nodes)
-    tokens, lengths = written(model, [*range(VOCAB), 0], count, config)
+    tokens, lengths = written(
+        model, [*range(VOCAB), 0], count, heads=heads, tree=TreeConfig(size=3), lookup_nodes=nodes
+    )
     assert tokens == [(1 + index) % VOCAB for index in range(count)]
     assert lengths == [1] + [1 + guessed + nodes] * 60
 
@@ -128,7 +126,7 @@ def test_turns_continue_the_text():
             model, tokenizer, unseen, config, cache=cache, context=context, max_tokens=7
         )
         tokens = [token for response in asked for token in response.tokens]
-        plain = written(model, history, 7, GenerateConfig(decoding="plain"))[0]
+        plain = written(model, history, 7, decoding="plain")[0]
         assert tokens == plain
         history += tokens
         cache.trim(min(cache.offset, len(history) - 1))
@@ -137,7 +135,7 @@ def test_turns_continue_the_text():
 
 
 def test_the_drafter_is_told_of_every_text(monkeypatch):
-    heard, both = [], make_drafter(streams_model(), GenerateConfig(lookup_nodes=2))
+    heard, both = [], make_plan(streams_model(), lookup_nodes=2).drafter
     monkeypatch.setattr(both.drafter, "start", heard.append)
     both.start([1, 2])
     both.start([3])
@@ -149,11 +147,11 @@ def test_nothing_waits_for_the_lookup(monkeypatch):
     from ssmlx.decoding import loop as decode
 
     model, reads = streams_model(), []
-    drafter = make_drafter(model, GenerateConfig(lookup_nodes=4))
+    drafter = make_plan(model, lookup_nodes=4).drafter
     assert isinstance(drafter, WithLookup) and not drafter.waits
     read = decode.to_list
     monkeypatch.setattr(decode, "to_list", lambda array: reads.append(array.size) or read(array))
-    _, lengths = written(model, [3, 1, 4], 30, GenerateConfig(lookup_nodes=4))
+    _, lengths = written(model, [3, 1, 4], 30, lookup_nodes=4)
     assert len(reads) == len(lengths)
     assert set(reads) <= {2, 2 + drafter.num_levels}  # a bare root first
 
@@ -161,8 +159,8 @@ def test_nothing_waits_for_the_lookup(monkeypatch):
 def test_what_reads_the_text_itself_takes_no_lookup():
     model = streams_model()
     with pytest.raises(InputError, match="--lookup-nodes with --drafter prompt-lookup"):
-        make_drafter(model, GenerateConfig(drafter="prompt-lookup", lookup_nodes=4))
+        make_plan(model, drafter="prompt-lookup", lookup_nodes=4)
     for count in (-1, 257):
         with pytest.raises(InputError, match=f"--lookup-nodes {count}"):
             GenerateConfig(lookup_nodes=count)
-    assert np.isfinite(make_drafter(model, GenerateConfig(lookup_nodes=256)).max_nodes)
+    assert np.isfinite(make_plan(model, lookup_nodes=256).drafter.max_nodes)

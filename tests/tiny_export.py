@@ -23,7 +23,7 @@ from ssmlx.exported.slots import SlotCache
 from ssmlx.exported.tree import TreeTables
 from ssmlx.loading.adapter import Adapter, load_adapter
 from ssmlx.loading.load import load, load_base
-from ssmlx.plan import GenerateConfig
+from ssmlx.settings import GenerateConfig
 
 WORDS = 64  # the tokenizer's
 CONTEXT, CHUNK = 64, 4

@@ -15,7 +15,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import check_prompt, end_token_ids
 from ssmlx.calibration.timing import Answer, ssmlx_answer
-from ssmlx.drafters.choice import make_drafter
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import Adapter
 from ssmlx.loading.attach import fuse_streams
@@ -25,7 +24,8 @@ from ssmlx.memory import Memory, memory_of, total_bytes
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.shapes import arrays_in
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
+from ssmlx.plan import make_plan
+from ssmlx.settings import GenerateConfig
 
 from ..compare.bench import scope_of
 from ..run.common import mlx_lm_answer
@@ -60,7 +60,7 @@ class Target:
     @property
     def drafting(self) -> str:
         """The trees that streaming drafts here, in words."""
-        drafter = make_drafter(self.model, GenerateConfig(decoding="streaming"))
+        drafter = make_plan(self.model, GenerateConfig(decoding="streaming")).drafter
         assert drafter is not None
         return f"trees of {drafter.max_nodes} nodes, {drafter.num_levels} levels"
 

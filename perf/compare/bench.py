@@ -19,18 +19,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.api import check_prompt
 from ssmlx.calibration.timing import Answer, ssmlx_answer
-from ssmlx.drafters.choice import make_drafter
 from ssmlx.loading.adapter import Adapter
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import load_base, load_tokenizer
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
+from ssmlx.plan import make_plan
 from ssmlx.settings import SamplingConfig
 
 from ..run.common import mlx_lm_answer
 from ..run.samples import read_own_lora
 from ..run.systems import MLX_LM
-from .drafting import Drafting, config_of, load_drafting, same_arrays
+from .drafting import Drafting, load_drafting, loaded_for_one, same_arrays
 from .plan import Plan, TaskPlan
 from .systems import DRAFT_ALONE, DecodingMethod
 
@@ -136,7 +136,7 @@ def extra_of(system: DecodingMethod, drafting: Mapping[str, Drafting]) -> Extra:
     if system.config is None:
         return Extra()
     own = drafting[system.kind]
-    drafter = make_drafter(own.model, config_of(system, own))
+    drafter = make_plan(own.model, system.config, **own.loaded).drafter
     if drafter is None:
         return Extra()
     parameters = drafter.num_parameters + own.lora_parameters
@@ -166,8 +166,10 @@ def ssmlx_answerer(
     drafting: Drafting, tokenizer: TokenizerWrapper, system: DecodingMethod
 ) -> Answerer:
     """Answers by ssmlx's loop."""
+    assert system.config is not None
+    config = system.config
     return lambda prompt: ssmlx_answer(
-        drafting.model, tokenizer, prompt, config_of(system, drafting)
+        drafting.model, tokenizer, prompt, config, **loaded_for_one(drafting)
     )
 
 

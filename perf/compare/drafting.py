@@ -19,12 +19,10 @@ from ssmlx.loading.adapter import stream_tensors
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
 from ssmlx.settings import HEAD_DRAFTERS
 
 from ..run.samples import read_own_lora
 from .plan import Plan, TaskPlan
-from .systems import DecodingMethod
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +31,7 @@ class Drafting:
 
     Attributes:
         model: the target, with streams for those that need them.
-        loaded: fields of `GenerateConfig`: the draft model or the heads.
+        loaded: the draft model or the heads, as `stream_generate` takes them.
         weight_bytes: memory that stays in use.
         lora_parameters: of LoRA that acts on streams alone, which the target does not have.
     """
@@ -102,10 +100,9 @@ def heads_of(kind: str, folder: Path, target: StreamFusedModel) -> DraftingHeads
     return heads
 
 
-def config_of(system: DecodingMethod, drafting: Drafting) -> GenerateConfig:
-    """A system's settings for one answer. A draft model starts each with an empty cache."""
-    assert system.config is not None
+def loaded_for_one(drafting: Drafting) -> dict[str, Any]:
+    """What is loaded, for one answer. A draft model starts each with an empty cache."""
     loaded = dict(drafting.loaded)
     if "draft_model" in loaded:
         loaded["draft_model"] = DraftModel(loaded["draft_model"].model, loaded["draft_model"].name)
-    return replace(system.config, **loaded)
+    return loaded

@@ -15,9 +15,7 @@ from ssmlx.commands.options import (
     generate_config,
 )
 from ssmlx.errors import InputError
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import SamplingConfig
-from ssmlx.tuning.profile import settled
+from ssmlx.settings import GenerateConfig, SamplingConfig
 
 from ..run.systems import MLX_LM
 
@@ -91,7 +89,7 @@ def parse_system(text: str, sampling: SamplingConfig) -> DecodingMethod:
     args = parse_drafting(name, options)
     args.decoding, args.drafter = (PLAIN, None) if kind == PLAIN else ("streaming", kind)
     # What its name says, on every machine: no profile of this one decides.
-    config = settled(generate_config(args))
+    config = generate_config(args).with_default_shape()
     return DecodingMethod(name, kind, replace(config, **sampling_values(sampling)))
 
 

@@ -22,16 +22,14 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx import exported as coreml
-from ssmlx.api import stream_generate
+from ssmlx.api import GenerationResponse, stream_generate
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.load import load
 from ssmlx.model.shapes import to_float
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
 from ssmlx.prompts import Prompt, read_prompts
-from ssmlx.response import GenerationResponse
-from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 
 from ..run.common import save
 from ..run.tasks import SAMPLE_PROMPTS

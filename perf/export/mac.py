@@ -21,8 +21,8 @@ from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
 from ssmlx.loading.load import load
-from ssmlx.plan import GenerateConfig
 from ssmlx.prompts import read_prompts
+from ssmlx.settings import GenerateConfig
 
 from ..run.common import save
 from .check import Answer, add_source_options, exported_answer, mlx_answer, mlx_config

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.calibration.timing import Answer, in_turns, ssmlx_answer
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
+from ssmlx.settings import GenerateConfig
 
 from ..run.common import mlx_lm_answer, text_of
 from ..run.store import AnswerStore, Kept, code_version, tell_kept, timed_on, weights_version

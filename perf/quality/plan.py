@@ -17,9 +17,7 @@ from ssmlx.loading.load import load_base, load_tokenizer
 from ssmlx.loading.names import resolve_model
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import TreeConfig
-from ssmlx.tuning.profile import settled
+from ssmlx.settings import GenerateConfig, TreeConfig
 
 from ..run.systems import (
     ModelUnderTest,
@@ -102,7 +100,7 @@ def streaming_variants(args: argparse.Namespace) -> dict[str, GenerateConfig]:
     Raises:
         InputError: an option is out of range, or could have no effect.
     """
-    config = settled(generate_config(args))
+    config = generate_config(args).with_default_shape()
     if args.trees is None:
         assert config.tree is not None
         return {draft_label(config.tree, config.lookup_nodes): config}

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.drafters.choice import required_scratch
 from ssmlx.errors import InputError, check_choice
 from ssmlx.loading.adapter import read_lora
 from ssmlx.loading.attach import check_base, check_lora
@@ -18,8 +17,8 @@ from ssmlx.loading.names import CONFIG_FILE, resolve_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import read_json
+from ssmlx.plan import make_plan
+from ssmlx.settings import GenerateConfig, read_json
 
 from .common import split_name
 from .samples import read_own_lora
@@ -99,7 +98,7 @@ def adapter_system(
     check_lora(backbone.model, adapter.lora, folder)
     model = StreamFusedModel(backbone, adapter.config, adapter.streams)
     for config in streaming.values():
-        required_scratch(model, config)
+        make_plan(model, config)
     settings = adapter.config
     return ModelUnderTest(
         name,

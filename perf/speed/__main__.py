@@ -18,8 +18,7 @@ from huggingface_hub.utils import tqdm
 
 from ssmlx.calibration.timing import Answer, in_turns, ssmlx_answer
 from ssmlx.commands.options import make_parser, run
-from ssmlx.plan import GenerateConfig
-from ssmlx.settings import TreeConfig
+from ssmlx.settings import GenerateConfig, TreeConfig
 from ssmlx.tuning.machine import machine
 
 from ..run.common import RESULTS, check_counts, mlx_lm_answer, save

@@ -9,8 +9,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..model.streams import StreamFusedModel
-from ..plan import GenerateConfig
-from ..settings import TreeConfig
+from ..settings import GenerateConfig, TreeConfig
 from ..tuning.cost import DraftShape
 from .choice import Candidate
 from .costs import Bar, no_bar

@@ -9,8 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError
 from ..model.streams import StreamFusedModel
-from ..plan import GenerateConfig
-from ..settings import TreeConfig
+from ..settings import GenerateConfig, TreeConfig
 from ..tuning.cost import DraftShape, StepCosts, Way
 from ..tuning.replay import Guesses
 from .choice import Candidate, Setting, best, best_by_context, pruned, unpruned

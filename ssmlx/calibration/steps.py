@@ -10,7 +10,7 @@ from typing import Any
 
 from ..api import token_steps
 from ..model.streams import StreamFusedModel
-from ..plan import GenerateConfig
+from ..settings import GenerateConfig
 from ..tuning.cost import DraftShape, StepCosts, Surface
 from .costs import WARM_CALLS, Bar, Clock, no_bar
 

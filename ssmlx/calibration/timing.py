@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..api import stream_generate
 from ..model.streams import StreamFusedModel
-from ..plan import GenerateConfig
+from ..settings import GenerateConfig
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,14 @@ class Answer:
 
 
 def ssmlx_answer(
-    model: StreamFusedModel, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
+    prompt: list[int],
+    config: GenerateConfig,
+    **loaded: Any,
 ) -> Answer:
-    """Answer with ssmlx."""
-    responses = list(stream_generate(model, tokenizer, prompt, config))
+    """Answer with ssmlx; `loaded` is a draft model or heads, as `stream_generate` takes them."""
+    responses = list(stream_generate(model, tokenizer, prompt, config, **loaded))
     tokens = [token for response in responses for token in response.tokens]
     last = responses[-1]
     return Answer(

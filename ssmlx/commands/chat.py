@@ -151,7 +151,7 @@ class Chat:
 
 def answer(session: ChatSession, text: str, screen: Screen) -> None:
     """Stream the reply to `text`, then the quiet line."""
-    from ..response import summary
+    from ..api import summary
     from .progress import PromptBar
 
     last = None
@@ -210,7 +210,7 @@ def adapter(rest: str, chat: Chat) -> str:
 def current_adapter(chat: Chat) -> str:
     """The adapter in use and what it does to the answers, in one line."""
     session, config = chat.session, chat.session.model.config
-    drafter = session.config.resolved_drafter(session.model)
+    drafter = session.plan.kind
     if config is None:
         return f"no adapter: {f'{drafter} drafts' if drafter else 'plain decoding'}"
     own = chat.adapter is None
@@ -309,17 +309,17 @@ def _main(args: argparse.Namespace) -> None:
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
     model, tokenizer = load_from(args, DEFAULT_ADAPTER)
-    config = load_drafter(args, config, model, tokenizer)
+    loaded = load_drafter(args, config, model, tokenizer)
 
     import mlx.core as mx
 
     from ..loading.names import cache_dir
     from ..session import ChatSession
 
-    session = ChatSession(model, tokenizer, config, system=args.system)
+    session = ChatSession(model, tokenizer, config, system=args.system, **loaded)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     chat = Chat(session, screen, args.adapter)
-    undrafted = model.num_streams == 0 and config.resolved_drafter(model) is None
+    undrafted = model.num_streams == 0 and session.plan.kind is None
     if args.adapter is None and args.decoding is None and undrafted:
         screen.note(NO_DEFAULT)
     _note_tuning(chat)
@@ -333,11 +333,9 @@ def _main(args: argparse.Namespace) -> None:
 
 def _note_tuning(chat: Chat) -> None:
     """Say so where this machine's profile decides how to draft."""
-    from ..tuning.profile import tuned_line
-
-    tuned = tuned_line(chat.session.config, chat.session.model)
-    if tuned is not None:
-        chat.screen.note(f"[{tuned}]")
+    plan = chat.session.plan
+    if plan.is_tuned:
+        chat.screen.note(f"[{plan.decision}]")
 
 
 def _ask(screen: Screen) -> str | None:

@@ -22,7 +22,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..response import GenerationResponse
+    from ..api import GenerationResponse
 
 PROG = "ssmlx.generate"
 EPILOG = """examples:
@@ -95,7 +95,7 @@ def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
 def _print_text(
     responses: Iterator[GenerationResponse], *, verbose: bool
 ) -> list[GenerationResponse]:
-    from ..response import summary
+    from ..api import summary
 
     seen = []
     for response in responses:
@@ -115,12 +115,12 @@ def _main(args: argparse.Namespace) -> None:
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     config = generate_config(args)
     model, tokenizer = load_from(args)
-    config = load_drafter(args, config, model, tokenizer)
+    loaded = load_drafter(args, config, model, tokenizer)
 
     import mlx.core as mx
 
     from ..api import check_prompt, stream_generate
-    from ..tuning.profile import tuned_line
+    from ..plan import make_plan
     from .progress import PromptBar, bar
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
@@ -128,13 +128,15 @@ def _main(args: argparse.Namespace) -> None:
     for tokens in encoded:
         check_prompt(model, len(tokens))
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
-    tuned = tuned_line(config, model)
-    if tuned is not None:
-        print(f"[{tuned}]", file=sys.stderr)
+    plan = make_plan(model, config, **loaded)
+    if plan.is_tuned or args.verbose:
+        print(f"[{plan.decision}]", file=sys.stderr)
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
     for prompt, tokens in bar(pairs, len(prompts), "prompts") if show_bar else pairs:
-        responses = stream_generate(model, tokenizer, tokens, config, progress=PromptBar())
+        responses = stream_generate(
+            model, tokenizer, tokens, config, progress=PromptBar(), **loaded
+        )
         if args.jsonl:
             answer = record(user_text(prompt), list(responses))
             print(json.dumps(answer, ensure_ascii=False), flush=True)

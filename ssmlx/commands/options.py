@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ..errors import InputError
 from ..loading.names import bundled_adapters
@@ -25,6 +24,7 @@ from ..settings import (
     STREAM_SCHEDULES,
     AcceptanceConfig,
     DraftModelConfig,
+    GenerateConfig,
     LookaheadConfig,
     PromptLookupConfig,
     PruneConfig,
@@ -32,9 +32,6 @@ from ..settings import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
-
-if TYPE_CHECKING:
-    from ..plan import GenerateConfig
 
 
 class Parser(argparse.ArgumentParser):
@@ -346,8 +343,6 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
     Raises:
         InputError: a value is out of range, or an option could have no effect.
     """
-    from ..plan import GenerateConfig
-
     _reject_idle_options(args)
     bias = getattr(args, "logit_bias", None)
     tree = _taken(args, kind="tree", width="tree_width", size="tree_size")
@@ -517,26 +512,30 @@ def load_from(args: argparse.Namespace, default_adapter: str | None = None) -> A
 
 def load_drafter(
     args: argparse.Namespace, config: GenerateConfig, model: Any, tokenizer: Any
-) -> GenerateConfig:
-    """`config` with the draft model or the heads that the options name; checked on `model`.
+) -> dict[str, Any]:
+    """The draft model and the heads that the options name, as `stream_generate` takes them.
+
+    They are checked on `model`, as the settings are.
 
     Raises:
         InputError: they cannot be loaded, do not fit the model, or the settings do not.
     """
-    from ..drafters.choice import required_scratch
+    from ..plan import make_plan
 
+    loaded: dict[str, Any] = {}
     if args.draft_model is not None:
         from ..drafters.draft_model import load_draft_model
 
         vocab_size = model.backbone.vocab_size
-        draft = load_draft_model(args.draft_model, tokenizer, vocab_size, dtype=args.dtype)
-        config = replace(config, draft_model=draft)
+        loaded["draft_model"] = load_draft_model(
+            args.draft_model, tokenizer, vocab_size, dtype=args.dtype
+        )
     if args.heads is not None:
         from ..drafters.heads import load_heads
 
-        config = replace(config, heads=load_heads(args.heads, model))
-    required_scratch(model, config)
-    return config
+        loaded["heads"] = load_heads(args.heads, model)
+    make_plan(model, config, **loaded)
+    return loaded
 
 
 def run(main: Callable[[], int | None], prog: str) -> int:

@@ -14,7 +14,7 @@ from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, root_tree
-from ..settings import AcceptanceConfig, PruneConfig
+from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
 from .drafter import Drafter, Verified
 from .pace import Pace
@@ -36,7 +36,6 @@ Progress = Callable[[int, int], None]
 Ends = Callable[[list[int]], bool]
 """Told the tokens that a call advanced by; whether the answer ends with them."""
 
-PREFILL_STEP_SIZE = 2048
 EXACT = AcceptanceConfig()
 
 

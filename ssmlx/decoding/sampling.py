@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import mlx.core as mx
@@ -98,10 +99,6 @@ class Sampling:
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
         self.config, self.context_size = config, config.context_size
         self._vocab_size = vocab_size
-        seed = config.seed
-        if seed is None and config.temp > 0:
-            seed = to_int(mx.random.randint(0, 2**31 - 1))
-        self._seed = seed or 0
         bias = config.logit_bias or {}
         if bias and max(bias) >= vocab_size:
             raise InputError(
@@ -111,6 +108,13 @@ class Sampling:
             )
         self._bias_tokens = mx.array(list(bias), mx.int32)
         self._bias = mx.array(list(bias.values()), mx.float32)
+
+    @cached_property
+    def _seed(self) -> int:
+        """Of the noise; a new one is taken from MLX's random state when it is first needed."""
+        if self.config.seed is None and self.config.temp > 0:
+            return to_int(mx.random.randint(0, 2**31 - 1))
+        return self.config.seed or 0
 
     def process(self, logits: mx.array, places: Places) -> mx.array:
         """[R, V] logits with bias and penalties."""

@@ -17,9 +17,7 @@ from ..decoding.sampling import Places, Sampling, last_tokens
 from ..errors import InputError
 from ..model.shapes import arrays_in
 from ..model.tree import Tree, comb_topology
-from ..settings import DraftModelConfig
-
-PREFILL_STEP_SIZE = 2048
+from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
 
 
 class DraftModel:

@@ -47,8 +47,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> None:
+    from ..api import summary
     from ..prompts import read_prompts, user_text
-    from ..response import summary
     from .api import load, prompt_tokens, stream_generate
 
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)

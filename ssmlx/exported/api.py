@@ -11,10 +11,10 @@ from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..api import Budget, GenerationResponse
 from ..errors import InputError
 from ..loading.load import load_tokenizer
 from ..prompts import Prompt, as_messages, chat_tokens, encode, text_tokens, user_text
-from ..response import Budget, GenerationResponse
 from ..settings import read_json
 from .backends import Backend, coreml_backend
 from .coreai import coreai_backend

@@ -14,35 +14,28 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
 from .. import has_fast_blas
-from ..decoding.pace import Pace
 from ..errors import InputError
 from ..loading.adapter import BaseIdentity, stream_tensors
 from ..loading.names import cache_dir
 from ..model.streams import StreamFusedModel
-from ..settings import PruneConfig, TreeConfig, read_json
-from .cost import DraftShape, StepCosts, Way
-
-if TYPE_CHECKING:
-    from ..plan import GenerateConfig
+from ..settings import read_json
+from .cost import StepCosts, Way
 
 FORMAT = "ssmlx-profile/2"
 COMMAND = "python -m ssmlx.calibrate"
 _FOLDER = "profiles"
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
-FAR = 4
-"""Times the context of the answers that were measured, beyond which streams are on trial: those
-of the bundled adapters guess worse behind contexts longer than they were trained on."""
 SLACK = 0.01
 """Ways to draft whose speeds are this close are equal: the figures are no surer."""
 
@@ -280,125 +273,6 @@ def profile_of(model: StreamFusedModel) -> Profile | None:
     if model not in _KNOWN:
         _KNOWN[model] = read_profile(model)
     return _KNOWN[model]
-
-
-def leaves_shape_open(config: GenerateConfig) -> bool:
-    """Whether nothing of what streams draft, and when, was asked for."""
-    given = (config.tree, config.prune, config.num_streams, config.stream_schedule)
-    return all(one is None for one in given)
-
-
-def _leaves_all_open(config: GenerateConfig) -> bool:
-    """Whether even drafting itself was not asked for."""
-    asked = (
-        config.decoding
-        or config.drafter
-        or config.lookup_nodes
-        or config.acceptance.kind != "exact"
-    )
-    return not asked and leaves_shape_open(config)
-
-
-def prefers_plain(config: GenerateConfig, model: StreamFusedModel) -> bool:
-    """Whether nothing was asked for, and plain decoding is what is fastest here."""
-    profile = profile_of(model) if _leaves_all_open(config) else None
-    return profile is not None and not profile.drafting_pays()
-
-
-def settled(config: GenerateConfig, model: StreamFusedModel | None = None) -> GenerateConfig:
-    """`config` with nothing of the draft's shape left open.
-
-    Args:
-        config: what it asks for stays.
-        model: where its streams draft and all of the shape is open, its profile decides. None
-            leaves everything to the defaults, which are the same on every machine.
-
-    Raises:
-        InputError: as `GenerateConfig.resolved_drafter`.
-    """
-    is_open = model is not None and leaves_shape_open(config)
-    if model is not None and is_open and config.resolved_drafter(model) == "streams":
-        profile = profile_of(model)
-        if profile is not None:
-            return _shaped(config, profile.way().shape)
-    return replace(
-        config,
-        tree=config.tree or TreeConfig(),
-        prune=config.prune or PruneConfig(),
-        stream_schedule=config.stream_schedule or "second-pass",
-    )
-
-
-def settled_behind(config: GenerateConfig, model: StreamFusedModel, context: int) -> GenerateConfig:
-    """`config` with what the profile says of an answer that begins behind `context` tokens.
-
-    Where anything of the draft was asked for, or nothing was measured, it stays as it is.
-
-    Raises:
-        InputError: as `GenerateConfig.resolved_drafter`.
-    """
-    if not leaves_shape_open(config) or config.resolved_drafter(model) != "streams":
-        return config
-    profile = profile_of(model)
-    if profile is None:
-        return config
-    if _leaves_all_open(config) and not profile.drafting_pays(context):
-        return replace(config, decoding="plain")
-    return _shaped(config, profile.way(context).shape)
-
-
-def _shaped(config: GenerateConfig, shape: DraftShape) -> GenerateConfig:
-    return replace(
-        config,
-        tree=shape.tree,
-        prune=shape.prune,
-        num_streams=shape.num_streams,
-        stream_schedule=shape.stream_schedule,
-    )
-
-
-def tuned_line(config: GenerateConfig, model: StreamFusedModel) -> str | None:
-    """What a command says of a profile that it follows; None where it follows none."""
-    drafter = config.resolved_drafter(model)
-    plain = drafter is None and prefers_plain(config, model)
-    if not plain and (drafter != "streams" or not leaves_shape_open(config)):
-        return None
-    profile = profile_of(model)
-    if profile is None:
-        return None
-    choice = "plain decoding, which is faster" if plain else profile.way().shape.text()
-    if not plain and len(profile.ways) > 1:
-        choice += ", other trees behind other contexts"
-    return f"tuned for this machine: {choice} (ssmlx.calibrate, {profile.made})"
-
-
-def pace_of(config: GenerateConfig, model: StreamFusedModel, context: int | None = None) -> Pace:
-    """When drafting as `config` says falls back to plain decoding on `model`.
-
-    `context` tokens are committed when it begins; those of the profile unless told.
-
-    Never, where streaming was asked for in so many words, nothing was measured here, or what is
-    asked for has no fixed cost, or must see every token. Sooner, behind a context much longer
-    than that of the answers that were measured.
-    """
-    is_open = config.resolved_drafter(model) == "streams" and not config.decoding
-    profile = profile_of(model) if is_open and not config.lookup_nodes else None
-    if profile is None:
-        return Pace()
-    done = settled(config, model)
-    if done.prune is not None and done.prune.kind == "threshold":
-        return Pace()
-    assert done.tree is not None and done.prune is not None and done.stream_schedule is not None
-    shape = DraftShape(
-        tree=done.tree,
-        prune=done.prune,
-        num_streams=done.num_streams or model.num_streams,
-        stream_schedule=done.stream_schedule,
-    )
-    if shape.is_pruned and profile.costs.early_exit is None:
-        return Pace()
-    behind = profile.context if context is None else context
-    return Pace(profile.costs.breakeven(shape, behind), on_trial=behind > FAR * profile.context)
 
 
 def _say(line: str) -> None:
