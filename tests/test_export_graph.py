@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+from oracle import tree_inputs
 from tiny import first_tokens, make_lora
 from tiny_export import (
     CHUNK,
@@ -27,7 +28,6 @@ from convert.export.export import build_graphs
 from convert.export.heads import Head
 from convert.export.settings import ExportConfig
 from convert.export.source import build_reference
-from convert.reference.oracle import tree_inputs
 from ssmlx.errors import InputError
 from ssmlx.exported.decode import prefill, step_inputs
 from ssmlx.exported.slots import SlotCache

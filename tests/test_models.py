@@ -15,13 +15,13 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model, save_config, save_model
+from oracle import greedy_streaming, tree_inputs
 from real import answer, one_line, snapshot, write_tokenizer
 from tiny import first_tokens, tree_from_parents
 
 from convert import base as convert_base
 from convert.formats.adapter import read_checkpoint
 from convert.reference.model import StreamFusedReference, load_reference, save_reference
-from convert.reference.oracle import greedy_streaming, tree_inputs
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import prefill
 from ssmlx.errors import InputError

@@ -8,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+from oracle import greedy_streaming, tree_inputs
 from test_reference import ARCHITECTURES, make_base
 from test_reference import make_model as make_reference
 from tiny import first_tokens, tree_from_parents
 
 from convert.formats.adapter import read_checkpoint, write_adapter
 from convert.reference.model import save_reference
-from convert.reference.oracle import greedy_streaming, tree_inputs
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import prefill
 from ssmlx.loading.adapter import load_adapter

@@ -186,8 +186,7 @@ def test_logits_of_a_prompt_are_those_of_pytorch(models, reference):
 
 def test_logits_of_a_tree_are_those_of_pytorch(models, reference):
     import torch
-
-    from convert.reference.oracle import full_tree, tree_inputs
+    from oracle import full_tree, tree_inputs
 
     model, tokenizer = models["all"]
     entry = EXPECTED[1]

@@ -9,6 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from oracle import (
+    accepted_path,
+    full_tree,
+    greedy_plain,
+    greedy_streaming,
+    tree_inputs,
+)
 from safetensors.torch import load, save_file
 
 from convert.base import load_base
@@ -18,13 +25,6 @@ from convert.reference.model import (
     load_reference,
     save_reference,
     stream_visibility,
-)
-from convert.reference.oracle import (
-    accepted_path,
-    full_tree,
-    greedy_plain,
-    greedy_streaming,
-    tree_inputs,
 )
 from ssmlx.errors import InputError
 from ssmlx.settings import StreamConfig

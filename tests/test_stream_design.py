@@ -27,6 +27,7 @@ from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+from oracle import greedy_streaming, tree_inputs
 from safetensors.torch import load, save_file
 from test_reference import EXAMPLE, LAYERS, STREAMS, WIDTH, make_base, some_tokens
 from test_reference import stream_config as reference_config
@@ -39,7 +40,6 @@ from convert.reference.model import (
     rotate_values,
     save_reference,
 )
-from convert.reference.oracle import greedy_streaming, tree_inputs
 
 PROMPT = [5, 2, 3, 11, 7]
 TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from .model import ReferenceOutput
+from convert.reference.model import ReferenceOutput
 
 
 class _Predictor(Protocol):
