@@ -340,7 +340,7 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.loading.names import resolve_model
 
     check_torch()
-    from .formats.fine_tuned import template_of
+    from .reference.checkpoint import template_of
 
     check_batch_size(args.batch_size)
     sampling = Sampling(max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)

@@ -201,7 +201,7 @@ def load_generator(
     from transformers.masking_utils import sdpa_mask
 
     from .base import load_base
-    from .formats.fine_tuned import fine_tuned
+    from .reference.checkpoint import fine_tuned
     from .training.run import choose_device
 
     place = choose_device(device)

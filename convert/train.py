@@ -113,7 +113,7 @@ def _base_of(path: Path, task_lora: Path | None) -> Any:
         InputError: the checkpoint does not change what the model says, or is broken.
     """
     from .base import load_base
-    from .reference.model import load_fine_tuned, merge_lora
+    from .reference.checkpoint import load_fine_tuned, merge_lora
 
     base = load_base(path, attn_implementation="sdpa")
     return base if task_lora is None else merge_lora(load_fine_tuned(base, task_lora))
@@ -160,7 +160,7 @@ def _main(args: argparse.Namespace) -> None:
 
     from ssmlx.training.validation import Validation
 
-    from .reference.model import copy_task_lora, save_reference, start_from
+    from .reference.checkpoint import copy_task_lora, save_reference, start_from
     from .reference.stream_attention import use_stream_attention
     from .training.run import Objective, Run, build_model, choose_device, freeze_base
 

@@ -294,7 +294,8 @@ def load_frozen(path: Path, lora: Path | None) -> Any:
     from ssmlx.settings import StreamConfig
 
     from .base import load_base
-    from .reference.model import StreamFusedReference, load_fine_tuned
+    from .reference.checkpoint import load_fine_tuned
+    from .reference.model import StreamFusedReference
 
     base = load_base(path, attn_implementation="sdpa")
     if lora is None:

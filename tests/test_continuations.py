@@ -127,7 +127,8 @@ def test_batches_say_what_one_prompt_after_the_other_says(folder, prompts, tmp_p
 
 def checkpoint_of(model, folder, **settings):
     """A trained-looking checkpoint; returns the reference that it was written from."""
-    from convert.reference.model import StreamFusedReference, save_reference
+    from convert.reference.checkpoint import save_reference
+    from convert.reference.model import StreamFusedReference
 
     config = StreamConfig(num_streams=1, num_msa_layers=1, num_layers=2, hidden_size=32, **settings)
     reference = StreamFusedReference(model, config, lora_rank=2).eval()

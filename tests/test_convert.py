@@ -28,7 +28,8 @@ from safetensors.torch import load, save_file
 
 from convert.__main__ import main
 from convert.base import load_base
-from convert.reference.model import StreamFusedReference, save_reference
+from convert.reference.checkpoint import save_reference
+from convert.reference.model import StreamFusedReference
 from ssmlx.settings import StreamConfig
 
 LORA = "adapter_model.safetensors"
@@ -366,8 +367,8 @@ def test_stream_settings_are_checked(checkpoint, refusal, changed, said):
 @pytest.mark.parametrize(
     ("size", "said"),
     [
-        ({"layers": 5}, "the base model has layers 5; expected 4"),
-        ({"width": 64}, "the base model has hidden size 64; expected 32"),
+        ({"layers": 5}, "the base model has 5 layers of width 32; expected 4 of width 32"),
+        ({"width": 64}, "the base model has 4 layers of width 64; expected 4 of width 32"),
     ],
 )
 def test_another_base_is_refused(trained, refusal, tmp_path, size, said):
@@ -457,4 +458,4 @@ def test_a_real_process(base, checkpoint, tmp_path):
 
 
 def test_the_sample_checkpoint_does_not_fit_a_tiny_base(refusal):
-    assert "the base model has layers 4; expected 30" in refusal(EXAMPLE)
+    assert "the base model has 4 layers of width 32; expected 30" in refusal(EXAMPLE)

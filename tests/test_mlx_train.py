@@ -113,7 +113,7 @@ def pair(folder, architecture, draft_vocab, changes):
     from test_reference import make_base
 
     from convert.formats.adapter import read_checkpoint
-    from convert.reference.model import save_reference
+    from convert.reference.checkpoint import save_reference
     from convert.training.run import Objective as TorchObjective
     from convert.training.run import Run as TorchRun
     from convert.training.run import build_model

@@ -21,7 +21,8 @@ from tiny import first_tokens, tree_from_parents
 
 from convert import base as convert_base
 from convert.formats.adapter import read_checkpoint
-from convert.reference.model import StreamFusedReference, load_reference, save_reference
+from convert.reference.checkpoint import load_reference, save_reference
+from convert.reference.model import StreamFusedReference
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import prefill
 from ssmlx.errors import InputError

@@ -14,7 +14,7 @@ from test_reference import make_model as make_reference
 from tiny import first_tokens, tree_from_parents
 
 from convert.formats.adapter import read_checkpoint, write_adapter
-from convert.reference.model import save_reference
+from convert.reference.checkpoint import save_reference
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import prefill
 from ssmlx.loading.adapter import load_adapter

@@ -135,7 +135,7 @@ def reference():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from convert.base import load_base
-    from convert.reference.model import load_reference
+    from convert.reference.checkpoint import load_reference
 
     return load_reference(load_base(resolve_model(BASE)), EXAMPLE)
 

@@ -19,13 +19,8 @@ from oracle import (
 from safetensors.torch import load, save_file
 
 from convert.base import load_base
-from convert.reference.model import (
-    ReferenceOutput,
-    StreamFusedReference,
-    load_reference,
-    save_reference,
-    stream_visibility,
-)
+from convert.reference.checkpoint import load_reference, save_reference
+from convert.reference.model import ReferenceOutput, StreamFusedReference, stream_visibility
 from ssmlx.errors import InputError
 from ssmlx.settings import StreamConfig
 

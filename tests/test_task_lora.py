@@ -22,7 +22,7 @@ from convert import __main__ as convert_cli
 from convert.base import load_base
 from convert.export.source import build_reference
 from convert.formats.checkpoint import TASK_LORA
-from convert.reference.model import load_fine_tuned, load_reference, merge_lora
+from convert.reference.checkpoint import load_fine_tuned, load_reference, merge_lora
 from convert.train import PROG, main
 from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from convert.__main__ import main as convert
 from convert.base import load_base
+from convert.reference.checkpoint import load_reference
 from convert.reference.losses import linear_cross_entropy, mean_scales
-from convert.reference.model import StreamFusedReference, load_reference
+from convert.reference.model import StreamFusedReference
 from convert.train import PROG, SETTINGS_FILE, STATE_FILE, STORE_FILE, main
 from convert.training.lower_store import LowerStore
 from convert.training.run import Objective, Run, build_model, freeze_base

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from convert.__main__ import main as convert
 from convert.base import load_base
 from convert.formats.heads import DRAFT_VOCAB_FILE, load_published
+from convert.reference.checkpoint import load_reference
 from convert.reference.heads import MlpSpeculatorReference
 from convert.reference.losses import mean_scales
-from convert.reference.model import load_reference
 from convert.train import main as train_streams
 from convert.train_heads import (
     PROG,

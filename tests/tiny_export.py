@@ -15,7 +15,7 @@ from convert.export.export import build_graphs
 from convert.export.graph import DECODE, Graph
 from convert.export.settings import ExportConfig
 from convert.formats.adapter import read_checkpoint, write_adapter
-from convert.reference.model import save_reference
+from convert.reference.checkpoint import save_reference
 from ssmlx.api import token_steps
 from ssmlx.exported.decode import streaming_decode
 from ssmlx.exported.manifest import Manifest

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..reference.model import LoraLinear, StreamFusedReference, merge_lora
+from ..reference.checkpoint import merge_lora
+from ..reference.model import LoraLinear, StreamFusedReference
 from .heads import Head
 
 

@@ -14,7 +14,7 @@ from ssmlx.loading.adapter import Adapter, BaseIdentity
 from ssmlx.model.lora import layer_of
 
 from ..base import load_base
-from ..formats.fine_tuned import merge_weights, tensor_of
+from ..reference.checkpoint import merge_weights, tensor_of
 from ..reference.model import StreamFusedReference
 
 _PROBE_LENGTH = 32

@@ -32,6 +32,7 @@ from .checkpoint import (
     PEFT_PREFIX,
     STREAMS_CONFIG,
     LoraSettings,
+    check_sizes,
     read_lora_settings,
     read_peft_tensors,
     read_stream_config,
@@ -108,7 +109,7 @@ def read_checkpoint(
         InputError: anything is missing, spare, or does not fit the base.
     """
     config = read_stream_config(streams_file.parent / STREAMS_CONFIG)
-    check_sizes(config, backbone)
+    check_sizes(config, len(backbone.layers), backbone.hidden_size)
     config = replace(
         config,
         adapter_scope=scope or config.adapter_scope,
@@ -158,25 +159,6 @@ def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:
     return replace(
         adapter, streams=streams, lora=cast(adapter.lora), task_lora=cast(adapter.task_lora)
     )
-
-
-def check_sizes(config: StreamConfig, backbone: Backbone) -> None:
-    """Check that the streams were made for a model of these sizes.
-
-    Raises:
-        InputError: they were not.
-    """
-    sizes = {
-        "layers": (len(backbone.layers), config.num_layers),
-        "hidden size": (backbone.hidden_size, config.hidden_size),
-    }
-    for name, (found, expected) in sizes.items():
-        if found != expected:
-            raise InputError(
-                f"the base model has {name} {found}",
-                expected=f"{expected}, that of {config.base_model or 'the streams'}",
-                do="give the base model that the adapter was trained on",
-            )
 
 
 def write_fused(

@@ -112,6 +112,21 @@ def read_stream_config(path: Path) -> StreamConfig:
     return config
 
 
+def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None:
+    """Check that streams were made for a base model of these sizes.
+
+    Raises:
+        InputError: they were not.
+    """
+    if (num_layers, hidden_size) != (config.num_layers, config.hidden_size):
+        raise InputError(
+            f"the base model has {num_layers} layers of width {hidden_size}",
+            expected=f"{config.num_layers} of width {config.hidden_size}, as "
+            f"{config.base_model or 'the streams'}",
+            do="give the base model that the adapter was trained on",
+        )
+
+
 def stream_settings(config: StreamConfig) -> dict[str, Any]:
     """`streams_config.json`, as `read_stream_config` reads it."""
     values = config.to_dict()

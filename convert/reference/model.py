@@ -16,40 +16,21 @@ Shapes, beside the legend of `ssmlx.model.shapes`:
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import check_draft_vocab
 from ssmlx.settings import StreamConfig
-from ssmlx.training.options import check_init, check_scale
 
-from ..formats.checkpoint import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    PEFT_PREFIX,
-    STREAMS_CONFIG,
-    STREAMS_WEIGHTS,
-    TASK_LORA,
-    LoraSettings,
-    peft_settings,
-    read_lora_settings,
-    read_stream_config,
-    stream_settings,
-)
+from ..formats.checkpoint import LoraSettings, check_sizes
 
 EMBEDDING_STD = 0.02
-_WEIGHTS = (ADAPTER_WEIGHTS, STREAMS_WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -274,7 +255,7 @@ class StreamFusedReference(nn.Module):
         draft_vocab: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        _check_base(base, config)
+        check_base(base, config)
         _check_draft_vocab(draft_vocab, base, config)
         self.base, self.config = base.requires_grad_(False), config
         self.decoder = _decoder_kind(base)(base)
@@ -624,7 +605,12 @@ def _expect_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> No
         raise ValueError(f"{what} has shape {tuple(tensor.shape)}, expected {shape}")
 
 
-def _check_base(base: nn.Module, config: StreamConfig) -> None:
+def check_base(base: nn.Module, config: StreamConfig) -> None:
+    """Check that a model can be driven layer by layer, and is the one that `config` is for.
+
+    Raises:
+        InputError: it cannot, or is not.
+    """
     lacking = _decoder_kind(base).lacking(base)
     if lacking is not None:
         raise InputError(
@@ -645,41 +631,22 @@ def _check_base(base: nn.Module, config: StreamConfig) -> None:
             expected="eager or sdpa, which take an additive mask",
             do="load it with attn_implementation='sdpa'",
         )
-    found = base.config.num_hidden_layers, base.config.hidden_size
-    if found != (config.num_layers, config.hidden_size):
-        raise InputError(
-            f"the base model has {found[0]} layers of width {found[1]}",
-            expected=f"{config.num_layers} layers of width {config.hidden_size}",
-            do="give the base model that the streams were trained on",
-        )
+    check_sizes(config, base.config.num_hidden_layers, base.config.hidden_size)
 
 
 def _check_draft_vocab(
-    draft_vocab: torch.Tensor | None,
-    base: nn.Module,
-    config: StreamConfig,
-    source: str | Path = "the model",
+    draft_vocab: torch.Tensor | None, base: nn.Module, config: StreamConfig
 ) -> None:
     """Check that there is a draft vocabulary where the settings say so, and a sound one."""
     if (draft_vocab is None) == (config.draft_vocab_size > 0):
         raise InputError(
-            f"{source} has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
+            f"the model has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
             f"the draft_vocab_size {config.draft_vocab_size}",
             expected="both or neither",
             do="give the tensor draft_vocab exactly where draft_vocab_size is not 0",
         )
     if draft_vocab is not None:
-        check_draft_vocab(draft_vocab, config, base.config.vocab_size, source)
-
-
-def _read_draft_vocab(path: Path, base: nn.Module, config: StreamConfig) -> torch.Tensor | None:
-    """The draft vocabulary of a streams file whose settings name one."""
-    if not config.draft_vocab_size:
-        return None
-    _check_base(base, config)
-    draft_vocab = _read_tensors(path).get("draft_vocab")
-    _check_draft_vocab(draft_vocab, base, config, path)
-    return draft_vocab
+        check_draft_vocab(draft_vocab, config, base.config.vocab_size, "the model")
 
 
 def _linear_paths(layer: nn.Module, lora: LoraSettings, where: str) -> list[str]:
@@ -693,197 +660,3 @@ def _linear_paths(layer: nn.Module, lora: LoraSettings, where: str) -> list[str]
                 do="check lora_modules, or target_modules in adapter_config.json",
             )
     return [path for path in paths if lora.selects(path)]
-
-
-def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedReference:
-    """Read a PyTorch stream checkpoint: PEFT's two files and the two stream files.
-
-    Args:
-        base: the base model, as `load_base` gives it.
-        checkpoint_dir: the folder. Without either of PEFT's files the model has no LoRA.
-
-    Raises:
-        InputError: a file or a tensor is missing, left over, or of the wrong shape.
-    """
-    folder = Path(checkpoint_dir)
-    config = read_stream_config(folder / STREAMS_CONFIG)
-    has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
-    lora = read_lora_settings(folder / ADAPTER_CONFIG, config) if has_lora else LoraSettings()
-    streams = folder / STREAMS_WEIGHTS
-    model = StreamFusedReference(
-        base,
-        config,
-        draft_vocab=_read_draft_vocab(streams, base, config),
-        lora_rank=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_modules=lora.modules,
-        lora_layers=lora.layers,
-        rank_stabilised=lora.rank_stabilised,
-    )
-    if has_lora:
-        _fill(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
-    _fill(_stream_parameters(model), streams)
-    return model.eval()
-
-
-def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
-    """`load_reference` of a checkpoint that changes what the model says.
-
-    Raises:
-        InputError: its LoRA acts on streams alone, or it is broken.
-    """
-    model = load_reference(base, lora)
-    if model.config.adapter_scope != "all":
-        raise InputError(
-            f"--lora {lora} acts on streams alone",
-            expected="scope all: LoRA that changes what the model says",
-            do="drop --lora, as the model is the base model then",
-        )
-    return model
-
-
-def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
-    """Write what `load_reference` reads; PEFT can load the LoRA part."""
-    folder = Path(checkpoint_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    _save(_stream_parameters(model), folder / STREAMS_WEIGHTS)
-    _write_json(stream_settings(model.config), folder / STREAMS_CONFIG)
-    if model.adapters:
-        _save(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
-        modules = model.lora.modules or {path.split(".", 2)[2] for path in model.adapters}
-        settings = peft_settings(model.lora, modules, model.config.base_model)
-        _write_json(settings, folder / ADAPTER_CONFIG)
-
-
-def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
-    """Lay the LoRA of a task beside streams that draft for it, where the converter finds it."""
-    target = Path(checkpoint_dir) / TASK_LORA
-    target.mkdir(parents=True, exist_ok=True)
-    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS):
-        if (Path(source) / name).is_file():
-            work = target / (name + ".new")
-            shutil.copyfile(Path(source) / name, work)
-            work.replace(target / name)
-
-
-@torch.no_grad()
-def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
-    """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them.
-
-    The checkpoint may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary
-    is left aside.
-
-    Raises:
-        InputError: the checkpoint has a weight that the model has not, or none at all.
-    """
-    folder = Path(checkpoint_dir)
-    config = read_stream_config(folder / STREAMS_CONFIG)
-    check_init(folder, config, model.config)
-    if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
-        lora = read_lora_settings(folder / ADAPTER_CONFIG, config)
-        check_scale(folder, lora.scale, model.lora.scale)
-    parameters = {**_lora_parameters(model), **_stream_parameters(model)}
-    files = [path for name in _WEIGHTS if (path := folder / name).is_file()]
-    tensors = {name: tensor for path in files for name, tensor in _read_tensors(path).items()}
-    tensors.pop("draft_vocab", None)
-    if not tensors:
-        raise InputError(
-            f"{folder} has no weights", expected=" or ".join(_WEIGHTS), do="check --init"
-        )
-    for name, tensor in tensors.items():
-        found = list(tensor.shape)
-        wanted = list(parameters[name].shape) if name in parameters else None
-        if found != wanted:
-            raise InputError(
-                f"{folder} has {name} of shape {found}",
-                expected="none of that name" if wanted is None else f"{wanted}",
-                do="give this run the settings of that checkpoint",
-            )
-        parameters[name].copy_(tensor)
-
-
-@torch.no_grad()
-def merge_lora(model: StreamFusedReference) -> nn.Module:
-    """The base model, its linear modules as they were but with LoRA added to their weights.
-
-    The reference is of no use afterwards. Its scope must be "all".
-    """
-    for path, wrapped in model.adapters.items():
-        low = wrapped.adapter
-        wrapped.linear.weight += wrapped.scale * (low.lora_B.weight @ low.lora_A.weight)
-        _, index, place = path.split(".", 2)
-        parent, _, name = place.rpartition(".")
-        layer = model.decoder.layers[int(index)]
-        setattr(layer.get_submodule(parent), name, wrapped.linear)
-    model.adapters = {}
-    return model.base
-
-
-def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """LoRA weights under PEFT's names."""
-    return {
-        f"{PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
-        for path, module in model.adapters.items()
-        for name, weight in module.adapter.named_parameters()
-    }
-
-
-def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """The tensors of `streams.safetensors` under their names there."""
-    own = ("stream_embeddings", "stream_init.", "prune_adapter.")
-    found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
-    return found if model.draft_vocab is None else {**found, "draft_vocab": model.draft_vocab}
-
-
-@torch.no_grad()
-def _fill(parameters: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Copy every tensor of the file into the parameter of its name, and leave none over."""
-    tensors = _read_tensors(path)
-    for fault, names in (
-        ("lacks", parameters.keys() - tensors.keys()),
-        ("holds an unknown", tensors.keys() - parameters.keys()),
-    ):
-        if names:
-            raise InputError(
-                f"{path.name} {fault} {', '.join(sorted(names))}",
-                expected=f"{len(parameters)} tensors, as its settings say",
-                do="check the settings beside it, or copy the checkpoint again",
-            )
-    for name, parameter in parameters.items():
-        if tensors[name].shape != parameter.shape:
-            raise InputError(
-                f"{name} in {path.name} has shape {list(tensors[name].shape)}",
-                expected=f"{list(parameter.shape)}",
-                do="check that the base model and the settings belong to this checkpoint",
-            )
-        parameter.copy_(tensors[name])
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    if not path.is_file():
-        raise InputError(
-            f"{path} does not exist",
-            expected="a safetensors file",
-            do="check the path, or copy the checkpoint again",
-        )
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise InputError(
-            f"{path} cannot be read ({error})",
-            expected="a safetensors file",
-            do="copy the checkpoint again",
-        ) from error
-
-
-def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    work = path.with_name(path.name + ".new")
-    save_file(kept, work, metadata={"format": "pt"})
-    work.replace(path)
-
-
-def _write_json(values: Mapping[str, Any], path: Path) -> None:
-    work = path.with_name(path.name + ".new")
-    work.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    work.replace(path)

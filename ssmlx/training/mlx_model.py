@@ -32,7 +32,7 @@ from ..model.streams import LowRank, StreamWeights
 from ..settings import StreamConfig
 from .batches import Batch
 from .config import TrainConfig
-from .options import check_init, check_scale
+from .options import check_init, check_scale, check_shapes
 
 EMBEDDING_STD = 0.02
 _CARRIERS_AT_ONCE = 64
@@ -261,25 +261,13 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
     check_base(adapter, model.backbone)
     check_init(source, adapter.config, model.config)
     scales = {lora.scale for lora in model.adapter.lora.values()}
-    for path, lora in adapter.lora.items():
+    for lora in adapter.lora.values():
         check_scale(source, lora.scale, max(scales, default=lora.scale))
-        if path not in model.adapter.lora:
-            raise _misfit(source, path, "no LoRA there")
-    weights = dict(model.weights)
-    for name, array in trained_weights(adapter).items():
-        wanted = weights[name].shape if name in weights else None
-        if array.shape != wanted:
-            expected = "none of that name" if wanted is None else f"{list(wanted)}"
-            raise _misfit(source, f"{name} of shape {list(array.shape)}", expected)
-        weights[name] = array
+    found = trained_weights(adapter)
+    check_shapes(source, found, model.weights)
+    weights = {**model.weights, **found}
     mx.eval(weights)
     model.bind(weights)
-
-
-def _misfit(source: Path, found: str, expected: str) -> InputError:
-    return InputError(
-        f"{source} has {found}", expected=expected, do="give this run the settings of that adapter"
-    )
 
 
 def new_adapter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,22 @@ def check_init(source: Path, found: StreamConfig, wanted: StreamConfig) -> None:
                 f"the streams in {source} have {name} {before}",
                 expected=f"{now}, this run's",
                 do=f"give --{name.replace('_', '-')} {before}",
+            )
+
+
+def check_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Check that every array to start from has one of its name and shape in the new run.
+
+    Raises:
+        InputError: it has none there, or one of another shape.
+    """
+    for name, array in found.items():
+        here = list(wanted[name].shape) if name in wanted else None
+        if list(array.shape) != here:
+            raise InputError(
+                f"{source} has {name} of shape {list(array.shape)}",
+                expected="none of that name" if here is None else f"{here}",
+                do="give this run the settings that it was trained with",
             )
 
 

@@ -1,0 +1,259 @@
+"""Checkpoints of the PyTorch model: reading, writing, starting from one, merging its LoRA."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ssmlx.errors import InputError
+from ssmlx.loading.adapter import LORA_FILE, read_lora, read_streams, stream_tensors
+from ssmlx.loading.files import account_for, read_tensors
+from ssmlx.loading.names import CONFIG_FILE
+from ssmlx.model.lora import LoraWeights, layer_of
+from ssmlx.settings import read_json
+from ssmlx.training.options import check_init, check_scale, check_shapes
+
+from ..formats.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
+    STREAMS_CONFIG,
+    STREAMS_WEIGHTS,
+    TASK_LORA,
+    LoraSettings,
+    peft_settings,
+    read_lora_settings,
+    read_peft_tensors,
+    read_stream_config,
+    stream_settings,
+)
+from .model import StreamFusedReference, check_base
+
+_DRAFT_VOCAB = "draft_vocab"
+_STREAMS, _LORA = "stream weights", "PEFT's LoRA weights"
+
+
+def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedReference:
+    """Read a PyTorch stream checkpoint: PEFT's two files and the two stream files.
+
+    Args:
+        base: the base model, as `load_base` gives it.
+        checkpoint_dir: the folder. Without either of PEFT's files the model has no LoRA.
+
+    Raises:
+        InputError: a file or a tensor is missing, left over, not finite, or of the wrong shape.
+    """
+    folder = Path(checkpoint_dir)
+    config = read_stream_config(folder / STREAMS_CONFIG)
+    has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    lora = read_lora_settings(folder / ADAPTER_CONFIG, config) if has_lora else LoraSettings()
+    check_base(base, config)
+    vocab_size: Any = base.config.vocab_size
+    streams = read_streams(folder / STREAMS_WEIGHTS, config, vocab_size)
+    model = StreamFusedReference(
+        base,
+        config,
+        draft_vocab=None if streams.draft_vocab is None else tensor_of(streams.draft_vocab),
+        lora_rank=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_modules=lora.modules,
+        lora_layers=lora.layers,
+        rank_stabilised=lora.rank_stabilised,
+    )
+    if has_lora:
+        path, tensors = read_peft_tensors(folder)
+        _fill(_lora_parameters(model), tensors, path)
+    _fill(_stream_parameters(model), stream_tensors(streams), folder / STREAMS_WEIGHTS)
+    return model.eval()
+
+
+def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
+    """`load_reference` of a checkpoint that changes what the model says.
+
+    Raises:
+        InputError: its LoRA acts on streams alone, or it is broken.
+    """
+    model = load_reference(base, lora)
+    if model.config.adapter_scope != "all":
+        raise InputError(
+            f"--lora {lora} acts on streams alone",
+            expected="scope all: LoRA that changes what the model says",
+            do="drop --lora, as the model is the base model then",
+        )
+    return model
+
+
+def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
+    """Write what `load_reference` reads; PEFT can load the LoRA part."""
+    folder = Path(checkpoint_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    _save(_stream_parameters(model), folder / STREAMS_WEIGHTS)
+    _write_json(stream_settings(model.config), folder / STREAMS_CONFIG)
+    if model.adapters:
+        _save(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
+        modules = model.lora.modules or {path.split(".", 2)[2] for path in model.adapters}
+        settings = peft_settings(model.lora, modules, model.config.base_model)
+        _write_json(settings, folder / ADAPTER_CONFIG)
+
+
+def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
+    """Lay the LoRA of a task beside streams that draft for it, where the converter finds it."""
+    target = Path(checkpoint_dir) / TASK_LORA
+    target.mkdir(parents=True, exist_ok=True)
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS):
+        if (Path(source) / name).is_file():
+            work = target / (name + ".new")
+            shutil.copyfile(Path(source) / name, work)
+            work.replace(target / name)
+
+
+@torch.no_grad()
+def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
+    """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them.
+
+    The checkpoint may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary
+    is left aside.
+
+    Raises:
+        InputError: the checkpoint has a weight that the model has not, or none at all.
+    """
+    folder = Path(checkpoint_dir)
+    config = read_stream_config(folder / STREAMS_CONFIG)
+    check_init(folder, config, model.config)
+    if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
+        lora = read_lora_settings(folder / ADAPTER_CONFIG, config)
+        check_scale(folder, lora.scale, model.lora.scale)
+    files = {ADAPTER_WEIGHTS: _LORA, STREAMS_WEIGHTS: _STREAMS}
+    there = [(folder / name, what) for name, what in files.items() if (folder / name).is_file()]
+    found = {name: a for path, what in there for name, a in read_tensors(path, what).items()}
+    found.pop(_DRAFT_VOCAB, None)
+    if not found:
+        raise InputError(f"{folder} has no weights", expected=" or ".join(files), do="check --init")
+    parameters = {**_lora_parameters(model), **_stream_parameters(model)}
+    check_shapes(folder, found, parameters)
+    for name, array in found.items():
+        parameters[name].copy_(tensor_of(array))
+
+
+def fine_tuned(base: Any, folder: Path) -> Any:
+    """`base` with LoRA added into its weights, whichever trainer wrote that LoRA.
+
+    Args:
+        base: a model as `convert.base.load_base` gives it; changed in place.
+        folder: a checkpoint of `convert.train` of scope "all", or LoRA as mlx-lm's training and
+            `ssmlx.train` write it.
+
+    Raises:
+        InputError: the folder holds no LoRA, one that acts on streams alone, or another model's.
+    """
+    if (folder / LORA_FILE).is_file() and not (folder / ADAPTER_WEIGHTS).is_file():
+        merge_weights(base, read_lora(folder, "--lora"), folder)
+        return base
+    return merge_lora(load_fine_tuned(base, folder))
+
+
+def template_of(folder: Path) -> str | None:
+    """The prompt template that travels with a LoRA; None for the model's own chat template."""
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    template: str | None = read_json(folder / CONFIG_FILE, "stream settings").get("prompt_template")
+    return template
+
+
+@torch.no_grad()
+def merge_lora(model: StreamFusedReference) -> nn.Module:
+    """The base model, its linear modules as they were but with LoRA added to their weights.
+
+    The reference is of no use afterwards. Its scope must be "all".
+    """
+    for path, wrapped in model.adapters.items():
+        low = wrapped.adapter
+        wrapped.linear.weight += wrapped.scale * (low.lora_B.weight @ low.lora_A.weight)
+        _, index, place = path.split(".", 2)
+        parent, _, name = place.rpartition(".")
+        layer = model.decoder.layers[int(index)]
+        setattr(layer.get_submodule(parent), name, wrapped.linear)
+    model.adapters = {}
+    return model.base
+
+
+@torch.no_grad()
+def merge_weights(base: Any, lora: Mapping[str, LoraWeights], source: Path) -> None:
+    """Add LoRA in mlx-lm's layout into the linear modules of a PyTorch model.
+
+    Raises:
+        InputError: the model has no such module, or one of another shape.
+    """
+    layers = getattr(base.model, "decoder", base.model).layers
+    for path, weights in lora.items():
+        a, b = (tensor_of(part) for part in (weights.a, weights.b))
+        found = _weight(layers, path)
+        if found is None or found.shape != (b.shape[1], a.shape[0]):
+            raise InputError(
+                f"{source} has LoRA for {path} of {a.shape[0]} inputs and {b.shape[1]} outputs",
+                expected="linear modules of this base model",
+                do="choose the model that the LoRA was trained on",
+            )
+        found += weights.scale * (a @ b).t()
+
+
+def _weight(layers: Any, path: str) -> torch.Tensor | None:
+    try:
+        layer, module = layer_of(path)
+        return layers[layer].get_submodule(module).weight
+    except (AttributeError, IndexError, ValueError):
+        return None
+
+
+def tensor_of(array: mx.array) -> torch.Tensor:
+    """An MLX array as a tensor: int32 stays, floating types become float32."""
+    whole = array if array.dtype == mx.int32 else array.astype(mx.float32)
+    return torch.from_numpy(np.array(whole))
+
+
+def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
+    """LoRA weights under PEFT's names."""
+    return {
+        f"{PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
+        for path, module in model.adapters.items()
+        for name, weight in module.adapter.named_parameters()
+    }
+
+
+def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
+    """The tensors of `streams.safetensors` under their names there."""
+    own = ("stream_embeddings", "stream_init.", "prune_adapter.")
+    found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
+    return found if model.draft_vocab is None else {**found, _DRAFT_VOCAB: model.draft_vocab}
+
+
+@torch.no_grad()
+def _fill(
+    parameters: Mapping[str, torch.Tensor], arrays: Mapping[str, mx.array], source: Path
+) -> None:
+    """Copy every array into the parameter of its name, and leave none over."""
+    account_for(arrays, {name: tuple(p.shape) for name, p in parameters.items()}, source)
+    for name, parameter in parameters.items():
+        parameter.copy_(tensor_of(arrays[name]))
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    work = path.with_name(path.name + ".new")
+    save_file(kept, work, metadata={"format": "pt"})
+    work.replace(path)
+
+
+def _write_json(values: Mapping[str, Any], path: Path) -> None:
+    work = path.with_name(path.name + ".new")
+    work.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    work.replace(path)
