@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.errors import InputError, require
 from ssmlx.loading.files import folder_digest, make_folder
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import Job, bar, finish, prepare, read_base, run_to_end
@@ -18,6 +19,8 @@ from .installed import check_torch
 from .train import OPTIMISATION, add_machine_options, add_optimisation_options
 
 if TYPE_CHECKING:
+    from ssmlx.drafters.head_drafter import HeadConfig
+
     from .reference.heads import HeadReference
     from .training.heads import HeadObjective
 
@@ -42,6 +45,29 @@ with the same weights. OUT then holds the heads in the form in which their kind 
 log.jsonl and curves.png."""
 
 _MEDUSA, _SPECULATOR = "medusa", "mlp_speculator"
+_DEFAULT_HEADS = {_MEDUSA: 4, _SPECULATOR: 3}
+_LATE = {"batch_size": 64, "learning_rate": 1e-4, "max_length": 256}
+_OPTIMISATION = OPTIMISATION | {
+    name: (OPTIMISATION[name][0], None,
+           f"{OPTIMISATION[name][2]} (default: {OPTIMISATION[name][1]}; {late} in stage 2)")
+    for name, late in _LATE.items()
+}  # fmt: skip
+
+
+def _option(
+    default: Any, kind: str, help_text: str, *, least: int | None = None, of_shape: bool = True
+) -> Any:
+    """A setting that heads of one kind have, and its option.
+
+    Args:
+        default: the setting's value where the option is not given.
+        kind: of heads.
+        help_text: of the option.
+        least: the least value.
+        of_shape: whether heads that training goes on from have it already.
+    """
+    about = {"kind": kind, "help": help_text, "least": least, "of_shape": of_shape}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,40 +80,50 @@ class HeadSettings:
         num_layers: residual blocks of a Medusa head.
         share_lm_head: Medusa heads have no matrices: their blocks alone are trained.
         decay: lambda; head h of Medusa (from 0) has the weight lambda ** h in the loss.
-        inner_dim: width of an MLP speculator's states; 0 for the model's.
-        tie_weights, scale_input: as in `MlpSpeculatorConfig`.
+        inner_dim, tie_weights, scale_input: as in `MlpSpeculatorConfig`.
         widths: branches of the tree at each stage.
         stage: of an MLP speculator's training: 1, on text; 2, on the model's own answers.
     """
 
     kind: str
-    num_heads: int
-    num_layers: int = 1
-    share_lm_head: bool = False
-    decay: float = 0.8
-    inner_dim: int = 0
-    tie_weights: bool = False
-    scale_input: bool = False
-    widths: tuple[int, ...] = ()
-    stage: int = 1
+    num_heads: int = field(metadata={"least": 1})
+    num_layers: int = _option(1, _MEDUSA, "residual blocks (default: 1)", least=0)
+    share_lm_head: bool = _option(
+        False, _MEDUSA, "no matrices: heads are residual blocks before the model's own LM head"
+    )
+    decay: float = _option(
+        0.8, _MEDUSA, "lambda: head h has the weight lambda ** h in the loss (default: 0.8)",
+        of_shape=False,
+    )  # fmt: skip
+    inner_dim: int = _option(
+        0, _SPECULATOR, "width of the states; 0 for the model's (default: 0)", least=0
+    )
+    tie_weights: bool = _option(False, _SPECULATOR, "stages share their weights")
+    scale_input: bool = _option(False, _SPECULATOR, "norm the hidden state first")
+    widths: tuple[int, ...] = _option(
+        (), _SPECULATOR, "branches of the draft tree at each stage (default: 6 3 2, then 1)",
+        of_shape=False,
+    )  # fmt: skip
+    stage: int = _option(
+        1, _SPECULATOR, "1, on text; 2, on the model's own answers, as `convert.continuations` "
+        "writes them (default: 1)", of_shape=False,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, ok, expected in (
-            ("num_heads", self.num_heads >= 1, "1 or more"),
-            ("num_layers", self.num_layers >= 0, "0 or more"),
-            ("num_layers", self.num_layers > 0 or not self.share_lm_head,
-             "1 or more with --share-lm-head, or nothing would be trained"),
-            ("decay", 0 < self.decay <= 1, "above 0, at most 1"),
-            ("inner_dim", self.inner_dim >= 0, "0 or more"),
-            ("widths", not self.widths or (len(self.widths) == self.num_heads
-             and min(self.widths) >= 1), f"{self.num_heads} numbers of 1 or more, one a head"),
-        ):  # fmt: skip
-            if not ok:
-                raise InputError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}",
-                    expected=expected,
-                    do="correct the option",
-                )
+        for own in fields(self):
+            least = own.metadata.get("least")
+            ok = least is None or getattr(self, own.name) >= least
+            self._check(own.name, ok, f"{least} or more")
+        ok = self.num_layers > 0 or not self.share_lm_head
+        expected = "1 or more with --share-lm-head, or nothing would be trained"
+        self._check("num_layers", ok, expected)
+        self._check("decay", 0 < self.decay <= 1, "above 0, at most 1")
+        ok = not self.widths or (len(self.widths) == self.num_heads and min(self.widths) >= 1)
+        self._check("widths", ok, f"{self.num_heads} numbers of 1 or more, one a head")
+
+    def _check(self, name: str, ok: bool, expected: str) -> None:
+        found = f"{_flag(name)} {getattr(self, name)}"
+        require(ok, found, expected=expected, do="correct the option")
 
     @property
     def loss_weights(self) -> tuple[float, ...]:
@@ -96,18 +132,11 @@ class HeadSettings:
         return tuple(rate**head for head in range(self.num_heads))
 
 
-_DEFAULT_HEADS = {_MEDUSA: 4, _SPECULATOR: 3}
-_MEDUSA_ONLY = ("num_layers", "share_lm_head", "decay")
-_SPECULATOR_ONLY = ("inner_dim", "tie_weights", "scale_input", "widths", "stage")
-_SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights", "scale_input",
-          "draft_vocab_size")  # fmt: skip
-_OPTIMISATION = {
-    **OPTIMISATION,
-    "batch_size": (int, None, "examples a step (default: 16; 64 in stage 2)"),
-    "learning_rate": (float, None, "AdamW's peak rate (default: 1e-3; 1e-4 in stage 2)"),
-    "max_length": (int, None, "tokens of an example; longer answers are cut, longer prompts left "
-                   "out (default: 512; 256 in stage 2)"),
-}  # fmt: skip
+_OPTIONS = tuple(own for own in fields(HeadSettings) if "kind" in own.metadata)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -140,29 +169,24 @@ def _add_head_options(parser: argparse.ArgumentParser) -> None:
         "--init", type=Path, metavar="FOLDER",
         help="published heads to go on from, such as those of stage 1",
     )  # fmt: skip
-    own = parser.add_argument_group("Medusa heads")
-    own.add_argument("--num-layers", type=int, metavar="L", help="residual blocks (default: 1)")
-    own.add_argument(
-        "--share-lm-head", action="store_const", const=True,
-        help="no matrices: heads are residual blocks before the model's own LM head",
-    )  # fmt: skip
-    own.add_argument(
-        "--decay", type=float, metavar="X",
-        help="lambda: head h has the weight lambda ** h in the loss (default: 0.8)",
-    )  # fmt: skip
-    own = parser.add_argument_group("MLP speculator")
-    own.add_argument("--stage", type=int, choices=(1, 2), help="1, on text; 2, on the model's own "
-                     "answers, as `convert.continuations` writes them (default: 1)")  # fmt: skip
-    own.add_argument("--inner-dim", type=int, metavar="N", help="width of the states; 0 for the "
-                     "model's (default: 0)")  # fmt: skip
-    own.add_argument("--tie-weights", action="store_const", const=True,
-                     help="stages share their weights")  # fmt: skip
-    own.add_argument("--scale-input", action="store_const", const=True,
-                     help="norm the hidden state first")  # fmt: skip
-    own.add_argument(
-        "--widths", type=int, nargs="+", metavar="N",
-        help="branches of the draft tree at each stage (default: 6 3 2, then 1)",
-    )  # fmt: skip
+    groups = {
+        _MEDUSA: parser.add_argument_group("Medusa heads"),
+        _SPECULATOR: parser.add_argument_group("MLP speculator"),
+    }
+    for own in _OPTIONS:
+        _add_option(groups[own.metadata["kind"]], own)
+
+
+def _add_option(group: argparse._ArgumentGroup, own: Field[Any]) -> None:
+    flag, shown = _flag(own.name), own.metadata["help"]
+    if isinstance(own.default, bool):
+        group.add_argument(flag, action="store_const", const=True, help=shown)
+    elif isinstance(own.default, tuple):
+        group.add_argument(flag, type=int, nargs="+", metavar="N", help=shown)
+    elif own.name == "stage":
+        group.add_argument(flag, type=int, choices=(1, 2), help=shown)
+    else:
+        group.add_argument(flag, type=type(own.default), metavar="N", help=shown)
 
 
 def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
@@ -171,37 +195,35 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
     Raises:
         InputError: an option makes no sense, or would do nothing.
     """
-    _reject(args, _SPECULATOR_ONLY if args.kind == _MEDUSA else _MEDUSA_ONLY, f"--kind {args.kind}")
-    if args.stage == 2 and init is None:
-        raise InputError(
-            "--stage 2 without --init",
-            expected="the heads of stage 1",
-            do="train stage 1 first, and give its folder",
-        )
-    names = ("num_layers", "share_lm_head", "decay", "inner_dim", "tie_weights", "scale_input",
-             "stage")  # fmt: skip
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    widths = tuple(args.widths or ())
+    others = (own.name for own in _OPTIONS if own.metadata["kind"] != args.kind)
+    _reject(args, others, f"--kind {args.kind}")
+    require(
+        args.stage != 2 or init is not None,
+        "--stage 2 without --init",
+        expected="the heads of stage 1",
+        do="train stage 1 first, and give its folder",
+    )
+    given = {own.name: getattr(args, own.name) for own in _OPTIONS}
+    given = {name: value for name, value in given.items() if value is not None}
     if init is None:
         heads = _DEFAULT_HEADS[args.kind] if args.num_heads is None else args.num_heads
-        return HeadSettings(kind=args.kind, num_heads=heads, widths=widths, **given)
-    _reject(args, _SHAPE, "--init, which has its own shape")
-    shape: dict[str, Any] = {
-        "num_heads": init.config.num_levels,
-        "widths": widths or getattr(init.config, "widths", ()),
-    }
-    return HeadSettings(kind=args.kind, **shape, **given)
+        widths = tuple(args.widths or ())
+    else:
+        shape = (own.name for own in _OPTIONS if own.metadata["of_shape"])
+        _reject(args, ("num_heads", *shape, "draft_vocab_size"), "--init, which has its own shape")
+        heads = init.config.num_levels
+        widths = tuple(args.widths or getattr(init.config, "widths", ()))
+    return HeadSettings(**{**given, "kind": args.kind, "num_heads": heads, "widths": widths})
 
 
-def _reject(args: argparse.Namespace, names: tuple[str, ...], where: str) -> None:
+def _reject(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
     for name in names:
-        if getattr(args, name) is not None:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(
-                f"{flag} would do nothing with {where}",
-                expected="no such option",
-                do=f"drop {flag}",
-            )
+        require(
+            getattr(args, name) is None,
+            f"{_flag(name)} would do nothing with {where}",
+            expected="no such option",
+            do=f"drop {_flag(name)}",
+        )
 
 
 def head_train_config(args: argparse.Namespace, settings: HeadSettings, vocab: int) -> TrainConfig:
@@ -210,14 +232,10 @@ def head_train_config(args: argparse.Namespace, settings: HeadSettings, vocab: i
     Raises:
         InputError: one of them makes no sense.
     """
-    late = settings.stage == 2
-    defaults = {
-        "batch_size": 64 if late else 16,
-        "learning_rate": 1e-4 if late else 1e-3,
-        "max_length": 256 if late else 512,
-    }
     values = {name: getattr(args, name) for name in (*_OPTIMISATION, "schedule")}
-    values |= {name: value for name, value in defaults.items() if values[name] is None}
+    for name, late in _LATE.items():
+        if values[name] is None:
+            values[name] = late if settings.stage == 2 else OPTIMISATION[name][1]
     return TrainConfig(
         num_streams=settings.num_heads,
         num_msa_layers=1,
@@ -225,6 +243,33 @@ def head_train_config(args: argparse.Namespace, settings: HeadSettings, vocab: i
         stream_weights=settings.loss_weights,
         draft_vocab_size=vocab,
         **values,
+    )
+
+
+def head_config(
+    settings: HeadSettings, vocab_size: int, width: int, draft_vocab_size: int
+) -> HeadConfig:
+    """The settings of new heads for a model of V tokens and width D."""
+    from ssmlx.drafters.medusa import MedusaConfig
+    from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
+
+    both = {"vocab_size": vocab_size, "draft_vocab_size": draft_vocab_size}
+    if settings.kind == _MEDUSA:
+        return MedusaConfig(
+            num_heads=settings.num_heads,
+            num_layers=settings.num_layers,
+            hidden_size=width,
+            shared_heads=tuple(range(settings.num_heads)) if settings.share_lm_head else (),
+            **both,
+        )
+    return MlpSpeculatorConfig(
+        emb_dim=width,
+        inner_dim=settings.inner_dim,
+        n_predict=settings.num_heads,
+        tie_weights=settings.tie_weights,
+        scale_input=settings.scale_input,
+        top_k_tokens_per_head=settings.widths,
+        **both,
     )
 
 
@@ -239,72 +284,9 @@ def read_init(args: argparse.Namespace, vocab_size: int) -> HeadReference | None
     from .formats.heads import detect_kind, load_published
 
     kind = detect_kind(args.init)
-    if kind != args.kind:
-        raise InputError(
-            f"--init {args.init} is a {kind}", expected=args.kind, do="give heads of one kind"
-        )
+    found = f"--init {args.init} is a {kind}"
+    require(kind == args.kind, found, expected=args.kind, do="give heads of one kind")
     return load_published(args.init, vocab_size)
-
-
-def build_heads(
-    settings: HeadSettings, sizes: tuple[int, int], draft_vocab: Any, seed: int
-) -> HeadReference:
-    """New heads for a model of sizes (V, D)."""
-    import torch
-
-    from ssmlx.drafters.head_drafter import HeadConfig
-    from ssmlx.drafters.medusa import MedusaConfig
-    from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
-
-    from .reference.heads import new_reference
-
-    torch.manual_seed(seed)
-    vocab_size, width = sizes
-    vocab = None if draft_vocab is None else torch.from_numpy(draft_vocab)
-    both = {"vocab_size": vocab_size, "draft_vocab_size": 0 if vocab is None else len(vocab)}
-    config: HeadConfig
-    if settings.kind == _MEDUSA:
-        shared = tuple(range(settings.num_heads)) if settings.share_lm_head else ()
-        config = MedusaConfig(
-            num_heads=settings.num_heads,
-            num_layers=settings.num_layers,
-            hidden_size=width,
-            shared_heads=shared,
-            **both,
-        )
-    else:
-        config = MlpSpeculatorConfig(
-            emb_dim=width,
-            inner_dim=settings.inner_dim,
-            n_predict=settings.num_heads,
-            tie_weights=settings.tie_weights,
-            scale_input=settings.scale_input,
-            top_k_tokens_per_head=settings.widths,
-            **both,
-        )
-    return new_reference(config, vocab)
-
-
-def load_frozen(path: Path, lora: Path | None) -> Any:
-    """The model that heads are trained for: a base model, or one with the LoRA of a checkpoint.
-
-    Raises:
-        InputError: the LoRA is broken, or acts on streams alone.
-    """
-    from ssmlx.settings import StreamConfig
-
-    from .base import load_base
-    from .reference.checkpoint import load_fine_tuned
-    from .reference.model import StreamFusedReference
-
-    base = load_base(path, attn_implementation="sdpa")
-    if lora is None:
-        sizes = {
-            "num_layers": base.config.num_hidden_layers,
-            "hidden_size": base.config.hidden_size,
-        }
-        return StreamFusedReference(base, StreamConfig(num_streams=0, num_msa_layers=1, **sizes))
-    return load_fine_tuned(base, lora)
 
 
 def check_continuations(path: Path) -> None:
@@ -324,92 +306,70 @@ def check_continuations(path: Path) -> None:
             )
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """A run, ready to go.
-
-    Attributes:
-        job: data and settings that all trainers share.
-        settings: the heads' own.
-        model: the heads to train, as they start.
-        frozen: the model that they draft for.
-        lm_head: [V, D] of that model, in float32.
-    """
-
-    job: Job
-    settings: HeadSettings
-    model: Any
-    frozen: Any
-    lm_head: Any
-
-
-def _states_of(args: argparse.Namespace, job: Job, objective: HeadObjective, lora: str) -> Any:
-    """What gives the hidden states of a batch: the store on disk, or the model itself."""
-    from .training.lower_store import LowerStore, fits
-
-    width = objective.hidden_size
-    if not fits(job.examples, width, objective.dtype, args.cache_gb):
-        return objective.lower
-    identity = job.lower_identity("final norm", args.dtype, lora)
-    path = job.options.out / STORE_FILE
-    store = LowerStore(path, job.examples, width, objective.dtype, identity)
-    store.fill(objective.lower, lambda batches: bar(batches, "frozen model"))
-    return store.get
-
-
-def _plan(args: argparse.Namespace) -> _Plan:
-    """Read the data, the model and the heads to start from.
+def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
+    """The data, the base model's folder, what is trained, and the heads to go on from.
 
     Raises:
         InputError: they are broken, or do not fit each other.
     """
     from ssmlx.loading.names import resolve_model
 
-    from .formats.heads import check_base_sizes
-
     options = run_options(args)
     init = read_init(args, read_base(resolve_model(options.model))["vocab_size"])
     settings = head_settings(args, init)
-    vocab = None if init is None else init.draft_vocab
+    vocab = None if init is None or init.draft_vocab is None else init.draft_vocab.numpy()
     vocab_size = (args.draft_vocab_size or 0) if vocab is None else len(vocab)
     if settings.stage == 2:
         check_continuations(options.data / "train.jsonl")
     job, path = prepare(options, head_train_config(args, settings, vocab_size))
-    if init is not None:
-        job = replace(job, draft_vocab=None if vocab is None else vocab.numpy())
-    frozen = load_frozen(path, args.lora)
-    lm_head = frozen.base.lm_head.weight.detach().clone()
-    model = init or build_heads(settings, lm_head.shape, job.draft_vocab, job.train.seed)
-    check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)
-    if init is None and settings.kind == _MEDUSA:
-        model.start_from(lm_head)
-    return _Plan(job, settings, model, frozen, lm_head)
+    return job if init is None else replace(job, draft_vocab=vocab), path, settings, init
+
+
+def _states_of(args: argparse.Namespace, job: Job, objective: HeadObjective, lora: str) -> Any:
+    """What gives the hidden states of a batch: the store on disk, or the model itself."""
+    from .training.lower_store import LowerStore, fits
+
+    width, dtype = job.config.hidden_size, objective.dtype
+    if not fits(job.examples, width, dtype, args.cache_gb):
+        return objective.lower
+    identity = job.lower_identity("final norm", args.dtype, lora)
+    store = LowerStore(job.options.out / STORE_FILE, job.examples, width, dtype, identity)
+    store.fill(objective.lower, lambda batches: bar(batches, "frozen model"))
+    return store.get
 
 
 def _main(args: argparse.Namespace) -> None:
     check_torch()
     import torch
 
-    from .formats.heads import save_published
-    from .training.heads import HeadObjective
+    from .formats.heads import check_base_sizes, save_published
+    from .training.heads import HeadObjective, build_heads, load_frozen
     from .training.run import ReplayValidation, Run, choose_device
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
-    plan = _plan(args)
-    job, out = plan.job, plan.job.options.out
+    job, path, settings, init = _read(args)
+    out, train, lora = job.options.out, job.train, folder_digest(args.lora)
+    frozen = load_frozen(path, args.lora)
+    lm_head = frozen.base.lm_head.weight.detach().clone()
+    if init is None:
+        vocab_size, width = lm_head.shape
+        config = head_config(settings, vocab_size, width, train.draft_vocab_size)
+        model = build_heads(config, job.draft_vocab, train.seed, lm_head)
+    else:
+        model = init
+        check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)
     make_folder(out)
-    widths = plan.settings.widths or getattr(plan.model.config, "widths", ())
-    objective = HeadObjective(plan.model, plan.frozen, job.train, widths, device, dtype)
-    lora = folder_digest(args.lora)
-    identity = job.identity(args.dtype, asdict(plan.settings), lora, folder_digest(args.init))
-    state = Run(objective, job.num_steps)  # type: ignore[arg-type]
+    widths = settings.widths or getattr(model.config, "widths", ())
+    objective = HeadObjective(model, frozen, train, widths, device, dtype)
+    identity = job.identity(args.dtype, asdict(settings), lora, folder_digest(args.init))
+    state = Run(objective, job.num_steps)
     record = run_to_end(
         job, state,
         prog=PROG, dtype=args.dtype, identity=identity, state_file=STATE_FILE,
         lower=lambda: _states_of(args, job, objective, lora),
         validation=lambda: ReplayValidation(objective, job.valid, job.options.tree_size),
     )  # fmt: skip
-    save_published(plan.model, out, job.options.model, plan.lm_head)
+    save_published(model, out, job.options.model, lm_head)
     finish(job, state, record)
 
 

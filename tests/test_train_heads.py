@@ -20,19 +20,18 @@ from convert.base import load_base
 from convert.formats.heads import DRAFT_VOCAB_FILE, load_published
 from convert.reference.checkpoint import load_reference
 from convert.reference.heads import MlpSpeculatorReference
-from convert.reference.losses import mean_scales
+from convert.reference.losses import linear_cross_entropy, mean_scales
 from convert.train import main as train_streams
 from convert.train_heads import (
     PROG,
     STATE_FILE,
     STORE_FILE,
     HeadSettings,
-    build_heads,
     check_continuations,
-    load_frozen,
+    head_config,
     main,
 )
-from convert.training.heads import HeadObjective, accepted_depth, trained_cross_entropy
+from convert.training.heads import HeadObjective, accepted_depth, build_heads, load_frozen
 from convert.training.run import Run
 from ssmlx.drafters.heads import load_heads
 from ssmlx.errors import InputError
@@ -78,13 +77,13 @@ def make_objective(base, kind, vocab=None, alphas=(1.0, 0.5, 0.25), dtype=torch.
     """Heads of which every number does something, on the tiny base."""
     settings = HeadSettings(kind=kind, num_heads=3, **shape)
     train = TrainConfig(num_streams=3, prune_rank=0, stream_weights=alphas, learning_rate=0.01)
-    model = build_heads(settings, (VOCAB, WIDTH), vocab, 0)
+    frozen = load_frozen(base, None)
+    config = head_config(settings, VOCAB, WIDTH, 0 if vocab is None else len(vocab))
+    model = build_heads(config, vocab, 0, frozen.base.lm_head.weight)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
-    return HeadObjective(
-        model, load_frozen(base, None), train, (4, 3, 2), torch.device("cpu"), dtype
-    )
+    return HeadObjective(model, frozen, train, (4, 3, 2), torch.device("cpu"), dtype)
 
 
 def random_examples(count, seed=0):
@@ -97,11 +96,11 @@ def random_examples(count, seed=0):
 
 
 def test_the_loss_reaches_hidden_states_and_weight(monkeypatch):
-    monkeypatch.setattr("convert.training.heads._CHUNK_LOGITS", 7 * 11)  # several chunks
+    monkeypatch.setattr("convert.reference.losses._CHUNK_LOGITS", 7 * 11)  # several chunks
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
     targets = torch.randint(0, 11, (23,))
-    total, losses = trained_cross_entropy(hidden, weight, targets, mean_scales(targets, 0.3))
+    total, losses = linear_cross_entropy(hidden, weight, None, targets, mean_scales(targets, 0.3))
     (2 * total).backward()
     twins = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
     expected = 0.3 * F.cross_entropy(F.linear(*twins), targets)
@@ -324,10 +323,9 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
     frozen = load_frozen(base, lora)
     settings = HeadSettings(kind="medusa", num_heads=3)
     train = TrainConfig(num_streams=3, prune_rank=0)
-    objective = HeadObjective(
-        build_heads(settings, (VOCAB, WIDTH), None, 0), frozen, train, (), torch.device("cpu"),
-        torch.float32,
-    )  # fmt: skip
+    config = head_config(settings, VOCAB, WIDTH, 0)
+    model = build_heads(config, None, 0, frozen.base.lm_head.weight)
+    objective = HeadObjective(model, frozen, train, (), torch.device("cpu"), torch.float32)
     batch = collate(random_examples(1), np.arange(1))
     tokens = torch.from_numpy(batch.tokens).long()
     with torch.no_grad():

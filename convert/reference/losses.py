@@ -1,7 +1,7 @@
 """Eq. 5: cross-entropies of the main stream, of every speculative stream, and of early exit.
 
-The LM head is frozen, and its logits are by far the largest arrays of a step. So loss and
-gradient are computed a few rows at a time, in one go, and no logits are kept.
+The logits are by far the largest arrays of a step. So loss and gradient are computed a few rows
+at a time, in one go, and no logits are kept.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     scales: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scaled sum of cross-entropies under a frozen linear head, and each row's own.
+    """The scaled sum of cross-entropies under a linear head, and each row's own.
 
     Args:
-        hidden: [R, D], what the gradient reaches.
-        weight: [V, D] the head; bias: [V] or None.
+        hidden: [R, D], which the gradient reaches.
+        weight: [V, D] the head, which it reaches unless that is frozen; bias: [V] or None,
+            which it does not.
         targets: [R] token ids; a row with `IGNORED` counts nothing.
         scales: [R] the weight of each row in the sum.
 
@@ -51,7 +52,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scales: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        gradient = torch.empty_like(hidden)
+        of_hidden = torch.empty_like(hidden)
+        is_trained = ctx.needs_input_grad[1]
+        of_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if is_trained else None
         scales = scales * (targets != IGNORED)
         for rows in _chunks(len(hidden), len(weight)):
             logits = F.linear(hidden[rows], weight, bias).float()
@@ -61,16 +64,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # d loss / d logits: the probabilities, less one at the target
             slopes = logits.sub_(normaliser).exp_()
             slopes.scatter_add_(1, chosen, torch.full_like(normaliser, -1.0))
-            gradient[rows] = (slopes * scales[rows, None]).to(weight.dtype) @ weight
+            slopes = slopes.mul_(scales[rows, None]).to(weight.dtype)
+            of_hidden[rows] = slopes @ weight
+            if of_weight is not None:
+                of_weight += slopes.T @ hidden[rows]
         losses.masked_fill_(targets == IGNORED, 0.0)
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
         ctx.mark_non_differentiable(losses)
         return (losses * scales).sum(), losses
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0].to(gradient.dtype), None, None, None, None
+        found = (
+            one if one is None else one * upstream[0].to(one.dtype) for one in ctx.saved_tensors
+        )
+        return *found, None, None, None
 
 
 def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:

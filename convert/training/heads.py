@@ -7,103 +7,74 @@ does: so the batches, the schedule and the saved state are those of the stream t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
-from ssmlx.settings import TreeConfig
+from ssmlx.settings import StreamConfig, TreeConfig
 from ssmlx.training.batches import Batch
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.draft_vocab import draft_indices
 from ssmlx.training.validation import answers
 from ssmlx.tuning.replay import Guesses, Replay, num_candidates, replay
 
-from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference
+from ..base import load_base
+from ..reference.checkpoint import load_fine_tuned
+from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
 from ..reference.losses import IGNORED, linear_cross_entropy, mean_scales
 from ..reference.model import StreamFusedReference
-from .run import Layout, precision
-
-_CHUNK_LOGITS = 1 << 24
+from .run import Layout, Objective, freeze_base, precision
 
 
-def trained_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scales: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`losses.linear_cross_entropy` whose gradient reaches the head's weight too.
+def build_heads(
+    config: HeadConfig, draft_vocab: np.ndarray | None, seed: int, lm_head: torch.Tensor
+) -> HeadReference:
+    """New heads: a speculator's drawn from the run's seed, Medusa's saying what `lm_head` does."""
+    torch.manual_seed(seed)
+    model = new_reference(config, None if draft_vocab is None else torch.from_numpy(draft_vocab))
+    if isinstance(model, MedusaReference):
+        model.start_from(lm_head)
+    return model
 
-    Args:
-        hidden: [R, D]
-        weight: [V, D]
-        targets: [R] token ids; every row has one.
-        scales: [R] the weight of each row in the sum.
+
+def load_frozen(path: Path, lora: Path | None) -> StreamFusedReference:
+    """The model that heads are trained for: a base model, or one with the LoRA of a checkpoint.
+
+    Raises:
+        InputError: the LoRA is broken, or acts on streams alone.
     """
-    total, losses = _TrainedCrossEntropy.apply(hidden, weight, targets, scales)
-    return total, losses
+    base = load_base(path, attn_implementation="sdpa")
+    if lora is not None:
+        return load_fine_tuned(base, lora)
+    config = StreamConfig(
+        num_streams=0,
+        num_msa_layers=1,
+        num_layers=base.config.num_hidden_layers,
+        hidden_size=base.config.hidden_size,
+    )
+    return StreamFusedReference(base, config)
 
 
-class _TrainedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        scales: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        size = max(1, _CHUNK_LOGITS // len(weight))
-        for first in range(0, len(hidden), size):
-            rows = slice(first, first + size)
-            logits = nn.functional.linear(hidden[rows], weight).float()
-            chosen = targets[rows, None]
-            normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-            losses[rows] = (normaliser - logits.gather(1, chosen))[:, 0]
-            # d loss / d logits: the probabilities, less one at the target
-            slopes = logits.sub_(normaliser).exp_()
-            slopes.scatter_add_(1, chosen, torch.full_like(normaliser, -1.0))
-            slopes = slopes.mul_(scales[rows, None]).to(weight.dtype)
-            of_hidden[rows] = slopes @ weight
-            of_weight += slopes.T @ hidden[rows]
-        ctx.save_for_backward(of_hidden, of_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(losses)
-        return (losses * scales).sum(), losses
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_hidden, of_weight = ctx.saved_tensors
-        factor = upstream[0]
-        return (
-            of_hidden * factor.to(of_hidden.dtype),
-            of_weight * factor.to(of_weight.dtype),
-            None,
-            None,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _Head:
+class _Head(NamedTuple):
     """One head's rows of a batch.
 
     Attributes:
         states: [B, K, W] what its matrix is given.
-        weight: [Vd, W] the matrix.
+        weight: [Vd, W] the matrix, which learns if it is the head's own.
         bias: [Vd] or None.
-        is_trained: whether the matrix learns.
     """
 
     states: torch.Tensor
     weight: torch.Tensor
-    bias: torch.Tensor | None
-    is_trained: bool
+    bias: torch.Tensor | None = None
 
 
-class HeadObjective:
+class HeadObjective(Objective):
     """Weighted cross-entropies of every head, over the frozen model's hidden states.
 
     Args:
@@ -112,7 +83,6 @@ class HeadObjective:
         train: the weights of the losses, `stream_weights` standing for the heads'.
         widths: of the tree that a replay drafts with an MLP speculator.
         device, dtype: what it runs on and in.
-
     """
 
     def __init__(
@@ -124,27 +94,12 @@ class HeadObjective:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.model, self.train, self._widths = model.to(device), train, tuple(widths)
-        self.device, self.dtype = device, dtype
-        self._frozen = frozen.to(device).requires_grad_(False)
-        for parameter in frozen.parameters():
-            parameter.data = parameter.data.to(dtype)
-        vocab = model.draft_vocab
-        self.draft_vocab = None if vocab is None else vocab.cpu().numpy()
-        head = frozen.base.lm_head
-        rows = slice(None) if vocab is None else vocab.long()
-        bias = getattr(head, "bias", None)
-        self._lm_head = head.weight[rows], None if bias is None else bias[rows]
-
-    @property
-    def hidden_size(self) -> int:
-        """D."""
-        return self._lm_head[0].shape[1]
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the heads may guess."""
-        return len(self._lm_head[0])
+        frozen.to(device).requires_grad_(False)
+        freeze_base(frozen, dtype)
+        vocab = None if model.draft_vocab is None else model.draft_vocab.cpu().numpy()
+        super().__init__(frozen, train, vocab, device, dtype)
+        self._frozen, self._widths = frozen, tuple(widths)
+        self.model: Any = model.to(device)
 
     @torch.no_grad()
     def lower(self, batch: Batch) -> torch.Tensor:
@@ -167,48 +122,39 @@ class HeadObjective:
         """
         total = torch.zeros((), device=self.device)
         parts: dict[str, float] = {}
-        for index, (head, alpha) in enumerate(
-            zip(self._heads(batch, lower), self.train.alphas, strict=True)
-        ):
-            targets = self._tensor(draft_indices(batch.targets(index + 1), self.draft_vocab))
+        heads = zip(self._heads(batch, lower), self.train.alphas, strict=True)
+        for number, (head, alpha) in enumerate(heads, 1):
+            targets = self._tensor(draft_indices(batch.targets(number), self.draft_vocab))
             there = targets != IGNORED
             rows, wanted = head.states[there].to(self.dtype), targets[there]
+            weight = head.weight.to(self.dtype)
             scales = mean_scales(wanted, alpha)
-            if head.is_trained:
-                weight = head.weight.to(self.dtype)
-                term, losses = trained_cross_entropy(rows, weight, wanted, scales)
-            else:
-                term, losses = linear_cross_entropy(rows, head.weight, head.bias, wanted, scales)
+            term, losses = linear_cross_entropy(rows, weight, head.bias, wanted, scales)
             total = total + term
-            parts[f"head_{index + 1}_loss"] = float(losses.mean()) if len(wanted) else 0.0
+            parts[f"head_{number}_loss"] = float(losses.mean()) if len(wanted) else 0.0
         return total, parts
 
     def _heads(self, batch: Batch, lower: torch.Tensor) -> Iterator[_Head]:
         """Every head's rows of a batch, K carriers wide."""
-        hidden = lower[:, torch.from_numpy(batch.carriers)].to(self.device).float()
-        if isinstance(self.model, MedusaReference):
+        hidden, model = self._carried(batch, lower), self.model
+        if isinstance(model, MedusaReference):
             with precision(self.device, self.dtype):
-                states = self.model.states(hidden)
+                states = model.states(hidden)
             for index, state in enumerate(states):
-                own = self.model.matrix(index)
-                weight, bias = self._lm_head if own is None else (own, None)
-                yield _Head(state, weight, bias, own is not None)
+                own = model.matrix(index)
+                yield _Head(state, *self._draft_head) if own is None else _Head(state, own)
             return
-        state = self.model.first_state(hidden)
-        for stage in range(self.model.config.n_predict):
+        state = model.first_state(hidden)
+        for stage in range(model.config.n_predict):
             # Where the text has ended there is no target either.
             tokens = self._tensor(batch.targets(stage)).clamp(min=0)
             with precision(self.device, self.dtype):
-                state = self.model.next_state(stage, state, tokens)
-            yield _Head(state, self.model.head[stage].weight, None, True)
+                state = model.next_state(stage, state, tokens)
+            yield _Head(state, model.head[stage].weight)
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).long().to(self.device)
-
-    @torch.no_grad()
-    def parts(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
-        """Each head's mean loss, without learning."""
-        return self.loss(batch, lower)[1]
+    def _carried(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
+        """[B, K, D] the states that heads guess from."""
+        return lower[:, torch.from_numpy(batch.carriers)].to(self.device).float()
 
     @torch.no_grad()
     def guesses(self, batch: Batch, lower: torch.Tensor, count: int) -> list[Guesses]:
@@ -229,17 +175,16 @@ class HeadObjective:
 
     def replay(self, batch: Batch, lower: torch.Tensor, tree_size: int) -> Replay:
         """The target calls that decoding the answers would take, with trees of that size."""
-        if isinstance(self.model, MedusaReference):
-            tree = TreeConfig(kind="best", size=tree_size, width=self.draft_vocab_size)
-            count = num_candidates(tree, self.train.num_streams)
-            return replay(self.guesses(batch, lower, count), tree)
-        return self._replay_stages(batch, lower, tree_size)
+        if isinstance(self.model, MlpSpeculatorReference):
+            return self._replay_stages(batch, lower, tree_size)
+        tree = TreeConfig(kind="best", size=tree_size, width=self.draft_vocab_size)
+        count = num_candidates(tree, self.train.num_streams)
+        return replay(self.guesses(batch, lower, count), tree)
 
     @torch.no_grad()
     def _replay_stages(self, batch: Batch, lower: torch.Tensor, keep: int) -> Replay:
         """As `replay`, of all answers side by side: a stage's guesses depend on the path."""
-        assert isinstance(self.model, MlpSpeculatorReference)
-        hidden = lower[:, torch.from_numpy(batch.carriers)].to(self.device).float()
+        hidden = self._carried(batch, lower)
         texts = [answer.tolist() for answer in answers(batch)]
         places, calls = [0] * len(texts), len(texts)
         widths = tuple(min(width, self.draft_vocab_size) for width in self._widths)
