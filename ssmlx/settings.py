@@ -1,15 +1,16 @@
-"""Frozen settings, validated once, when they are made."""
+"""Frozen settings, validated once, when they are made: values, and nothing that is loaded."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from .errors import InputError, check_choice, require
+from .errors import InputError, require
 
 Decoding = Literal["streaming", "plain"]
 StreamInit = Literal["identity", "low_rank", "residual"]
@@ -24,16 +25,16 @@ DrafterKind = Literal[
 AcceptanceKind = Literal["exact", "typical"]
 Attention = Literal["auto", "mlx", "fused"]
 
-STREAM_INITS = ("identity", "low_rank", "residual")
-STREAM_DESIGNS = ("embeddings", "value_rotation")
-ADAPTER_SCOPES = ("all", "streams")
-STREAM_SCHEDULES = ("fused", "second-pass")
-DECODINGS = ("streaming", "plain")
+DECODINGS = get_args(Decoding)
+STREAM_INITS = get_args(StreamInit)
+STREAM_DESIGNS = get_args(StreamDesign)
+ADAPTER_SCOPES = get_args(AdapterScope)
+STREAM_SCHEDULES = get_args(StreamSchedule)
+DRAFTERS = get_args(DrafterKind)
 TEXT_DRAFTERS = ("prompt-lookup", "lookahead", "draft-model")  # those that read the text
 HEAD_DRAFTERS = ("medusa", "mlp-speculator")
-DRAFTERS = ("streams", *TEXT_DRAFTERS, *HEAD_DRAFTERS)
-ACCEPTANCES = ("exact", "typical")
-ATTENTIONS = ("auto", "mlx", "fused")
+ACCEPTANCES = get_args(AcceptanceKind)
+ATTENTIONS = get_args(Attention)
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
 DRAFT_HEADS = ("auto", "stored", "8bit")
@@ -46,19 +47,91 @@ PREFILL_STEP_SIZE = 2048
 MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB = -20.0, -1e-3
 
 
-def _require_count(flag: str, value: object, least: int, most: int | None = None) -> None:
-    """A whole number from `least` to `most`."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    require(
-        whole and value >= least and (most is None or value <= most),  # type: ignore[operator]
-        f"{flag} {value}",
-        expected=f"{least} or more" if most is None else f"{least} to {most}",
-        do="choose a whole number in that range",
-    )
+@dataclass(frozen=True)
+class Allowed:
+    """What a setting may be.
+
+    Attributes:
+        least, above, below, most: bounds of a number.
+        choices: of a text.
+        option: what a message calls it, such as "--tree-size", or with the value's place in it,
+            such as "--prune threshold={}"; None for "--" and the field's name.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    most: float | None = None
+    choices: tuple[Any, ...] = ()
+    option: str | None = None
+
+    def holds(self, value: object, *, whole: bool) -> bool:
+        """Whether `value` is allowed."""
+        if self.choices:
+            return value in self.choices
+        number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
+        return (
+            number
+            and math.isfinite(value)  # type: ignore[arg-type]
+            and (self.least is None or value >= self.least)  # type: ignore[operator]
+            and (self.above is None or value > self.above)  # type: ignore[operator]
+            and (self.below is None or value < self.below)  # type: ignore[operator]
+            and (self.most is None or value <= self.most)  # type: ignore[operator]
+        )
+
+    def text(self) -> str:
+        """What it may be, in words."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.least is not None and self.most is not None:
+            return f"{self.least} to {self.most}"
+        bounds = {
+            "more than {}": self.above,
+            "{} or more": self.least,
+            "less than {}": self.below,
+            "at most {}": self.most,
+        }
+        said = [text.format(bound) for text, bound in bounds.items() if bound is not None]
+        return " and ".join(said) or "a number"
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def setting(default: Any = MISSING, **allowed: Any) -> Any:
+    """A field of a settings class, with the attributes of `Allowed` that its values keep to."""
+    return field(default=default, metadata={"allowed": Allowed(**allowed)})
+
+
+def check_settings(config: Any, *, found: str = "{option}", do: str | None = None) -> None:
+    """Check every field of a settings class that `setting` made.
+
+    Its annotation says the rest: "int" is a whole number, a sequence is checked item by item,
+    and None is allowed where it says so.
+
+    Args:
+        config: the settings.
+        found: how a bad value is told, of its `option` with the value, its `name` and its `value`.
+        do: what to do about it; the range says it unless told.
+
+    Raises:
+        InputError: a value is not allowed.
+    """
+    for one in fields(config):
+        allowed: Allowed | None = one.metadata.get("allowed")
+        values, kind = getattr(config, one.name), str(one.type)
+        if allowed is None or (values is None and "None" in kind):
+            continue
+        whole = "int" in kind
+        option = allowed.option or "--" + one.name.replace("_", "-")
+        option = option if "{}" in option else option + " {}"
+        for value in values if isinstance(values, list | tuple) else [values]:
+            told = {"option": option.format(value), "name": one.name, "value": value}
+            number = "a whole number" if whole else "a number"
+            default = "choose one of them" if allowed.choices else f"choose {number} in that range"
+            require(
+                allowed.holds(value, whole=whole),
+                found.format(**told),
+                expected=allowed.text(),
+                do=do or default,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,41 +161,28 @@ class StreamConfig:
         draft_vocab_size: Vd, tokens that streams draft from; 0 for the whole vocabulary.
     """
 
-    num_streams: int
-    num_msa_layers: int
-    num_layers: int
-    hidden_size: int
-    stream_init: StreamInit = "identity"
-    stream_init_rank: int = 0
-    prune_rank: int = 0
-    adapter_scope: AdapterScope = "all"
+    num_streams: int = setting(least=0)
+    num_msa_layers: int = setting(least=1)
+    num_layers: int = setting(least=1)
+    hidden_size: int = setting(least=1)
+    stream_init: StreamInit = setting("identity", choices=STREAM_INITS)
+    stream_init_rank: int = setting(0, least=0)
+    prune_rank: int = setting(0, least=0)
+    adapter_scope: AdapterScope = setting("all", choices=ADAPTER_SCOPES)
     prompt_template: str | None = None
     end_token_ids: tuple[int, ...] = ()
     base_model: str = ""
-    stream_design: StreamDesign = "embeddings"
-    rotation_step: float = 0.0
-    draft_vocab_size: int = 0
+    stream_design: StreamDesign = setting("embeddings", choices=STREAM_DESIGNS)
+    rotation_step: float = setting(0.0, least=0, most=math.pi / 2)
+    draft_vocab_size: int = setting(0, least=0)
 
     def __post_init__(self) -> None:
         do = "check the checkpoint's streams_config.json"
-        for name in ("num_streams", "num_msa_layers", "num_layers", "hidden_size"):
-            value, least = getattr(self, name), 0 if name == "num_streams" else 1
-            require(
-                isinstance(value, int) and not isinstance(value, bool) and value >= least,
-                f"{name} is {value!r}",
-                expected=f"a whole number of {least} or more",
-                do=do,
-            )
+        check_settings(self, found="{name} is {value!r}", do=do)
         require(
             self.num_msa_layers <= self.num_layers,
             f"num_msa_layers is {self.num_msa_layers} of {self.num_layers} layers",
             expected="at most the number of layers",
-            do=do,
-        )
-        require(
-            self.stream_init in STREAM_INITS,
-            f"stream_init is {self.stream_init!r}",
-            expected="one of " + ", ".join(STREAM_INITS),
             do=do,
         )
         require(
@@ -131,20 +191,6 @@ class StreamConfig:
             expected="rank 0 for identity and a positive rank otherwise",
             do=do,
         )
-        require(
-            self.adapter_scope in ADAPTER_SCOPES,
-            f"adapter_scope is {self.adapter_scope!r}",
-            expected="one of " + ", ".join(ADAPTER_SCOPES),
-            do=do,
-        )
-        for name in ("stream_init_rank", "prune_rank", "draft_vocab_size"):
-            value = getattr(self, name)
-            require(
-                isinstance(value, int) and not isinstance(value, bool) and value >= 0,
-                f"{name} is {value!r}",
-                expected="0 or a positive whole number",
-                do=do,
-            )
         template = self.prompt_template
         require(
             template is None or (isinstance(template, str) and "{prompt}" in template),
@@ -152,18 +198,10 @@ class StreamConfig:
             expected="a text with {prompt} where the prompt goes",
             do=do,
         )
-        require(
-            self.stream_design in STREAM_DESIGNS,
-            f"stream_design is {self.stream_design!r}",
-            expected="one of " + ", ".join(STREAM_DESIGNS),
-            do=do,
-        )
-        step = self.rotation_step
-        is_number = isinstance(step, int | float) and not isinstance(step, bool)
         rotates = self.stream_design == "value_rotation"
         require(
-            is_number and (0 < step <= math.pi / 2 if rotates else step == 0),
-            f"stream_design {self.stream_design!r} has rotation_step {step!r}",
+            rotates == (self.rotation_step > 0),
+            f"stream_design {self.stream_design!r} has rotation_step {self.rotation_step!r}",
             expected="more than 0 and at most pi / 2" if rotates else "0",
             do=do,
         )
@@ -238,29 +276,12 @@ class TreeConfig:
         size: nodes of the best tree, the root included; ignored for "full".
     """
 
-    kind: TreeKind = "best"
-    width: int | None = None
-    size: int = 16
+    kind: TreeKind = setting("best", choices=get_args(TreeKind), option="--tree")
+    width: int | None = setting(None, least=1, option="--tree-width")
+    size: int = setting(16, least=1, most=MAX_TREE_NODES, option="--tree-size")
 
     def __post_init__(self) -> None:
-        require(
-            self.kind in ("full", "best"),
-            f"--tree {self.kind}",
-            expected="full or best",
-            do="choose one of them",
-        )
-        require(
-            self.width is None or self.width >= 1,
-            f"--tree-width {self.width}",
-            expected="1 or more children a level",
-            do="give a larger width",
-        )
-        require(
-            1 <= self.size <= MAX_TREE_NODES,
-            f"--tree-size {self.size}",
-            expected=f"1 to {MAX_TREE_NODES} nodes",
-            do="choose a size in that range",
-        )
+        check_settings(self)
 
     def no_wider_than(self, num_tokens: int) -> TreeConfig:
         """The same tree, a level's children no more than there are tokens to draft."""
@@ -302,29 +323,12 @@ class PruneConfig:
         threshold: least early-exit probability of a child given its parent.
     """
 
-    kind: PruneKind = "off"
-    keep: int = 8
-    threshold: float = 0.05
+    kind: PruneKind = setting("off", choices=get_args(PruneKind), option="--prune")
+    keep: int = setting(8, least=1, option="--prune-to")
+    threshold: float = setting(0.05, least=0, most=1, option="--prune-threshold")
 
     def __post_init__(self) -> None:
-        require(
-            self.kind in ("off", "budget", "threshold"),
-            f"--prune {self.kind}",
-            expected="off, budget or threshold",
-            do="choose one of them",
-        )
-        require(
-            self.keep >= 1,
-            f"--prune-to {self.keep}",
-            expected="1 node or more (the root always stays)",
-            do="give a larger budget",
-        )
-        require(
-            0.0 <= self.threshold <= 1.0,
-            f"--prune-threshold {self.threshold}",
-            expected="a probability from 0 to 1",
-            do="choose a value in that range",
-        )
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,14 +341,12 @@ class PromptLookupConfig:
         size: nodes of the tree that the places make together, the root included.
     """
 
-    ngram: int = 3
-    num_draft_tokens: int = 8
-    size: int = 16
+    ngram: int = setting(3, least=1, most=32, option="--lookup-ngram")
+    num_draft_tokens: int = setting(8, least=1, most=MAX_DRAFT_TOKENS)
+    size: int = setting(16, least=2, most=MAX_TREE_NODES, option="--lookup-size")
 
     def __post_init__(self) -> None:
-        _require_count("--lookup-ngram", self.ngram, 1, 32)
-        _require_count("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
-        _require_count("--lookup-size", self.size, 2, MAX_TREE_NODES)
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,15 +360,13 @@ class LookaheadConfig:
         pool_from_prompt: whether the prompt's own n-grams are in the pool from the start.
     """
 
-    window: int = 5
-    ngram: int = 4
-    guesses: int = 5
+    window: int = setting(5, least=1, most=128, option="--lookahead-window")
+    ngram: int = setting(4, least=2, most=16, option="--lookahead-ngram")
+    guesses: int = setting(5, least=1, most=128, option="--lookahead-guesses")
     pool_from_prompt: bool = True
 
     def __post_init__(self) -> None:
-        _require_count("--lookahead-window", self.window, 1, 128)
-        _require_count("--lookahead-ngram", self.ngram, 2, 16)
-        _require_count("--lookahead-guesses", self.guesses, 1, 128)
+        check_settings(self)
         nodes = 1 + (self.window + self.guesses) * (self.ngram - 1)
         require(
             nodes <= MAX_TREE_NODES,
@@ -385,12 +385,11 @@ class DraftModelConfig:
         width: candidates a level; those beside the chain's are leaves, at no further pass.
     """
 
-    num_draft_tokens: int = 3
-    width: int = 1
+    num_draft_tokens: int = setting(3, least=1, most=MAX_DRAFT_TOKENS)
+    width: int = setting(1, least=1, most=32, option="--draft-width")
 
     def __post_init__(self) -> None:
-        _require_count("--num-draft-tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
-        _require_count("--draft-width", self.width, 1, 32)
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,17 +404,12 @@ class SpeculatorTreeConfig:
         size: nodes that are kept instead, the likeliest ones, the root included.
     """
 
-    widths: Sequence[int] | None = None
-    candidates: int | None = None
-    size: int | None = None
+    widths: Sequence[int] | None = setting(None, least=1, option="--speculator-widths")
+    candidates: int | None = setting(None, least=1, option="--speculator-candidates")
+    size: int | None = setting(None, least=1, most=MAX_TREE_NODES, option="--speculator-size")
 
     def __post_init__(self) -> None:
-        for width in self.widths or ():
-            _require_count("--speculator-widths", width, 1)
-        if self.candidates is not None:
-            _require_count("--speculator-candidates", self.candidates, 1)
-        if self.size is not None:
-            _require_count("--speculator-size", self.size, 1, MAX_TREE_NODES)
+        check_settings(self)
         require(
             self.candidates is None or self.size is None,
             f"--speculator-size {self.size} beside --speculator-candidates {self.candidates}",
@@ -436,25 +430,12 @@ class AcceptanceConfig:
         delta: it asks for delta * exp(-entropy) where that is less than epsilon.
     """
 
-    kind: AcceptanceKind = "exact"
-    epsilon: float = 0.09
-    delta: float = 0.3
+    kind: AcceptanceKind = setting("exact", choices=ACCEPTANCES, option="--acceptance")
+    epsilon: float = setting(0.09, above=0, most=1, option="--typical-epsilon")
+    delta: float = setting(0.3, above=0, most=1, option="--typical-delta")
 
     def __post_init__(self) -> None:
-        require(
-            self.kind in ACCEPTANCES,
-            f"--acceptance {self.kind}",
-            expected="exact or typical",
-            do="choose one of them",
-        )
-        for name in ("epsilon", "delta"):
-            value = getattr(self, name)
-            require(
-                0.0 < value <= 1.0,
-                f"--typical-{name} {value}",
-                expected="more than 0 and at most 1",
-                do="choose a value in that range",
-            )
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,51 +460,21 @@ class SamplingConfig:
         logit_bias: added to the logits of single tokens, by id.
     """
 
-    temp: float = 0.0
-    top_p: float = 0.0
-    min_p: float = 0.0
-    top_k: int = 0
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    repetition_context_size: int = 20
-    presence_penalty: float | None = None
-    presence_context_size: int = 20
-    frequency_penalty: float | None = None
-    frequency_context_size: int = 20
+    temp: float = setting(0.0, least=0)
+    top_p: float = setting(0.0, least=0, most=1)
+    min_p: float = setting(0.0, least=0, most=1)
+    top_k: int = setting(0, least=0)
+    seed: int | None = setting(None, least=0, most=2**64 - 1)
+    repetition_penalty: float | None = setting(None, above=0)
+    repetition_context_size: int = setting(20, least=1)
+    presence_penalty: float | None = setting(None)
+    presence_context_size: int = setting(20, least=1)
+    frequency_penalty: float | None = setting(None)
+    frequency_context_size: int = setting(20, least=1)
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.temp >= 0, f"--temp {self.temp}", expected="0 or more", do="give a larger value"
-        )
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            require(
-                0.0 <= value <= 1.0,
-                f"{_flag(name)} {value}",
-                expected="0 to 1",
-                do="choose a value in that range",
-            )
-        _require_count("--top-k", self.top_k, 0)
-        if self.seed is not None:
-            _require_count("--seed", self.seed, 0, 2**64 - 1)
-        penalty = self.repetition_penalty
-        require(
-            penalty is None or 0 < penalty < math.inf,
-            f"--repetition-penalty {penalty}",
-            expected="more than 0",
-            do="give a larger value; above 1 discourages repetition",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            require(
-                value is None or math.isfinite(value),
-                f"{_flag(name)} {value}",
-                expected="a number",
-                do="choose one",
-            )
-        for name in ("repetition", "presence", "frequency"):
-            _require_count(f"--{name}-context-size", getattr(self, f"{name}_context_size"), 1)
+        check_settings(self)
         for token, bias in (self.logit_bias or {}).items():
             require(
                 token >= 0 and not math.isnan(bias),
@@ -570,48 +521,29 @@ class GenerateConfig(SamplingConfig):
         prefill_step_size: prompt tokens per forward pass.
     """
 
-    decoding: Decoding | None = None
-    max_tokens: int = 256
-    drafter: DrafterKind | None = None
+    decoding: Decoding | None = setting(None, choices=DECODINGS)
+    max_tokens: int = setting(256, least=1)
+    drafter: DrafterKind | None = setting(None, choices=DRAFTERS)
     tree: TreeConfig | None = None
     prune: PruneConfig | None = None
     num_streams: int | None = None
-    stream_schedule: StreamSchedule | None = None
-    lookup_nodes: int = 0
+    stream_schedule: StreamSchedule | None = setting(None, choices=STREAM_SCHEDULES)
+    lookup_nodes: int = setting(0, least=0, most=MAX_DRAFT_TOKENS)
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
     speculator_tree: SpeculatorTreeConfig = field(default_factory=SpeculatorTreeConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
-    prefill_step_size: int = PREFILL_STEP_SIZE
+    prefill_step_size: int = setting(PREFILL_STEP_SIZE, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_tokens", "prefill_step_size"):
-            value = getattr(self, name)
-            if not value >= 1:
-                raise InputError(
-                    f"--{name.replace('_', '-')} {value}",
-                    expected="1 or more",
-                    do="give a larger value",
-                )
-        if not 0 <= self.lookup_nodes <= MAX_DRAFT_TOKENS:
-            raise InputError(
-                f"--lookup-nodes {self.lookup_nodes}",
-                expected=f"0 to {MAX_DRAFT_TOKENS}",
-                do="choose a number in that range",
-            )
-        choices = {"decoding": DECODINGS, "drafter": DRAFTERS, "stream_schedule": STREAM_SCHEDULES}
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value is not None:
-                check_choice(f"--{name.replace('_', '-')}", value, known)
-        if self.acceptance.kind == "typical" and self.temp == 0:
-            raise InputError(
-                "--acceptance typical, which greedy decoding has no use for",
-                expected="--temp above 0",
-                do="give --temp, or --acceptance exact",
-            )
+        require(
+            self.acceptance.kind == "exact" or self.temp > 0,
+            "--acceptance typical, which greedy decoding has no use for",
+            expected="--temp above 0",
+            do="give --temp, or --acceptance exact",
+        )
 
     @property
     def leaves_shape_open(self) -> bool:
