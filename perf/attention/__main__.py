@@ -2,7 +2,7 @@
 
 Every number of rows and every context is timed both ways, in turns, through several layers, each
 with a cache of its own and fed by the layer before, as in a model. The table says which of MLX's
-kernels it was, and whether the rule that chooses between them (`ssmlx.model.metal.paths`) was
+kernels it was, and whether the rule that chooses between them (`ssmlx.model.metal.plan`) was
 right here.
 """
 
@@ -23,11 +23,17 @@ from huggingface_hub.utils import tqdm
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
-from ssmlx.model.metal import is_available
+from ssmlx.model.metal.hook import is_available, pack_bits
 from ssmlx.model.metal.kernels import attend
-from ssmlx.model.metal.mask import pack_bits
-from ssmlx.model.metal.paths import bytes_read, choose_path, mlx_path
-from ssmlx.model.metal.plan import AttentionShape, Chip, is_supported, make_plan, this_chip
+from ssmlx.model.metal.plan import (
+    AttentionShape,
+    Chip,
+    choose_path,
+    is_supported,
+    make_plan,
+    mlx_path,
+    this_chip,
+)
 from ssmlx.tuning.machine import machine
 from ssmlx.tuning.report import publish
 
@@ -132,16 +138,13 @@ def compare(
     keys, values = inputs.sides[0]
     first = [side(inputs.queries, keys, values).astype(mx.float32) for side in sides.values()]
     medians = {name: 1e3 * statistics.median(row) / layers for name, row in times.items()}
-    theirs = mlx_path(shape, chip)
     return {
         "rows": shape.rows,
         "keys": shape.keys,
-        "mlx_path": theirs,
+        "mlx_path": mlx_path(shape, chip),
         "chosen": choose_path(shape, chip),
         "mlx_ms": medians["mlx"],
         "fused_ms": medians["fused"],
-        "mlx_mib": bytes_read(shape, theirs, chip) / 2**20,
-        "fused_mib": bytes_read(shape, "fused", chip) / 2**20,
         "largest_difference": float(mx.abs(first[0] - first[1]).max().item()),  # type: ignore[arg-type]
     }
 

@@ -176,7 +176,7 @@ class StreamFusedModel:
     def lower(self, tree: Tree, cache: TreeCache) -> mx.array:
         """[1, N, D] hidden states of the tree's nodes before the insertion layer."""
         positions = tree.depths + cache.length
-        mask = self._lower_masks.mask(tree.ancestors, cache, tree.topology)
+        mask = self._lower_masks.step_mask(tree.ancestors, cache, tree.topology)
         views = [cache.tree_view(layer, positions) for layer in range(self.insertion_layer)]
         hidden = self.backbone.embed(tree.tokens, positions)
         return self.backbone.run(hidden, 0, self.insertion_layer, mask, views)
@@ -229,7 +229,7 @@ class StreamFusedModel:
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
         positions = stream_positions(tree.depths + cache.length, num_streams)
         visible = stream_visibility(tree.ancestors, num_streams)
-        mask = self._upper_masks.mask(visible, cache, tree.topology)
+        mask = self._upper_masks.step_mask(visible, cache, tree.topology)
         layers = range(self.insertion_layer, self.num_layers)
         rotate = None
         if self._rotation is not None:
@@ -262,7 +262,7 @@ class StreamFusedModel:
         """
         rows = self.start_streams(hidden[:, last], num_streams)
         positions = position + indices(1, num_streams + 1)
-        mask = self._second_masks.mask(earlier_streams(num_streams), cache, num_streams)
+        mask = self._second_masks.step_mask(earlier_streams(num_streams), cache, num_streams)
         layers = cache.layers
         rotate = None
         if self._rotation is not None:

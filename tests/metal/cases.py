@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ssmlx.model.metal.hook import pack_bits
 from ssmlx.model.metal.kernels import Call, Kernel, attend
-from ssmlx.model.metal.mask import pack_bits
 from ssmlx.model.metal.plan import AttentionShape, Chip, Plan, make_plan
 
 from .shim import NUMPY_TYPES, build, generated_source, to_mlx, to_numpy

@@ -1,4 +1,4 @@
-"""How decoder layers come to the fused kernel.
+"""How a step comes to the fused kernel: the switch, its mask as bits, and the hook in the layers.
 
 mlx-lm's attention modules call `scaled_dot_product_attention` by a name of their own module. That
 name is replaced by a function that looks at the mask: a `TreeMask` is ours, everything else goes
@@ -9,26 +9,172 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache, wraps
-from typing import Any
+from functools import cached_property, lru_cache, wraps
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ...errors import InputError
+from ...errors import check_choice, require
+from ...settings import ATTENTIONS, Attention
+from ..masks import MaskBuffer, SeenCache
 from ..shapes import to_float
 from .kernels import attend
-from .mask import TreeMask, pack_bits
-from .paths import choose_path
-from .plan import AttentionShape, Chip, Plan, is_supported, make_plan, this_chip
-from .switch import Attention, in_use, is_on
+from .plan import (
+    TILE_KEYS,
+    AttentionShape,
+    Chip,
+    Plan,
+    ceil_div,
+    choose_path,
+    is_supported,
+    make_plan,
+    this_chip,
+)
 
 _NAME = "scaled_dot_product_attention"
 _HOOKED = "_takes_tree_masks"
+# Largest differences from MLX's attention of normally distributed values.
 _TOLERANCES = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+# MLX gives smaller arrays to a kernel in another address space, which would be another source.
+_MIN_WORDS = 8
 
-Attend = Callable[..., mx.array]
+_chosen: Attention = "auto"
+
+
+# --- the one switch, for the whole process ---
+
+
+def is_available() -> bool:
+    """Whether kernels can run: MLX has Metal here, and works on the GPU."""
+    return mx.metal.is_available() and mx.default_device() == mx.gpu
+
+
+def use(attention: Attention) -> None:
+    """Choose what computes the attention of tree and stream rows, from the next step on.
+
+    Args:
+        attention: "auto", the fused kernel where `plan.choose_path` says so and it agreed with
+            MLX on this machine; "mlx", never; "fused", wherever its head sizes allow. Without
+            Metal, "auto" is "mlx".
+
+    Raises:
+        InputError: there is no such choice, or "fused" without Metal.
+    """
+    global _chosen
+    check_choice("--attention", attention, ATTENTIONS)
+    require(
+        attention != "fused" or is_available(),
+        "--attention fused, but MLX has no Metal device here",
+        expected="a Mac with Apple silicon, and MLX on its GPU",
+        do="use --attention auto",
+    )
+    _chosen = attention
+
+
+def in_use() -> Attention:
+    """The last choice."""
+    return _chosen
+
+
+def is_on() -> bool:
+    """Whether the fused kernel may be used at all."""
+    return _chosen != "mlx" and is_available()
+
+
+# --- who sees whom, as bits ---
+
+
+def pack_bits(visible: mx.array) -> mx.array:
+    """[R, W] uint32 words: bit j of word w is set where a row sees column 32 * w + j.
+
+    Columns beyond C are committed tokens, which every row sees.
+
+    Args:
+        visible: [R, C] bool.
+    """
+    rows, columns = visible.shape
+    words = max(ceil_div(columns, TILE_KEYS), ceil_div(_MIN_WORDS, rows))
+    padded = mx.pad(
+        visible, [(0, 0), (0, words * TILE_KEYS - columns)], constant_values=mx.array(True)
+    )
+    bits = padded.reshape(rows, words, TILE_KEYS).astype(mx.uint32)
+    return (bits * _bit_values()).sum(axis=-1)
+
+
+@lru_cache(maxsize=1)
+def _bit_values() -> mx.array:
+    """[32] uint32, what each bit of a word is worth."""
+    return mx.array([1 << bit for bit in range(TILE_KEYS)], mx.uint32)
+
+
+class TreeMask:
+    """A step's mask in both forms; each is made when the first layer asks for it.
+
+    Args:
+        visible: [R, C] bool, which row sees which of the first C keys; all see the others.
+        dense: gives the bool mask [R, C + L], for layers that MLX's kernels serve.
+    """
+
+    def __init__(self, visible: mx.array, dense: Callable[[], mx.array]) -> None:
+        self.visible, self._dense = visible, dense
+
+    @cached_property
+    def bits(self) -> mx.array:
+        """[R, W] uint32; see `pack_bits`."""
+        return pack_bits(self.visible)
+
+    @cached_property
+    def dense(self) -> mx.array:
+        """[R, C + L] bool."""
+        return self._dense()
+
+
+class MaskTaker(Protocol):
+    """What a mask must know of a model; see `backbone.Backbone`."""
+
+    @property
+    def takes_tree_masks(self) -> bool: ...
+
+
+class StepMasks(MaskBuffer):
+    """The masks of one stage of a model: dense ones, or bits while the fused kernel is on.
+
+    The dense mask of a step is then made only if some layer wants it.
+
+    Args:
+        model: asked, while the kernel is on, whether its layers take such masks.
+    """
+
+    def __init__(self, model: MaskTaker) -> None:
+        super().__init__()
+        self._model = model
+
+    def step_mask(self, visible: mx.array, cache: SeenCache, key: object) -> mx.array | TreeMask:
+        """The mask of a step, as `backbone.run` takes it; the arguments are `mask`'s.
+
+        Raises:
+            InputError: "fused" was chosen for a model whose layers take no tree masks.
+        """
+        if not is_on() or not self._takes():
+            return self.mask(visible, cache, key)
+        paths = cache.path_columns.visible(visible.shape[0])
+        columns = mx.concatenate([visible, *paths], axis=1)
+        return TreeMask(columns, lambda: self.mask(visible, cache, key))
+
+    def _takes(self) -> bool:
+        takes = self._model.takes_tree_masks
+        require(
+            takes or in_use() != "fused",
+            "--attention fused, for a model with an attention of its own",
+            expected="layers that call mlx-lm's scaled_dot_product_attention",
+            do="use --attention auto",
+        )
+        return takes
+
+
+# --- from mlx-lm's layers to the kernel ---
 
 
 def hook_layers(layers: Iterable[Any]) -> bool:
@@ -51,7 +197,7 @@ def _calls_by_name(call: Any) -> bool:
     return code is not None and _NAME in code.co_names and _NAME in call.__globals__
 
 
-def _taking_tree_masks(original: Attend) -> Attend:
+def _taking_tree_masks(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @wraps(original)
     def attention(
         queries: mx.array,
@@ -85,39 +231,23 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
     """
     if not is_on():
         return None
-    return _plan_for(queries.shape, keys.shape, queries.dtype, in_use())
+    return _plan_for(AttentionShape.of(queries.shape, keys.shape, queries.dtype), in_use())
 
 
 # The layers of a step ask for the same.
 @lru_cache(maxsize=64)
-def _plan_for(
-    queries: tuple[int, ...], keys: tuple[int, ...], dtype: mx.Dtype, attention: Attention
-) -> Plan | None:
-    shape, chip = shape_of(queries, keys, dtype), this_chip()
+def _plan_for(shape: AttentionShape, attention: Attention) -> Plan | None:
+    chip = this_chip()
     if attention == "auto":
-        if choose_path(shape, chip) != "fused" or not _is_trusted(shape, chip):
-            return None
-    elif not is_supported(shape) or not _is_trusted(shape, chip):
-        raise InputError(
-            f"--attention fused, for heads of {shape.head_size} in {shape.dtype}",
-            expected="head sizes that are multiples of 8 up to 128, and a GPU that runs the kernel",
-            do="use --attention mlx",
-        )
-    return make_plan(shape, chip)
-
-
-def shape_of(queries: Sequence[int], keys: Sequence[int], dtype: mx.Dtype) -> AttentionShape:
-    """The sizes of the attention of queries [1, H, R, Dh] over keys [1, Hkv, C + L, Dh]."""
-    _, heads, rows, head_size = queries
-    _, kv_heads, num_keys, _ = keys
-    return AttentionShape(
-        rows=rows,
-        heads=heads,
-        kv_heads=kv_heads,
-        keys=num_keys,
-        head_size=head_size,
-        dtype=dtype,
+        takes = choose_path(shape, chip) == "fused" and _is_trusted(shape, chip)
+        return make_plan(shape, chip) if takes else None
+    require(
+        is_supported(shape) and _is_trusted(shape, chip),
+        f"--attention fused, for heads of {shape.head_size} in {shape.dtype}",
+        expected="head sizes that are multiples of 8 up to 128, and a GPU that runs the kernel",
+        do="use --attention mlx",
     )
+    return make_plan(shape, chip)
 
 
 def _is_trusted(shape: AttentionShape, chip: Chip) -> bool:
@@ -152,11 +282,10 @@ def _gap_to_mlx(dtype: mx.Dtype, head_size: int, blocks: int) -> float:
     visible = (row[:, None] >= row) & ((row[:, None] - row) % 3 != 1)
     mask = mx.concatenate([visible, mx.ones((rows, committed), mx.bool_)], axis=1)
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    plan = make_plan(shape_of(queries.shape, keys.shape, dtype), this_chip())
-    bits = pack_bits(visible)
+    plan = make_plan(AttentionShape.of(queries.shape, keys.shape, dtype), this_chip())
     assert plan.blocks == blocks
     gaps = [
-        mx.abs(attend(queries, keys, values, bits, scale, p) - expected).max()
+        mx.abs(attend(queries, keys, values, pack_bits(visible), scale, p) - expected).max()
         for p in (plan, replace(plan, splits=1))
     ]
     gap = to_float(mx.maximum(*gaps).astype(mx.float32))

@@ -1,12 +1,20 @@
-"""The sizes of an attention, the chip, and how the fused kernel divides its work.
+"""The sizes of an attention, the chip, how the fused kernel divides its work, and when it is taken.
 
-Nothing here asks MLX or Metal anything but `this_chip`: a plan is a function of sizes.
+Everything but `this_chip` is a function of sizes and chip. MLX's own kernels, which the choice is
+against, are those of `scaled_dot_product_attention.cpp` in 0.32:
+
+    vector        for up to 8 rows: a threadgroup for each row of each head
+    vector-split  the same, split over keys; the rows of a key/value head share a threadgroup
+    full          for more rows: a threadgroup for 32 rows of a head, not split
+    composed      matrix products and a softmax, where MLX has no kernel
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import mlx.core as mx
 
@@ -26,6 +34,19 @@ MAX_HEAD_SIZE_OF_TWO_BLOCKS = 80
 
 _MIN_KEYS_OF_A_SPLIT = 128
 _MAX_SPLITS = 32
+
+MLXPath = Literal["vector", "vector-split", "full", "composed"]
+AttentionPath = Literal["fused", MLXPath]
+
+# Two guesses, to be replaced by measurements: below so many keys a step's attention is launches
+# more than reading, and fewer rows leave a simdgroup's matrix of 8 half empty.
+_MIN_KEYS = 512
+_MIN_QUERIES = 5
+_FULL_ROWS, _FULL_ROWS_NEURAL = 32, 64
+_VECTOR_ROWS, _VECTOR_QUERIES = 8, 32
+_VECTOR_SIZES = (64, 96, 128, 256)
+_FULL_SIZES = (64, 72, 80, 96, 128)
+_NEURAL_SIZES = (64, 96, 128, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +74,20 @@ class AttentionShape:
         if min(sizes) < 1 or self.heads % self.kv_heads:
             raise ValueError(f"no attention has the sizes {self}")
 
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int], dtype: mx.Dtype) -> AttentionShape:
+        """The sizes of queries [1, H, R, Dh] over keys [1, Hkv, C + L, Dh]."""
+        _, heads, rows, head_size = queries
+        _, kv_heads, num_keys, _ = keys
+        return cls(
+            rows=rows,
+            heads=heads,
+            kv_heads=kv_heads,
+            keys=num_keys,
+            head_size=head_size,
+            dtype=dtype,
+        )
+
     @property
     def group(self) -> int:
         """Query heads of one key/value head."""
@@ -62,11 +97,6 @@ class AttentionShape:
     def queries(self) -> int:
         """Query rows of one key/value head."""
         return self.rows * self.group
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of the keys and values of one head."""
-        return 2 * self.keys * self.head_size * self.dtype.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +178,51 @@ def is_supported(shape: AttentionShape) -> bool:
     """Whether the fused kernel can do it: head sizes are multiples of 8 up to 128."""
     size = shape.head_size
     return size % BLOCK_ROWS == 0 and size <= MAX_HEAD_SIZE and shape.dtype in DTYPES
+
+
+def mlx_path(shape: AttentionShape, chip: Chip) -> MLXPath:
+    """What `mx.fast.scaled_dot_product_attention` runs on Metal, given a bool mask."""
+    if shape.rows > _VECTOR_ROWS:
+        return "full" if shape.head_size in _FULL_SIZES else "composed"
+    fits = shape.queries <= _VECTOR_QUERIES and shape.rows <= shape.keys
+    if not fits or shape.head_size not in _VECTOR_SIZES:
+        return "composed"
+    long_here = chip.is_large and shape.keys >= 1024
+    return "vector-split" if long_here or (shape.group > 1 and shape.keys >= 4096) else "vector"
+
+
+def choose_path(shape: AttentionShape, chip: Chip) -> AttentionPath:
+    """Take the fused kernel where MLX's own falls back, reads keys several times, or starves a GPU.
+
+    A rule from reading MLX's source, not from a measurement: `python -m perf.attention` tells on
+    a Mac whether it holds there.
+    """
+    theirs = mlx_path(shape, chip)
+    if not is_supported(shape) or shape.queries < _MIN_QUERIES:
+        return theirs
+    if theirs == "composed":
+        return "fused"
+    if shape.keys < _MIN_KEYS or (theirs == "full" and _uses_neural_accelerators(shape, chip)):
+        return theirs
+    theirs_read = key_reads(shape, theirs, chip)
+    reads_more = theirs_read > make_plan(shape, chip).row_groups
+    starves = theirs == "full" and shape.kv_heads * theirs_read < chip.wanted_threadgroups // 2
+    return "fused" if reads_more or starves else theirs
+
+
+def key_reads(shape: AttentionShape, path: MLXPath, chip: Chip) -> int:
+    """How often MLX reads a key/value head's keys, each threadgroup's reading counted once."""
+    if path == "vector":
+        return shape.queries
+    if path == "vector-split":
+        return 1
+    rows = _FULL_ROWS_NEURAL if _uses_neural_accelerators(shape, chip) else _FULL_ROWS
+    return shape.group * ceil_div(shape.rows, rows)
+
+
+def _uses_neural_accelerators(shape: AttentionShape, chip: Chip) -> bool:
+    half = shape.dtype != mx.float32
+    return chip.has_neural_accelerators and half and shape.head_size in _NEURAL_SIZES
 
 
 def ceil_div(number: int, by: int) -> int:

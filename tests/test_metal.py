@@ -1,0 +1,790 @@
+"""The fused attention kernel: MLX's own generated source run on the CPU, and the way to it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal import shim
+from metal.cases import Case, error_of, error_on_metal, make_data, mlx_inputs, run_case
+from metal.lint import complaints
+from mlx_lm.models import base as mlx_lm_base
+from tiny import first_tokens, make_base, make_model
+
+from perf.attention import __main__ as attention
+from perf.attention.report import draw, report, verdict
+from ssmlx.decoding.loop import plain_decode, streaming_decode
+from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.errors import InputError
+from ssmlx.model import metal
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.cache import PathColumns, TreeCache
+from ssmlx.model.masks import MaskBuffer
+from ssmlx.model.metal import StepMasks, TreeMask, hook, is_available, kernels
+from ssmlx.model.metal.hook import pack_bits
+from ssmlx.model.metal.kernels import FUNCTIONS, LANES, Call, Kernel, attend
+from ssmlx.model.metal.plan import (
+    DTYPES,
+    AttentionShape,
+    Chip,
+    Plan,
+    choose_path,
+    key_reads,
+    make_plan,
+    mlx_path,
+    this_chip,
+)
+from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.tuning.report import publish
+
+M1, M1_MAX, M2_ULTRA, M5 = (Chip.of(f"applegpu_g{name}") for name in ("13g", "13s", "14d", "17s"))
+HALF, FULL = mx.float16, mx.float32
+PROMPT = [1, 4, 2, 9, 6]
+needs_compiler = pytest.mark.skipif(shim.COMPILER is None, reason=shim.NO_COMPILER)
+
+
+@pytest.fixture(scope="session")
+def programs(request):
+    """Where compiled kernels are kept, by the hash of their text."""
+    return Path(request.config.cache.mkdir("metal"))
+
+
+def forget():
+    """What was learnt about this machine."""
+    hook.agrees_with_mlx.cache_clear()
+    hook._plan_for.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _auto_again():
+    forget()
+    yield
+    metal.use("auto")
+    forget()
+
+
+@pytest.fixture
+def on_shim(monkeypatch, programs):
+    """As on a Mac, but for the shim in the GPU's place."""
+    if shim.COMPILER is None:
+        pytest.skip(shim.NO_COMPILER)
+    runner = shim.Shim(programs)
+    monkeypatch.setattr(hook, "is_available", lambda: True)
+    monkeypatch.setattr(hook, "this_chip", lambda: M1)
+    monkeypatch.setattr(kernels, "run_on_metal", runner)
+    return runner
+
+
+# --- the kernel's meaning ---
+
+
+CASES = {
+    "a tree": Case(),
+    "one row": Case(rows=1, committed=40, heads=2),
+    "no committed tokens": Case(rows=21, committed=0),
+    "one key": Case(rows=1, committed=0, heads=1, kv_heads=1),
+    "a whole number of tiles": Case(rows=32, committed=96),
+    "one key into a tile": Case(rows=32, committed=97),
+    "a tile and a key of rows": Case(rows=33, committed=31, heads=3, kv_heads=3),
+    "columns without rows": Case(rows=4, extra=9, committed=50, heads=4),
+    "a chain": Case(rows=40, density=1.0),
+    "only itself": Case(rows=70, committed=0, density=0.0),
+    "streams: most tiles unseen": Case(rows=200, committed=33, heads=3, kv_heads=1, density=0.02),
+    "split keys": Case(rows=24, committed=300, splits=3),
+    "more splits than a row sees": Case(rows=70, committed=5, density=0.0, splits=3),
+    "as many splits as tiles": Case(rows=8, committed=120, splits=4),
+    "several threadgroups of rows": Case(rows=30, heads=8, kv_heads=1, head_size=128),
+    "two blocks a simdgroup": Case(rows=40, heads=4, kv_heads=2, head_size=64),
+    "eight heads a key/value head": Case(rows=5, heads=8, kv_heads=1),
+    "heads of 80": Case(head_size=80),
+    "heads of 96": Case(head_size=96),
+    "heads of 8": Case(head_size=8, rows=5),
+    "half precision": Case(dtype=mx.float16),
+    "half precision, split": Case(dtype=mx.float16, committed=300, splits=2),
+    "half precision, two blocks of 80": Case(dtype=mx.float16, rows=30, head_size=80),
+    "bfloat16": Case(dtype=mx.bfloat16, head_size=128),
+    "bfloat16, split": Case(dtype=mx.bfloat16, head_size=128, committed=260, splits=2),
+}
+
+
+def cases(*quick):
+    """Every case; all but the `quick` ones compile a kernel of their own, or take a while."""
+    return [
+        pytest.param(case, id=name, marks=() if name in quick else pytest.mark.slow)
+        for name, case in CASES.items()
+    ]
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", cases("a tree", "one key", "only itself", "split keys"))
+def test_kernel_agrees_with_float64(case, programs):
+    assert error_of(case, programs) < 1
+
+
+@pytest.mark.metal
+@pytest.mark.skipif(not is_available(), reason="needs an Apple GPU")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_kernel_agrees_with_float64_on_a_gpu(case):
+    assert error_on_metal(case) < 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpu_is_given_the_same_inputs(dtype: mx.Dtype):
+    case = Case(dtype=dtype, extra=3)
+    data = make_data(case)
+    for ours, theirs in zip(mlx_inputs(case), (data.queries, data.keys, data.values), strict=True):
+        np.testing.assert_array_equal(shim.to_numpy(ours), theirs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", range(1, 6))
+def test_kernel_does_not_depend_on_which_threads_run_first(order, programs):
+    case = Case(rows=24, committed=150, splits=2, density=0.1)
+    first = run_case(case, programs)
+    np.testing.assert_array_equal(run_case(replace(case, order=order), programs), first)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("seed", range(12))
+def test_kernel_agrees_on_random_sizes(seed, programs):
+    rng = np.random.default_rng(seed)
+    kv_heads = int(rng.integers(1, 4))
+    case = Case(
+        rows=int(rng.integers(1, 80)),
+        extra=int(rng.integers(0, 20)),
+        committed=int(rng.integers(0, 400)),
+        heads=kv_heads * int(rng.integers(1, 5)),
+        kv_heads=kv_heads,
+        density=float(rng.random()),
+        splits=int(rng.integers(1, 4)),
+        order=seed,
+        seed=seed,
+    )
+    assert error_of(case, programs) < 1
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(rows=33, committed=31, heads=3, kv_heads=3, order=1),
+        Case(rows=24, extra=3, committed=100, splits=2, dtype=mx.float16, order=2),
+    ],
+    ids=["whole", "split"],
+)
+def test_kernel_stays_within_its_buffers(case, programs):
+    assert error_of(case, programs, flags=shim.SANITISE) < 1
+
+
+MUTATIONS = {
+    "no barrier before the scores": (
+        "copy_tile<T, D>(keys, mask.num_keys, tile, copy);\n"
+        "    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);",
+        "copy_tile<T, D>(keys, mask.num_keys, tile, copy);",
+    ),
+    "no barrier before the values are copied": (
+        "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);\n"
+        "    copy_tile<T, D>(values",
+        "copy_tile<T, D>(values",
+    ),
+    "no barrier after the values": (
+        "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);\n  }\n}",
+        "}\n}",
+    ),
+    "a barrier that not all simdgroups reach": (
+        "add_values<T, D, BLOCKS>(rows, copy.tile, place, weights);",
+        "add_values<T, D, BLOCKS>(rows, copy.tile, place, weights);"
+        "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);",
+    ),
+    "a mask shifted by one key": ("const uint pair = seen >> (", "const uint pair = seen >> (1 + "),
+    "a mask of the next tile": ("row * mask.words + tile]", "row * mask.words + tile + 1]"),
+    "a mask of the wrong row": ("rows.row = exists ? index % num_rows", "rows.row = exists ? 0"),
+    "committed tokens unseen": (": ~0u;", ": 0u;"),
+    "keys beyond the last": ("left < TILE ? seen", "left < 0 ? seen"),
+    "no rescaling of the output": ("rows.output[f] *= shrink;", ""),
+    "no rescaling of the sum": ("rows.total * shrink +", "rows.total +"),
+    "sums of half a row": ("return value + metal::simd_shuffle_xor(value, 8);", "return value;"),
+    "lanes of another row": ("simd_shuffle_xor(value, 8)", "simd_shuffle_xor(value, 16)"),
+    "a collective that one lane skips": (
+        "largest = row_max(largest);",
+        "if (place.column) { largest = row_max(largest); }",
+    ),
+    "keys not transposed": (
+        "const int key = c * FRAGMENT + place.column, element = f * FRAGMENT + place.row;",
+        "const int key = c * FRAGMENT + place.row, element = f * FRAGMENT + place.column;",
+    ),
+    "exp for exp2": ("scale * LOG2_E", "scale"),
+    "the wrong query head": ("first_head + (exists ? index / num_rows", "first_head + (exists ? 0"),
+    "the stride of dense keys": ("{k + kv_head * k_strides[1],", "{k + kv_head * D * k_shape[2],"),
+    "the offset of values for keys": ("v + kv_head * v_strides[1]", "k + kv_head * k_strides[1]"),
+    "too much threadgroup memory": ("copied[TILE *", "copied[4 * TILE *"),
+    "a half-filled tile": ("i < TILE * CHUNKS", "i < TILE * CHUNKS - 1"),
+}
+SPLIT_MUTATIONS = {
+    "a tile too many for the first split": ("num_tiles * (split + 1) / num_splits", "num_tiles"),
+    "a split without its maximum": ("exp2(largest[at] - highest)", "exp2(0.0f)"),
+    "sums of the first split alone": ("total[at] * metal::fast", "total[index] * metal::fast"),
+}
+QUICK = "a mask shifted by one key"
+# Some simdgroups see nothing of the second tile.
+BROKEN = Case(rows=70, committed=50, heads=4, density=0.01)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        pytest.param(name, splits, marks=() if name == QUICK else pytest.mark.slow)
+        for splits, names in ((1, MUTATIONS), (2, SPLIT_MUTATIONS))
+        for name in names
+    ],
+)
+def test_a_broken_kernel_is_caught(name, splits, programs):
+    old, new = {**MUTATIONS, **SPLIT_MUTATIONS}[name]
+    changed = []
+
+    def change(source: str) -> str:
+        changed.append(old in source)
+        return source.replace(old, new)
+
+    def survives(order) -> bool:
+        try:
+            case = replace(BROKEN, order=order, splits=splits)
+            return error_of(case, programs, change=change) < 1
+        except shim.KernelFailedError:
+            return False
+
+    assert not all(survives(order) for order in (0, 1))
+    assert any(changed), "the mutation does not apply any more"
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("mask.bits[row *", "mask.bits[1000 + row *", "heap-buffer-overflow"),
+        ("if (key < num_keys) {", "if (true) {", "heap-buffer-overflow"),
+        ("copy.tile + in_tile *", "copy.tile + 2 + in_tile *", "misaligned address"),
+        ("copy.tile + in_tile *", "copy.tile + 64 + in_tile *", "use-after-poison"),
+    ],
+    ids=["mask", "keys", "alignment", "threadgroup memory"],
+)
+def test_an_access_out_of_bounds_is_caught(old, new, message, programs):
+    case = Case(rows=8, committed=1200, heads=1, kv_heads=1, splits=1)
+    with pytest.raises(shim.KernelFailedError, match=message):
+        run_case(
+            case, programs, flags=shim.SANITISE, change=lambda source: source.replace(old, new)
+        )
+
+
+class Recorder:
+    """Takes the place of Metal: keeps the sources that MLX generates, and gives zeros."""
+
+    def __init__(self):
+        self.sources: list[str] = []
+
+    def __call__(self, kernel: Kernel, call: Call) -> list[mx.array]:
+        self.sources.append(shim.generated_source(kernel, call))
+        pairs = zip(call.output_shapes, call.output_dtypes, strict=True)
+        return [mx.zeros(shape, dtype) for shape, dtype in pairs]
+
+
+def generated(dtype: mx.Dtype = mx.float16, blocks: int = 1) -> list[str]:
+    """The sources of all three kernels."""
+    record = Recorder()
+    queries, keys = mx.zeros((1, 4, 9, 64), dtype), mx.zeros((1, 2, 40, 64), dtype)
+    for splits in (1, 2):
+        plan = Plan(blocks=blocks, simdgroups=3, row_groups=1, splits=splits)
+        attend(queries, keys, keys, mx.zeros((9, 2), mx.uint32), 1.0, plan, record)
+    return record.sources
+
+
+def test_source_comes_from_mlx_with_the_strides_of_the_cache():
+    whole, split, merge = generated()
+    for source in (whole, split, merge):
+        assert FUNCTIONS.read_text() in source
+        assert "[[kernel]] void custom_kernel_ssmlx_" in source
+    named = {b.name: (b.space, b.type) for b in shim.buffers_of(whole)}
+    assert named["k"] == named["v"] == named["q"] == ("device", "float16_t")
+    assert named["bits"] == ("device", "uint32_t")
+    assert named["k_strides"] == ("constant", "int64_t")
+    assert [b.name for b in shim.buffers_of(split)][-3:] == ["partial", "largest", "total"]
+    assert [b.name for b in shim.buffers_of(merge)][-1] == "out"
+
+
+def test_row_number_and_context_need_no_new_source():
+    """MLX compiles a source once: nothing that changes from step to step may be in it."""
+    record = Recorder()
+    for rows, num_keys in ((1, 9), (2, 2), (7, 100), (24, 1000)):
+        queries, keys = mx.zeros((1, 3, rows, 64)), mx.zeros((1, 1, num_keys, 64))
+        bits = pack_bits(mx.ones((rows, rows), mx.bool_))
+        plan = Plan(blocks=1, simdgroups=-(-3 * rows // 8), row_groups=1, splits=1)
+        attend(queries, keys, keys, bits, 1.0, plan, record)
+    assert len(set(record.sources)) == 1
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_compiler_has_no_complaints(blocks, programs):
+    for source in generated(blocks=blocks):
+        assert shim.build(source, programs).warnings == ""
+
+
+needs_clang = pytest.mark.skipif(find_spec("clang") is None, reason="no package libclang")
+
+
+@needs_clang
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_clang_has_no_complaints_with_address_spaces(dtype: mx.Dtype, tmp_path):
+    for source in generated(dtype, blocks=2):
+        assert complaints(source, tmp_path) == []
+
+
+@needs_clang
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("threadgroup T* target", "device T* target", "cannot initialize"),
+        ("const device T* source = ", "device T* source = ", "cannot initialize"),
+        ("const threadgroup T* at", "const T* at", "cannot initialize"),
+        ("metal::fast::exp2(", "metal::fast::exp3(", "no member named 'exp3'"),
+        ("float sum = 0;", "int sum = 0;", "implicit conversion"),
+    ],
+    ids=["space", "const", "no space", "unknown", "rounding"],
+)
+def test_lint_can_fail(old, new, message, tmp_path):
+    (source, *_) = generated()
+    assert any(message in found for found in complaints(source.replace(old, new), tmp_path))
+
+
+# --- bits ---
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 33), (7, 7), (16, 32), (40, 70)])
+def test_bits_are_the_columns_of_a_row_and_ones_behind_them(rows, columns):
+    visible = np.random.default_rng(rows).random((rows, columns)) < 0.4
+    words = np.array(pack_bits(mx.array(visible)))
+    assert words.dtype == np.uint32
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").astype(bool)
+    np.testing.assert_array_equal(bits[:, :columns], visible)
+    assert bits[:, columns:].all()
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+def test_bits_are_never_so_few_that_mlx_moves_them_to_constant_memory(rows):
+    assert pack_bits(mx.ones((rows, rows), mx.bool_)).size >= 8
+
+
+class Seen:
+    """A cache as masks know it: one path of 3 entries, of which 2 count."""
+
+    offset, capacity = 5, 16
+    path_columns = PathColumns((mx.array([2]),), (3,))
+
+
+class Taker:
+    """A model as masks know it."""
+
+    def __init__(self, takes):
+        self.takes_tree_masks = takes
+
+
+def test_both_forms_of_a_mask_say_the_same(monkeypatch):
+    monkeypatch.setattr(hook, "is_available", lambda: True)
+    visible = mx.tri(4, dtype=mx.bool_)
+    mask = StepMasks(Taker(True)).step_mask(visible, Seen(), None)
+    assert isinstance(mask, TreeMask)
+    expected = np.array(MaskBuffer().mask(visible, Seen(), None))
+    np.testing.assert_array_equal(np.array(mask.dense), expected)
+    np.testing.assert_array_equal(np.array(mask.visible), expected[:, :7])
+    words = np.array(mask.bits)[:, 0]
+    assert [int(word) & 0x7F for word in words] == [0b0110001, 0b0110011, 0b0110111, 0b0111111]
+
+
+def test_dense_mask_is_made_only_if_a_layer_wants_it(monkeypatch):
+    monkeypatch.setattr(hook, "is_available", lambda: True)
+    masks = StepMasks(Taker(True))
+    mask = masks.step_mask(mx.tri(4, dtype=mx.bool_), Seen(), None)
+    assert masks.nbytes == 0
+    assert isinstance(mask, TreeMask)
+    assert mask.dense is mask.dense
+    assert masks.nbytes > 0
+
+
+@pytest.mark.parametrize(("available", "takes"), [(False, True), (True, False)])
+def test_mask_is_an_array_where_the_kernel_cannot_be_used(available, takes, monkeypatch):
+    monkeypatch.setattr(hook, "is_available", lambda: available)
+    mask = StepMasks(Taker(takes)).step_mask(mx.tri(4, dtype=mx.bool_), Seen(), None)
+    assert isinstance(mask, mx.array)
+
+
+def test_fused_for_a_model_that_cannot_is_an_error(monkeypatch):
+    monkeypatch.setattr(hook, "is_available", lambda: True)
+    metal.use("fused")
+    with pytest.raises(InputError, match="attention of its own"):
+        StepMasks(Taker(False)).step_mask(mx.tri(4, dtype=mx.bool_), Seen(), None)
+
+
+# --- the switch ---
+
+
+def test_without_metal_fused_is_an_error_and_auto_is_off():
+    if metal.is_available():
+        pytest.skip("Metal is here")
+    with pytest.raises(InputError, match="no Metal device here; expected a Mac"):
+        metal.use("fused")
+    assert metal.in_use() == "auto"
+    assert not hook.is_on()
+
+
+def test_an_unknown_choice_is_an_error():
+    with pytest.raises(InputError, match="--attention metal; expected one of auto, mlx, fused"):
+        metal.use("metal")  # type: ignore[arg-type]
+
+
+def test_mlx_switches_it_off(on_shim):
+    assert hook.is_on()
+    metal.use("mlx")
+    assert not hook.is_on()
+    model = make_model()
+    cache = model.make_cache()
+    drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams, "fused")
+    first_tokens(streaming_decode(model, PROMPT, cache, drafter=drafter), 6)
+    assert on_shim.calls == 0
+
+
+# --- the hook ---
+
+
+def test_other_users_of_the_module_get_mlxs_own_attention():
+    model = make_base("qwen2")
+    tokens = mx.array([[1, 2, 3, 4]])
+    before = model(tokens)
+    assert hook.hook_layers(model.layers)
+    assert hook.hook_layers(model.layers)  # once is enough
+    module = sys.modules[type(model.layers[0].self_attn).__module__]
+    hooked = module.scaled_dot_product_attention
+    assert hooked.__wrapped__ is mlx_lm_base.scaled_dot_product_attention
+    assert mx.array_equal(model(tokens), before)
+    queries, keys = mx.random.normal((1, 4, 3, 8)), mx.random.normal((1, 2, 5, 8))
+    expected = mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.3, mask=None)
+    assert mx.array_equal(hooked(queries, keys, keys, None, 0.3, None), expected)
+
+
+def test_layers_without_mlx_lms_function_are_left_alone():
+    class Attention:
+        def __call__(self, x: mx.array, mask: object, cache: object) -> mx.array:
+            return mx.fast.scaled_dot_product_attention(x, x, x, scale=1.0, mask=mask)
+
+    class Layer:
+        self_attn = Attention()
+
+    assert not hook.hook_layers([Layer()])
+    assert not hook.hook_layers([object()])
+
+
+def test_layers_that_look_into_the_mask_are_found_out(monkeypatch):
+    backbone = Backbone(make_base("llama"))
+    attention = type(backbone.layers[0].self_attn)
+    original = attention.__call__
+
+    def looks(self, x, mask=None, cache=None):
+        if mask is not None and not isinstance(mask, str):
+            mask = mask.astype(mx.bool_)
+        scaled_dot_product_attention  # noqa: B018, F821
+        return original(self, x, mask, cache)
+
+    looks = type(original)(looks.__code__, original.__globals__, closure=looks.__closure__)
+    monkeypatch.setitem(original.__globals__, "mx", mx)
+    monkeypatch.setattr(attention, "__call__", looks)
+    assert hook.hook_layers(backbone.layers)
+    assert backbone.takes_tree_masks is False
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3"])
+def test_layers_of_mlx_lm_take_tree_masks(architecture):
+    assert Backbone(make_base(architecture)).takes_tree_masks
+
+
+# --- whole answers ---
+
+
+@pytest.mark.parametrize("schedule", ["fused", "second-pass"])
+@pytest.mark.parametrize("prune", [PruneConfig(), PruneConfig(kind="budget", keep=4)], ids=str)
+def test_answers_through_the_kernel_are_plain_decodings(schedule, prune, on_shim):
+    metal.use("fused")
+    model = make_model("llama", "all")
+    drafter = StreamDrafter(model, TreeConfig(size=7), model.num_streams, schedule)
+    cache = model.make_cache()
+    steps = streaming_decode(model, PROMPT, cache, drafter=drafter, prune=prune)
+    tokens, _ = first_tokens(steps, 10)
+    assert on_shim.calls > 12
+    expected = list(itertools.islice(plain_decode(model, PROMPT, model.make_cache()), 10))
+    assert tokens == [token for (token,) in expected]
+
+
+def test_auto_takes_the_kernel_where_mlx_falls_back(on_shim):
+    """Heads of 8, as tiny models have them, have no kernel of MLX's."""
+    backbone, cache = Backbone(make_base()), TreeCache(3, scratch=6)
+    positions, visible = mx.arange(6), mx.tri(6, dtype=mx.bool_)
+    hidden = backbone.embed(mx.arange(6))
+
+    def outputs(mask: object) -> mx.array:
+        views = [cache.tree_view(layer, positions) for layer in range(3)]
+        return backbone.run(hidden, 0, 3, mask, views)
+
+    assert backbone.takes_tree_masks
+    found = outputs(TreeMask(visible, lambda: visible))
+    assert on_shim.calls > 0
+    expected = np.array(outputs(visible))
+    assert np.abs(np.array(found) - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_a_kernel_that_disagrees_with_mlx_is_not_used(on_shim, monkeypatch):
+    def wrong(kernel: kernels.Kernel, call: kernels.Call) -> list[mx.array]:
+        return [1.01 * found for found in on_shim(kernel, call)]
+
+    queries, keys = mx.zeros((1, 4, 6, 8)), mx.zeros((1, 2, 20, 8))
+    assert hook.plan_for(queries, keys)
+    forget()
+    monkeypatch.setattr(kernels, "run_on_metal", wrong)
+    with pytest.warns(UserWarning, match="differs from MLX's by"):
+        assert not hook.plan_for(queries, keys)
+    metal.use("fused")
+    with pytest.raises(InputError, match="a GPU that runs the kernel"):
+        hook.plan_for(queries, keys)
+
+
+def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch):
+    def fails(kernel: kernels.Kernel, call: kernels.Call) -> list[mx.array]:
+        raise RuntimeError("no such\npipeline")
+
+    monkeypatch.setattr(kernels, "run_on_metal", fails)
+    with pytest.warns(UserWarning, match=r"does not run \(no such pipeline\)"):
+        assert not hook.plan_for(mx.zeros((1, 4, 6, 8)), mx.zeros((1, 2, 20, 8)))
+
+
+def test_fused_for_heads_that_it_cannot_is_an_error(on_shim):
+    metal.use("fused")
+    with pytest.raises(InputError, match="heads of 256"):
+        hook.plan_for(mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
+
+
+# --- paths and plans ---
+
+
+def shape(
+    rows, heads: int, kv_heads: int, keys, head_size: int = 64, dtype: mx.Dtype = HALF
+) -> AttentionShape:
+    """Sizes by position, as the tables below give them."""
+    return AttentionShape(
+        rows=rows, heads=heads, kv_heads=kv_heads, keys=keys, head_size=head_size, dtype=dtype
+    )
+
+
+# (sizes, chip, MLX's path, the path that is taken), and why
+TABLE = {
+    "few rows, long context: read once a row": (shape(8, 9, 3, 2000), M1, "vector", "fused"),
+    "few rows, short context: launches only": (shape(8, 9, 3, 300), M1, "vector", "vector"),
+    "one row: nothing to share": (shape(1, 9, 3, 2000), M1, "vector", "vector"),
+    "few rows, MLX splits": (shape(8, 9, 3, 4096), M1, "vector-split", "vector-split"),
+    "a Max splits sooner": (shape(8, 9, 3, 1024), M1_MAX, "vector-split", "vector-split"),
+    "without shared heads never on a base chip": (shape(8, 9, 9, 8192), M1, "vector", "fused"),
+    "rows x heads above 32: MLX falls back": (shape(8, 28, 4, 100, 128), M1, "composed", "fused"),
+    "few rows of 80: MLX falls back": (shape(6, 32, 32, 100, 80), M1, "composed", "fused"),
+    "a tree, shared heads": (shape(16, 9, 3, 1000), M1, "full", "fused"),
+    "a tree, short context": (shape(16, 9, 3, 200), M1, "full", "full"),
+    "a tree, no shared heads, enough of them": (shape(16, 32, 32, 2000), M1, "full", "full"),
+    "a tree, too few heads for an Ultra": (shape(16, 32, 32, 2000), M2_ULTRA, "full", "fused"),
+    "many rows, no shared heads": (shape(100, 32, 32, 2000), M1, "full", "fused"),
+    "neural accelerators": (shape(16, 32, 8, 2000, 128), M5, "full", "full"),
+    "neural accelerators have no float32": (shape(16, 32, 8, 2000, 128, FULL), M5, "full", "fused"),
+    "heads of 256: neither": (shape(16, 16, 8, 2000, 256), M1, "composed", "composed"),
+    "heads of 192: neither": (shape(4, 16, 8, 2000, 192), M1, "composed", "composed"),
+    "heads of 20: neither": (shape(16, 16, 8, 2000, 20), M1, "composed", "composed"),
+    "heads of 8: MLX falls back": (shape(16, 4, 2, 40, 8), M1, "composed", "fused"),
+}
+
+
+@pytest.mark.parametrize(("sizes", "chip", "theirs", "taken"), TABLE.values(), ids=TABLE.keys())
+def test_path_by_sizes_and_chip(sizes, chip, theirs, taken):
+    assert mlx_path(sizes, chip) == theirs
+    assert choose_path(sizes, chip) == taken
+
+
+@pytest.mark.metal
+@pytest.mark.skipif(not is_available(), reason="needs an Apple GPU")
+@pytest.mark.parametrize("sizes", [case[0] for case in TABLE.values()], ids=TABLE.keys())
+def test_mlx_has_a_kernel_where_we_think_so(sizes):
+    queries = mx.zeros((1, sizes.heads, sizes.rows, sizes.head_size), sizes.dtype)
+    keys = mx.zeros((1, sizes.kv_heads, sizes.keys, sizes.head_size), sizes.dtype)
+    mask = mx.ones((sizes.rows, sizes.keys), mx.bool_)
+    try:
+        mx.eval(
+            mx.fast.scaled_dot_product_attention(
+                queries, keys, keys, scale=1.0, mask=mask, force_fused=True
+            )
+        )
+        has_kernel = True
+    except ValueError:
+        has_kernel = False
+    # Of 192 and 256 MLX has kernels, which it finds slower than products.
+    assert has_kernel == (mlx_path(sizes, this_chip()) != "composed" or sizes.head_size > 128)
+
+
+@pytest.mark.parametrize("chip", [M1, M1_MAX, M2_ULTRA, M5], ids=str)
+def test_plan_covers_every_row_within_a_threadgroups_limits(chip):
+    rng = random.Random(0)
+    for _ in range(300):
+        kv_heads = rng.randint(1, 8)
+        sizes = shape(
+            rng.randint(1, 200),
+            kv_heads * rng.randint(1, 8),
+            kv_heads,
+            rng.randint(200, 20000),
+            rng.choice([8, 64, 80, 96, 128]),
+        )
+        plan = make_plan(sizes, chip)
+        held = 8 * plan.blocks * plan.simdgroups
+        assert held * (plan.row_groups - 1) < sizes.queries <= held * plan.row_groups
+        assert LANES * plan.simdgroups <= 256
+        assert plan.blocks == 1 or sizes.head_size <= 80
+        assert 1 <= plan.splits <= sizes.keys // 128 + 1
+        registers = plan.blocks * sizes.head_size // 2 + 8 * plan.blocks
+        assert registers < 100  # query, output and scores, of 128 that a thread has
+
+
+def test_keys_are_read_once_up_to_128_rows():
+    groups = [make_plan(shape(rows, 9, 3, 4000), M1).row_groups for rows in (42, 43)]
+    assert groups == [1, 2]
+    assert make_plan(shape(16, 32, 8, 4000, 128), M1).row_groups == 1
+    reads = [(8, "vector", 24), (8, "vector-split", 1), (16, "full", 3), (33, "full", 6)]
+    for rows, path, count in reads:
+        assert key_reads(shape(rows, 9, 3, 4000), path, M1) == count
+
+
+def test_longer_contexts_and_larger_chips_split_more():
+    splits = [make_plan(shape(16, 9, 3, keys), M1).splits for keys in (100, 500, 1000, 4000, 40000)]
+    assert splits == sorted(splits) == [1, 3, 7, 14, 14]
+    chips = [make_plan(shape(16, 9, 3, 8000), chip).splits for chip in (M1, M1_MAX, M2_ULTRA)]
+    assert chips == [14, 27, 32]
+
+
+def test_chips_by_metals_names():
+    assert (M1.generation, M1.size, M1.is_large) == (13, "g", False)
+    assert M1_MAX.is_large and M2_ULTRA.is_large
+    assert M5.has_neural_accelerators and not M2_ULTRA.has_neural_accelerators
+    assert not Chip.of("applegpu_g17p").has_neural_accelerators
+    assert Chip.of("something else") == M1
+
+
+@pytest.mark.parametrize("sizes", [(0, 9, 3, 10), (4, 9, 2, 10), (4, 9, 3, 0)])
+def test_sizes_that_are_no_attention(sizes: tuple[int, int, int, int]):
+    with pytest.raises(ValueError, match="no attention"):
+        shape(*sizes)
+
+
+# --- perf.attention ---
+
+
+def tiny(rows, keys) -> AttentionShape:
+    """Sizes that the shim runs in no time."""
+    return AttentionShape(rows=rows, heads=4, kv_heads=2, keys=keys, head_size=8, dtype=mx.float32)
+
+
+@pytest.mark.skipif(is_available(), reason="Metal is here")
+def test_without_metal_it_is_one_line_and_exit_code_2(tmp_path, capsys):
+    assert attention.main(["--out", str(tmp_path / "new")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "perf.attention: error: MLX has no Metal device here; expected a Mac with Apple silicon; "
+        "run it there\n"
+    )
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", "9", "--kv-heads", "2"], "heads a multiple of key/value heads"),
+        (["--rows", "0"], "positive numbers"),
+        (["--head-size", "256"], "a multiple of 8, up to 128"),
+    ],
+)
+def test_sizes_are_checked_first(options, message, capsys):
+    assert attention.main(options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_both_sides_go_through_the_same_layers(monkeypatch, on_shim):
+    ticks = itertools.count(1)
+
+    def clock(work):
+        work()
+        # MLX's turn comes first: 3, 5, 7 ms against 4, 6, 8.
+        return next(ticks) / 1000
+
+    monkeypatch.setattr(attention, "WARM_UP", 1)
+    line = attention.compare(tiny(6, 40), layers=2, repeats=3, chip=M1, clock=clock)
+    assert line["largest_difference"] < 1e-5
+    assert (line["mlx_ms"], line["fused_ms"]) == (2.5, 3.0)
+    assert (line["mlx_path"], line["chosen"]) == ("composed", "fused")
+    assert on_shim.calls == 4 * 2 + 1  # runs through two layers, and one more to compare
+
+
+def made_up_result() -> dict:
+    """Timings that nobody measured, to see the report and the picture with."""
+    shapes = [(rows, keys) for rows in (8, 16, 64) for keys in (136, 1040, 8256)]
+    lines = [
+        {
+            "rows": rows,
+            "keys": keys,
+            "mlx_path": "vector" if rows == 8 else "full",
+            "chosen": "fused" if keys > 500 else "full",
+            "mlx_ms": 0.010 + 1e-6 * keys * rows,
+            "fused_ms": 0.012 + 4e-7 * keys * rows**0.5,
+            "largest_difference": 3e-4,
+        }
+        for rows, keys in shapes
+    ]
+    machine = {"machine": "Darwin arm64, made-up chip", "power": "AC power", "mlx": "0.32"}
+    settings = {"heads": 9, "kv_heads": 3, "head_size": 64, "dtype": "float16"}
+    return {"machine": machine, "settings": settings, "layers": 16, "lines": lines}
+
+
+def test_report_picture_and_json(tmp_path, capsys):
+    result = made_up_result()
+    publish(result, tmp_path / "attention", report(result), draw)
+    text = capsys.readouterr().out
+    assert "9 heads on 3 of 64, float16; Darwin arm64, made-up chip" in text
+    (row,) = (line for line in text.splitlines() if line.split()[:2] == ["64", "8256"])
+    assert row.split()[2:] == ["full", "0.538", "0.038", "14.01", "fused", "right"]
+    assert "the rule was right 7 times, wrong 1, and made no difference (under 3%) 1" in text
+    assert json.loads((tmp_path / "attention.json").read_text())["lines"] == result["lines"]
+    assert (tmp_path / "attention.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("mlx_ms", "chosen", "said"),
+    [
+        (2.0, "fused", "right"),
+        (2.0, "full", "WRONG"),
+        (0.5, "full", "right"),
+        (1.02, "full", "even"),
+    ],
+)
+def test_verdict_on_the_rule(mlx_ms, chosen, said):
+    assert verdict({"mlx_ms": mlx_ms, "fused_ms": 1.0, "chosen": chosen}) == said
