@@ -243,3 +243,11 @@ def _require_template(tokenizer: TokenizerWrapper) -> None:
             expected="a model made for chat",
             do="use such a model, or generate with --template raw",
         )
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))

@@ -19,7 +19,7 @@ from .memory import Memory, memory_of
 from .model.shapes import to_int
 from .model.streams import StreamFusedModel
 from .plan import Plan, make_plan
-from .prompts import Message, chat_tokens, check_text
+from .prompts import Message, chat_tokens, check_text, common_prefix
 from .settings import GenerateConfig
 
 
@@ -257,11 +257,3 @@ class ChatSession:
             )
         )
         return [token for response in responses for token in response.tokens], responses[-1]
-
-
-def common_prefix(first: list[int], second: list[int]) -> int:
-    """Length of the longest common prefix."""
-    for index, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return index
-    return min(len(first), len(second))

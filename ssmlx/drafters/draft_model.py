@@ -14,9 +14,12 @@ from mlx_lm.utils import get_total_parameters
 
 from ..decoding.drafter import Verified
 from ..decoding.sampling import Places, Sampling, last_tokens
-from ..errors import InputError
+from ..errors import require
+from ..loading.load import load_tokenizer, load_weights
+from ..loading.names import resolve_model
 from ..model.shapes import arrays_in
 from ..model.tree import Tree, comb_topology
+from ..prompts import common_prefix
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
 
 
@@ -41,13 +44,13 @@ class DraftModel:
         self.model, self.name = model, name
         self._cache: list[Any] = make_prompt_cache(model)
         for layer, cache in enumerate(self._cache):
-            if type(cache) is not KVCache:
-                raise InputError(
-                    f"{name} keeps a {type(cache).__name__} in layer {layer}, from which rejected "
-                    "tokens cannot be taken back",
-                    expected="a model with plain key/value caches",
-                    do="choose another --draft-model",
-                )
+            require(
+                type(cache) is KVCache,
+                f"{name} keeps a {type(cache).__name__} in layer {layer}, from which rejected "
+                "tokens cannot be taken back",
+                expected="a model with plain key/value caches",
+                do="choose another --draft-model",
+            )
         self._text: list[int] = []
         self.owner: object = None
 
@@ -78,11 +81,7 @@ class DraftModel:
 
     def start(self, tokens: Sequence[int], owner: object) -> int:
         """Make the cache hold `tokens`, as much of it as it can keep; the forward passes taken."""
-        common = 0
-        for held, token in zip(self._text[: self.offset], tokens, strict=False):
-            if held != token:
-                break
-            common += 1
+        common = common_prefix(self._text[: self.offset], tokens)
         self.keep(common)
         calls = 0
         for first in range(common, len(tokens), PREFILL_STEP_SIZE):
@@ -115,7 +114,8 @@ class DraftModelDrafter:
         sampling: how the target decides; None drafts the likeliest tokens.
     """
 
-    num_streams = 0
+    num_streams, cache_bytes = 0, 0
+    waits = True
 
     def __init__(
         self, model: DraftModel, config: DraftModelConfig, sampling: Sampling | None = None
@@ -126,8 +126,7 @@ class DraftModelDrafter:
         self._topology = comb_topology(width, levels)
         self.max_nodes = self._topology.num_nodes
         self.num_parameters = model.num_parameters
-        self.draft_calls = self.cache_bytes = 0
-        self.waits = True
+        self.draft_calls = 0
 
     def start(self, tokens: Sequence[int]) -> None:
         self._text = list(tokens)
@@ -155,11 +154,7 @@ class DraftModelDrafter:
         if self._model.owner is not self:
             self.draft_calls += self._model.start(self._text[:known], self)
             chain = []
-        common = 0
-        for drafted, token in zip(chain[:-1], new_tokens[:-1], strict=False):
-            if drafted != token:
-                break
-            common += 1
+        common = common_prefix(chain[:-1], new_tokens[:-1])
         self._model.note(new_tokens, known + common)
         return new_tokens[common:]
 
@@ -203,9 +198,6 @@ def load_draft_model(
     Raises:
         InputError: it cannot be loaded, or its vocabulary is another than the target's.
     """
-    from ..loading.load import load_tokenizer, load_weights
-    from ..loading.names import resolve_model
-
     path = resolve_model(name)
     model, config = load_weights(path, dtype, f"--draft-model {name} cannot be loaded")
     draft = DraftModel(model, f"--draft-model {name}")
@@ -222,19 +214,19 @@ def check_vocabulary(
         InputError: the vocabularies differ; the message says in what.
     """
     do = "choose a --draft-model of the same family"
-    if draft.vocab_size != vocab_size:
-        raise InputError(
-            f"{draft.name} has a vocabulary of {draft.vocab_size} tokens",
-            expected=f"the target's {vocab_size}",
-            do=do,
-        )
+    require(
+        draft.vocab_size == vocab_size,
+        f"{draft.name} has a vocabulary of {draft.vocab_size} tokens",
+        expected=f"the target's {vocab_size}",
+        do=do,
+    )
     ours, theirs = own.get_vocab(), tokenizer.get_vocab()
-    if ours != theirs:
-        words = [word for word in {**ours, **theirs} if ours.get(word) != theirs.get(word)]
-        word = min(words)
-        raise InputError(
-            f"{draft.name} has another token map: {len(words)} tokens differ, such as {word!r} "
-            f"({ours.get(word)} there, {theirs.get(word)} in the target)",
-            expected="the same tokens under the same ids",
-            do=do,
-        )
+    words = [word for word in {**ours, **theirs} if ours.get(word) != theirs.get(word)]
+    word = min(words, default="")
+    require(
+        not words,
+        f"{draft.name} has another token map: {len(words)} tokens differ, such as {word!r} "
+        f"({ours.get(word)} there, {theirs.get(word)} in the target)",
+        expected="the same tokens under the same ids",
+        do=do,
+    )
