@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -112,11 +110,19 @@ def make_metadata() -> dict:
     }
 
 
-def write_gguf(path: Path, weights: dict[str, mx.array], metadata: dict | None = None) -> Path:
+def write_gguf(path: Path, weights: dict[str, mx.array], metadata: dict) -> Path:
     # save_gguf writes an array's buffer as it lies, so a transposed view must be copied first.
     stored = {gguf_name(k): mx.contiguous(permute(k, w)) for k, w in weights.items()}
-    mx.save_gguf(str(path), stored, metadata or make_metadata())
+    mx.save_gguf(str(path), stored, metadata)
     return path
+
+
+def converted(tmp_path: Path, weights: dict[str, mx.array] | None = None, **changes) -> Path:
+    """The folder that a small file becomes; None takes an entry out of its metadata."""
+    meta = {key: v for key, v in (make_metadata() | changes).items() if v is not None}
+    weights = make_weights() if weights is None else weights
+    convert_gguf(write_gguf(tmp_path / "a.gguf", weights, meta), tmp_path / "out")
+    return tmp_path / "out"
 
 
 def read_folder(folder: Path) -> tuple[dict[str, mx.array], dict]:
@@ -152,22 +158,27 @@ def assert_same(found: dict[str, mx.array], expected: dict[str, mx.array]) -> No
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=["f16", "f32"])
-def test_weights_come_back_under_hugging_face_names_and_row_order(tmp_path, dtype):
+@pytest.mark.parametrize("case", ["tied", "own head", "fine norms"])
+def test_weights_come_back_under_hugging_face_names_and_row_order(tmp_path, case, dtype):
+    """Norms that float16 cannot hold keep their bits, and make the activations float32."""
     weights = make_weights(dtype)
-    convert_gguf(write_gguf(tmp_path / "a.gguf", weights), tmp_path / "out")
-    found, config = read_folder(tmp_path / "out")
+    if case == "own head":
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    if case == "fine norms":
+        weights["model.norm.weight"] = weights["model.norm.weight"] + 1e-6
+    found, config = read_folder(converted(tmp_path, weights))
     assert_same(found, weights)
-    assert {tensor.dtype for tensor in found.values()} == {dtype}
-    assert "quantization" not in config
+    assert config["tie_word_embeddings"] == (case != "own head") and "quantization" not in config
+    norms = mx.float32 if case == "fine norms" else dtype
+    assert {tensor.dtype for tensor in found.values() if tensor.ndim == 1} == {norms}
+    assert {tensor.dtype for tensor in found.values() if tensor.ndim > 1} == {dtype}
     model, _ = mlx_lm.load(str(tmp_path / "out"))
     logits = model(mx.array([[1, 5, 9]]))
-    assert logits.dtype == dtype
-    assert mx.isfinite(logits).all().item()
+    assert logits.dtype == norms and mx.isfinite(logits).all().item()
 
 
 def test_config_takes_every_size_from_the_metadata(tmp_path):
-    convert_gguf(write_gguf(tmp_path / "a.gguf", make_weights()), tmp_path / "out")
-    _, config = read_folder(tmp_path / "out")
+    _, config = read_folder(converted(tmp_path))
     expected = {
         "model_type": "llama",
         "hidden_size": WIDTH,
@@ -180,32 +191,11 @@ def test_config_takes_every_size_from_the_metadata(tmp_path):
         "rms_norm_eps": 1e-5,
         "rope_theta": 100000.0,
         "vocab_size": len(WORDS),
-        "tie_word_embeddings": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 2,
     }
     assert {key: config[key] for key in expected} == expected
-
-
-def test_a_head_of_its_own_is_not_tied(tmp_path):
-    weights = make_weights()
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
-    convert_gguf(write_gguf(tmp_path / "a.gguf", weights), tmp_path / "out")
-    found, config = read_folder(tmp_path / "out")
-    assert config["tie_word_embeddings"] is False
-    assert_same(found, weights)
-
-
-def test_norms_that_float16_cannot_hold_keep_their_bits(tmp_path):
-    weights = make_weights()
-    weights["model.norm.weight"] = weights["model.norm.weight"] + 1e-6
-    convert_gguf(write_gguf(tmp_path / "a.gguf", weights), tmp_path / "out")
-    found, _ = read_folder(tmp_path / "out")
-    assert_same(found, weights)
-    assert {t.dtype for t in found.values() if t.ndim == 1} == {mx.float32}
-    model, _ = mlx_lm.load(str(tmp_path / "out"))
-    assert model(mx.array([[1, 5]])).dtype == mx.float32
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
@@ -254,14 +244,8 @@ def add_metadata(writer, file_type: int) -> None:
 # --- The tokenizer of small files ---
 
 
-def small_tokenizer(tmp_path: Path, **changes) -> Tokenizer:
-    metadata = make_metadata() | changes
-    convert_gguf(write_gguf(tmp_path / "a.gguf", make_weights(), metadata), tmp_path / "out")
-    return Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
-
-
 def test_tokens_merge_and_special_tokens_stand_alone(tmp_path):
-    tokenizer = small_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(converted(tmp_path) / "tokenizer.json"))
     text = "<|im_start|>the<tool> é<|im_end|>"
     encoded = tokenizer.encode(text)
     assert encoded.tokens == ["<|im_start|>", "the", "<tool>", "Ġ", "Ã", "©", "<|im_end|>"]
@@ -269,22 +253,15 @@ def test_tokens_merge_and_special_tokens_stand_alone(tmp_path):
     assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
     # A token that the user defined is text; a control token is not.
     assert tokenizer.decode(encoded.ids) == "the<tool> é"
+    # Digits are cut off before spaces are looked at.
+    assert tokenizer.encode("the  12").tokens == ["the", "ĠĠ", "1", "2"]
 
 
-def test_digits_are_cut_off_before_spaces_are_looked_at(tmp_path):
-    tokens = small_tokenizer(tmp_path).encode("the  12").tokens
-    assert tokens == ["the", "ĠĠ", "1", "2"]
-
-
-def test_a_file_that_wants_a_first_token_gets_it(tmp_path):
-    tokenizer = small_tokenizer(tmp_path, **{"tokenizer.ggml.add_bos_token": mx.array(True)})
-    assert tokenizer.encode("the").tokens == ["<|im_start|>", "the"]
-    assert tokenizer.encode("the", add_special_tokens=False).tokens == ["the"]
-
-
-def test_tokenizer_settings(tmp_path):
-    small_tokenizer(tmp_path)
-    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_tokenizer_settings(tmp_path, template):
+    folder = converted(tmp_path, **{"tokenizer.chat_template": template})
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings.pop("chat_template", None) == template
     assert settings == {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -293,100 +270,43 @@ def test_tokenizer_settings(tmp_path):
         "eos_token": "<|im_end|>",
         "unk_token": "<|endoftext|>",
         "pad_token": "<|im_end|>",
-        "chat_template": TEMPLATE,
     }
-    _, tokenizer = mlx_lm.load(str(tmp_path / "out"))
+    _, tokenizer = mlx_lm.load(str(folder))
     assert tokenizer.eos_token_ids == {2}
-    message = [{"role": "user", "content": "the"}]
-    assert tokenizer.apply_chat_template(message, return_dict=False) == [1, WORDS.index("the"), 2]
-
-
-def test_a_chat_template_may_be_absent(tmp_path):
-    metadata = make_metadata()
-    del metadata["tokenizer.chat_template"]
-    convert_gguf(write_gguf(tmp_path / "a.gguf", make_weights(), metadata), tmp_path / "out")
-    assert "chat_template" not in json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    if template:
+        message = [{"role": "user", "content": "the"}]
+        ids = tokenizer.apply_chat_template(message, return_dict=False)
+        assert ids == [1, WORDS.index("the"), 2]
 
 
 # --- Files that must be refused ---
-
-REQUIRED = sorted(
-    make_metadata().keys()
-    - {
-        "general.file_type",
-        "llama.attention.head_count_kv",
-        "llama.rope.freq_base",
-        "llama.rope.dimension_count",
-        "tokenizer.ggml.padding_token_id",
-        "tokenizer.ggml.unknown_token_id",
-        "tokenizer.chat_template",
-    }
-)
-
-
-def refusal(path: Path) -> str:
-    """The one line that a conversion of `path` ends with; nothing may be written."""
-    out = path.parent / "out"
-    with pytest.raises(InputError) as caught:
-        convert_gguf(path, out)
-    assert not out.exists()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("key", REQUIRED)
-def test_missing_metadata_is_named(tmp_path, key):
-    metadata = make_metadata()
-    del metadata[key]
-    assert key in refusal(write_gguf(tmp_path / "a.gguf", make_weights(), metadata))
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("general.architecture", "gemma", "'gemma'; expected 'llama'"),
-        ("general.file_type", mx.array(15), "file type 15; expected F32, F16, Q4_0"),
-        ("general.file_type", mx.array(2), "would round to float16"),
-        ("tokenizer.ggml.pre", "qwen2", "'qwen2'; expected 'gpt2' with one of 'smollm'"),
-        ("tokenizer.ggml.model", "llama", "the tokenizer 'llama'"),
-        ("tokenizer.ggml.eos_token_id", mx.array(9999), "eos_token 9999"),
-        ("tokenizer.ggml.tokens", [*WORDS, "spare"], "tokens and"),
-        ("llama.rope.scaling.type", "yarn", "'yarn' scaling"),
-        ("llama.rope.dimension_count", mx.array(8), "rotates 8 of 16"),
-        ("llama.attention.head_count_kv", mx.array(4), "32 query or key rows"),
-        ("llama.block_count", mx.array(3), "lacks 9 tensors, blk.2.attn_k.weight first"),
-        ("llama.block_count", mx.array(1), "a tensor blk.1."),
-        ("llama.context_length", "long", "holds a str as llama.context_length; expected a int"),
+        ("general.architecture", "gemma", "'gemma' as general.architecture, not one of"),
+        ("general.file_type", mx.array(15), "has 15 as general.file_type"),
+        ("tokenizer.ggml.pre", "qwen2", "'qwen2' as tokenizer.ggml.pre"),
+        ("llama.rope.scaling.type", "yarn", "'yarn' as llama.rope.scaling.type"),
+        ("llama.embedding_length", None, "lacks or does not expect 'llama.embedding_length'"),
+        ("rope_freqs.weight", mx.ones(8), "lacks or does not expect 'rope_freqs"),
+        ("cut", 4000, "cannot be read"),
+        ("cut", 0, "cannot be read"),
     ],
 )
 def test_what_would_be_read_wrongly_is_refused(tmp_path, key, value, message):
-    metadata = make_metadata() | {key: value}
-    assert message in refusal(write_gguf(tmp_path / "a.gguf", make_weights(), metadata))
-
-
-def test_a_tensor_that_llama_lacks_is_refused(tmp_path):
-    weights = make_weights() | {"rope_freqs.weight": mx.ones(HEAD_DIM // 2)}
-    assert "a tensor rope_freqs.weight" in refusal(write_gguf(tmp_path / "a.gguf", weights))
-
-
-@pytest.mark.parametrize("keep", [0, 3, 24, 100, 4000, -2000, -1])
-def test_a_truncated_file_is_refused(tmp_path, keep):
-    path = write_gguf(tmp_path / "a.gguf", make_weights())
-    path.write_bytes(path.read_bytes()[:keep])
-    assert "cannot be read" in refusal(path)
-
-
-def test_another_kind_of_file_and_no_file_are_refused(tmp_path):
-    path = tmp_path / "a.gguf"
-    assert "does not exist" in refusal(path)
-    path.write_text("PK, surely no model" * 100)
-    assert "cannot be read" in refusal(path)
-
-
-def test_nothing_of_the_registry_imports_pytorch():
-    code = "import sys, ssmlx.loading.names; sys.exit('torch' in sys.modules)"
-    root = Path(__file__).parent.parent
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+    weights, changes = make_weights(), {key: value} if "." in key else {}
+    if key.endswith("weight"):
+        weights, changes = {**weights, key: value}, {}
+    meta = {name: v for name, v in (make_metadata() | changes).items() if v is not None}
+    path = write_gguf(tmp_path / "a.gguf", weights, meta)
+    if key == "cut":
+        path.write_bytes(path.read_bytes()[:value])
+    with pytest.raises(InputError) as caught:
+        convert_gguf(path, tmp_path / "out")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
 
 
 # --- The real model, against transformers' own reader ---
@@ -420,6 +340,7 @@ def reference(real_gguf):
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_every_real_tensor_equals_transformers_reading(real_folder, reference):
     found = unpacked(real_folder)
@@ -428,6 +349,7 @@ def test_every_real_tensor_equals_transformers_reading(real_folder, reference):
     assert_same(found, {name: mx.array(tensor.numpy()) for name, tensor in expected.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_real_logits_agree_with_transformers(real_folder, reference):
     torch = pytest.importorskip("torch")
@@ -438,7 +360,8 @@ def test_real_logits_agree_with_transformers(real_folder, reference):
     tokens = tokenizer.encode("The capital of France is Paris, and 2 + 2 = 4.")
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits.numpy()
-    assert np.abs(np.array(model(mx.array([tokens]))) - expected).max() < 1e-3
+    found = np.array(model(mx.array([tokens])))
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 # No digit here follows a space that it could merge with: see the last test.
@@ -467,6 +390,7 @@ def tokenizers_pair(real_folder, real_gguf):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.parametrize("text", TEXTS)
 def test_real_tokenizer_agrees_with_transformers(tokenizers_pair, text):
@@ -479,6 +403,7 @@ def test_real_tokenizer_agrees_with_transformers(tokenizers_pair, text):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_real_chat_template_and_special_tokens_agree_with_transformers(tokenizers_pair):
     ours, theirs = tokenizers_pair
