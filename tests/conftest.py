@@ -1,4 +1,4 @@
-"""`ssmlx` before `mlx`, for every test: the package chooses the BLAS that MLX will load."""
+"""What holds for every test: workers, the device, no profiles, and what `.ci/long` need not run."""
 
 from __future__ import annotations
 
@@ -18,6 +18,25 @@ if _WORKER:
     _own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(_own)
 
+import ssmlx  # noqa: F401  (first: it chooses the BLAS that MLX will load)
+
+import mlx.core as mx  # isort: skip
+
+# `.ci/long` names a file of tests that passed, which are not run again.
+_PASSED = Path(os.environ.get("SSMLX_PASSED", os.devnull))
+
+
+def pytest_collection_modifyitems(config, items):
+    passed = set(_PASSED.read_text().splitlines()) if _PASSED.exists() else set()
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+    items[:] = [item for item in items if item.nodeid not in passed]
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed and not _WORKER:
+        with _PASSED.open("a") as file:
+            file.write(f"{report.nodeid}\n")
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread():
@@ -26,6 +45,15 @@ def one_torch_thread():
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def device(request):
+    """Tests compute on the CPU, on a Mac too, but for those marked `metal`."""
+    is_metal = request.node.get_closest_marker("metal") is not None
+    if is_metal and not mx.metal.is_available():
+        pytest.skip("needs an Apple GPU")
+    mx.set_default_device(mx.gpu if is_metal else mx.cpu)
 
 
 @pytest.fixture(autouse=True)
