@@ -10,7 +10,7 @@ from real import ROOT, one_line
 
 NEEDED = {
     "convert.base": ["a", "b"],
-    "convert.chat_prompts": ["--out", "a"],
+    "examples.recipes.chat_prompts": ["--out", "a"],
     "convert.continuations": ["--prompts", "a", "--out", "b"],
     "convert.train": ["--data", "a", "--out", "b"],
     "convert.train_draft": ["--data", "a", "--out", "b"],
