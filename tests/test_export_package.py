@@ -1,4 +1,4 @@
-"""The exported package itself: read back and executed by `convert.mil`, and run by Core AI."""
+"""The exported package itself: read back and executed by `mil`, and run by Core AI."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("coremltools", exc_type=ImportError)
+from mil.interpreter import interpreted_backend, load_functions
 from real import ROOT, one_line, run_module, snapshot, words
 from tiny_export import WORDS, Folders, write_pair
 
 from convert.export import compression
 from convert.export.coreml import convert_graph, import_coremltools, merge_functions
 from convert.export.export import Report, build_graphs, export
-from convert.export.interpreted import interpreted_backend
 from convert.export.settings import ExportConfig
-from convert.mil import Program
 from perf.export import check as export_check
 from perf.export import mac as export_mac
 from perf.export import ties as export_ties
 from ssmlx import exported as coreml
-from ssmlx import loading as load
 from ssmlx.api import stream_generate
 from ssmlx.export import main
 from ssmlx.exported.tree import TreeTables
 from ssmlx.model.tree import draft_topology
 from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 
+pytestmark = pytest.mark.slow
 TREE, PRUNE = TreeConfig(size=6), PruneConfig(kind="budget", keep=4)
 PROMPTS = [words(count, first) for count, first in ((9, 0), (4, 7), (14, 20))]
 TOKENS = 16
@@ -131,9 +130,16 @@ def test_a_float32_package_writes_what_mlx_writes_in_as_many_calls(scope, change
     assert exported_answers(model) == mlx_answers(made)
 
 
-@pytest.mark.parametrize("profile", ["gpu", "ane"])
-def test_a_float16_package_keeps_the_cache_as_state(profile, make_export):
-    made = make_export(profile=profile)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"profile": "gpu"},
+        pytest.param({"profile": "ane"}, marks=pytest.mark.long),
+        {"profile": "gpu", "prune": PRUNE, "compression": "int8"},
+    ],
+)
+def test_a_float16_package_keeps_the_cache_as_state(changes, make_export):
+    made = make_export(**changes)
     model = coreml.load(made.out, backend=interpreted_backend)
     assert model.manifest.cache == "state"
     state = model.make_cache().state
@@ -175,30 +181,37 @@ def test_a_mask_that_shows_everything_is_noticed(make_export):
 def test_both_functions_are_there_and_share_their_weights(make_export):
     made = make_export(profile="gpu")
     package = made.out / "model.mlpackage"
-    program = Program.load(package)
-    assert set(program.function_names) == {"prefill", "decode"}
-    prefill, decode = (compression.stored_matrices(package, name) for name in ("prefill", "decode"))
-    shared = {constant.key for constant in prefill.values()}
-    assert len(shared) > 8 and shared <= {constant.key for constant in decode.values()}
+    spec = import_coremltools().utils.load_spec(str(package))
+    assert set(spec.mlProgram.functions) == {"prefill", "decode"}
+    prefill, decode = (weights_of(spec, name) for name in ("prefill", "decode"))
+    assert len(prefill) > 8 and prefill <= decode
     weights = (package / "Data/com.apple.CoreML/weights/weight.bin").stat().st_size
-    parameters = 2 * sum(np.prod(c.kind.shape) for c in decode.values())
-    assert weights < 1.3 * parameters
-    assert program.metadata["ssmlx.profile"] == "gpu"
-    assert program.metadata["ssmlx.adapter"] == "adapter"
+    assert weights < 1.3 * 2 * made.report.weight_error["weights"]
+    texts = spec.description.metadata.userDefined
+    assert texts["ssmlx.profile"] == "gpu"
+    assert texts["ssmlx.adapter"] == "adapter"
+
+
+def weights_of(spec, function: str) -> set[int]:
+    """Where the matrices of a function stand in the weights' file."""
+    (block,) = spec.mlProgram.functions[function].block_specializations.values()
+    values = {op.outputs[0].name: op for op in block.operations if op.type == "const"}
+    products = [op for op in block.operations if op.type == "linear"]
+    names = [op.inputs["weight"].arguments[0].name for op in products]
+    return {values[name].attributes["val"].blobFileValue.offset for name in names}
 
 
 def operations(package: Path) -> list[str]:
-    step_names = Program.load(package).function("decode")._code.steps
-    return [step.name for step in step_names]
+    return [op.op_type for op in load_functions(package)["decode"].operations]
 
 
 def test_each_profile_has_the_operations_that_it_was_made_for(make_export):
     gpu = operations(make_export(profile="gpu").out / "model.mlpackage")
     assert gpu.count("scaled_dot_product_attention") == 2
-    assert gpu.count("scatter_along_axis") == gpu.count("write_state") == 4
+    assert gpu.count("scatter_along_axis") == gpu.count("coreml_update_state") == 4
     assert not {"conv", "slice_update"} & set(gpu)
     ane = operations(make_export(profile="ane").out / "model.mlpackage")
-    assert ane.count("write_state") == 4 and ane.count("conv") > 14
+    assert ane.count("coreml_update_state") == 4 and ane.count("conv") > 14
     assert not {"scatter_along_axis", "slice_update", "linear"} & set(ane)
 
 
@@ -222,6 +235,7 @@ def test_the_folder_holds_all_that_a_host_needs(make_export):
 def test_the_check_compares_with_plain_decoding(make_export, tmp_path, monkeypatch, capsys):
     made = make_export(precision="float32", profile="gpu")
     monkeypatch.setattr("perf.run.common.RESULTS", tmp_path)
+    monkeypatch.setattr(export_check, "load_exported", interpreted)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     base, adapter = made.folders.base, made.folders.adapter
@@ -233,6 +247,11 @@ def test_the_check_compares_with_plain_decoding(make_export, tmp_path, monkeypat
     assert row["tokens_per_call"] == row["mlx_tokens_per_call"] > 1
     assert row["megabytes"] == round(made.report.package_bytes / 1e6, 1)
     assert "same tokens 3/3" in capsys.readouterr().out
+
+
+def interpreted(folder: Path) -> tuple[coreml.ExportedModel, str]:
+    """What `perf.export.check` runs a package with, but without a Mac."""
+    return coreml.load(folder, backend=interpreted_backend), "interpreter"
 
 
 class Nudged:
@@ -256,7 +275,7 @@ class Nudged:
 def test_the_check_tells_a_tie_from_another_draft(make_export, monkeypatch):
     """Calls that differ are forgiven where two nodes are equally likely, and only there."""
     made = make_export(precision="float32", profile="gpu")
-    exported, _ = export_check.load_exported(made.out)
+    exported, _ = interpreted(made.out)
     worse = replace(exported, backend=Nudged(exported.backend))
     prompt = coreml.prompt_tokens(exported, PROMPTS[0])
     mine, theirs = (export_check.exported_answer(m, prompt, 12) for m in (worse, exported))
@@ -269,7 +288,7 @@ def test_the_check_tells_a_tie_from_another_draft(make_export, monkeypatch):
     assert export_ties.deciding_margin(worse, prompt, call, 12) == expected > 0
 
     monkeypatch.setattr(export_check, "load_exported", lambda folder: (worse, "nudged"))
-    model = load(made.folders.base, adapter=made.folders.adapter, dtype="float32")
+    model = made.folders.mlx()
     row = export_check.check(made.out, model, PROMPTS[:1], 12)
     assert (row.same_tokens, row.same_calls) == (1, 0) and row.tree_margin == expected
     assert not row.is_exact
@@ -336,7 +355,7 @@ def test_the_macs_report_needs_a_mac(tmp_path, capsys):
     ("profile", "kinds"),
     [
         ("gpu", {"int8": (0.6, 1e-3, 2e-2), "int4": (0.4, 5e-2, 0.2)}),
-        ("ane", {"palettised": (0.4, 2e-2, 0.2)}),
+        pytest.param("ane", {"palettised": (0.4, 2e-2, 0.2)}, marks=pytest.mark.long),
     ],
 )
 def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kinds, tmp_path):
@@ -377,6 +396,7 @@ def run_export(folders: Folders, out: Path, *more: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_nothing(make_export, tmp_path):
     folders = make_export(profile="gpu").folders
     # Files of more than 64 KiB cannot be written: what a full disk is to the program.

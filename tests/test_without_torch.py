@@ -30,7 +30,9 @@ def run(module: str, *args: str, cwd=ROOT) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
 
 
-@pytest.mark.parametrize("module", [*NEEDED, "convert", "convert.e2e_prompts", "convert.export"])
+@pytest.mark.parametrize(
+    "module", [*NEEDED, "convert", "examples.recipes.e2e_prompts", "convert.export"]
+)
 def test_help_comes_without_torch(module):
     done = run(module, "--help")
     assert done.returncode == 0, done.stderr

@@ -16,11 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..mil.arithmetic import Arithmetic
-from ..mil.blobs import BlobFile
-from ..mil.compiler import compile_function
-from ..mil.constants import Constant, Constants
-from ..mil.package import find_model, read_model
 from .coreml import import_coremltools, quiet
 from .graph import DECODE, Graph
 from .settings import Compression
@@ -97,7 +92,7 @@ def compress(model: coremltools.models.MLModel, kind: Compression) -> coremltool
 def weight_names(model: coremltools.models.MLModel) -> list[str]:
     """Names of the constants to compress, once each."""
     names: dict[str, None] = {}
-    for operation in _operations(model):
+    for operation in _operations(model._mil_program):
         weight = operation.weight
         own = any(name in weight.name for name in _OWN)
         if weight.val is not None and weight.val.size >= MIN_WEIGHTS and not own:
@@ -105,8 +100,8 @@ def weight_names(model: coremltools.models.MLModel) -> list[str]:
     return list(names)
 
 
-def _operations(model: Any) -> Iterator[Any]:
-    for operation in model._mil_program.functions["main"].operations:
+def _operations(program: Any, function: str = "main") -> Iterator[Any]:
+    for operation in program.functions[function].operations:
         if operation.op_type in MATRIX_OPS:
             yield operation
 
@@ -120,7 +115,7 @@ def expected_matrices(
     LoRA with its scale multiplied in, as it is in the uncompressed model.
     """
     found = {}
-    for operation in _operations(model):
+    for operation in _operations(model._mil_program):
         weight = operation.weight.val
         if weight is not None:
             found[operation.outputs[0].name] = truth.get(_digest(weight), weight)
@@ -145,25 +140,25 @@ def true_weights(graph: Graph) -> dict[str, np.ndarray]:
     return found
 
 
-def stored_matrices(package: Path, function: str = DECODE) -> dict[str, Constant]:
-    """The matrices of a saved package by the name of the product's output.
+def load_program(package: Path) -> Any:
+    """The program of a saved package, with its weights, as coremltools reads it."""
+    ct = import_coremltools()
+    with quiet():
+        from coremltools.converters.mil.frontend.milproto.load import load
 
-    Read by `convert.mil`, which shares no code with what compressed them.
-    """
-    model = find_model(package)
-    files: dict[str, BlobFile] = {}
+        spec = ct.utils.load_spec(str(package))
+        weights = package / "Data" / "com.apple.CoreML" / "weights"
+        return load(spec, spec.specificationVersion, str(weights))
 
-    def opened(name: str) -> BlobFile:
-        return files.setdefault(name, BlobFile(model.parent / name))
 
-    constants = Constants(opened, Arithmetic("float32"))
-    code = compile_function(read_model(model)["mlProgram"]["functions"][function], constants)
-    found = {}
-    for step in code.steps:
-        weight = step.inputs.get("weight")
-        if step.operation and step.operation.name in MATRIX_OPS and isinstance(weight, Constant):
-            found[step.outputs[0][0]] = weight
-    return found
+def stored_matrices(program: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """The matrices of "decode", decompressed one by one, by the name of the product's output."""
+    for operation in _operations(program, DECODE):
+        weight = operation.weight
+        if weight.val is not None:
+            yield operation.outputs[0].name, weight.val
+        elif weight.op.op_type.startswith("constexpr"):
+            yield operation.outputs[0].name, weight.op.materialized_val_inference()
 
 
 def weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
@@ -173,19 +168,19 @@ def weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightErr
         package: the saved package.
         expected: `expected_matrices` of its function "decode".
     """
-    stored = stored_matrices(package)
-    squares = total = count = 0.0
-    worst = largest = 0.0
-    for name, constant in stored.items():
+    squares = total = worst = largest = 0.0
+    matrices = count = 0
+    for name, stored in stored_matrices(load_program(package)):
         true = expected[name].astype(np.float64).ravel()
-        gap = np.asarray(constant.read(), np.float64).ravel() - true
+        gap = stored.astype(np.float64).ravel() - true
         own, size = float(gap @ gap), float(true @ true)
         worst = max(worst, math.sqrt(own / size) if size else 0.0)
         largest = max(largest, float(np.abs(gap).max()))
-        squares, total, count = squares + own, total + size, count + gap.size
+        squares, total = squares + own, total + size
+        matrices, count = matrices + 1, count + gap.size
     return WeightError(
-        matrices=len(stored),
-        weights=int(count),
+        matrices=matrices,
+        weights=count,
         relative_rms=math.sqrt(squares / total),
         worst_relative_rms=worst,
         largest=largest,

@@ -1,11 +1,11 @@
 """`python -m perf.export.check`: does an exported model write what plain decoding writes?
 
-Answers prompts with exported folders, run here without a Mac: a Core ML package by `convert.mil`,
-which executes the saved program in numpy, one of Core AI by Apple's own runtime. The tokens are
-compared with MLX's plain decoding, the target calls with MLX's streaming on the same tree. In
-float32 all must be equal, or the exit code is 1; calls may differ where two nodes of a draft were
-equally likely but for rounding. In float16, and with compressed weights, the share of equal
-answers is told, and by how little the first different token won.
+Answers prompts with exported folders: Core AI's runtime runs on Linux too, Core ML on a Mac alone
+(without one, the project's tests execute its packages in numpy). The tokens are compared with
+MLX's plain decoding, the target calls with MLX's streaming on the same tree. In float32 all must
+be equal, or the exit code is 1; calls may differ where two nodes of a draft were equally likely
+but for rounding. In float16, and with compressed weights, the share of equal answers is told, and
+by how little the first different token won.
 """
 
 from __future__ import annotations
@@ -116,11 +116,8 @@ class Row:
 
 def load_exported(folder: Path) -> tuple[coreml.ExportedModel, str]:
     """An exported model on this machine, and the name of what runs it."""
-    if coreml.Manifest.read(folder).target == "coreai":
-        return coreml.load(folder), "Core AI"
-    from convert.export.interpreted import interpreted_backend
-
-    return coreml.load(folder, backend=interpreted_backend), "interpreter"
+    model = coreml.load(folder)
+    return model, "Core AI" if model.manifest.target == "coreai" else "Core ML"
 
 
 def mlx_config(manifest: coreml.Manifest, max_tokens: int) -> GenerateConfig:

@@ -1,6 +1,6 @@
 import Foundation
 
-/// What `manifest.json` beside an exported package says; see `ssmlx/coreml/manifest.py`.
+/// What `manifest.json` beside an exported package says; see `ssmlx/exported/manifest.py`.
 public struct Manifest: Decodable, Sendable {
     public struct Tree: Decodable, Sendable {
         /// Where each node's token stands in the flattened [G, K] candidates; the root has none.
