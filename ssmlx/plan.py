@@ -159,8 +159,8 @@ def _drafter_kind(
     if kind == "draft-model" and draft_model is None:
         raise InputError(
             "--drafter draft-model without a draft model",
-            expected="--draft-model",
-            do="give --draft-model MODEL, or choose another --drafter",
+            expected="model=MODEL with it",
+            do='give --drafter "draft-model model=MODEL", or choose another',
         )
     if kind in HEAD_DRAFTERS:
         _check_heads(kind, heads)
@@ -185,14 +185,14 @@ def _check_heads(kind: str, heads: DraftingHeads | None) -> None:
     if heads is None:
         raise InputError(
             f"--drafter {kind} without heads",
-            expected="--heads",
-            do="give --heads FOLDER, or choose another --drafter",
+            expected="heads=FOLDER with it",
+            do=f'give --drafter "{kind} heads=FOLDER", or choose another',
         )
     if heads.drafter != kind:
         raise InputError(
             f"--drafter {kind} with heads for another drafter",
             expected=f"--drafter {heads.drafter} with them",
-            do="drop --drafter, or give other --heads",
+            do="choose that drafter, or give other heads",
         )
 
 
@@ -224,7 +224,7 @@ def _make_drafter(
     nodes = config.lookup_nodes
     if nodes and kind in TEXT_DRAFTERS:
         raise InputError(
-            f"--lookup-nodes with --drafter {kind}",
+            f"lookup_nodes with --drafter {kind}",
             expected="streams or heads, whose trees they go into",
             do="drop one of the two",
         )

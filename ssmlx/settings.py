@@ -325,7 +325,7 @@ class PruneConfig:
 
     kind: PruneKind = setting("off", choices=get_args(PruneKind), option="--prune")
     keep: int = setting(8, least=1, option="--prune-to")
-    threshold: float = setting(0.05, least=0, most=1, option="--prune-threshold")
+    threshold: float = setting(0.05, least=0, most=1, option="--prune threshold={}")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -341,12 +341,12 @@ class PromptLookupConfig:
         size: nodes of the tree that the places make together, the root included.
     """
 
-    ngram: int = setting(3, least=1, most=32, option="--lookup-ngram")
-    num_draft_tokens: int = setting(8, least=1, most=MAX_DRAFT_TOKENS)
-    size: int = setting(16, least=2, most=MAX_TREE_NODES, option="--lookup-size")
+    ngram: int = setting(3, least=1, most=32, option="ngram={}")
+    num_draft_tokens: int = setting(8, least=1, most=MAX_DRAFT_TOKENS, option="tokens={}")
+    size: int = setting(16, least=2, most=MAX_TREE_NODES, option="size={}")
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_settings(self, found='--drafter "prompt-lookup {option}"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,19 +360,19 @@ class LookaheadConfig:
         pool_from_prompt: whether the prompt's own n-grams are in the pool from the start.
     """
 
-    window: int = setting(5, least=1, most=128, option="--lookahead-window")
-    ngram: int = setting(4, least=2, most=16, option="--lookahead-ngram")
-    guesses: int = setting(5, least=1, most=128, option="--lookahead-guesses")
+    window: int = setting(5, least=1, most=128, option="window={}")
+    ngram: int = setting(4, least=2, most=16, option="ngram={}")
+    guesses: int = setting(5, least=1, most=128, option="guesses={}")
     pool_from_prompt: bool = True
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_settings(self, found='--drafter "lookahead {option}"')
         nodes = 1 + (self.window + self.guesses) * (self.ngram - 1)
         require(
             nodes <= MAX_TREE_NODES,
             f"lookahead with these settings verifies {nodes} nodes a step",
             expected=f"at most {MAX_TREE_NODES}",
-            do="lower --lookahead-window, --lookahead-ngram or --lookahead-guesses",
+            do="lower window, ngram or guesses",
         )
 
 
@@ -385,11 +385,11 @@ class DraftModelConfig:
         width: candidates a level; those beside the chain's are leaves, at no further pass.
     """
 
-    num_draft_tokens: int = setting(3, least=1, most=MAX_DRAFT_TOKENS)
-    width: int = setting(1, least=1, most=32, option="--draft-width")
+    num_draft_tokens: int = setting(3, least=1, most=MAX_DRAFT_TOKENS, option="tokens={}")
+    width: int = setting(1, least=1, most=32, option="width={}")
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_settings(self, found='--drafter "draft-model {option}"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,15 +404,15 @@ class SpeculatorTreeConfig:
         size: nodes that are kept instead, the likeliest ones, the root included.
     """
 
-    widths: Sequence[int] | None = setting(None, least=1, option="--speculator-widths")
-    candidates: int | None = setting(None, least=1, option="--speculator-candidates")
-    size: int | None = setting(None, least=1, most=MAX_TREE_NODES, option="--speculator-size")
+    widths: Sequence[int] | None = setting(None, least=1, option="widths={}")
+    candidates: int | None = setting(None, least=1, option="candidates={}")
+    size: int | None = setting(None, least=1, most=MAX_TREE_NODES, option="size={}")
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_settings(self, found='--drafter "mlp-speculator {option}"')
         require(
             self.candidates is None or self.size is None,
-            f"--speculator-size {self.size} beside --speculator-candidates {self.candidates}",
+            f'--drafter "mlp-speculator size={self.size} candidates={self.candidates}"',
             expected="one of them",
             do="drop the other",
         )
@@ -430,12 +430,12 @@ class AcceptanceConfig:
         delta: it asks for delta * exp(-entropy) where that is less than epsilon.
     """
 
-    kind: AcceptanceKind = setting("exact", choices=ACCEPTANCES, option="--acceptance")
-    epsilon: float = setting(0.09, above=0, most=1, option="--typical-epsilon")
-    delta: float = setting(0.3, above=0, most=1, option="--typical-delta")
+    kind: AcceptanceKind = setting("exact", choices=ACCEPTANCES, option="acceptance={}")
+    epsilon: float = setting(0.09, above=0, most=1, option="epsilon={}")
+    delta: float = setting(0.3, above=0, most=1, option="delta={}")
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_settings(self, found="--drafter {option}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -465,12 +465,12 @@ class SamplingConfig:
     min_p: float = setting(0.0, least=0, most=1)
     top_k: int = setting(0, least=0)
     seed: int | None = setting(None, least=0, most=2**64 - 1)
-    repetition_penalty: float | None = setting(None, above=0)
-    repetition_context_size: int = setting(20, least=1)
-    presence_penalty: float | None = setting(None)
-    presence_context_size: int = setting(20, least=1)
-    frequency_penalty: float | None = setting(None)
-    frequency_context_size: int = setting(20, least=1)
+    repetition_penalty: float | None = setting(None, above=0, option="--penalty repetition={}")
+    repetition_context_size: int = setting(20, least=1, option="--penalty context={}")
+    presence_penalty: float | None = setting(None, option="--penalty presence={}")
+    presence_context_size: int = setting(20, least=1, option="--penalty context={}")
+    frequency_penalty: float | None = setting(None, option="--penalty frequency={}")
+    frequency_context_size: int = setting(20, least=1, option="--penalty context={}")
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
@@ -527,8 +527,10 @@ class GenerateConfig(SamplingConfig):
     tree: TreeConfig | None = None
     prune: PruneConfig | None = None
     num_streams: int | None = None
-    stream_schedule: StreamSchedule | None = setting(None, choices=STREAM_SCHEDULES)
-    lookup_nodes: int = setting(0, least=0, most=MAX_DRAFT_TOKENS)
+    stream_schedule: StreamSchedule | None = setting(
+        None, choices=STREAM_SCHEDULES, option='--drafter "streams schedule={}"'
+    )
+    lookup_nodes: int = setting(0, least=0, most=MAX_DRAFT_TOKENS, option="--drafter lookup={}")
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
@@ -540,9 +542,9 @@ class GenerateConfig(SamplingConfig):
         super().__post_init__()
         require(
             self.acceptance.kind == "exact" or self.temp > 0,
-            "--acceptance typical, which greedy decoding has no use for",
+            "acceptance=typical, which greedy decoding has no use for",
             expected="--temp above 0",
-            do="give --temp, or --acceptance exact",
+            do="give --temp, or drop acceptance=",
         )
 
     @property

@@ -111,10 +111,10 @@ BAD_TREES = {
     "full tree": (("--tree", "full", "--tree-width", "40"), "has 1641 nodes; expected at most"),
     "tree kind": (("--tree", "oak"), "invalid choice: 'oak'"),
     "threshold": (
-        ("--prune", "threshold", "--prune-threshold", "2"), "--prune-threshold 2.0; expected 0",
+        ("--prune", "threshold=2"), "--prune threshold=2.0; expected 0 to 1",
     ),
     "threshold nan": (
-        ("--prune", "threshold", "--prune-threshold", "nan"), "--prune-threshold nan; expected 0",
+        ("--prune", "threshold=nan"), "--prune threshold=nan; expected 0 to 1",
     ),
     "prune-to 0": (("--prune", "budget", "--prune-to", "0"), "--prune-to 0; expected 1 or"),
     "idle size": (("--tree", "full", "--tree-size", "8"), "--tree-size would do nothing here"),
@@ -122,7 +122,8 @@ BAD_TREES = {
     "idle prune-to 2": (
         ("--prune", "threshold", "--prune-to", "4"), "--prune-to would do nothing here",
     ),
-    "idle threshold": (("--prune-threshold", "0.1"), "--prune-threshold would do nothing here"),
+    "threshold word": (("--prune", "threshold=few"), "--prune threshold=few; expected off"),
+    "budget number": (("--prune", "budget=4"), "--prune budget=4; expected off, budget"),
     "idle tree": ((*PLAIN, "--tree", "best"), "--tree would do nothing here"),
     "idle streams": ((*PLAIN, "--num-streams", "1"), "--num-streams would do nothing here"),
     "idle prune": ((*PLAIN, "--prune", "budget"), "--prune would do nothing here"),
@@ -140,9 +141,11 @@ def test_bad_input_is_one_line(run, case, monkeypatch, tmp_path):
 
 
 def test_the_fused_attention_needs_metal(run, monkeypatch):
-    monkeypatch.setattr("ssmlx.model.metal.switch.is_available", lambda: False)
-    assert "MLX has no Metal device here" in refusal(run(*ASK, "--attention", "fused"))
-    assert run(*ASK, "--attention", "mlx")[0] == 0
+    monkeypatch.setattr("ssmlx.model.metal.hook.is_available", lambda: False)
+    assert "MLX has no Metal device here" in refusal(
+        run(*ASK, "--drafter", "streams attention=fused")
+    )
+    assert run(*ASK, "--drafter", "prompt-lookup attention=mlx")[0] == 0
 
 
 @pytest.mark.parametrize("case", BAD_TREES)
@@ -292,7 +295,7 @@ def test_a_seed_repeats_the_samples(run, adapter):
         ("--tree", "full", "--tree-width", "2"),
         ("--tree-size", "6", "--tree-width", "3", "--num-streams", "1"),
         ("--prune", "budget", "--prune-to", "3"),
-        ("--prune", "threshold", "--prune-threshold", "0.02"),
+        ("--prune", "threshold=0.02"),
     ],
 )
 def test_every_tree_option_leaves_the_answer_as_it_is(run, adapter, options):
@@ -352,7 +355,9 @@ def test_help_of_the_modules(module):
     assert "--model" in result.stdout or "--base" in result.stdout
 
 
-@pytest.mark.parametrize("given, expected", [((), "auto"), (("--draft-head", "8bit"), "8bit")])
+@pytest.mark.parametrize(
+    "given, expected", [((), "auto"), (("--drafter", "streams head=8bit"), "8bit")]
+)
 def test_the_draft_head_is_loaded_as_asked(monkeypatch, given, expected):
     """Its name reaches the loader, which test_quantised.py follows from there."""
     from ssmlx.loading import load as loading

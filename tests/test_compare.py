@@ -458,11 +458,9 @@ def test_values_by_task(tmp_path):
 
 
 def test_systems_are_parsed_with_the_options_of_generate():
-    systems = {
-        s.name: s for s in parse_systems(["streams", "lookahead --lookahead-window 7"], GREEDY)
-    }
-    assert list(systems) == ["mlx-lm", "plain", "streams", "lookahead --lookahead-window 7"]
-    assert systems["lookahead --lookahead-window 7"].config.lookahead.window == 7
+    systems = {s.name: s for s in parse_systems(["streams", "lookahead window=7"], GREEDY)}
+    assert list(systems) == ["mlx-lm", "plain", "streams", "lookahead window=7"]
+    assert systems["lookahead window=7"].config.lookahead.window == 7
     assert systems["mlx-lm"].config is None and systems["plain"].config.decoding == "plain"
     assert systems["streams"].config.drafter == "streams"
 
@@ -526,7 +524,7 @@ BAD = {
     "mlx-lm": (("--systems", "mlx-lm --tree full"), "--systems 'mlx-lm --tree full'"),
     "option": (("--systems", "streams --width 2"), "unrecognized arguments: --width"),
     "idle": (("--systems", "lookahead --tree-size 8"), "--tree-size would do nothing here"),
-    "drafter": (("--systems", "streams --drafter lookahead"), "--drafter is not a system's"),
+    "drafter": (("--systems", "streams head=8bit"), "head=8bit is not a system's"),
     "streams": (("--systems", "streams --num-streams 9"), "--num-streams 9"),
     "repeats": (("--repeats", 0), "--repeats 0; expected 1 or more"),
     "warm-up": (("--warm-up", -1), "--warm-up -1"),

@@ -118,11 +118,11 @@ def test_shapes_are_told_in_words_and_options():
     assert PRUNED.text() == "best tree of 16 nodes, pruned to 4, 5 streams, fused"
     assert full.text() == "full tree of 2 a level, 3 nodes, 1 stream, second pass"
     assert full.options() == (
-        "--tree full --tree-width 2 --num-streams 1 --stream-schedule second-pass"
+        '--drafter "streams schedule=second-pass" --tree full --tree-width 2 --num-streams 1'
     )
     assert PRUNED.options() == (
-        "--tree best --tree-size 16 --prune budget --prune-to 4 --num-streams 5 "
-        "--stream-schedule fused"
+        '--drafter "streams schedule=fused" --tree best --tree-size 16 --prune budget --prune-to 4 '
+        "--num-streams 5"
     )
 
 

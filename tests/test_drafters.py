@@ -497,12 +497,12 @@ def test_the_command_takes_every_drafter(tmp_path, capsys):
     for drafter in ("prompt-lookup", "lookahead"):
         code, record = answer("--drafter", drafter)
         assert (code, record["tokens"]) == (0, plain["tokens"])
-    code, record = answer("--draft-model", base, "--num-draft-tokens", "2")
+    code, record = answer("--drafter", f"draft-model model={base} tokens=2")
     assert (code, record["tokens"]) == (0, plain["tokens"])
     assert (record["target_calls"], record["draft_calls"]) == (4, 1 + 4 * 2)  # 1 + 3 + 3 + 3
     code, said = answer("--drafter", "draft-model")
-    assert code == 2 and "give --draft-model MODEL" in said
-    code, said = answer("--draft-model", str(tmp_path / "nowhere"))
+    assert code == 2 and 'give --drafter "draft-model model=MODEL"' in said
+    code, said = answer("--drafter", f"draft-model model={tmp_path / 'nowhere'}")
     assert code == 2 and said.count("\n") == 1 and "does not exist" in said
 
 

@@ -458,10 +458,10 @@ def test_what_does_not_fit_is_refused():
             make_plan(model, **settings)
         assert "\n" not in str(caught.value)
     for tree, said in (
-        ({"widths": (3, 0)}, "--speculator-widths 0; expected 1 or more"),
-        ({"candidates": 0}, "--speculator-candidates 0"),
-        ({"size": 2000}, "--speculator-size 2000; expected 1 to 1024"),
-        ({"size": 8, "candidates": 3}, "--speculator-size 8 beside --speculator-candidates 3"),
+        ({"widths": (3, 0)}, '--drafter "mlp-speculator widths=0"; expected 1 or more'),
+        ({"candidates": 0}, 'candidates=0"'),
+        ({"size": 2000}, 'size=2000"; expected 1 to 1024'),
+        ({"size": 8, "candidates": 3}, "size=8 candidates=3"),
     ):
         with pytest.raises(InputError, match=said):
             SpeculatorTreeConfig(**tree)
@@ -497,60 +497,53 @@ def run(base, capsys):
 
 def test_the_command_drafts_with_heads(run, folders, base, tmp_path):
     expected = run("--decoding", "plain")["tokens"]
-    for kind, options in (
-        ("medusa", ("--tree", "full", "--tree-width", 2)),
-        ("medusa", ("--drafter", "medusa", "--tree-size", 9)),
-        ("mlp-speculator", ("--speculator-widths", 3, 2, "--speculator-candidates", 4)),
-        ("mlp-speculator", ("--drafter", "mlp-speculator", "--speculator-size", 7)),
+    for kind, keys, *options in (
+        ("medusa", "", "--tree", "full", "--tree-width", 2),
+        ("medusa", "lookup=2", "--tree-size", 9),
+        ("mlp-speculator", "widths=3,2 candidates=4"),
+        ("mlp-speculator", "size=7"),
     ):
-        record = run("--heads", folders[kind], *options)
+        record = run("--drafter", f"{kind} heads={folders[kind]} {keys}", *options)
         assert record["tokens"] == expected and record["draft_calls"] == 0
         assert record["target_calls"] <= 10
     adapter = write_tiny_adapter(tmp_path / "adapter", base)
     adapted = run("--adapter", adapter, "--decoding", "plain")["tokens"]
     assert adapted != expected
     for kind, folder in folders.items():
-        record = run(
-            "--adapter", adapter, "--heads", folder, "--drafter", kind, "--prune", "budget"
-        )
+        drafter = f"{kind} heads={folder}"
+        record = run("--adapter", adapter, "--drafter", drafter, "--prune", "budget")
         assert record["tokens"] == adapted
 
 
 IDLE = {
-    "--drafter streams": "--heads would do nothing here; expected --drafter medusa or mlp-spec",
-    "--draft-model x": "--heads would do nothing here; expected --drafter medusa or mlp-spec",
-    "--decoding plain": "--heads would do nothing here; expected streaming decoding",
+    "--decoding plain": "--drafter would do nothing here; expected streaming decoding",
     "--num-streams 2": "--num-streams would do nothing here; expected --drafter streams",
-    "--speculator-size 3": "--speculator-size would do nothing here; expected --drafter mlp-spec",
-    "--speculator-widths 3 2": "--speculator-widths would do nothing here",
-    "--lookup-size 4": "--lookup-size would do nothing here; expected --drafter prompt-lookup",
     "--prune budget": "--prune would do nothing here; expected a model with streams",
 }
 
 
 @pytest.mark.parametrize("options", IDLE)
 def test_idle_options_are_refused(run, folders, options):
-    code, said = run("--heads", folders["medusa"], *options.split())
+    code, said = run("--drafter", f"medusa heads={folders['medusa']}", *options.split())
     assert code == 2 and IDLE[options] in said
 
 
 def test_wrong_heads_are_refused(run, folders, tmp_path):
-    speculators = folders["mlp-speculator"]
     other = write_base(tmp_path / "other", norm=1.5)
-    for (code, said), expected in (
-        (run("--drafter", "medusa"), "--drafter medusa without heads; expected --heads; give"),
-        (run("--heads", tmp_path / "nowhere"), "no heads folder"),
-        (run("--heads", other), "heads_config.json does not exist"),
-        (run("--heads", speculators, "--tree-size", 4), "--tree-size would do nothing here"),
-        (run("--heads", speculators, "--drafter", "medusa"), "with heads for another drafter"),
-        (run("--heads", speculators, "--speculator-size", 0), "--speculator-size 0"),
-        (
-            run("--heads", speculators, "--speculator-widths", 9, 9, 9, 9),
-            "tree widths 9 x 9 x 9 x 9; expected 1 to 3 widths",
-        ),
-        (run("--heads", speculators, model=other), "the heads belong to another base model: "),
+    speculators = f"mlp-speculator heads={folders['mlp-speculator']}"
+    for drafter, more, expected in (
+        ("medusa", (), "--drafter medusa without heads; expected heads=FOLDER"),
+        (f"medusa heads={tmp_path / 'nowhere'}", (), "no heads folder"),
+        (f"medusa heads={other}", (), "heads_config.json does not exist"),
+        (speculators, ("--tree-size", 4), "--tree-size would do nothing here"),
+        (f"medusa heads={folders['mlp-speculator']}", (), "with heads for another drafter"),
+        (f"{speculators} size=0", (), "mlp-speculator size=0"),
+        (f"{speculators} widths=9,9,9,9", (), "tree widths 9 x 9 x 9 x 9; expected 1 to 3 widths"),
     ):
+        code, said = run("--drafter", drafter, *more)
         assert code == 2 and expected in said, said
+    code, said = run("--drafter", speculators, model=other)
+    assert code == 2 and "the heads belong to another base model: " in said
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
@@ -564,7 +557,7 @@ def test_a_chat_with_heads(base, folders, kind, tmp_path, monkeypatch, capsys):
         assert chat.main([*command, *more]) == 0
         return capsys.readouterr()
 
-    out, err = chatted("--heads", str(folders[kind]))
+    out, err = chatted("--drafter", f"{kind} heads={folders[kind]}")
     assert out == chatted("--drafter", "prompt-lookup")[0] and out.count("\n") == 2
     first, compared, swapped, _, current, _, stats, _ = err.splitlines()
     assert first.startswith("[9 tokens · ") and "tokens per target call" in first

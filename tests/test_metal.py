@@ -450,7 +450,7 @@ def test_without_metal_fused_is_an_error_and_auto_is_off():
 
 
 def test_an_unknown_choice_is_an_error():
-    with pytest.raises(InputError, match="--attention metal; expected one of auto, mlx, fused"):
+    with pytest.raises(InputError, match="attention metal; expected one of auto, mlx, fused"):
         metal.use("metal")  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 from argparse import Namespace
 
 import mlx.core as mx
@@ -234,9 +235,9 @@ def test_typical_acceptance_says_that_it_is_lossy():
         ({"min_p": float("nan")}, "--min-p nan"),
         ({"top_k": -1}, "--top-k -1"),
         ({"seed": -1}, "--seed -1"),
-        ({"repetition_penalty": 0.0}, "--repetition-penalty 0.0"),
-        ({"repetition_context_size": 0}, "--repetition-context-size 0"),
-        ({"frequency_penalty": float("inf")}, "--frequency-penalty inf"),
+        ({"repetition_penalty": 0.0}, "--penalty repetition=0.0"),
+        ({"repetition_context_size": 0}, "--penalty context=0"),
+        ({"frequency_penalty": float("inf")}, "--penalty frequency=inf"),
         ({"logit_bias": {-1: 1.0}}, "--logit-bias -1=1.0"),
     ],
 )
@@ -254,22 +255,16 @@ IDLE = (
     ("--seed 1", "--temp above 0"),
     ("--top-k 5", "--temp above 0"),
     ("--top-p 0.5 --temp 0", "--temp above 0"),
-    ("--repetition-context-size 9", "--repetition-penalty"),
-    ("--presence-context-size 9 --repetition-penalty 2", "--presence-penalty"),
-    ("--typical-epsilon 0.1 --temp 1", "--acceptance typical"),
-    ("--lookup-ngram 2", "--drafter prompt-lookup"),
-    ("--num-draft-tokens 2 --drafter lookahead", "--drafter prompt-lookup or draft-model"),
-    ("--lookahead-window 2 --drafter prompt-lookup", "--drafter lookahead"),
-    ("--draft-width 2", "--drafter draft-model"),
-    ("--draft-model x --drafter lookahead", "--drafter draft-model"),
+    ("--penalty context=9", "repetition=X, presence=X or frequency=X in it"),
+    ("--drafter 'streams epsilon=0.1' --temp 1", "acceptance=typical beside it"),
     ("--drafter lookahead --tree full", "--drafter streams or medusa"),
-    ("--draft-model x --tree-size 4", "--drafter streams or medusa"),
+    ("--drafter 'draft-model model=x' --tree-size 4", "--drafter streams or medusa"),
+    ("--drafter lookahead --num-streams 1", "--drafter streams"),
     (
         "--drafter lookahead --prune budget",
         "--drafter streams or prompt-lookup or draft-model or medusa or mlp-speculator",
     ),
     ("--decoding plain --drafter lookahead", "streaming decoding"),
-    ("--decoding plain --acceptance typical --temp 1", "streaming decoding"),
 )
 
 
@@ -277,21 +272,21 @@ IDLE = (
 @pytest.mark.parametrize("command", [generate, chat])
 def test_an_option_that_could_change_nothing_is_refused(command, options, needs):
     ask = ["--prompt", "w1"] if command is generate else []
-    args = command.parse_args([*ask, *options.split()])
+    args = command.parse_args([*ask, *shlex.split(options)])
     with pytest.raises(InputError, match="would do nothing here") as caught:
         generate_config(args)
     assert caught.value.expected == needs
 
 
 MANY_OPTIONS = """
-    --drafter prompt-lookup --num-draft-tokens 5 --lookup-ngram 4 --lookup-size 9
+    --drafter "prompt-lookup tokens=5 ngram=4 size=9 acceptance=typical delta=0.2"
     --temp 0.7 --top-k 10 --top-p 0.9 --min-p 0.05 --seed 3 --logit-bias 5=-2 --logit-bias 6=1.5
-    --repetition-penalty 1.1 --repetition-context-size 30 --acceptance typical --typical-delta 0.2
+    --penalty "repetition=1.1 context=30" --penalty presence=0.5
 """
 
 
 def test_options_become_settings():
-    config = generate_config(chat.parse_args(MANY_OPTIONS.split()))
+    config = generate_config(chat.parse_args(shlex.split(MANY_OPTIONS)))
     assert (config.drafter, config.acceptance.kind, config.acceptance.delta) == (
         "prompt-lookup", "typical", 0.2,
     )  # fmt: skip
@@ -300,14 +295,14 @@ def test_options_become_settings():
     assert config.logit_bias == {5: -2.0, 6: 1.5}
     assert (config.temp, config.top_k, config.top_p, config.min_p) == (0.7, 10, 0.9, 0.05)
     assert (config.seed, config.repetition_penalty, config.context_size) == (3, 1.1, 30)
-    options = ["--drafter", "lookahead", "--lookahead-ngram", "3"]
-    lookahead = generate_config(chat.parse_args(options))
+    assert (config.presence_penalty, config.presence_context_size) == (0.5, 20)
+    lookahead = generate_config(chat.parse_args(["--drafter", "lookahead ngram=3"]))
     assert (lookahead.lookahead.ngram, lookahead.lookahead.window) == (3, 5)
 
 
 def test_a_command_need_not_have_every_option():
     args = Namespace(
         decoding="streaming", max_tokens=9, temp=0.0, seed=None, num_streams=None, tree=None,
-        tree_width=None, tree_size=4, prune=None, prune_to=None, prune_threshold=None,
+        tree_width=None, tree_size=4, prune=None, prune_to=None,
     )  # fmt: skip
     assert generate_config(args).tree.size == 4

@@ -176,7 +176,7 @@ def test_the_copy_costs_the_upper_layers_share_of_the_cache():
 
 
 def test_unknown_schedules_are_refused():
-    with pytest.raises(InputError, match="--stream-schedule late"):
+    with pytest.raises(InputError, match="--drafter schedule=late"):
         GenerateConfig(stream_schedule="late")  # type: ignore[arg-type]
 
 

@@ -309,7 +309,10 @@ def test_the_command_drafts_with_the_folder(base, data, tmp_path, capsys):
 
     assert main(argv(base, data, tmp_path / "run", "--epochs", "1")) == 0
     options = ["--model", str(base), "--prompt", "w1 w2", "--max-tokens", "5"]
-    assert generate([*options, "--draft-model", str(tmp_path / "run" / MODEL_FOLDER)]) == 0
+    assert (
+        generate([*options, "--drafter", f"draft-model model={tmp_path / 'run' / MODEL_FOLDER}"])
+        == 0
+    )
     drafted = capsys.readouterr().out
     assert generate([*options, "--decoding", "plain"]) == 0
     assert capsys.readouterr().out == drafted

@@ -158,9 +158,9 @@ def test_nothing_waits_for_the_lookup(monkeypatch):
 
 def test_what_reads_the_text_itself_takes_no_lookup():
     model = streams_model()
-    with pytest.raises(InputError, match="--lookup-nodes with --drafter prompt-lookup"):
+    with pytest.raises(InputError, match="lookup_nodes with --drafter prompt-lookup"):
         make_plan(model, drafter="prompt-lookup", lookup_nodes=4)
     for count in (-1, 257):
-        with pytest.raises(InputError, match=f"--lookup-nodes {count}"):
+        with pytest.raises(InputError, match=f"--drafter lookup={count}"):
             GenerateConfig(lookup_nodes=count)
     assert np.isfinite(make_plan(model, lookup_nodes=256).drafter.max_nodes)

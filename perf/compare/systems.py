@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 
 from ssmlx.commands.options import (
     Parser,
-    add_drafter_options,
-    add_head_options,
     add_tree_options,
     generate_config,
 )
@@ -22,7 +20,7 @@ from ..run.systems import MLX_LM
 PLAIN, DRAFT_ALONE = "plain", "draft model alone"
 CHECKPOINTS = ("medusa", "mlp-speculator", "draft-model")
 SYSTEMS = (MLX_LM, PLAIN, "streams", *CHECKPOINTS, "lookahead", "prompt-lookup")
-_RESERVED = ("drafter", "draft_model", "heads", "acceptance", "typical_epsilon", "typical_delta")
+_RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attention")
 
 
 @dataclass(frozen=True)
@@ -71,43 +69,44 @@ class _SystemParser(Parser):
 
 
 def parse_system(text: str, sampling: SamplingConfig) -> DecodingMethod:
-    """`streams --tree full` as a system: its kind, and drafting options as of ssmlx.generate.
+    """`streams lookup=8 --tree full` as a system: a drafter and tree options of ssmlx.generate.
 
     Raises:
         InputError: the kind is unknown, or an option is, or could have no effect.
     """
-    kind, *options = text.split() or [""]
-    if kind not in SYSTEMS or (kind == MLX_LM and options):
+    words = text.split()
+    kind, flags = next(iter(words), ""), [n for n, word in enumerate(words) if word[0] == "-"]
+    if kind not in SYSTEMS or (kind in (MLX_LM, PLAIN) and words[1:]):
         raise InputError(
             f"--systems {text!r}",
-            expected="one of " + ", ".join(SYSTEMS) + "; options of all but mlx-lm in quotes",
+            expected="one of " + ", ".join(SYSTEMS) + "; those that draft with options, in quotes",
             do='write such as --systems mlx-lm streams "streams --tree full"',
         )
-    name = " ".join([kind, *options])
+    name = " ".join(words)
     if kind == MLX_LM:
         return DecodingMethod(name, kind)
-    args = parse_drafting(name, options)
-    args.decoding, args.drafter = (PLAIN, None) if kind == PLAIN else ("streaming", kind)
+    first = next(iter(flags), len(words))
+    args = parse_drafting(name, words[1:first], words[first:])
+    args.decoding, args.drafter = PLAIN, None
+    if kind != PLAIN:
+        args.decoding, args.drafter = "streaming", " ".join(words[:first])
     # What its name says, on every machine: no profile of this one decides.
     config = generate_config(args).with_default_shape()
     return DecodingMethod(name, kind, replace(config, **sampling_values(sampling)))
 
 
-def parse_drafting(name: str, options: Sequence[str]) -> argparse.Namespace:
-    """The drafting options of a system.
+def parse_drafting(name: str, keys: Sequence[str], options: Sequence[str]) -> argparse.Namespace:
+    """The tree options of a system; its drafter's keys are only looked at.
 
     Raises:
         InputError: one is unknown, or is for this command to decide.
     """
     parser = _SystemParser(prog=name, add_help=False, allow_abbrev=False)
-    for add in (add_drafter_options, add_head_options, add_tree_options):
-        add(parser.add_argument_group())
-    args = parser.parse_args(options)
-    for option in _RESERVED:
-        if getattr(args, option) is not None:
-            flag = "--" + option.replace("_", "-")
-            parser.error(f"{flag} is not a system's to choose here")
-    return args
+    add_tree_options(parser.add_argument_group())
+    for key in keys:
+        if key.partition("=")[0] in _RESERVED:
+            parser.error(f"{key} is not a system's to choose here")
+    return parser.parse_args(options)
 
 
 def sampling_values(sampling: SamplingConfig) -> dict[str, Any]:

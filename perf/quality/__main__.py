@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ssmlx.commands.options import add_tree_options, make_parser, run, template_text
+from ssmlx.commands.options import add_drafting_options, make_parser, run, template_text
 from ssmlx.tuning.machine import machine
 from ssmlx.tuning.report import publish
 
@@ -46,7 +46,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_data_options(data)
     data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
     add_system_options(parser.add_argument_group("systems"))
-    add_tree_options(parser.add_argument_group("draft tree"))
+    add_drafting_options(parser)
     parser.add_argument(
         "--trees",
         metavar="KIND:N,...",

@@ -101,6 +101,10 @@ def streaming_variants(args: argparse.Namespace) -> dict[str, GenerateConfig]:
         InputError: an option is out of range, or could have no effect.
     """
     config = generate_config(args).with_default_shape()
+    if config.drafter not in (None, "streams"):
+        raise InputError(
+            f"--drafter {args.drafter}", expected="streams, alone or with its keys", do="drop it"
+        )
     if args.trees is None:
         assert config.tree is not None
         return {draft_label(config.tree, config.lookup_nodes): config}

@@ -37,10 +37,11 @@ from ..loading.files import make_folder
 from ..loading.names import resolve_adapter, resolve_model
 from ..model.streams import StreamFusedModel
 from ..prompts import encode_prompt, read_prompts
+from ..settings import ATTENTIONS, DRAFT_HEADS
 from ..tuning.machine import machine
 from ..tuning.profile import Place, Profile, mlx_version, store_profile
 from ..tuning.report import publish
-from .options import add_counts, add_model_options, load_from, make_parser, run
+from .options import add_counts, add_model_options, load_target, make_parser, run
 
 PROG = "ssmlx.calibrate"
 DEFAULT_ADAPTER = "chat"
@@ -163,7 +164,9 @@ def load_streams(args: argparse.Namespace) -> tuple[StreamFusedModel, TokenizerW
     Raises:
         InputError: it has none.
     """
-    model, tokenizer = load_from(args, DEFAULT_ADAPTER)
+    model, tokenizer = load_target(
+        args, DEFAULT_ADAPTER, draft_head=args.draft_head, attention=args.attention
+    )
     if model.num_streams == 0:
         fitting = ", ".join(adapters_for(model)) or "none that ships with ssmlx"
         raise InputError(
@@ -231,6 +234,14 @@ def main(argv: list[str] | None = None) -> int:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     add_model_options(parser, DEFAULT_ADAPTER)
+    group = parser.add_argument_group("streams, as --drafter tells ssmlx.generate")
+    for name, known, what in (
+        ("draft-head", DRAFT_HEADS, "weights of the head that guesses: head="),
+        ("attention", ATTENTIONS, "what computes it on rows of trees: attention="),
+    ):
+        group.add_argument(
+            f"--{name}", choices=known, default=known[0], help=f"{what} (default: %(default)s)"
+        )
     group = parser.add_argument_group("calibration")
     group.add_argument(
         "--data", type=Path, metavar="FILE.jsonl",

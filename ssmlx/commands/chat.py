@@ -17,11 +17,10 @@ from ..blas import HINT
 from ..errors import InputError
 from ..loading.names import bundled_adapters
 from .options import (
+    PromptBar,
     add_decoding_options,
     add_model_options,
-    generate_config,
-    load_drafter,
-    load_from,
+    load_all,
     make_parser,
     run,
 )
@@ -39,7 +38,7 @@ EPILOG = """examples:
   python -m ssmlx.chat
   python -m ssmlx.chat --adapter sql --tree best --tree-size 16
   python -m ssmlx.chat --adapter none --drafter prompt-lookup
-  python -m ssmlx.chat --heads heads/medusa
+  python -m ssmlx.chat --drafter "medusa heads=heads/medusa"
   echo "What is a monsoon?" | python -m ssmlx.chat
 
 Ctrl-C stops a reply and keeps the chat; Ctrl-D or /quit leaves. Replies go to standard output,
@@ -57,7 +56,7 @@ HELP = """/help            this list
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
-    parser = make_parser("ssmlx.chat", "Chat with a model that drafts for itself.", EPILOG)
+    parser = make_parser(PROG, "Chat with a model that drafts for itself.", EPILOG, "[options]")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     add_model_options(parser, DEFAULT_ADAPTER)
     add_decoding_options(parser, max_tokens=1024)
@@ -152,7 +151,6 @@ class Chat:
 def answer(session: ChatSession, text: str, screen: Screen) -> None:
     """Stream the reply to `text`, then the quiet line."""
     from ..api import summary
-    from .progress import PromptBar
 
     last = None
     with stoppable() as stopped:
@@ -302,24 +300,24 @@ def turn(line: str, chat: Chat) -> bool:
 
 
 def _main(args: argparse.Namespace) -> None:
-    config = generate_config(args)
     screen = Screen()
     if not has_fast_blas:
         screen.note(HINT)
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
-    model, tokenizer = load_from(args, DEFAULT_ADAPTER)
-    loaded = load_drafter(args, config, model, tokenizer)
+    ready = load_all(args, DEFAULT_ADAPTER)
 
     import mlx.core as mx
 
     from ..loading.names import cache_dir
     from ..session import ChatSession
 
-    session = ChatSession(model, tokenizer, config, system=args.system, **loaded)
+    session = ChatSession(
+        ready.model, ready.tokenizer, ready.config, system=args.system, **ready.drafts
+    )
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     chat = Chat(session, screen, args.adapter)
-    undrafted = model.num_streams == 0 and session.plan.kind is None
+    undrafted = ready.model.num_streams == 0 and session.plan.kind is None
     if args.adapter is None and args.decoding is None and undrafted:
         screen.note(NO_DEFAULT)
     _note_tuning(chat)

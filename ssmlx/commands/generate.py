@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .options import (
+    PromptBar,
     add_decoding_options,
     add_model_options,
-    generate_config,
-    load_drafter,
-    load_from,
+    bar,
+    load_all,
     make_parser,
     run,
     template_text,
@@ -29,23 +29,26 @@ EPILOG = """examples:
   python -m ssmlx.generate --prompt "Name three primary colours."
   python -m ssmlx.generate --adapter sql --prompts questions.jsonl --jsonl > answers.jsonl
   python -m ssmlx.generate --adapter sql --tree full --tree-width 2 --prompt "..."
-  python -m ssmlx.generate --drafter prompt-lookup --temp 0.7 --top-k 40 --seed 1 --prompt "..."
-  python -m ssmlx.generate --heads heads/medusa --tree-size 24 --prompt "..."
-  python -m ssmlx.generate --model org/large --draft-model org/small --prompt "..."
+  python -m ssmlx.generate --drafter "prompt-lookup tokens=5" --temp 0.7 --seed 1 --prompt "..."
+  python -m ssmlx.generate --drafter "medusa heads=heads/medusa" --tree-size 24 --prompt "..."
+  python -m ssmlx.generate --model org/large --drafter "draft-model model=org/small" --prompt "..."
 
-With --jsonl each line holds prompt, text, tokens, finish_reason (stop, length or context),
-prompt_tokens, generation_tokens, target_calls, tokens_per_call, prefill_seconds, decode_seconds,
-draft_calls, lossy and memory. target_calls counts forward passes of the model, the prompt's as one:
-plain decoding has exactly one token a call. draft_calls counts those of a draft model. memory holds
-bytes of what the answer kept, part by part, and the peak since the model was loaded."""
+A line of --jsonl holds prompt, text, tokens, finish_reason (stop, length or context),
+prompt_tokens, generation_tokens, target_calls (forward passes of the model, the prompt's as one),
+tokens_per_call, prefill_seconds, decode_seconds, draft_calls (those of a draft model), lossy, and
+memory (bytes of what the answer kept, part by part, and the peak since the model was loaded)."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = make_parser(
-        "ssmlx.generate", "Answer prompts with a model that drafts itself.", EPILOG
+        PROG,
+        "Answer prompts with a model that drafts for itself.",
+        EPILOG,
+        "(--prompt TEXT | --prompts FILE.jsonl) [options]",
     )
-    source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
+    group = parser.add_argument_group("prompts and answers")
+    source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     source.add_argument(
         "--prompts",
@@ -53,19 +56,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE.jsonl",
         help="a JSON object a line, field `prompt` or `messages`",
     )
-    parser.add_argument(
+    group.add_argument(
         "--template",
         type=template_text,
         metavar="chat|raw|TEXT",
         help="chat: the model's chat template; raw: the prompt as it is; or a text with {prompt}, "
         "with \\n for a new line (default: the adapter's own template, then chat, then raw)",
     )
-    output = parser.add_mutually_exclusive_group()
+    output = group.add_mutually_exclusive_group()
     output.add_argument(
         "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
     )
     output.add_argument(
-        "--verbose", action="store_true", help="say where the memory goes, below each answer"
+        "--verbose",
+        action="store_true",
+        help="say how it is decoded and why, and where the memory goes",
     )
     add_model_options(parser)
     add_decoding_options(parser, max_tokens=256)
@@ -113,29 +118,27 @@ def _main(args: argparse.Namespace) -> None:
     from ..prompts import encode_prompt, read_prompts, user_text
 
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
-    config = generate_config(args)
-    model, tokenizer = load_from(args)
-    loaded = load_drafter(args, config, model, tokenizer)
+    ready = load_all(args)
+    model, tokenizer = ready.model, ready.tokenizer
 
     import mlx.core as mx
 
     from ..api import check_prompt, stream_generate
     from ..plan import make_plan
-    from .progress import PromptBar, bar
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
     encoded = [encode_prompt(prompt, model, tokenizer, args.template) for prompt in prompts]
     for tokens in encoded:
         check_prompt(model, len(tokens))
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
-    plan = make_plan(model, config, **loaded)
+    plan = make_plan(model, ready.config, **ready.drafts)
     if plan.is_tuned or args.verbose:
         print(f"[{plan.decision}]", file=sys.stderr)
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
     for prompt, tokens in bar(pairs, len(prompts), "prompts") if show_bar else pairs:
         responses = stream_generate(
-            model, tokenizer, tokens, config, progress=PromptBar(), **loaded
+            model, tokenizer, tokens, ready.config, progress=PromptBar(), **ready.drafts
         )
         if args.jsonl:
             answer = record(user_text(prompt), list(responses))

@@ -49,7 +49,7 @@ class DraftModel:
                 f"{name} keeps a {type(cache).__name__} in layer {layer}, from which rejected "
                 "tokens cannot be taken back",
                 expected="a model with plain key/value caches",
-                do="choose another --draft-model",
+                do="choose another draft model",
             )
         self._text: list[int] = []
         self.owner: object = None
@@ -199,8 +199,8 @@ def load_draft_model(
         InputError: it cannot be loaded, or its vocabulary is another than the target's.
     """
     path = resolve_model(name)
-    model, config = load_weights(path, dtype, f"--draft-model {name} cannot be loaded")
-    draft = DraftModel(model, f"--draft-model {name}")
+    model, config = load_weights(path, dtype, f"the draft model {name} cannot be loaded")
+    draft = DraftModel(model, f"the draft model {name}")
     check_vocabulary(draft, load_tokenizer(path, config), tokenizer, vocab_size)
     return draft
 
@@ -213,7 +213,7 @@ def check_vocabulary(
     Raises:
         InputError: the vocabularies differ; the message says in what.
     """
-    do = "choose a --draft-model of the same family"
+    do = "choose a draft model of the same family"
     require(
         draft.vocab_size == vocab_size,
         f"{draft.name} has a vocabulary of {draft.vocab_size} tokens",

@@ -77,8 +77,8 @@ class DraftShape:
         if tree.kind == "full":
             shape = f"--tree full --tree-width {tree.full_width}"
         pruned = f" --prune budget --prune-to {self.num_kept}" if self.is_pruned else ""
-        streams = f" --num-streams {self.num_streams} --stream-schedule {self.stream_schedule}"
-        return shape + pruned + streams
+        drafter = f'--drafter "streams schedule={self.stream_schedule}"'
+        return f"{drafter} {shape}{pruned} --num-streams {self.num_streams}"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DraftShape:

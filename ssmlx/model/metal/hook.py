@@ -63,12 +63,12 @@ def use(attention: Attention) -> None:
         InputError: there is no such choice, or "fused" without Metal.
     """
     global _chosen
-    check_choice("--attention", attention, ATTENTIONS)
+    check_choice("attention", attention, ATTENTIONS)
     require(
         attention != "fused" or is_available(),
-        "--attention fused, but MLX has no Metal device here",
+        "attention=fused, but MLX has no Metal device here",
         expected="a Mac with Apple silicon, and MLX on its GPU",
-        do="use --attention auto",
+        do="use attention=auto",
     )
     _chosen = attention
 
@@ -167,9 +167,9 @@ class StepMasks(MaskBuffer):
         takes = self._model.takes_tree_masks
         require(
             takes or in_use() != "fused",
-            "--attention fused, for a model with an attention of its own",
+            "attention=fused, for a model with an attention of its own",
             expected="layers that call mlx-lm's scaled_dot_product_attention",
-            do="use --attention auto",
+            do="use attention=auto",
         )
         return takes
 
@@ -243,9 +243,9 @@ def _plan_for(shape: AttentionShape, attention: Attention) -> Plan | None:
         return make_plan(shape, chip) if takes else None
     require(
         is_supported(shape) and _is_trusted(shape, chip),
-        f"--attention fused, for heads of {shape.head_size} in {shape.dtype}",
+        f"attention=fused, for heads of {shape.head_size} in {shape.dtype}",
         expected="head sizes that are multiples of 8 up to 128, and a GPU that runs the kernel",
-        do="use --attention mlx",
+        do="use attention=mlx",
     )
     return make_plan(shape, chip)
 
