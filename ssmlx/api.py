@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -315,3 +315,23 @@ def summary(response: GenerationResponse, plain_tps: float | None = None) -> str
     if response.finish_reason == "context":
         parts.append("the context is full")
     return " · ".join(parts)
+
+
+def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
+    """What --jsonl prints of one answer."""
+    last = responses[-1]
+    return {
+        "prompt": prompt,
+        "text": "".join(response.text for response in responses),
+        "tokens": [token for response in responses for token in response.tokens],
+        "finish_reason": last.finish_reason,
+        "prompt_tokens": last.prompt_tokens,
+        "generation_tokens": last.generation_tokens,
+        "target_calls": last.target_calls,
+        "tokens_per_call": round(last.tokens_per_call, 4),
+        "prefill_seconds": round(last.prefill_seconds, 6),
+        "decode_seconds": round(last.decode_seconds, 6),
+        "draft_calls": last.draft_calls,
+        "lossy": last.lossy,
+        "memory": asdict(last.memory) if last.memory else None,
+    }

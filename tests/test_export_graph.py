@@ -29,8 +29,7 @@ from convert.export.heads import Head
 from convert.export.settings import ExportConfig
 from convert.export.source import build_reference
 from ssmlx.errors import InputError
-from ssmlx.exported.decode import prefill, step_inputs
-from ssmlx.exported.slots import SlotCache
+from ssmlx.exported.decode import SlotCache, prefill, step_inputs
 from ssmlx.exported.tree import DraftTree
 from ssmlx.loading import load as loading
 from ssmlx.loading.adapter import write_adapter

@@ -16,9 +16,8 @@ from ssmlx.decoding.accept import accept
 from ssmlx.errors import InputError
 from ssmlx.exported.api import ExportedModel, stream_generate
 from ssmlx.exported.backends import CarriedCache, CoreMLState, coreml_backend
-from ssmlx.exported.decode import step_inputs, streaming_decode
+from ssmlx.exported.decode import MASKED, SlotCache, step_inputs, streaming_decode
 from ssmlx.exported.manifest import Manifest, package_digest
-from ssmlx.exported.slots import MASKED, SlotCache
 from ssmlx.exported.tree import TreeTables, accepted_path, grow_tree, root_tree
 from ssmlx.model import tree as device_tree
 from ssmlx.settings import TreeConfig

@@ -102,6 +102,7 @@ def level(path: str) -> tuple[int, ...]:
     """How far down a file stands; the order of rooms is that of `ssmlx` alone."""
     building, room = path.split("/")[:2]
     floor = [n for n, names in enumerate(ROOMS) if room.removesuffix(".py") in names.split()]
+    floor = [0] if path.endswith("/__main__.py") else floor  # a command, wherever its room is
     assert floor or building != "ssmlx", f"ssmlx/{room} stands in no line of ROOMS"
     return BUILDINGS.index(building), *(floor if building == "ssmlx" else [])
 

@@ -17,9 +17,8 @@ from convert.export.settings import ExportConfig
 from convert.formats.adapter import read_checkpoint, write_adapter
 from convert.reference.checkpoint import save_reference
 from ssmlx.api import token_steps
-from ssmlx.exported.decode import streaming_decode
+from ssmlx.exported.decode import SlotCache, streaming_decode
 from ssmlx.exported.manifest import Manifest
-from ssmlx.exported.slots import SlotCache
 from ssmlx.exported.tree import TreeTables
 from ssmlx.loading.adapter import Adapter, load_adapter
 from ssmlx.loading.load import load, load_base

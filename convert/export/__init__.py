@@ -5,7 +5,7 @@ functions: "prefill" puts a chunk of the prompt into the cache, "decode" verifie
 for the next. Both Core ML and Core AI take it. Shapes, beside the legend of `ssmlx.model.shapes`:
 
     S   slots of the cache: a committed token's keys and values are in any one of them, the same
-        in every layer. The host knows which (`ssmlx.exported.slots`); nothing is ever moved.
+        in every layer. The host knows which (`ssmlx.exported.decode`); nothing is ever moved.
     T   tokens of a prompt chunk
     R   rows of a call: N nodes or T tokens; M * (1 + G) in the upper layers of "decode"
     H   query heads          Vd  tokens that streams draft from

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,26 +76,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
-    """What --jsonl prints of one answer."""
-    last = responses[-1]
-    return {
-        "prompt": prompt,
-        "text": "".join(response.text for response in responses),
-        "tokens": [token for response in responses for token in response.tokens],
-        "finish_reason": last.finish_reason,
-        "prompt_tokens": last.prompt_tokens,
-        "generation_tokens": last.generation_tokens,
-        "target_calls": last.target_calls,
-        "tokens_per_call": round(last.tokens_per_call, 4),
-        "prefill_seconds": round(last.prefill_seconds, 6),
-        "decode_seconds": round(last.decode_seconds, 6),
-        "draft_calls": last.draft_calls,
-        "lossy": last.lossy,
-        "memory": asdict(last.memory) if last.memory else None,
-    }
-
-
 def _print_text(
     responses: Iterator[GenerationResponse], *, verbose: bool
 ) -> list[GenerationResponse]:
@@ -123,7 +102,7 @@ def _main(args: argparse.Namespace) -> None:
 
     import mlx.core as mx
 
-    from ..api import check_prompt, stream_generate
+    from ..api import check_prompt, record, stream_generate
     from ..plan import make_plan
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.

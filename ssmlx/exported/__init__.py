@@ -1,9 +1,9 @@
 """Models that `python -m ssmlx.export` wrote, run by Core ML or Core AI.
 
-    from ssmlx import coreml
+    from ssmlx import exported
 
-    model = coreml.load("exported/sql")
-    for response in coreml.stream_generate(model, coreml.prompt_tokens(model, "...")):
+    model = exported.load("exported/sql")
+    for response in exported.stream_generate(model, exported.prompt_tokens(model, "...")):
         print(response.text, end="", flush=True)
 
 Greedy. The host keeps the draft tree and the slots of the cache, see `decode.py`; what it does is
@@ -12,8 +12,8 @@ small enough to be written in an app's own language, as `examples/swift` does.
 
 from .api import ExportedModel, generate, load, prompt_tokens, stream_generate
 from .backends import Backend
+from .decode import SlotCache
 from .manifest import Manifest
-from .slots import SlotCache
 
 __all__ = [
     "Backend",

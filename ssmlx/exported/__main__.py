@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-from ..commands.generate import record
 from ..commands.options import make_parser, run
 
 PROG = "ssmlx.exported"
@@ -47,7 +46,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ..api import summary
+    from ..api import record, summary
     from ..prompts import read_prompts, user_text
     from .api import load, prompt_tokens, stream_generate
 

@@ -16,11 +16,9 @@ from ..errors import InputError
 from ..loading.load import load_tokenizer
 from ..prompts import Prompt, as_messages, chat_tokens, encode, text_tokens, user_text
 from ..settings import read_json
-from .backends import Backend, coreml_backend
-from .coreai import coreai_backend
-from .decode import Progress, streaming_decode
+from .backends import Backend, coreai_backend, coreml_backend
+from .decode import Progress, SlotCache, streaming_decode
 from .manifest import Manifest
-from .slots import SlotCache
 
 MakeBackend = Callable[[Path, Manifest], Backend]
 """Runs the package at a path, which its manifest describes."""

@@ -1,15 +1,18 @@
-"""What runs an exported model: one small interface, and Core ML behind it."""
+"""What runs an exported model: one small interface, and Core ML or Core AI behind it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import InputError, first_line
+from ..errors import InputError, check_choice, first_line
 from .manifest import Manifest
 
 PREFILL, DECODE = "prefill", "decode"
@@ -95,10 +98,7 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
     """
     ct = _coremltools()
     units = compute_units or DEFAULT_UNITS[manifest.profile]
-    if units not in COMPUTE_UNITS:
-        raise InputError(
-            f"--compute-units {units}", expected="one of " + ", ".join(COMPUTE_UNITS), do="choose"
-        )
+    check_choice("--compute-units", units, COMPUTE_UNITS)
     unit = getattr(ct.ComputeUnit, units.upper().replace("-", "_"))
     try:
         models = {
@@ -132,3 +132,77 @@ def _coremltools() -> Any:
             do='`pip install "ssmlx[coreml]"`',
         ) from error
     return coremltools
+
+
+class CoreAIBackend:
+    """A backend whose caches are Core AI's state, in arrays that the host owns.
+
+    Core AI's calls are coroutines; each is run to its end before the host goes on.
+
+    Args:
+        package: an .aimodel.
+        manifest: beside it.
+    """
+
+    def __init__(self, package: Path, manifest: Manifest) -> None:
+        from coreai.authoring import AIModelAsset
+        from coreai.runtime import NDArray
+
+        self._array, self._manifest = NDArray, manifest
+        self._loop = asyncio.new_event_loop()
+        context = AIModelAsset.load(package).executable()
+        model = self._loop.run_until_complete(context.__aenter__())
+        # The functions live as long as the model, and the model until its context ends.
+        self._functions = {name: model.load_function(name) for name in FUNCTIONS}
+        self._end = weakref.finalize(self, _end, self._loop, context, self._functions)
+
+    def make_state(self) -> dict[str, Any]:
+        """See `Backend`."""
+        manifest = self._manifest
+        empty = np.zeros(manifest.cache_shape, manifest.float_type)
+        return {name: self._array(empty.copy()) for name in manifest.cache_names}
+
+    def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
+        """See `Backend`."""
+        given = {name: self._array(np.ascontiguousarray(x)) for name, x in inputs.items()}
+        call = self._functions[function](inputs=given, state=state)
+        found = self._loop.run_until_complete(call)
+        # A copy: the runtime may use the memory again.
+        return {name: np.array(array.numpy()) for name, array in found.items()}
+
+    def close(self) -> None:
+        """Release the model; it cannot be used afterwards."""
+        self._end()
+
+
+def _end(loop: Any, context: Any, functions: dict[str, Any]) -> None:
+    functions.clear()
+    with contextlib.suppress(Exception):  # the runtime may be half gone at the interpreter's end
+        loop.run_until_complete(context.__aexit__(None, None, None))
+    loop.close()
+
+
+def coreai_backend(package: Path, manifest: Manifest) -> CoreAIBackend:
+    """Run a package with Core AI.
+
+    Args:
+        package: an .aimodel.
+        manifest: beside it.
+
+    Raises:
+        InputError: the runtime is missing, or cannot load the package.
+    """
+    try:
+        return CoreAIBackend(package, manifest)
+    except ImportError as error:
+        raise InputError(
+            "Core AI's runtime is not installed",
+            expected="the packages coreai-core and coreai-torch (Python 3.11 or later)",
+            do='`pip install "ssmlx[coreai]"`',
+        ) from error
+    except (RuntimeError, OSError, KeyError) as error:
+        raise InputError(
+            f"{package} cannot be loaded by Core AI ({first_line(error)})",
+            expected="a package that this version of coreai-core can run",
+            do="export it again",
+        ) from error
