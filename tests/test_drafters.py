@@ -7,7 +7,9 @@ import random
 from dataclasses import replace
 from functools import lru_cache
 
-import mlx.core as mx
+import ssmlx  # first: it prefers OpenBLAS
+
+import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 from real import write_base
@@ -17,11 +19,11 @@ from tiny import (
     make_base,
     make_model,
     make_tokenizer,
+    random_tree,
     tree_from_parents,
 )
-from tiny_heads import make_heads
+from tiny_heads import cycle_heads, make_heads
 
-import ssmlx
 from ssmlx.api import stream_generate, token_steps
 from ssmlx.commands import generate
 from ssmlx.decoding import loop as decode
@@ -31,13 +33,20 @@ from ssmlx.decoding.prune import surviving_nodes
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter, check_vocabulary
 from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
-from ssmlx.drafters.lookup import PromptLookupDrafter
+from ssmlx.drafters.lookup import (
+    NGRAM,
+    PromptLookupDrafter,
+    TextOnDevice,
+    WithLookup,
+    continuation,
+    extend,
+)
 from ssmlx.drafters.trie import Trie, padded_size
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import PAD_TOKEN, comb_topology
+from ssmlx.model.tree import PAD_TOKEN, comb_topology, root_tree
 from ssmlx.plan import make_plan
 from ssmlx.settings import (
     DraftModelConfig,
@@ -55,19 +64,19 @@ FEW_TOKENS = (0, 1, 2, 4, 7, 8, 12)
 SMALL_LOOKAHEAD = LookaheadConfig(window=3, ngram=3, guesses=3)
 
 
-@lru_cache(maxsize=8)
-def bare_model(seed=0):
-    return StreamFusedModel(Backbone(make_base(seed=seed)))
+@lru_cache(maxsize=1)
+def bare_model():
+    return StreamFusedModel(Backbone(make_base()))
 
 
-@lru_cache(maxsize=8)
-def streams_model(seed=0):
-    return make_model("llama", "streams", seed=seed)
+@lru_cache(maxsize=1)
+def streams_model():
+    return make_model("llama", "streams")
 
 
-def drafter_settings(seed=0):
-    """Settings of `GenerateConfig` by name; the draft model is another than the target."""
-    draft, backbone = DraftModel(make_base(seed=seed + 50)), bare_model(seed).backbone
+def drafter_settings():
+    """Settings by name; the draft model is another than the target."""
+    draft, backbone = DraftModel(make_base(seed=50)), bare_model().backbone
     medusa = make_heads("medusa", backbone, num_layers=2, shared_heads=(1,))
     speculator = make_heads("mlp-speculator", backbone, top_k_tokens_per_head=(4, 3, 2))
     few = make_heads("mlp-speculator", backbone, vocab=FEW_TOKENS, tie_weights=True)
@@ -124,13 +133,12 @@ def written(model, prompt, count, config=None, **settings):
 def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
     """Greedy, and sampled under the same seed: token for token."""
     rng = random.Random(name)
-    for seed in range(2):
-        model, settings = streams_model(seed), drafter_settings(seed)[name]
-        for _ in range(2):
-            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
-            expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
-            tokens, _ = written(model, prompt, 18, **sampling, **settings)
-            assert tokens == expected, (seed, prompt)
+    model, settings = streams_model(), drafter_settings()[name]
+    for _ in range(2):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
+        expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
+        tokens, _ = written(model, prompt, 18, **sampling, **settings)
+        assert tokens == expected, prompt
 
 
 @pytest.mark.parametrize("name", WITHOUT_STREAMS)
@@ -147,10 +155,11 @@ def test_a_model_without_streams_gets_a_drafter(name):
     assert (drafter.num_parameters > 0) == (name not in ("prompt-lookup", "lookahead"))
 
 
-@pytest.mark.parametrize("name", WITHOUT_STREAMS)
+@pytest.mark.parametrize("name", [*WITHOUT_STREAMS, "streams, lookup"])
 def test_turns_share_cache_text_and_draft_model(name):
     """What a cache holds is told as context; a draft model's cache is kept as far as it holds."""
-    model, cache, history = bare_model(), bare_model().make_cache(), []
+    model = streams_model() if name.startswith("streams") else bare_model()
+    cache, history = model.make_cache(), []
     settings = {**drafter_settings()[name], "repetition_penalty": 1.2}
     tokenizer = make_tokenizer()
     for turn, count in enumerate((4, 5, 3)):
@@ -332,6 +341,121 @@ def test_the_window_sees_what_the_paper_says():
     assert [depths[token] for token in (1, 2, 3, 4, 5, 6)] == [1, 2, 3, 2, 3, 4]
 
 
+# --- Lookup beside another drafter, on the device ---
+
+
+def looked_up(text, count):
+    """What `continuation` should give, by hand: the longest n first, the newest place first."""
+    for n in range(min(NGRAM, len(text) - 1), 0, -1):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[-n:]:
+                period = len(text) - end
+                return [text[end + k % period] for k in range(count)]
+    return [PAD_TOKEN] * count
+
+
+@pytest.mark.parametrize("words", [2, 4, 40])
+def test_what_followed_the_longest_last_words_at_their_newest_place(words):
+    rng = random.Random(words)
+    for _ in range(60):
+        text = [rng.randrange(words) for _ in range(rng.randint(1, 30))]
+        buffer = TextOnDevice(text)
+        for start in (len(text), rng.randint(1, len(text))):
+            # What lies behind the newest token is another call's, and is not looked at.
+            last = mx.array([start - 1])
+            found = continuation(buffer.tokens, last, 7).tolist()
+            assert found == looked_up(text[:start], 7), text[:start]
+
+
+def test_the_text_grows_and_may_be_written_twice():
+    text = TextOnDevice([1, 2])
+    expected = [1, 2]
+    for call in range(200):
+        new = [call % 7, call % 5, call % 5]  # two tokens that count, the last one repeated
+        place = mx.array([len(expected)])
+        for _ in range(1 + call % 2):
+            text.write(mx.array(new, mx.int32), place)
+        expected += new[:2]
+        assert text.tokens[: len(expected)].tolist() == expected
+
+
+def test_a_chain_goes_on_where_the_tree_stops_agreeing():
+    tree = tree_from_parents([7, 1, 6, 3], [0, 0, 0, 1])
+    for chain, node in (([1, 3, 9, 8, 2], 3), ([1, 5, 9, 8, 2], 1), ([6, 1, 3, 8, 2], 2),
+                        ([4, 1, 3, 8, 2], 0), ([PAD_TOKEN] * 5, 0)):  # fmt: skip
+        found = extend(tree, mx.array(chain, mx.int32), 3)
+        depth = int(tree.depths[node])
+        assert found.tokens.tolist() == [7, 1, 6, 3, *chain[depth : depth + 3]]
+        assert found.parents.tolist() == [0, 0, 0, 1, node, 4, 5]
+        assert found.depths.tolist() == [0, 1, 1, 2, depth + 1, depth + 2, depth + 3]
+        assert found.num_internal == 6
+        expected = tree_from_parents(found.tokens.tolist(), [0, 0, 0, 1, node, 4, 5])
+        width = expected.paths.shape[1]
+        assert found.paths[:, :width].tolist() == expected.paths.tolist()
+        assert (found.paths[:, width:] == found.paths[:, -1:]).all()
+    found = extend(root_tree(mx.array([5])), mx.array([1, 2], mx.int32), 2)
+    assert (found.tokens.tolist(), found.parents.tolist()) == ([5, 1, 2], [0, 0, 1])
+
+
+def test_siblings_still_differ():
+    rng = random.Random(1)
+    for _ in range(40):
+        tree = random_tree(rng, rng.randint(1, 12), 3)
+        count = rng.randint(1, 4)
+        chain = [rng.randrange(3) for _ in range(tree.paths.shape[1] - 1 + count)]
+        found = extend(tree, mx.array(chain, mx.int32), count)
+        edges = list(zip(found.parents.tolist()[1:], found.tokens.tolist()[1:], strict=True))
+        before = list(zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True))
+        if len(set(before)) == len(before):
+            assert len(set(edges)) == len(edges)
+
+
+@pytest.mark.parametrize("schedule", ["second-pass", "fused"])
+def test_a_text_that_repeats_itself_takes_fewer_calls(schedule):
+    """A greedy tiny model runs into a period, which random streams do not foresee."""
+    model, tree = streams_model(), TreeConfig(size=4)
+    shape = {"tree": tree, "stream_schedule": schedule}
+    prompt = [3, 1, 4, 1, 5]
+    expected, alone = written(model, prompt, 120, **shape)
+    tokens, beside = written(model, prompt, 120, **shape, lookup_nodes=8)
+    assert tokens == expected
+    assert max(beside) <= 1 + model.num_streams + 8
+    assert max(beside) > 1 + model.num_streams and len(beside) < 0.6 * len(alone)
+
+
+@pytest.mark.parametrize(("num_right", "guessed"), [(0, 0), (2, 2)])
+def test_every_call_goes_on_by_the_whole_chain(num_right, guessed):
+    """Heads foresee the first tokens of a text with a period, what was looked up the others."""
+    model, nodes = cycle_model(), 5
+    heads = cycle_heads("medusa", model.backbone, num_right=num_right)
+    count = 1 + 60 * (1 + guessed + nodes)
+    tokens, lengths = written(
+        model, [*range(VOCAB), 0], count, heads=heads, tree=TreeConfig(size=3), lookup_nodes=nodes
+    )
+    assert tokens == [(1 + index) % VOCAB for index in range(count)]
+    assert lengths == [1] + [1 + guessed + nodes] * 60
+
+
+def test_the_drafter_is_told_of_every_text(monkeypatch):
+    heard, both = [], make_plan(streams_model(), lookup_nodes=2).drafter
+    monkeypatch.setattr(both.drafter, "start", heard.append)
+    both.start([1, 2])
+    both.start([3])
+    assert heard == [[1, 2], [3]]
+
+
+def test_nothing_waits_for_the_lookup(monkeypatch):
+    """The loop still builds ahead, and reads one small result a call."""
+    model, reads = streams_model(), []
+    drafter = make_plan(model, lookup_nodes=4).drafter
+    assert isinstance(drafter, WithLookup) and not drafter.waits
+    read = decode.to_list
+    monkeypatch.setattr(decode, "to_list", lambda array: reads.append(array.size) or read(array))
+    _, lengths = written(model, [3, 1, 4], 30, lookup_nodes=4)
+    assert len(reads) == len(lengths)
+    assert set(reads) <= {2, 2 + drafter.num_levels}  # a bare root first
+
+
 # --- What is refused ---
 
 
@@ -343,13 +467,19 @@ def test_what_does_not_fit_is_refused():
         "medusa without heads": {"drafter": "medusa"},
         "no pruning adapter": {"drafter": "prompt-lookup", "prune": BUDGET},
         "reach the target whole": {"drafter": "lookahead", "prune": BUDGET},
-    }
+        "lookup_nodes with --drafter prompt-lookup": {
+            "drafter": "prompt-lookup", "lookup_nodes": 4,
+        },
+    }  # fmt: skip
     for said, settings in cases.items():
         with pytest.raises(InputError, match=said):
             make_plan(bare, **settings)
+    assert make_plan(streams_model(), lookup_nodes=256).drafter.max_nodes > 256
     for make in (
         lambda: GenerateConfig(decoding="Plain"),
         lambda: GenerateConfig(drafter="oracle"),
+        lambda: GenerateConfig(lookup_nodes=-1),
+        lambda: GenerateConfig(lookup_nodes=257),
         lambda: PromptLookupConfig(ngram=0),
         lambda: LookaheadConfig(ngram=1),
         lambda: LookaheadConfig(window=128, ngram=16),
@@ -420,6 +550,7 @@ def sampled_text(name, settings, count, seed=5):
     return [1, *tokens], len(lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_every_drafter_samples_from_the_target(name, distribution):
@@ -435,7 +566,7 @@ def test_every_drafter_samples_from_the_target(name, distribution):
 DRAWN = [*SAMPLED, *(name for name in DRAFTERS if name not in SAMPLED)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_hundred_thousand_draws(name, distribution):
