@@ -8,7 +8,7 @@ from pathlib import Path
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
-from ssmlx.settings import DraftModelConfig
+from ssmlx.settings import MAX_DRAFT_TOKENS, DraftModelConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import finish, prepare, read_base, run_to_end
 from ssmlx.training.options import add_run_options, run_options
@@ -87,7 +87,13 @@ def _main(args: argparse.Namespace) -> None:
     from .training.run import ReplayValidation, Run, choose_device, freeze_base
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
-    length = DraftModelConfig(num_draft_tokens=args.num_draft_tokens).num_draft_tokens
+    length = args.num_draft_tokens
+    if not 1 <= length <= MAX_DRAFT_TOKENS:
+        raise InputError(
+            f"--num-draft-tokens {length}",
+            expected=f"1 to {MAX_DRAFT_TOKENS}",
+            do="choose a number in that range",
+        )
     job, path = prepare(run_options(args), draft_train_config(args))
     out = job.options.out
     _check_out(out)
