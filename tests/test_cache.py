@@ -74,7 +74,7 @@ def append(cache, naive, rng, count):
 def write_tree(cache, naive, rng, lower_rows, upper_rows, split):
     for layer in range(LAYERS):
         rows = random_rows(rng, lower_rows if layer < split else upper_rows)
-        view = cache.tree_view(layer, mx.arange(len(rows)) + cache.length)
+        view = cache.view(layer, mx.arange(len(rows)) + cache.length)
         assert view.offset.tolist() == list(range(naive.length, naive.length + len(rows)))
         found = view.update_and_fetch(*as_arrays(rows))
         naive.step[layer] = rows
@@ -157,7 +157,7 @@ def test_a_step_that_is_not_run_is_taken_back():
     before = cache.hold()
     cache.reserve(tokens=2, scratch=9)  # grows, and writes over the rows of the step before
     for layer in range(LAYERS):
-        view = cache.tree_view(layer, mx.arange(9))
+        view = cache.view(layer, mx.arange(9))
         view.update_and_fetch(*as_arrays(random_rows(rng, 9)))
     cache.commit(mx.array([0]), mx.array([0]), 1, mx.array([1]))
     cache.restore(before)
@@ -189,7 +189,7 @@ def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match="cannot keep -1"):
         cache.trim(-1)
     with pytest.raises(ValueError, match="reserve more"):
-        cache.tree_view(0, mx.arange(2)).update_and_fetch(keys, keys)
+        cache.view(0, mx.arange(2)).update_and_fetch(keys, keys)
     with pytest.raises(ValueError, match="room for 4"):
         cache.advance(3)
 
@@ -204,7 +204,7 @@ def test_a_step_copies_no_buffer():
         """Layer by layer in one graph, as the model does."""
         hidden = mx.ones((1, heads, rows, size))
         for layer in range(layers):
-            view = cache.tree_view(layer, mx.arange(rows))
+            view = cache.view(layer, mx.arange(rows))
             keys, values = view.update_and_fetch(hidden, hidden)
             # Few of the rows that attention reads, so that its own room does not hide a copy.
             hidden = hidden + keys[:, :, -rows:] + values[:, :, -rows:]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from tiny import random_tree, tree_from_parents
 
-from ssmlx.model.cache import PathColumns
 from ssmlx.model.masks import MaskBuffer, stream_positions, stream_visibility
 
 
@@ -59,10 +58,9 @@ class Seen:
     capacity: int
     paths: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def path_columns(self):
-        counts = tuple(mx.array([count]) for count, _ in self.paths)
-        return PathColumns(counts, tuple(length for _, length in self.paths))
+    def path_masks(self, num_rows):
+        rows = [np.arange(length) < count for count, length in self.paths]
+        return [mx.array(np.broadcast_to(row, (num_rows, row.size))) for row in rows]
 
 
 def scratch_mask(visible, committed, paths=()):

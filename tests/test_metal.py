@@ -26,7 +26,7 @@ from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.model import metal
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.cache import PathColumns, TreeCache
+from ssmlx.model.cache import TreeCache
 from ssmlx.model.masks import MaskBuffer
 from ssmlx.model.metal import StepMasks, TreeMask, hook, is_available, kernels
 from ssmlx.model.metal.hook import pack_bits
@@ -391,7 +391,9 @@ class Seen:
     """A cache as masks know it: one path of 3 entries, of which 2 count."""
 
     offset, capacity = 5, 16
-    path_columns = PathColumns((mx.array([2]),), (3,))
+
+    def path_masks(self, num_rows):
+        return [mx.broadcast_to(mx.array([True, True, False]), (num_rows, 3))]
 
 
 class Taker:
@@ -542,7 +544,7 @@ def test_auto_takes_the_kernel_where_mlx_falls_back(on_shim):
     hidden = backbone.embed(mx.arange(6))
 
     def outputs(mask: object) -> mx.array:
-        views = [cache.tree_view(layer, positions) for layer in range(3)]
+        views = [cache.view(layer, positions) for layer in range(3)]
         return backbone.run(hidden, 0, 3, mask, views)
 
     assert backbone.takes_tree_masks

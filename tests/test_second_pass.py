@@ -27,7 +27,7 @@ from ssmlx.errors import InputError
 from ssmlx.loading.adapter import Adapter, BaseIdentity
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.cache import PathColumns, TreeCache
+from ssmlx.model.cache import TreeCache
 from ssmlx.model.masks import earlier_streams, stream_visibility
 from ssmlx.plan import make_plan
 from ssmlx.settings import STREAM_SCHEDULES, GenerateConfig, PruneConfig, StreamConfig, TreeConfig
@@ -116,8 +116,8 @@ def test_a_second_pass_sees_what_a_fused_stream_sees():
     whole = np.array(stream_visibility(ancestors, 2))
     for node, path in ((0, [0]), (2, [0, 2]), (3, [0, 2, 3])):
         padded = path + [path[-1]] * (3 - len(path))
-        columns = PathColumns((mx.array([len(path)]),), (3,)).visible(2)
-        found = np.array(mx.concatenate([earlier_streams(2), *columns], axis=1))
+        seen_of_path = np.tile(np.arange(3) < len(path), (2, 1))
+        found = np.concatenate([np.array(earlier_streams(2)), seen_of_path], axis=1)
         rows = [4 + 2 * node, 5 + 2 * node]
         assert np.array_equal(found[:, :2], whole[np.ix_(rows, rows)])
         seen = [[padded[i] for i in range(3) if row[2 + i]] for row in found]
@@ -169,7 +169,7 @@ def test_the_copy_costs_the_upper_layers_share_of_the_cache():
     model, cache = make_model(), TreeCache(LAYERS, scratch=7)
     drafter = StreamDrafter(model, TREES[1], 3)
     next(streaming_decode(model, PROMPT, cache, drafter=drafter))
-    buffers = drafter._cache._buffers
+    buffers = drafter._cache._buffers.values()
     assert len(buffers) == LAYERS - model.insertion_layer
     room = 3 + 2 * 4  # the streams, and the entries of two paths
     assert all(buffer.shape[2] <= cache.capacity + room for buffer in buffers)

@@ -411,7 +411,7 @@ class Backbone:
         rows, num_layers = tokens.shape[0], len(self.layers)
         cache = TreeCache(num_layers, scratch=rows)
         positions = mx.arange(rows)
-        views = [cache.tree_view(layer, positions) for layer in range(num_layers)]
+        views = [cache.view(layer, positions) for layer in range(num_layers)]
         mask = positions[:, None] >= positions if mask is None else mask
         embedded = self.embed(tokens, positions)
         return self.logits(self.run(embedded, 0, num_layers, mask, views))

@@ -22,8 +22,8 @@ is only ever written when no work in flight reads it: MLX would copy it otherwis
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -54,30 +54,6 @@ class Path:
         return int(self.rows[0].shape[2])
 
 
-@dataclass(frozen=True)
-class PathColumns:
-    """The columns of a mask that stand for paths whose count the host does not know yet.
-
-    Attributes:
-        counts: [1] rows that count, of each path.
-        lengths: P of each path.
-    """
-
-    counts: tuple[mx.array, ...] = field(default_factory=tuple)
-    lengths: tuple[int, ...] = field(default_factory=tuple)
-
-    def visible(self, num_rows: int) -> list[mx.array]:
-        """[num_rows, P] bool of each path: every row sees the nodes that count."""
-        return [
-            mx.broadcast_to(indices(length) < count, (num_rows, length))
-            for count, length in zip(self.counts, self.lengths, strict=True)
-        ]
-
-
-def _columns(paths: Sequence[Path]) -> PathColumns:
-    return PathColumns(tuple(p.count for p in paths), tuple(p.length for p in paths))
-
-
 class _AppendView:
     """What a decoder layer sees of the cache while tokens are appended behind the others."""
 
@@ -86,11 +62,7 @@ class _AppendView:
         self.offset: int = cache.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        first = self._cache.scratch + self.offset
-        last = first + keys.shape[2]
-        self._cache._paths = []  # of a step that was abandoned
-        self._cache._write(self._layer, first, mx.concatenate([keys, values], axis=0))
-        return self._cache._read(self._layer, self._cache.scratch, last)
+        return self._cache._append(self._layer, mx.concatenate([keys, values], axis=0))
 
 
 class _RowsView:
@@ -100,11 +72,7 @@ class _RowsView:
     """
 
     def __init__(
-        self,
-        cache: TreeCache | StreamCache,
-        layer: int,
-        positions: mx.array,
-        map_values: ValueMap | None,
+        self, cache: _RowsCache, layer: int, positions: mx.array, map_values: ValueMap | None
     ) -> None:
         self._cache, self._layer, self._map_values = cache, layer, map_values
         self.offset = positions
@@ -115,17 +83,99 @@ class _RowsView:
         return self._cache._write_front(self._layer, mx.concatenate([keys, values], axis=0))
 
 
+class _RowsCache:
+    """What both caches are: buffers by layer, with a step's rows before the committed tokens.
+
+    Attributes:
+        scratch: S, rows before the committed ones.
+        capacity: room for committed tokens.
+    """
+
+    def __init__(self, layers: range, scratch: int) -> None:
+        self.layers = layers
+        self.scratch, self.capacity, self._offset = scratch, 0, 0
+        self._buffers: dict[int, mx.array] = {}
+        self._paths: list[Path] = []
+
+    @property
+    def offset(self) -> int:
+        """L, the committed tokens that the host knows of."""
+        return self._offset
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def path_masks(self, num_rows: int) -> list[mx.array]:
+        """[num_rows, P] bool of each path that is not counted: every row sees what counts of it.
+
+        They stand in a mask between a step's own rows and the committed tokens.
+        """
+        return [
+            mx.broadcast_to(indices(path.length) < path.count, (num_rows, path.length))
+            for path in self._paths
+        ]
+
+    def view(self, layer: int, positions: mx.array, map_values: ValueMap | None = None) -> Any:
+        """The cache object to hand to decoder layer `layer` for a step's rows.
+
+        Attention then reads [R rows | P of each uncounted path | L tokens].
+
+        Args:
+            positions: [R] rotary position of each row.
+            map_values: what becomes of the rows' values before attention, if anything.
+        """
+        return _RowsView(self, layer, positions, map_values)
+
+    def _resize(self, scratch: int, capacity: int) -> None:
+        """Buffers are copied only where they grow."""
+        front, back = scratch - self.scratch, capacity - self.capacity
+        if front or back:
+            self._buffers = {n: _pad(old, front, back) for n, old in self._buffers.items()}
+        self.scratch, self.capacity = scratch, capacity
+
+    def _write(self, layer: int, first: int, rows: mx.array) -> None:
+        if layer not in self._buffers:
+            _, num_heads, _, head_size = rows.shape
+            shape = (2, num_heads, self.scratch + self.capacity, head_size)
+            self._buffers[layer] = mx.zeros(shape, rows.dtype)
+        buffer, last = self._buffers[layer], first + rows.shape[2]
+        if first < 0 or last > buffer.shape[2]:
+            raise ValueError(
+                f"rows {first} to {last} of a cache of {buffer.shape[2]}: reserve more"
+            )
+        buffer[:, :, first:last] = rows
+
+    def _write_front(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
+        rows = mx.concatenate([rows, *(path.rows[layer] for path in self._paths)], axis=2)
+        first = self.scratch - rows.shape[2]
+        self._write(layer, first, rows)
+        return self._read(layer, first, self.scratch + self._offset)
+
+    def _read(self, layer: int, first: int, last: int) -> tuple[mx.array, mx.array]:
+        buffer = self._buffers[layer]
+        return buffer[:1, :, first:last], buffer[1:, :, first:last]
+
+    def _append_path(self, path: Path) -> None:
+        """Write the rows of a path that count, which the host knows by now."""
+        count = path.num_tokens or 0
+        for layer in self.layers:
+            self._write(layer, self.scratch + self._offset, path.rows[layer][:, :, :count])
+        self._offset += count
+
+
 @dataclass(frozen=True, eq=False)
 class CacheState:
     """What a cache held at some time; see `TreeCache.hold`."""
 
-    buffers: tuple[mx.array | None, ...]
+    buffers: dict[int, mx.array]
     paths: tuple[Path, ...]
     scratch: int
     capacity: int
 
 
-class TreeCache:
+class TreeCache(_RowsCache):
     """Keys and values of every layer, for one sequence.
 
     Args:
@@ -136,18 +186,9 @@ class TreeCache:
     """
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
-        self.scratch = scratch
-        self.capacity = 0
+        super().__init__(range(num_layers), scratch)
         self._step = step
-        self._offset = 0
-        self._buffers: list[mx.array | None] = [None] * num_layers
         self._first_rows = [0] * num_layers
-        self._paths: list[Path] = []
-
-    @property
-    def offset(self) -> int:
-        """L, the committed tokens that the host knows of."""
-        return self._offset
 
     @property
     def length(self) -> mx.array:
@@ -163,20 +204,9 @@ class TreeCache:
         return tuple(self._paths)
 
     @property
-    def path_columns(self) -> PathColumns:
-        """What a mask over the next step's rows has between them and the committed tokens."""
-        return _columns(self._paths)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
-
-    @property
     def state(self) -> list[mx.array]:
         """The buffers and the rows taken from them, for `mx.eval`."""
-        taken = [row for path in self._paths for row in path.rows]
-        return [*(buffer for buffer in self._buffers if buffer is not None), *taken]
+        return [*self._buffers.values(), *(row for path in self._paths for row in path.rows)]
 
     def reserve(self, *, tokens: int, scratch: int = 0) -> None:
         """Make room for `tokens` more committed tokens and a step of `scratch` rows.
@@ -188,28 +218,11 @@ class TreeCache:
         capacity, needed = self.capacity, self._offset + tokens + uncounted
         if needed > capacity:
             capacity = -(-needed // self._step) * self._step
-        scratch = max(scratch + uncounted, self.scratch)
-        front, back = scratch - self.scratch, capacity - self.capacity
-        if front or back:
-            self._buffers = [
-                None if old is None else _pad(old, front, back) for old in self._buffers
-            ]
-        self.scratch, self.capacity = scratch, capacity
+        self._resize(max(scratch + uncounted, self.scratch), capacity)
 
     def append_view(self, layer: int) -> Any:
         """The cache object to hand to decoder layer `layer` when tokens are appended."""
         return _AppendView(self, layer)
-
-    def tree_view(self, layer: int, positions: mx.array, map_values: ValueMap | None = None) -> Any:
-        """The cache object to hand to decoder layer `layer` for a step's rows.
-
-        Attention then reads [R rows | P of each of `paths` | L tokens].
-
-        Args:
-            positions: [R] rotary position of each row.
-            map_values: what becomes of the rows' values before attention, if anything.
-        """
-        return _RowsView(self, layer, positions, map_values)
 
     def commit(
         self, lower_path: mx.array, upper_path: mx.array, split: int, count: mx.array
@@ -226,10 +239,9 @@ class TreeCache:
         """
         expect_shape("upper path", upper_path, lower_path.shape[0])
         rows = []
-        for layer, buffer in enumerate(self._buffers):
-            assert buffer is not None, "commit before any row was written"
+        for layer in self.layers:
             path = lower_path if layer < split else upper_path
-            rows.append(mx.take(buffer, path + self._first_rows[layer], axis=2))
+            rows.append(mx.take(self._buffers[layer], path + self._first_rows[layer], axis=2))
         self._paths.append(Path(rows, count))
 
     def advance(self, num_tokens: int) -> None:
@@ -245,21 +257,21 @@ class TreeCache:
         if self._paths:
             path = self._paths.pop(0)
             path.num_tokens = num_tokens
-            for layer, rows in enumerate(path.rows):
-                self._write(layer, self.scratch + self._offset, rows[:, :, :num_tokens])
-        self._offset += num_tokens
+            self._append_path(path)
+        else:
+            self._offset += num_tokens
 
     def hold(self) -> CacheState:
         """What the cache holds now, to `restore` should the step built next not be run.
 
         MLX cannot write in place into what someone holds: let go of it before evaluating.
         """
-        buffers = tuple(copy.copy(buffer) for buffer in self._buffers)
+        buffers = {layer: copy.copy(buffer) for layer, buffer in self._buffers.items()}
         return CacheState(buffers, self.paths, self.scratch, self.capacity)
 
     def restore(self, state: CacheState) -> None:
         """Hold again what the cache held, before anything was advanced since."""
-        self._buffers, self._paths = list(state.buffers), list(state.paths)
+        self._buffers, self._paths = dict(state.buffers), list(state.paths)
         self.scratch, self.capacity = state.scratch, state.capacity
 
     def trim(self, num_tokens: int) -> None:
@@ -271,37 +283,21 @@ class TreeCache:
 
     def committed_rows(self, layer: int) -> mx.array:
         """[2, Hkv, L, Dh] view of a layer's committed tokens."""
-        buffer = self._buffers[layer]
-        assert buffer is not None, "no row was written yet"
-        return buffer[:, :, self.scratch : self.scratch + self._offset]
+        return self._buffers[layer][:, :, self.scratch : self.scratch + self._offset]
 
-    def _write(self, layer: int, first: int, rows: mx.array) -> None:
-        buffer = self._buffers[layer]
-        if buffer is None:
-            _, num_heads, _, head_size = rows.shape
-            shape = (2, num_heads, self.scratch + self.capacity, head_size)
-            buffer = self._buffers[layer] = mx.zeros(shape, rows.dtype)
-        last = first + rows.shape[2]
-        if first < 0 or last > buffer.shape[2]:
-            raise ValueError(
-                f"rows {first} to {last} of a cache of {buffer.shape[2]}: reserve more"
-            )
-        buffer[:, :, first:last] = rows
+    def _append(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
+        self._paths = []  # of a step that was abandoned
+        first = self.scratch + self._offset
+        self._write(layer, first, rows)
+        return self._read(layer, self.scratch, first + rows.shape[2])
 
     def _write_front(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
-        rows = mx.concatenate([rows, *(path.rows[layer] for path in self._paths)], axis=2)
-        first = self.scratch - rows.shape[2]
-        self._write(layer, first, rows)
-        self._first_rows[layer] = first
-        return self._read(layer, first, self.scratch + self._offset)
-
-    def _read(self, layer: int, first: int, last: int) -> tuple[mx.array, mx.array]:
-        buffer = self._buffers[layer]
-        assert buffer is not None
-        return buffer[:1, :, first:last], buffer[1:, :, first:last]
+        keys, values = super()._write_front(layer, rows)
+        self._first_rows[layer] = self.scratch + self._offset - keys.shape[2]
+        return keys, values
 
 
-class StreamCache:
+class StreamCache(_RowsCache):
     """Keys and values of the upper layers for a second pass, that of one node's streams.
 
     A layer's buffer holds what these streams see, once more:
@@ -319,25 +315,7 @@ class StreamCache:
     """
 
     def __init__(self, layers: range, *, scratch: int = 0) -> None:
-        self.layers = layers
-        self._scratch, self.capacity, self._offset = scratch, 0, 0
-        self._buffers: list[mx.array] = []
-        self._paths: list[Path] = []
-
-    @property
-    def offset(self) -> int:
-        """L, the committed tokens that it holds."""
-        return self._offset
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers)
-
-    @property
-    def path_columns(self) -> PathColumns:
-        """What a mask over the streams has between them and the committed tokens."""
-        return _columns(self._paths)
+        super().__init__(layers, scratch)
 
     def follow(self, cache: TreeCache, num_streams: int) -> None:
         """Take over what `cache` has committed, and its paths; the newest holds the streams' node.
@@ -349,52 +327,18 @@ class StreamCache:
         known = [path for path in self._paths if path.num_tokens is not None]
         behind = self._offset + sum(path.num_tokens or 0 for path in known) != cache.offset
         scratch = num_streams + sum(path.length for path in cache.paths)
-        if behind or not self._buffers or scratch > self._scratch:
-            self._copy(cache, scratch)
+        if behind or not self._buffers or scratch > self.scratch:
+            self._copy(cache, max(scratch, self.scratch))
         else:
-            self._grow(cache.capacity)
+            self._resize(self.scratch, max(self.capacity, cache.capacity))
             for path in known:
-                self._append(path)
+                self._append_path(path)
         self._paths = list(cache.paths)
 
-    def view(self, layer: int, positions: mx.array, map_values: ValueMap | None = None) -> Any:
-        """The cache object to hand to decoder layer `layer`, one of `layers`.
-
-        Attention then reads [G streams | P of each of `paths` | L tokens].
-
-        Args:
-            positions: [G] rotary position of each stream.
-            map_values: what becomes of the streams' values before attention, if anything.
-        """
-        return _RowsView(self, layer, positions, map_values)
-
     def _copy(self, cache: TreeCache, scratch: int) -> None:
-        self._scratch = max(scratch, self._scratch)
-        self.capacity, self._offset = cache.capacity, cache.offset
+        self.scratch, self.capacity, self._offset = scratch, cache.capacity, cache.offset
         room = cache.capacity - cache.offset
-        committed = [cache.committed_rows(layer) for layer in self.layers]
-        self._buffers = [_pad(rows, self._scratch, room) for rows in committed]
-
-    def _grow(self, capacity: int) -> None:
-        if capacity > self.capacity:
-            more = capacity - self.capacity
-            self._buffers = [_pad(buffer, 0, more) for buffer in self._buffers]
-            self.capacity = capacity
-
-    def _append(self, path: Path) -> None:
-        """Write the rows of a path that count, which the host knows by now."""
-        count = path.num_tokens or 0
-        first = self._scratch + self._offset
-        for layer, buffer in zip(self.layers, self._buffers, strict=True):
-            buffer[:, :, first : first + count] = path.rows[layer][:, :, :count]
-        self._offset += count
-
-    def _write_front(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
-        buffer = self._buffers[layer - self.layers.start]
-        rows = mx.concatenate([rows, *(path.rows[layer] for path in self._paths)], axis=2)
-        first, last = self._scratch - rows.shape[2], self._scratch + self._offset
-        buffer[:, :, first : self._scratch] = rows
-        return buffer[:1, :, first:last], buffer[1:, :, first:last]
+        self._buffers = {n: _pad(cache.committed_rows(n), scratch, room) for n in self.layers}
 
 
 def _pad(buffer: mx.array, front: int, back: int) -> mx.array:

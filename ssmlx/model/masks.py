@@ -8,7 +8,6 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from .cache import PathColumns
 from .shapes import expect_shape, indices
 
 
@@ -70,13 +69,12 @@ def earlier_streams(num_streams: int) -> mx.array:
 class SeenCache(Protocol):
     """What a mask must know of a cache; see `cache.TreeCache`."""
 
+    capacity: int
+
     @property
     def offset(self) -> int: ...
 
-    @property
-    def path_columns(self) -> PathColumns: ...
-
-    capacity: int
+    def path_masks(self, num_rows: int) -> list[mx.array]: ...
 
 
 class MaskBuffer:
@@ -112,10 +110,9 @@ class MaskBuffer:
             cache: says what the rows see beside each other; the mask grows with its capacity.
             key: names the content of `visible`; None if it may differ every time.
         """
-        columns = cache.path_columns
-        if columns.lengths:
+        if paths := cache.path_masks(visible.shape[0]):
             key = None
-            visible = mx.concatenate([visible, *columns.visible(visible.shape[0])], axis=1)
+            visible = mx.concatenate([visible, *paths], axis=1)
         shape = visible.shape[0], visible.shape[1]
         buffer = self._buffer(shape, shape[1] + cache.capacity)
         if key is None or self._written.get(shape) is not key:

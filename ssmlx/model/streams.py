@@ -177,7 +177,7 @@ class StreamFusedModel:
         """[1, N, D] hidden states of the tree's nodes before the insertion layer."""
         positions = tree.depths + cache.length
         mask = self._lower_masks.step_mask(tree.ancestors, cache, tree.topology)
-        views = [cache.tree_view(layer, positions) for layer in range(self.insertion_layer)]
+        views = [cache.view(layer, positions) for layer in range(self.insertion_layer)]
         hidden = self.backbone.embed(tree.tokens, positions)
         return self.backbone.run(hidden, 0, self.insertion_layer, mask, views)
 
@@ -234,7 +234,7 @@ class StreamFusedModel:
         rotate = None
         if self._rotation is not None:
             rotate = partial(self._rotation, num_nodes=num_nodes, num_streams=num_streams)
-        views: list[Any] = [cache.tree_view(layer, positions, rotate) for layer in layers]
+        views: list[Any] = [cache.view(layer, positions, rotate) for layer in layers]
         if self._scope.first == 0 or num_streams == 0:
             return self.backbone.run(rows, layers.start, layers.stop, mask, views)
         with self._scope.starting_at(num_nodes):

@@ -159,8 +159,7 @@ class StepMasks(MaskBuffer):
         """
         if not is_on() or not self._takes():
             return self.mask(visible, cache, key)
-        paths = cache.path_columns.visible(visible.shape[0])
-        columns = mx.concatenate([visible, *paths], axis=1)
+        columns = mx.concatenate([visible, *cache.path_masks(visible.shape[0])], axis=1)
         return TreeMask(columns, lambda: self.mask(visible, cache, key))
 
     def _takes(self) -> bool:
