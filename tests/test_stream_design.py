@@ -21,8 +21,7 @@ from ssmlx.loading.adapter import load_adapter, write_adapter
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.rotation import ValueRotation
-from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.streams import StreamFusedModel, ValueRotation
 from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
 
 torch = pytest.importorskip("torch")

@@ -10,8 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from .shapes import expect_shape
-
 
 @dataclass
 class RowScope:
@@ -24,7 +22,7 @@ class RowScope:
     first: int | None = None
 
     @contextmanager
-    def starting_at(self, row: int) -> Iterator[None]:
+    def starting_at(self, row: int | None) -> Iterator[None]:
         """Act on rows from `row` on inside the `with` block."""
         before, self.first = self.first, row
         try:
@@ -97,8 +95,6 @@ def linear_shape(linear: nn.Module) -> tuple[int, int]:
 def merged(linear: nn.Linear, weights: LoraWeights) -> nn.Linear:
     """A plain linear layer with the LoRA added into its weight."""
     out_size, in_size = linear_shape(linear)
-    expect_shape("LoRA a", weights.a, in_size, None)
-    expect_shape("LoRA b", weights.b, None, out_size)
     layer = nn.Linear(in_size, out_size, bias=False)
     weight = linear.weight
     layer.weight = (weight.astype(mx.float32) + weights.delta()).astype(weight.dtype)

@@ -1,6 +1,6 @@
 """The stream-fused model: one forward verifies the old tree and drafts the new one.
 
-The stages are those of figures 2 and 7 of the paper; `decode.py` puts them in order.
+The stages are those of figures 2 and 7 of the paper; `decoding/loop.py` puts them in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from .cache import StreamCache, TreeCache
 from .lora import RowScope
 from .masks import earlier_streams, stream_positions, stream_visibility
 from .metal import StepMasks
-from .rotation import ValueRotation
 from .shapes import expect_shape, indices
 from .tree import Tree
 
@@ -81,6 +80,51 @@ class StreamWeights:
         )
 
 
+class ValueRotation:
+    """Tells streams apart by their values: those of stream n turn by n times a step (eq. 7).
+
+    A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number: the
+    pairs of rotary embeddings' "rotate half". Every pair turns by the same angle.
+
+    Args:
+        num_streams: G, the streams to have angles for.
+        step: epsilon, in radians.
+    """
+
+    def __init__(self, num_streams: int, step: float) -> None:
+        angles = step * mx.arange(1, num_streams + 1)[:, None]
+        self._cos, self._sin = mx.cos(angles), mx.sin(angles)
+
+    def __call__(self, values: mx.array, num_nodes: int, num_streams: int) -> mx.array:
+        """[1, Hkv, M * (1 + G), Dh] values of a step's rows, those of streams turned.
+
+        Args:
+            values: [1, Hkv, M * (1 + G), Dh]
+            num_nodes: M, the rows in front, which stay as they are.
+            num_streams: G, at most as many as there are angles for.
+        """
+        if num_streams == 0:
+            return values
+        turned = self.turn(values[:, :, num_nodes:], num_streams)
+        return mx.concatenate([values[:, :, :num_nodes], turned], axis=2)
+
+    def turn(self, values: mx.array, num_streams: int | None = None) -> mx.array:
+        """[B, Hkv, M * G, Dh] values of stream rows alone, turned.
+
+        Args:
+            values: [B, Hkv, M * G, Dh]
+            num_streams: G, at most as many as there are angles for; all of them unless given.
+        """
+        cos, sin = self._cos[:num_streams], self._sin[:num_streams]
+        batch, num_heads, _, head_size = values.shape
+        streams = values.reshape(batch, num_heads, -1, cos.shape[0], head_size)
+        real, imaginary = mx.split(streams.astype(mx.float32), 2, axis=-1)
+        turned = mx.concatenate(
+            [real * cos - imaginary * sin, imaginary * cos + real * sin], axis=-1
+        )
+        return turned.astype(values.dtype).reshape(values.shape)
+
+
 class StreamFusedModel:
     """A base model, its streams and the masks of its steps.
 
@@ -107,8 +151,9 @@ class StreamFusedModel:
         self.streams = streams
         self._scope = scope or RowScope()
         self.is_fine_tuned = False
-        self._lower_masks, self._upper_masks = StepMasks(backbone), StepMasks(backbone)
-        self._second_masks = StepMasks(backbone)
+        self._lower_masks, self._upper_masks, self._second_masks = self._masks = (
+            StepMasks(backbone), StepMasks(backbone), StepMasks(backbone),
+        )  # fmt: skip
         self._rotation: ValueRotation | None = None
         self._draft_head: LMHead | None = None
         if config is not None and streams is not None:
@@ -151,13 +196,12 @@ class StreamFusedModel:
     @property
     def mask_bytes(self) -> int:
         """Bytes of the masks that are kept from step to step."""
-        masks = (self._lower_masks, self._upper_masks, self._second_masks)
-        return sum(buffer.nbytes for buffer in masks)
+        return sum(masks.nbytes for masks in self._masks)
 
     def forget_masks(self) -> None:
         """Keep no mask of a step that was built and is not run: it would hold its whole cache."""
-        for buffer in (self._lower_masks, self._upper_masks, self._second_masks):
-            buffer.forget()
+        for masks in self._masks:
+            masks.forget()
 
     @property
     def num_layers(self) -> int:
@@ -228,17 +272,13 @@ class StreamFusedModel:
         num_nodes = tree.num_nodes
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
         positions = stream_positions(tree.depths + cache.length, num_streams)
-        visible = stream_visibility(tree.ancestors, num_streams)
-        mask = self._upper_masks.step_mask(visible, cache, tree.topology)
-        layers = range(self.insertion_layer, self.num_layers)
         rotate = None
         if self._rotation is not None:
             rotate = partial(self._rotation, num_nodes=num_nodes, num_streams=num_streams)
-        views: list[Any] = [cache.view(layer, positions, rotate) for layer in layers]
-        if self._scope.first == 0 or num_streams == 0:
-            return self.backbone.run(rows, layers.start, layers.stop, mask, views)
-        with self._scope.starting_at(num_nodes):
-            return self.backbone.run(rows, layers.start, layers.stop, mask, views)
+        visible = stream_visibility(tree.ancestors, num_streams)
+        mask = self._upper_masks.step_mask(visible, cache, tree.topology)
+        views = [cache.view(n, positions, rotate) for n in self._upper_layers]
+        return self._run_upper(rows, mask, views, num_nodes if num_streams else None)
 
     def second_pass(
         self,
@@ -263,10 +303,21 @@ class StreamFusedModel:
         rows = self.start_streams(hidden[:, last], num_streams)
         positions = position + indices(1, num_streams + 1)
         mask = self._second_masks.step_mask(earlier_streams(num_streams), cache, num_streams)
-        layers = cache.layers
         rotate = None
         if self._rotation is not None:
             rotate = partial(self._rotation.turn, num_streams=num_streams)
-        views = [cache.view(layer, positions, rotate) for layer in layers]
-        with self._scope.starting_at(0):
+        views = [cache.view(n, positions, rotate) for n in self._upper_layers]
+        return self._run_upper(rows, mask, views, 0)
+
+    @property
+    def _upper_layers(self) -> range:
+        return range(self.insertion_layer, self.num_layers)
+
+    def _run_upper(
+        self, rows: mx.array, mask: Any, views: list[Any], first_stream: int | None
+    ) -> mx.array:
+        layers = self._upper_layers
+        if self._scope.first == 0:  # LoRA acts on every row
+            return self.backbone.run(rows, layers.start, layers.stop, mask, views)
+        with self._scope.starting_at(first_stream):
             return self.backbone.run(rows, layers.start, layers.stop, mask, views)

@@ -27,8 +27,7 @@ from ..loading.adapter import Adapter, BaseIdentity, expected_stream_tensors, st
 from ..loading.attach import check_base
 from ..model.backbone import Backbone
 from ..model.lora import LoraWeights, RowLora, RowScope, attach_lora, linear_shape
-from ..model.rotation import ValueRotation
-from ..model.streams import LowRank, StreamWeights
+from ..model.streams import LowRank, StreamWeights, ValueRotation
 from ..settings import StreamConfig
 from .batches import Batch
 from .config import TrainConfig

@@ -100,14 +100,17 @@ class Kernel:
     outputs: tuple[str, ...]
     source: str
 
-    @property
-    def header(self) -> str:
-        """The functions that the body calls."""
-        return _functions()
-
+    @lru_cache(maxsize=8)  # noqa: B019 (there are three kernels, for good)
     def build(self) -> Callable[..., list[mx.array]]:
         """MLX's callable; keys and values are read where they lie, without a copy."""
-        return _build(self)
+        return mx.fast.metal_kernel(
+            name=self.name,
+            input_names=self.inputs,
+            output_names=self.outputs,
+            source=self.source,
+            header=FUNCTIONS.read_text(encoding="utf-8"),
+            ensure_row_contiguous=False,
+        )  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,23 +133,6 @@ ATTEND_SPLIT = Kernel(
     "ssmlx_attend_split", _INPUTS, ("partial", "largest", "total"), _WALK + _STORE_SPLIT
 )
 MERGE = Kernel("ssmlx_merge", ("partial", "largest", "total"), ("out",), _MERGE)
-
-
-@lru_cache(maxsize=1)
-def _functions() -> str:
-    return FUNCTIONS.read_text(encoding="utf-8")
-
-
-@lru_cache(maxsize=8)
-def _build(kernel: Kernel) -> Callable[..., list[mx.array]]:
-    return mx.fast.metal_kernel(
-        name=kernel.name,
-        input_names=kernel.inputs,
-        output_names=kernel.outputs,
-        source=kernel.source,
-        header=kernel.header,
-        ensure_row_contiguous=False,
-    )  # type: ignore[return-value]
 
 
 def run_on_metal(kernel: Kernel, call: Call) -> list[mx.array]:
@@ -177,48 +163,27 @@ def attend(
         run: what runs the kernels; Metal unless told.
     """
     run = run or run_on_metal
-    inputs = [queries, keys, values, bits, mx.array(scale, mx.float32)]
-    if plan.splits == 1:
-        (out,) = run(ATTEND, _whole(inputs, plan))
-    else:
-        parts = run(ATTEND_SPLIT, _split(inputs, plan))
-        (out,) = run(MERGE, _merge(parts, queries.dtype))
-    return out.transpose(0, 2, 1, 3)
-
-
-def _walk(
-    inputs: list[mx.array], plan: Plan, shapes: list[tuple[int, ...]], dtypes: list[mx.Dtype]
-) -> Call:
-    queries, keys = inputs[0], inputs[1]
+    dtype, (_, num_heads, num_rows, head_size) = queries.dtype, queries.shape
+    template = [("T", dtype), ("D", head_size)]
     width = LANES * plan.simdgroups
-    return Call(
-        inputs=inputs,
-        template=[("T", queries.dtype), ("D", queries.shape[3]), ("BLOCKS", plan.blocks)],
-        grid=(width * plan.row_groups, keys.shape[1], plan.splits),
-        threadgroup=(width, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=dtypes,
-    )
-
-
-def _whole(inputs: list[mx.array], plan: Plan) -> Call:
-    _, num_heads, num_rows, head_size = inputs[0].shape
-    return _walk(inputs, plan, [(1, num_rows, num_heads, head_size)], [inputs[0].dtype])
-
-
-def _split(inputs: list[mx.array], plan: Plan) -> Call:
-    _, num_heads, num_rows, head_size = inputs[0].shape
+    walk: dict[str, Any] = {
+        "inputs": [queries, keys, values, bits, mx.array(scale, mx.float32)],
+        "template": [*template, ("BLOCKS", plan.blocks)],
+        "grid": (width * plan.row_groups, keys.shape[1], plan.splits),
+        "threadgroup": (width, 1, 1),
+    }
+    whole: dict[str, Any] = {
+        "output_shapes": [(1, num_rows, num_heads, head_size)],
+        "output_dtypes": [dtype],
+    }
+    if plan.splits == 1:
+        (out,) = run(ATTEND, Call(**walk, **whole))
+        return out.transpose(0, 2, 1, 3)
     stats = (plan.splits, num_rows, num_heads)
-    return _walk(inputs, plan, [(*stats, head_size), stats, stats], [mx.float32] * 3)
-
-
-def _merge(parts: list[mx.array], dtype: mx.Dtype) -> Call:
-    _, num_rows, num_heads, head_size = parts[0].shape
-    return Call(
-        inputs=parts,
-        template=[("T", dtype), ("D", head_size)],
-        grid=(LANES, num_rows * num_heads, 1),
-        threadgroup=(LANES, BLOCK_ROWS, 1),
-        output_shapes=[(1, num_rows, num_heads, head_size)],
-        output_dtypes=[dtype],
+    shapes = [(*stats, head_size), stats, stats]
+    parts = run(ATTEND_SPLIT, Call(**walk, output_shapes=shapes, output_dtypes=3 * [mx.float32]))
+    grid, threadgroup = (LANES, num_rows * num_heads, 1), (LANES, BLOCK_ROWS, 1)
+    (out,) = run(
+        MERGE, Call(inputs=parts, template=template, grid=grid, threadgroup=threadgroup, **whole)
     )
+    return out.transpose(0, 2, 1, 3)
