@@ -14,8 +14,8 @@ from tiny import make_model
 
 from ssmlx.calibration import check as calibrate_check
 from ssmlx.calibration import costs as calibrate_costs
-from ssmlx.calibration.check import CHOSEN, PLAIN, compare, to_check
-from ssmlx.calibration.choice import Candidate, Setting, best, best_by_context, pruned, unpruned
+from ssmlx.calibration.check import CHOSEN, PLAIN, compare, shapes_to_check
+from ssmlx.calibration.choice import Evidence, PricedShape, best, best_by_context, pruned, unpruned
 from ssmlx.calibration.costs import (
     CostPlan,
     forward_costs,
@@ -27,10 +27,11 @@ from ssmlx.calibration.costs import (
     plain_call,
     spread,
     surfaces,
+    timed_steps,
+    with_whole_steps,
 )
-from ssmlx.calibration.guesses import Exits
+from ssmlx.calibration.guesses import Exits, split_prompts
 from ssmlx.calibration.report import draw_costs, tree_points
-from ssmlx.calibration.steps import timed_steps, with_beside
 from ssmlx.calibration.timing import Answer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
@@ -149,9 +150,10 @@ def test_contexts_stay_within_the_models():
 
 def test_a_likely_tree_has_the_nodes_that_were_asked_for(model):
     for size in (1, 2, 9, 30):
-        tree = likely_tree(model, size)
+        tree, hidden = likely_tree(model, size)
+        assert hidden.shape == (1, size, model.backbone.hidden_size)
         assert tree.num_nodes == size
-    assert likely_tree(model, 30).depths.max().item() == 3
+    assert likely_tree(model, 30)[0].depths.max().item() == 3
 
 
 def test_a_plain_call_is_one_of_several_and_leaves_the_cache_as_it_was(model):
@@ -184,16 +186,16 @@ def test_what_lies_beside_the_forwards_is_what_steps_take_beyond_them(model):
         for schedule in ("fused", "second-pass")
     ]
     bare = replace(COSTS, beside=None)
-    costs = with_beside(model, bare, [[1, 2, 3]], shapes, steps=3, clock=Clock(50.0))
+    costs = with_whole_steps(model, bare, [[1, 2, 3]], shapes, steps=3, clock=Clock(50.0))
     for shape in shapes:
         # The context moves a little from step to step, and with it the forwards.
         assert costs.step_seconds(shape, 8) == pytest.approx(50.0, abs=0.1)
     assert costs.beside["fused"].rows == (2, 6)
 
 
-def candidate(size, tokens, seconds, **changes) -> Candidate:
+def candidate(size, tokens, seconds, **changes) -> PricedShape:
     shape = DraftShape(tree=TreeConfig(size=size), num_streams=3, **changes)
-    return Candidate(shape=shape, tokens_per_call=tokens, step_seconds=seconds, plain_seconds=1.0)
+    return PricedShape(shape=shape, tokens_per_call=tokens, step_seconds=seconds, plain_seconds=1.0)
 
 
 def test_the_fastest_is_chosen_and_of_equals_the_cheapest_step():
@@ -220,7 +222,7 @@ def certain(tokens: list[int], rank: list[list[int]]) -> Guesses:
 def test_more_streams_and_larger_trees_are_worth_what_they_say():
     """Both streams are right first: a chain takes three tokens a call."""
     guesses = certain(list(range(10, 20)), [[0, 0]] * 10)
-    setting = Setting(costs=COSTS, context=50, guesses=[guesses])
+    setting = Evidence(costs=COSTS, context=50, guesses=[guesses])
     found = {one.shape: one for one in unpruned(setting, [2, 3, 4])}
     chain = DraftShape(tree=TreeConfig(kind="full", width=1), num_streams=2)
     assert found[chain].tokens_per_call == 3.0
@@ -237,7 +239,7 @@ def test_dear_rows_make_the_tree_small_and_cheap_ones_large():
     rng = np.random.default_rng(0)
     ranks = [[int(rng.choice([0, 1, 2, 3])), int(rng.choice([0, 1, -1]))] for _ in range(60)]
     guesses = certain(list(range(100, 160)), ranks)
-    cheap = Setting(costs=COSTS, context=50, guesses=[guesses])
+    cheap = Evidence(costs=COSTS, context=50, guesses=[guesses])
     dear = replace(cheap, costs=replace(COSTS, lower=flat(6.0, 4.0)))
     sizes = [2, 3, 4, 6, 8, 12]
     assert best(unpruned(dear, sizes)).shape.num_nodes < 4
@@ -251,9 +253,9 @@ def test_rows_that_grow_dearer_with_the_context_make_trees_smaller():
         {(rows, context): 6 + rows * context / 500 for rows in (1, 64) for context in (0, 1000)}
     )
     costs = replace(COSTS, lower=lower)
-    setting = Setting(costs=costs, context=0, guesses=[certain(list(range(100, 160)), ranks)])
+    setting = Evidence(costs=costs, context=0, guesses=[certain(list(range(100, 160)), ranks)])
     candidates = unpruned(setting, [2, 3, 4, 6, 8, 12])
-    found = best_by_context(setting, candidates, [0, 500, 4000])
+    found = best_by_context(costs, candidates, [0, 500, 4000])
     sizes = [one.shape.num_nodes for one in found.values()]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2]
     assert found[0] == best(candidates)
@@ -265,7 +267,7 @@ def test_fused_is_chosen_where_reading_the_upper_layers_again_costs_more():
     rows_cheap = replace(COSTS, fused=flat(2.0, 0.0, rows=(2, 400)))
     reads_cheap = replace(COSTS, upper=flat(0.1, 0.0))
     for costs, schedule in ((rows_cheap, "fused"), (reads_cheap, "second-pass")):
-        setting = Setting(costs=costs, context=50, guesses=[guesses])
+        setting = Evidence(costs=costs, context=50, guesses=[guesses])
         assert best(unpruned(setting, [4])).shape.stream_schedule == schedule
 
 
@@ -274,7 +276,7 @@ def test_pruning_keeps_the_share_of_tokens_that_it_kept_where_it_was_replayed():
     drafted = np.array([[0, -1, -2]] * 5, np.float32)
     judged = np.array([[0, -2, -1]] * 5, np.float32)
     exits = Exits(drafted, judged, np.array([[1, -1, -1]] * 5, np.int32))
-    setting = Setting(costs=COSTS, context=0, guesses=[])
+    setting = Evidence(costs=COSTS, context=0, guesses=[])
     found = pruned(setting, [exits], trees, 3, [2, 3])
     (one,) = found
     assert one.shape == replace(trees[0].shape, prune=PruneConfig(kind="budget", keep=2))
@@ -289,13 +291,13 @@ def test_the_choice_is_checked_against_the_default_a_small_tree_and_the_other_sc
         for size in (4, 16, 24)
         for schedule in ("fused", "second-pass")
     ]
-    ways = to_check(trees[-1], trees)
+    ways = shapes_to_check(trees[-1], trees)
     shapes = {name: (way.shape.num_nodes, way.shape.stream_schedule) for name, way in ways.items()}
     assert shapes == {
         CHOSEN: (24, "second-pass"), "default": (16, "second-pass"), "small": (4, "second-pass"),
         "other schedule": (24, "fused"),
     }  # fmt: skip
-    assert set(to_check(trees[3], trees)) == {CHOSEN, "small", "other schedule"}
+    assert set(shapes_to_check(trees[3], trees)) == {CHOSEN, "small", "other schedule"}
 
 
 def test_expected_stands_beside_what_was_measured():
@@ -311,7 +313,7 @@ def test_expected_stands_beside_what_was_measured():
     assert (chosen.expected_speedup, chosen.speedup) == (pytest.approx(2.4), pytest.approx(1.6))
 
 
-def test_answers_of_one_token_have_no_speed_to_check():
+def test_answers_of_one_token_have_no_speed_shapes_to_check():
     one = [Answer([1], 1, 0.0)]
     assert compare({CHOSEN: candidate(16, 3.0, 0.05)}, {CHOSEN: one, PLAIN: one}) == []
 
@@ -340,17 +342,17 @@ def test_the_picture_has_a_line_of_its_own_for_every_context():
     ("count", "check", "learn", "held_out"),
     [(2, 3, [8, 9], [5, 6, 7]), (1, 0, [9], []), (10, 0, list(range(10)), [])],
 )
-def test_prompts_to_learn_from_are_the_last_and_those_to_check_on_before_them(
+def test_prompts_to_learn_from_are_the_last_and_those_shapes_to_check_on_before_them(
     count, check, learn, held_out
 ):
     prompts = [[number] for number in range(10)]
-    assert calibrate.split(prompts, count, check) == ([[n] for n in learn], [[n] for n in held_out])
+    assert split_prompts(prompts, count, check) == ([[n] for n in learn], [[n] for n in held_out])
 
 
 @pytest.mark.parametrize(("count", "check"), [(0, 1), (1, -1), (6, 5)])
 def test_too_few_prompts_are_refused(count, check):
     with pytest.raises(InputError, match=f"--count {count} --check {check} of 10 prompts"):
-        calibrate.split([[1]] * 10, count, check)
+        split_prompts([[1]] * 10, count, check)
 
 
 @pytest.fixture(scope="module")

@@ -10,25 +10,23 @@ import pytest
 from tiny import best_rank_paths, first_tokens, make_model
 
 from ssmlx.api import token_steps
-from ssmlx.calibration.guesses import (
-    NEVER,
-    Exits,
-    advance,
-    contenders,
-    depths_within,
-    exits_along,
-    guesses_along,
-    needed_sizes,
-    needed_widths,
-    rank_table,
-    true_ranks,
-)
-from ssmlx.calibration.steps import config_of
+from ssmlx.calibration.costs import config_of
+from ssmlx.calibration.guesses import Exits, exits_along, guesses_along, rank_table
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import grow_tree
 from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning.cost import DraftShape
-from ssmlx.tuning.replay import Guesses, replay
+from ssmlx.tuning.replay import (
+    NEVER,
+    Guesses,
+    advance,
+    contenders,
+    depths_within,
+    needed_sizes,
+    needed_widths,
+    replay,
+    true_ranks,
+)
 
 PROMPT, LENGTH, LARGEST = [3, 1, 4, 1, 5], 60, 24
 
@@ -85,14 +83,14 @@ def test_a_replay_takes_the_calls_that_decoding_takes(model, answer, guesses, sh
         needed, limit = needed_widths(guesses)[:, : shape.num_streams], shape.tree.width
     replayed = advance([depths_within(needed, limit)])
     assert tokens == answer
-    assert (replayed.tokens, replayed.calls) == (LENGTH - 1, calls)
+    assert (replayed.num_tokens, replayed.num_calls) == (LENGTH - 1, calls)
 
 
 def test_the_trees_of_these_models_hold_something(guesses):
     """Or the tests here would show nothing."""
     large = advance([depths_within(needed_sizes(guesses, 3, LARGEST), LARGEST)])
     small = advance([depths_within(needed_sizes(guesses, 3, LARGEST), 2)])
-    assert large.per_call > small.per_call + 0.1
+    assert large.tokens_per_call > small.tokens_per_call + 0.1
 
 
 @pytest.mark.parametrize("keep", [2, 6, 15])
@@ -102,7 +100,7 @@ def test_a_pruned_replay_takes_the_calls_that_decoding_takes(model, guesses, siz
     shape = DraftShape(tree=TreeConfig(size=size), num_streams=3, prune=prune)
     exits = exits_along(model, PROMPT, guesses, 3, LARGEST)
     _, calls = real_calls(model, shape)
-    assert advance([exits.depths(size, keep)]).calls == calls
+    assert advance([exits.depths(size, keep)]).num_calls == calls
 
 
 def test_without_pruning_exits_hold_what_the_tree_holds(model, guesses):
@@ -176,7 +174,7 @@ def test_a_replay_agrees_with_the_one_that_training_reports(guesses):
         [Guesses(guesses.tokens[..., :8], guesses.logprobs[..., :8], guesses.answer)], tree
     )
     ours = advance([depths_within(needed_sizes(guesses, 3, 9), 9)])
-    assert (ours.tokens + 1, ours.calls + 1) == (theirs.num_tokens, theirs.num_calls)
+    assert (ours.num_tokens + 1, ours.num_calls + 1) == (theirs.num_tokens, theirs.num_calls)
 
 
 def test_ranks_are_where_the_answer_stands():
@@ -195,4 +193,4 @@ def test_the_rank_table_counts_a_stream_where_those_before_it_had_theirs():
 
 
 def test_an_answer_of_one_token_takes_no_call_beyond_the_prompts():
-    assert advance([np.zeros(1, np.int32)]).calls == 0
+    assert advance([np.zeros(1, np.int32)]).num_calls == 0

@@ -55,7 +55,7 @@ def test_answers_to_what_ships_are_scored(tmp_path, capsys):
 
 def test_prompts_to_calibrate_with_ship_with_every_adapter_and_are_not_the_chats_test():
     for name in SHIPPED:
-        path = calibrate.data_of(argparse.Namespace(data=None, adapter=name, model=""))
+        path = calibrate.prompts_of(argparse.Namespace(adapter=name, model=""))
         prompts = [turns_of(row) for row in read_prompts(path)]
         assert path.parent.name == name and len(prompts) == 34
         test = {turns_of(row) for row in read_prompts(TASKS[name].test)}

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ssmlx.calibration.choice import Candidate, best
-from ssmlx.calibration.report import results_dir
+from ssmlx.calibration.choice import PricedShape, best
+from ssmlx.commands.calibrate import results_dir
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
@@ -92,20 +92,11 @@ def predict(
     decoder: Decoder, chip: Chip, ways: Sequence[tuple[DraftShape, float]], context: float
 ) -> Prediction:
     """The fastest of `ways`, shapes and their tokens per call, under both bounds."""
-    found: dict[Bound, Candidate] = {}
+    found: dict[Bound, PricedShape] = {}
     for bound in get_args(Bound):
         least = costs(decoder, chip, bound)
-        plain = least.plain_seconds(context)
         found[bound] = best(
-            [
-                Candidate(
-                    shape=shape,
-                    tokens_per_call=tokens,
-                    step_seconds=least.step_seconds(shape, context),
-                    plain_seconds=plain,
-                )
-                for shape, tokens in ways
-            ]
+            [PricedShape.of(shape, tokens, least, context) for shape, tokens in ways]
         )
     low, high = found["repeated"], found["once"]
     return Prediction(

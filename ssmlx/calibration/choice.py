@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..settings import STREAM_SCHEDULES, PruneConfig, StreamSchedule, TreeConfig
-from ..tuning.cost import DraftShape, StepCosts
-from ..tuning.profile import SLACK
-from ..tuning.replay import Guesses
-from .guesses import Exits, advance, depths_within, needed_sizes, needed_widths
+from ..model.streams import StreamFusedModel
+from ..settings import PruneConfig, TreeConfig
+from ..tuning.cost import DraftShape, StepCosts, Way
+from ..tuning.profile import SLACK, Place, Profile, mlx_version
+from ..tuning.replay import Guesses, advance, depths_within, needed_sizes, needed_widths
+from .costs import SCHEDULES
+from .guesses import EXIT_TREE, Exits, RecordedAnswer, record_exits
 
 FULL_WIDTHS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A way to draft, and what is expected of it.
+class PricedShape:
+    """A shape to draft in, and what is expected of it.
 
     Attributes:
         shape: what streams draft, and when.
@@ -30,6 +33,18 @@ class Candidate:
     tokens_per_call: float
     step_seconds: float
     plain_seconds: float
+
+    @classmethod
+    def of(
+        cls, shape: DraftShape, tokens_per_call: float, costs: StepCosts, context: float
+    ) -> PricedShape:
+        """As `costs` has it behind `context` tokens."""
+        return cls(
+            shape=shape,
+            tokens_per_call=tokens_per_call,
+            step_seconds=costs.step_seconds(shape, context),
+            plain_seconds=costs.plain_seconds(context),
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -48,8 +63,8 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What candidates are judged by.
+class Evidence:
+    """What shapes are judged by.
 
     Attributes:
         costs: of this machine.
@@ -66,45 +81,99 @@ class Setting:
         """G as trained."""
         return int(self.guesses[0].tokens.shape[1])
 
-    def candidate(self, shape: DraftShape, tokens_per_call: float) -> Candidate:
+    def price(self, shape: DraftShape, tokens_per_call: float) -> PricedShape:
         """`shape`, priced."""
-        return Candidate(
-            shape=shape,
-            tokens_per_call=tokens_per_call,
-            step_seconds=self.costs.step_seconds(shape, self.context),
-            plain_seconds=self.costs.plain_seconds(self.context),
+        return PricedShape.of(shape, tokens_per_call, self.costs, self.context)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """All that was thought about, and what is fastest of it.
+
+    Attributes:
+        evidence: what it was judged by.
+        candidates: every shape.
+        chosen: the fastest behind the answers' own context.
+        by_context: and behind each that forwards were timed behind.
+    """
+
+    evidence: Evidence
+    candidates: list[PricedShape]
+    chosen: PricedShape
+    by_context: dict[int, PricedShape]
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """What was chosen, as a profile keeps it."""
+        every = (self.chosen, *self.by_context.values())
+        found = {one.shape: one.tokens_per_call for one in every}
+        return tuple(Way(shape=shape, tokens_per_call=one) for shape, one in found.items())
+
+    def profile(self, model: StreamFusedModel) -> Profile:
+        """What is kept of it for the runtime."""
+        return Profile(
+            place=Place.of(model),
+            made=time.strftime("%Y-%m-%d"),
+            mlx=mlx_version(),
+            context=int(self.evidence.context),
+            ways=self.ways,
+            costs=self.evidence.costs,
         )
 
 
+def choose(
+    model: StreamFusedModel,
+    answers: Sequence[RecordedAnswer],
+    costs: StepCosts,
+    sizes: Sequence[int],
+) -> Choice:
+    """The fastest way to draft these answers: trees first, then what pruning adds to them."""
+    context = round(sum(one.middle for one in answers) / len(answers))
+    guesses = [one.guesses for one in answers]
+    evidence = Evidence(costs=costs, context=context, guesses=guesses)
+    candidates = unpruned(evidence, sizes)
+    if costs.early_exit is not None:
+        streams = best(candidates).shape.num_streams
+        small = [size for size in sizes if size <= EXIT_TREE]
+        exits = record_exits(model, answers, streams)
+        candidates += pruned(evidence, exits, candidates, streams, small)
+    by_context = best_by_context(costs, candidates, costs.lower.contexts)
+    return Choice(evidence, candidates, best(candidates), by_context)
+
+
+def best(candidates: Sequence[PricedShape]) -> PricedShape:
+    """The fastest; of those that are as good as equal, the one with the cheapest step."""
+    fastest = max(one.tokens_per_second for one in candidates)
+    equal = [one for one in candidates if one.tokens_per_second >= (1 - SLACK) * fastest]
+    return min(equal, key=lambda one: (one.step_seconds, one.shape.num_nodes))
+
+
 def best_by_context(
-    setting: Setting, candidates: Sequence[Candidate], contexts: Sequence[int]
-) -> dict[int, Candidate]:
+    costs: StepCosts, candidates: Sequence[PricedShape], contexts: Sequence[int]
+) -> dict[int, PricedShape]:
     """The fastest of the candidates behind each context, as if they guessed as well behind any.
 
     Streams that were trained on short texts guess worse behind long ones; `ssmlx.decoding.pace`
     stops drafting there.
     """
-    places = {context: replace(setting, context=context) for context in contexts}
     return {
-        context: best([place.candidate(one.shape, one.tokens_per_call) for one in candidates])
-        for context, place in places.items()
+        context: best(
+            [PricedShape.of(one.shape, one.tokens_per_call, costs, context) for one in candidates]
+        )
+        for context in contexts
     }
 
 
-def unpruned(setting: Setting, sizes: Sequence[int]) -> list[Candidate]:
+def unpruned(evidence: Evidence, sizes: Sequence[int]) -> list[PricedShape]:
     """Best trees of `sizes` and full trees no larger, with every number of streams."""
-    found = []
-    for streams in range(1, setting.num_streams + 1):
-        for tree, per_call in _trees(setting.guesses, streams, sizes):
-            for schedule in STREAM_SCHEDULES:
-                shape = _shape(tree, streams, schedule)
-                found.append(setting.candidate(shape, per_call))
-    return found
-
-
-def _shape(tree: TreeConfig, streams: int, schedule: str) -> DraftShape:
-    known: StreamSchedule = "fused" if schedule == "fused" else "second-pass"
-    return DraftShape(tree=tree, num_streams=streams, stream_schedule=known)
+    return [
+        evidence.price(
+            DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule), per_call
+        )
+        for streams in range(1, evidence.num_streams + 1)
+        for tree, per_call in _trees(evidence.guesses, streams, sizes)
+        for schedule in SCHEDULES
+    ]
 
 
 def _trees(
@@ -114,50 +183,45 @@ def _trees(
     needed = [needed_sizes(one, streams, max(sizes)) for one in guesses]
     for size in sizes:
         held = advance([depths_within(one, size) for one in needed])
-        yield TreeConfig(kind="best", size=size), held.per_call
-    widths = [needed_widths(one)[:, :streams] for one in guesses]
+        yield TreeConfig(kind="best", size=size), held.tokens_per_call
+    needed = [needed_widths(one)[:, :streams] for one in guesses]
     for width in FULL_WIDTHS:
         if sum(width**level for level in range(streams + 1)) <= max(sizes):
-            held = advance([depths_within(one, width) for one in widths])
-            yield TreeConfig(kind="full", width=width), held.per_call
-
-
-def best(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest; of those that are as good as equal, the one with the cheapest step."""
-    fastest = max(one.tokens_per_second for one in candidates)
-    equal = [one for one in candidates if one.tokens_per_second >= (1 - SLACK) * fastest]
-    return min(equal, key=lambda one: (one.step_seconds, one.shape.num_nodes))
+            held = advance([depths_within(one, width) for one in needed])
+            yield TreeConfig(kind="full", width=width), held.tokens_per_call
 
 
 def pruned(
-    setting: Setting,
+    evidence: Evidence,
     exits: Sequence[Exits],
-    candidates: Sequence[Candidate],
+    candidates: Sequence[PricedShape],
     streams: int,
     sizes: Sequence[int],
-) -> list[Candidate]:
+) -> list[PricedShape]:
     """Best trees that early exit prunes to a budget, of `streams` streams.
 
     Early exit may have been replayed for fewer answers than drafts were: what pruning loses of
     the tokens per call is taken from those, and applied to what all answers say.
 
     Args:
-        setting: what candidates are judged by.
+        evidence: what shapes are judged by.
         exits: of some of the answers.
         candidates: the same trees, not pruned.
         streams: G.
         sizes: N and M, no larger than the trees in `exits`.
     """
     found = []
-    for candidate in candidates:
-        shape = candidate.shape
-        if (shape.tree.kind, shape.num_streams) != ("best", streams):
+    for one in candidates:
+        shape, nodes = one.shape, one.shape.num_nodes
+        if (shape.tree.kind, shape.num_streams) != ("best", streams) or nodes not in sizes:
             continue
-        if shape.num_nodes not in sizes:
-            continue
-        whole = advance([one.depths(shape.num_nodes, shape.num_nodes) for one in exits]).per_call
-        for keep in (size for size in sizes if size < shape.num_nodes):
-            left = advance([one.depths(shape.num_nodes, keep) for one in exits]).per_call
+        whole = _advance_pruned(exits, nodes, nodes)
+        for keep in (size for size in sizes if size < nodes):
             budget = replace(shape, prune=PruneConfig(kind="budget", keep=keep))
-            found.append(setting.candidate(budget, candidate.tokens_per_call * left / whole))
+            left = _advance_pruned(exits, nodes, keep) / whole
+            found.append(evidence.price(budget, one.tokens_per_call * left))
     return found
+
+
+def _advance_pruned(exits: Sequence[Exits], nodes: int, keep: int) -> float:
+    return advance([one.depths(nodes, keep) for one in exits]).tokens_per_call

@@ -1,4 +1,4 @@
-"""Seconds of a step's forwards against rows and context, for `ssmlx.calibrate`.
+"""Seconds of a step's forwards against rows and context, and of whole steps.
 
 Every call is taken in turn, round after round, so that what else the machine does falls on all
 of them alike; a figure is the median of its rounds.
@@ -8,36 +8,34 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 
+from ..api import token_steps
 from ..decoding.loop import plain_decode, prefill
 from ..decoding.prune import nodes_within_budget, transition_logprobs
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, draft_topology, grow_tree
-from ..settings import TreeConfig
-from ..tuning.cost import StepCosts, Surface
+from ..settings import GenerateConfig, StreamSchedule, TreeConfig
+from ..tuning.cost import DraftShape, StepCosts, Surface
+from . import CONTEXTS
+from .timing import progress
 
 ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 20, 24, 32, 48, 64)
 FUSED_NODES = (1, 2, 4, 8, 12, 16, 24, 32)
-CONTEXTS = (64, 512, 2048)
 WARM_ROUNDS, WARM_CALLS, PLAIN_CALLS = 1, 2, 4
+STEP_SIZES, STEP_PROMPTS = (4, 16, 48), 3
+SCHEDULES: tuple[StreamSchedule, ...] = get_args(StreamSchedule)
 
 Clock = Callable[[], float]
 Point = tuple[str, int, int]
 """What is timed: its name as a field of `StepCosts`, its rows, and the context."""
-Bar = Callable[[Iterable[Any], str], Iterator[Any]]
-"""Shows that a loop goes on, under a label."""
-
-
-def no_bar(items: Iterable[Any], label: str) -> Iterator[Any]:
-    """Shows nothing."""
-    return iter(items)
+Calls = dict[Point, Callable[[], Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +62,51 @@ class CostPlan:
         return replace(self, contexts=tuple(sorted({min(one, room) for one in self.contexts})))
 
 
-def likely_tree(model: StreamFusedModel, size: int) -> Tree:
-    """A best tree of `size` nodes as streams draft it, where each rank is half as likely."""
-    streams, config = model.num_streams, TreeConfig(kind="best", size=size)
-    count = min(draft_topology(config, streams).num_candidates, model.draft_vocab_size)
-    config = replace(config, width=count)
-    tokens = mx.broadcast_to(mx.arange(count, dtype=mx.int32), (streams, count))
-    logprobs = mx.broadcast_to(-0.7 * mx.arange(1, count + 1), (streams, count))
-    tree = grow_tree(mx.array([0], mx.int32), tokens, logprobs, config)
-    mx.eval(tree.tokens, tree.depths, tree.paths)
-    return tree
+def measure_costs(
+    model: StreamFusedModel, prompts: Sequence[list[int]], plan: CostPlan
+) -> tuple[StepCosts, float]:
+    """Seconds of the forwards, and of what whole steps take beyond them; and how much they varied.
+
+    Args:
+        model: with streams.
+        prompts: fill the contexts; the first of them are decoded a little way.
+        plan: what to time.
+    """
+    text = [token for prompt in prompts for token in prompt]
+    costs, noise = forward_costs(model, text, plan)
+    shapes = [
+        DraftShape(
+            tree=TreeConfig(size=size), num_streams=model.num_streams, stream_schedule=schedule
+        )
+        for size in STEP_SIZES
+        if size <= max(plan.rows)
+        for schedule in SCHEDULES
+    ]
+    return with_whole_steps(model, costs, prompts[:STEP_PROMPTS], shapes), noise
+
+
+def forward_costs(
+    model: StreamFusedModel,
+    tokens: Sequence[int],
+    plan: CostPlan,
+    clock: Clock = time.perf_counter,
+) -> tuple[StepCosts, float]:
+    """Time the forwards that `plan` names behind `tokens`, over and over; and the noise in it."""
+    plan = plan.within(model.backbone.context_length)
+    scratch = max(*plan.rows, *(n * (1 + model.num_streams) for n in plan.fused_nodes))
+    calls = head_calls(model, plan)
+    for context in progress(plan.contexts, "contexts"):
+        cache = filled_cache(model, tokens, context, scratch)
+        calls.update(layer_calls(model, cache, context, plan))
+        calls["plain", 1, context] = partial(plain_call, model, cache, clock)
+    seconds, noise = medians(calls, plan.repeats, clock)
+    return surfaces(seconds, overhead(clock)), noise
 
 
 def filled_cache(
     model: StreamFusedModel, tokens: Sequence[int], context: int, scratch: int
 ) -> TreeCache:
-    """A cache of `context` tokens, `tokens` over and over, with room for what is timed."""
+    """A cache of `context` tokens, with room for what is timed."""
     cache = model.make_cache(scratch)
     text = [tokens[index % len(tokens)] for index in range(context)]
     # Room beforehand: a buffer that grows is copied, which would be timed.
@@ -88,19 +115,9 @@ def filled_cache(
     return cache
 
 
-def _hidden(model: StreamFusedModel, rows: int) -> mx.array:
-    """[1, R, D] some hidden states."""
-    key, shape = mx.random.key(rows), (1, rows, model.backbone.hidden_size)
-    hidden = mx.random.normal(shape, key=key).astype(model.backbone.dtype)
-    mx.eval(hidden)
-    return hidden
-
-
-def layer_calls(
-    model: StreamFusedModel, cache: TreeCache, context: int, plan: CostPlan
-) -> dict[Point, Callable[[], None]]:
+def layer_calls(model: StreamFusedModel, cache: TreeCache, context: int, plan: CostPlan) -> Calls:
     """The layers below and above the insertion layer, on every number of rows."""
-    calls: dict[Point, Callable[[], None]] = {}
+    calls: Calls = {}
 
     def lower(tree: Tree) -> None:
         mx.eval(model.lower(tree, cache))
@@ -109,21 +126,19 @@ def layer_calls(
         mx.eval(model.upper(model.insert(hidden, streams), tree, cache, streams))
 
     for rows in plan.rows:
-        tree = likely_tree(model, rows)
-        hidden = _hidden(model, tree.num_nodes)
-        calls["lower", tree.num_nodes, context] = partial(lower, tree)
-        calls["upper", tree.num_nodes, context] = partial(upper, tree, hidden, 0)
+        tree, hidden = likely_tree(model, rows)
+        calls["lower", rows, context] = partial(lower, tree)
+        calls["upper", rows, context] = partial(upper, tree, hidden, 0)
     for nodes in plan.fused_nodes:
-        tree, streams = likely_tree(model, nodes), model.num_streams
-        hidden = _hidden(model, tree.num_nodes)
-        rows = tree.num_nodes * (1 + streams)
-        calls["fused", rows, context] = partial(upper, tree, hidden, streams)
+        tree, hidden = likely_tree(model, nodes)
+        rows = nodes * (1 + model.num_streams)
+        calls["fused", rows, context] = partial(upper, tree, hidden, model.num_streams)
     return calls
 
 
-def head_calls(model: StreamFusedModel, plan: CostPlan) -> dict[Point, Callable[[], None]]:
+def head_calls(model: StreamFusedModel, plan: CostPlan) -> Calls:
     """The heads, on every number of rows; they do not see the context."""
-    calls: dict[Point, Callable[[], None]] = {}
+    calls: Calls = {}
 
     def head(hidden: mx.array) -> None:
         mx.eval(mx.argmax(model.backbone.logits(hidden), axis=-1))
@@ -135,25 +150,42 @@ def head_calls(model: StreamFusedModel, plan: CostPlan) -> dict[Point, Callable[
         edges = transition_logprobs(tree, model.early_exit_logits(hidden))
         mx.eval(nodes_within_budget(tree, edges, max(1, tree.num_nodes // 2)))
 
+    can_prune = model.streams is not None and model.streams.prune is not None
     for rows in plan.rows:
-        calls["head", rows, 0] = partial(head, _hidden(model, rows))
-    for rows in range(1, model.num_streams + 1):
-        calls["draft_head", rows, 0] = partial(draft_head, _hidden(model, rows))
-    if model.streams is not None and model.streams.prune is not None:
-        for rows in plan.rows:
+        tree, hidden = likely_tree(model, rows)
+        calls["head", rows, 0] = partial(head, hidden)
+        if can_prune:
             # Of a tree chosen on the device, any node may have children.
-            tree = likely_tree(model, rows)
             tree = replace(tree, num_internal=tree.num_nodes)
-            hidden = _hidden(model, tree.num_nodes)
-            calls["early_exit", tree.num_nodes, 0] = partial(early_exit, tree, hidden)
+            calls["early_exit", rows, 0] = partial(early_exit, tree, hidden)
+    for rows in range(1, model.num_streams + 1):
+        calls["draft_head", rows, 0] = partial(draft_head, _some_hidden(model, rows))
     return calls
 
 
+def likely_tree(model: StreamFusedModel, size: int) -> tuple[Tree, mx.array]:
+    """A best tree of `size` nodes as streams draft it, where each rank is half as likely as the
+    one before; and some hidden states of its nodes."""
+    streams, config = model.num_streams, TreeConfig(kind="best", size=size)
+    count = min(draft_topology(config, streams).num_candidates, model.draft_vocab_size)
+    config = replace(config, width=count)
+    tokens = mx.broadcast_to(mx.arange(count, dtype=mx.int32), (streams, count))
+    logprobs = mx.broadcast_to(-0.7 * mx.arange(1, count + 1), (streams, count))
+    tree = grow_tree(mx.array([0], mx.int32), tokens, logprobs, config)
+    mx.eval(tree.tokens, tree.depths, tree.paths)
+    return tree, _some_hidden(model, tree.num_nodes)
+
+
+def _some_hidden(model: StreamFusedModel, rows: int) -> mx.array:
+    """[1, R, D]"""
+    key, shape = mx.random.key(rows), (1, rows, model.backbone.hidden_size)
+    hidden = mx.random.normal(shape, key=key).astype(model.backbone.dtype)
+    mx.eval(hidden)
+    return hidden
+
+
 def medians(
-    calls: Mapping[Point, Callable[[], object]],
-    repeats: int,
-    clock: Clock = time.perf_counter,
-    bar: Bar = no_bar,
+    calls: Mapping[Point, Callable[[], object]], repeats: int, clock: Clock = time.perf_counter
 ) -> tuple[dict[Point, float], float]:
     """Median seconds of each call, all taken in turn, after a round that does not count.
 
@@ -162,7 +194,7 @@ def medians(
     """
     times: dict[Point, list[float]] = {point: [] for point in calls}
     rounds = [(turn, point) for turn in range(WARM_ROUNDS + repeats) for point in calls]
-    for turn, point in bar(rounds, "forwards"):
+    for turn, point in progress(rounds, "forwards"):
         started = clock()
         own = calls[point]()
         seconds = clock() - started if own is None else own
@@ -197,41 +229,13 @@ def plain_call(model: StreamFusedModel, cache: TreeCache, clock: Clock) -> float
 
 
 def overhead(clock: Clock = time.perf_counter, repeats: int = 50) -> float:
-    """Seconds that handing over any work takes, which every call above holds once."""
+    """Seconds that handing over any work takes, which every forward above holds once."""
     one, times = mx.array(1.0), []
     for _ in range(repeats):
         started = clock()
         mx.eval(one + 1)
         times.append(clock() - started)
     return statistics.median(times)
-
-
-def forward_costs(
-    model: StreamFusedModel,
-    tokens: Sequence[int],
-    plan: CostPlan,
-    *,
-    clock: Clock = time.perf_counter,
-    bar: Bar = no_bar,
-) -> tuple[StepCosts, float]:
-    """Time all that `plan` names, without what lies beside the forwards; and the noise in it.
-
-    Args:
-        model: with streams.
-        tokens: fill the contexts.
-        plan: what to time.
-        clock: seconds.
-        bar: shows the progress.
-    """
-    plan = plan.within(model.backbone.context_length)
-    scratch = max(*plan.rows, *(n * (1 + model.num_streams) for n in plan.fused_nodes))
-    calls: dict[Point, Callable[[], Any]] = dict(head_calls(model, plan))
-    for context in bar(plan.contexts, "contexts"):
-        cache = filled_cache(model, tokens, context, scratch)
-        calls.update(layer_calls(model, cache, context, plan))
-        calls["plain", 1, context] = partial(plain_call, model, cache, clock)
-    seconds, noise = medians(calls, plan.repeats, clock, bar)
-    return surfaces(seconds, overhead(clock)), noise
 
 
 def surfaces(seconds: Mapping[Point, float], overhead: float = 0.0) -> StepCosts:
@@ -242,3 +246,51 @@ def surfaces(seconds: Mapping[Point, float], overhead: float = 0.0) -> StepCosts
         points.setdefault(name, {})[rows, context] = own
     known: dict[str, Any] = {name: Surface.of(one) for name, one in points.items()}
     return StepCosts(**known)
+
+
+def with_whole_steps(
+    model: StreamFusedModel,
+    costs: StepCosts,
+    prompts: Sequence[list[int]],
+    shapes: Sequence[DraftShape],
+    *,
+    steps: int = 12,
+    clock: Clock = time.perf_counter,
+) -> StepCosts:
+    """`costs` with what real steps of `shapes`, some of each schedule, take beyond their forwards.
+
+    Each prompt is decoded `steps` steps with every shape in turn.
+    """
+    found: dict[DraftShape, list[float]] = {shape: [] for shape in shapes}
+    for prompt, shape in progress([(p, s) for p in prompts for s in shapes], "whole steps"):
+        for context, seconds in timed_steps(model, prompt, shape, steps, clock):
+            found[shape].append(seconds - costs.forward_seconds(shape, context))
+    points: dict[str, dict[tuple[int, int], float]] = {}
+    for shape, values in found.items():
+        own = points.setdefault(shape.stream_schedule, {})
+        own[shape.num_nodes, 0] = statistics.median(values)
+    return replace(costs, beside={name: Surface.of(one) for name, one in points.items()})
+
+
+def timed_steps(
+    model: StreamFusedModel,
+    prompt: list[int],
+    shape: DraftShape,
+    count: int,
+    clock: Clock = time.perf_counter,
+) -> list[tuple[int, float]]:
+    """(committed tokens, seconds) of `count` steps of the real loop, after the first ones."""
+    steps = token_steps(model, prompt, model.make_cache(), config_of(shape))
+    taken, length = [], len(prompt)
+    for turn in range(WARM_CALLS + count):
+        started = clock()
+        new_tokens = next(steps)
+        if turn >= WARM_CALLS:
+            taken.append((length, clock() - started))
+        length += len(new_tokens)
+    return taken
+
+
+def config_of(shape: DraftShape, **settings: Any) -> GenerateConfig:
+    """Settings that draft in `shape`."""
+    return GenerateConfig(decoding="streaming", **vars(shape), **settings)

@@ -1,4 +1,4 @@
-"""What `ssmlx.calibrate` found, as text and as a picture."""
+"""What calibration found, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -6,35 +6,65 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..loading.names import cache_dir
+from ..model.streams import StreamFusedModel
 from ..tuning.cost import DraftShape, StepCosts
-from ..tuning.report import aligned, every_pair, finish, new_figure
+from ..tuning.machine import machine
+from ..tuning.profile import Profile
+from ..tuning.report import Columns, every_pair, finish, new_figure, table
+from . import BUSY
+from .check import Checked
+from .choice import Choice
+from .guesses import rank_table
 
 Result = Mapping[str, Any]
 RANKS = (1, 2, 3, 4, 8, 16)
 COLOURS = {"second-pass": "#0b6e4f", "fused": "#b06f10"}
 CONTEXT_COLOURS = ("#33658a", "#7b5ea7", "#b23a48", "#2b2d42")
 PLAIN_COLOUR = "#8d99ae"
-BUSY = 0.15
-"""A spread of timings beyond which the machine was not alone with us."""
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_SHOWN_SHAPES = 6
 
 
-def results_dir() -> Path:
-    """Where results are kept unless a folder is named."""
-    return cache_dir() / "calibration"
+def result_of(
+    model: StreamFusedModel, profile: Profile, choice: Choice, checks: Sequence[Checked]
+) -> dict[str, Any]:
+    """What was found, as JSON values."""
+    assert model.config is not None
+    place, guesses = profile.place, choice.evidence.guesses
+    nodes = {one.shape.text(): one.shape.num_nodes for one in choice.candidates}
+    return {
+        "machine": machine(),
+        "where": f"{place.machine} ({place.backend}), mlx {profile.mlx}, {profile.made}",
+        "dtype": place.dtype,
+        "answers": len(guesses),
+        "tokens": sum(len(one.answer) for one in guesses),
+        "context": profile.context,
+        "streams": model.config.to_dict(),
+        "ranks": rank_table(guesses, RANKS),
+        "costs": profile.costs.to_dict(),
+        "candidates": [one.to_dict() for one in choice.candidates],
+        "chosen": choice.chosen.to_dict(),
+        "by_context": [
+            {"context": context, **one.to_dict()} for context, one in choice.by_context.items()
+        ],
+        "checks": [{**one.to_dict(), "nodes": nodes.get(one.what, 1)} for one in checks],
+        "profile": profile.to_dict(),
+    }
 
 
 def forward_table(costs: StepCosts) -> list[str]:
     """Milliseconds of a forward on R nodes, by context."""
-    rows = [row for row in _SHOWN_ROWS if row in costs.lower.rows]
-    head = ["context", *(f"R = {row}" for row in rows), "plain call"]
-    lines = [head]
-    for context in costs.lower.contexts:
-        times = [1e3 * forward_seconds(costs, row, context) for row in rows]
-        plain = 1e3 * costs.plain_seconds(context)
-        lines.append([str(context), *(f"{one:.1f}" for one in times), f"{plain:.1f}"])
-    return aligned(lines)
+
+    def cell(rows: int) -> Callable[[int], str]:
+        return lambda context: f"{1e3 * forward_seconds(costs, rows, context):.1f}"
+
+    rows = [rows for rows in _SHOWN_ROWS if rows in costs.lower.rows]
+    columns: Columns = {
+        "context": str,
+        **{f"R = {one}": cell(one) for one in rows},
+        "plain call": lambda context: f"{1e3 * costs.plain_seconds(context):.1f}",
+    }
+    return table(columns, costs.lower.contexts)
 
 
 def forward_seconds(costs: StepCosts, rows: int, context: float) -> float:
@@ -42,79 +72,77 @@ def forward_seconds(costs: StepCosts, rows: int, context: float) -> float:
     return costs.lower.at(rows, context) + costs.upper.at(rows, context) + costs.head.at(rows)
 
 
-def rank_lines(table: Sequence[Sequence[float]]) -> list[str]:
+def rank_lines(ranks: Sequence[Sequence[float]]) -> list[str]:
     """How often each stream has the answer's token among its first ranks."""
-    head = ["stream", *(f"first {rank}" for rank in RANKS)]
-    rows = [[str(j), *(f"{one:.2f}" for one in line)] for j, line in enumerate(table, 1)]
-    return aligned([head, *rows])
+    columns = {
+        f"first {rank}": lambda row, at=at: f"{row[1][at]:.2f}" for at, rank in enumerate(RANKS)
+    }
+    return table({"stream": lambda row: str(row[0]), **columns}, enumerate(ranks, 1))
 
 
-_WAY_CELLS: Mapping[str, Callable[[Result], str]] = {
-    "draft": lambda one: DraftShape.from_dict(one["shape"]).text(),
-    "behind": lambda one: str(one["context"]),
-    "tokens per call": lambda one: f"{one['tokens_per_call']:.2f}",
-    "ms a call": lambda one: f"{1e3 * one['step_seconds']:.1f}",
-    "tokens/s": lambda one: f"{one['tokens_per_second']:.1f}",
-    "over plain": lambda one: f"{one['speedup']:.2f}x",
-}
-
-
-def way_lines(ways: Sequence[Result], head: Sequence[str]) -> list[str]:
-    """Ways to draft, one a line, with the columns that `head` names."""
-    return aligned([head, *([_WAY_CELLS[name](one) for name in head] for one in ways)])
-
-
-def choice_lines(candidates: Sequence[Result], count: int = 6) -> list[str]:
-    """The fastest ways to draft, one a line: schedules and sizes beside each other."""
-    ranked = sorted(candidates, key=lambda one: -one["tokens_per_second"])[:count]
-    return way_lines(ranked, ("draft", "tokens per call", "ms a call", "tokens/s", "over plain"))
-
-
-def context_lines(choices: Sequence[Result]) -> list[str]:
-    """The fastest way to draft behind each context."""
-    return way_lines(choices, ("draft", "behind", "tokens per call", "ms a call", "over plain"))
+def shape_lines(shapes: Sequence[Result], without: str) -> list[str]:
+    """Priced shapes, one a line, without one of the columns."""
+    columns: Columns = {
+        "draft": lambda one: DraftShape.from_dict(one["shape"]).text(),
+        "behind": lambda one: str(one["context"]),
+        "tokens per call": lambda one: f"{one['tokens_per_call']:.2f}",
+        "ms a call": lambda one: f"{1e3 * one['step_seconds']:.1f}",
+        "tokens/s": lambda one: f"{one['tokens_per_second']:.1f}",
+        "over plain": lambda one: f"{one['speedup']:.2f}x",
+    }
+    return table({name: cell for name, cell in columns.items() if name != without}, shapes)
 
 
 def check_lines(checks: Sequence[Result]) -> list[str]:
     """Expected beside measured."""
-    head = ["held-out prompts", "tokens per call", "ms a call", "tokens/s", "ratio", "over plain"]
-    rows = [
-        [
-            f"{one['name']}: {one['what']}",
-            f"{one['expected_per_call']:.2f} / {one['per_call']:.2f}",
-            f"{1e3 * one['expected_seconds']:.1f} / {1e3 * one['seconds']:.1f}",
-            f"{one['expected']:.1f} / {one['measured']:.1f}",
-            f"{one['ratio']:.2f}",
-            f"{one['expected_speedup']:.2f} / {one['speedup']:.2f}",
-        ]
-        for one in checks
-    ]
+
+    def pair(expected: str, measured: str, digits: int, scale: float = 1.0) -> Any:
+        return lambda one: " / ".join(
+            f"{scale * one[name]:.{digits}f}" for name in (expected, measured)
+        )
+
+    columns: Columns = {
+        "held-out prompts": lambda one: f"{one['name']}: {one['what']}",
+        "tokens per call": pair("expected_per_call", "per_call", 2),
+        "ms a call": pair("expected_seconds", "seconds", 1, 1e3),
+        "tokens/s": pair("expected", "measured", 1),
+        "ratio": lambda one: f"{one['ratio']:.2f}",
+        "over plain": pair("expected_speedup", "speedup", 2),
+    }
     same = all(one["same_tokens"] for one in checks)
     told = "all ways gave the same tokens" if same else "the ways gave DIFFERENT tokens"
-    return [*aligned([head, *rows]), told]
+    return [*table(columns, checks), told]
 
 
 def report(result: Result) -> str:
     """The result as text."""
-    costs = StepCosts.from_dict(result["costs"])
-    chosen = result["chosen"]
-    verdict = f"chosen: {DraftShape.from_dict(chosen['shape']).text()}"
-    if chosen["speedup"] <= 1:
-        verdict = "chosen: plain decoding; the best draft would be " + verdict[8:]
+    chosen, candidates = result["chosen"], result["candidates"]
+    fastest = sorted(candidates, key=lambda one: -one["tokens_per_second"])[:_SHOWN_SHAPES]
+    shape = DraftShape.from_dict(chosen["shape"]).text()
+    plain = "plain decoding; the best draft would be " if chosen["speedup"] <= 1 else ""
     parts = [
         [f"{result['model']}, adapter {result['adapter']}, {result['dtype']}; {result['where']}"],
-        ["milliseconds of a forward on R nodes, without streams", *forward_table(costs)],
+        [
+            "milliseconds of a forward on R nodes, without streams",
+            *forward_table(StepCosts.from_dict(result["costs"])),
+        ],
         [
             f"streams on {result['answers']} answers of {result['data']}, {result['tokens']} "
             "tokens: how often the answer's token is among",
             *rank_lines(result["ranks"]),
         ],
         [
-            f"expected behind {result['context']} tokens, {len(result['candidates'])} ways tried",
-            *choice_lines(result["candidates"]),
+            f"expected behind {result['context']} tokens, {len(candidates)} ways tried",
+            *shape_lines(fastest, without="behind"),
         ],
-        [f"{verdict}: {chosen['speedup']:.2f}x plain decoding", f"  {chosen['options']}"],
-        ["the fastest way behind other contexts", *context_lines(result["by_context"])],
+        [
+            f"chosen: {plain}{shape}: {chosen['speedup']:.2f}x plain decoding",
+            f"  {chosen['options']}",
+        ],
+        [
+            "the fastest way behind other contexts",
+            *shape_lines(result["by_context"], without="tokens/s"),
+        ],
     ]
     if result["checks"]:
         parts.append(["expected / measured", *check_lines(result["checks"])])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from ..loading.files import write_whole
+
+Columns = Mapping[str, Callable[[Any], str]]
+"""What the cells of a row say, by the head of their column."""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -22,6 +25,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def table(columns: Columns, rows: Iterable[Any]) -> list[str]:
+    """A line a row, below the heads of the columns."""
+    return aligned([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])
 
 
 def write_result(result: Mapping[str, Any], target: Path, text: str) -> None:
