@@ -145,7 +145,7 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.loading.names import resolve_model
 
     from .formats.adapter import cast_adapter, read_checkpoint, write_fused
-    from .formats.checkpoint import TASK_LORA
+    from .reference.format import TASK_LORA
 
     _check_target(args.out)
     if args.task_lora is None and (args.lora / TASK_LORA).is_dir():

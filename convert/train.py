@@ -121,7 +121,7 @@ def _base_of(path: Path, task_lora: Path | None) -> Any:
 
 def _lower_lora(job: Job, task_lora: Path | None) -> list[str]:
     """What of the task's LoRA the layers below the streams depend on: nothing, or its digest."""
-    from .formats.checkpoint import (
+    from .reference.format import (
         ADAPTER_CONFIG,
         STREAMS_CONFIG,
         read_lora_settings,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from real import one_line, run_module
 
-from convert.formats.checkpoint import ADAPTER_WEIGHTS
+from convert.reference.format import ADAPTER_WEIGHTS
 from convert.train import STORE_FILE, parse_args
 from perf.paper import ablation
 from perf.paper.ablation_report import read_run, read_runs, table

@@ -32,8 +32,8 @@ from test_reference import EXAMPLE, LAYERS, STREAMS, WIDTH, make_base, some_toke
 from test_reference import stream_config as reference_config
 
 from convert.formats.adapter import read_checkpoint
-from convert.formats.checkpoint import read_stream_config, stream_settings
 from convert.reference.checkpoint import load_reference, save_reference
+from convert.reference.format import read_stream_config, stream_settings
 from convert.reference.model import StreamFusedReference, rotate_values
 
 PROMPT = [5, 2, 3, 11, 7]

@@ -21,8 +21,8 @@ from tiny import first_tokens, make_lora
 from convert import __main__ as convert_cli
 from convert.base import load_base
 from convert.export.source import build_reference
-from convert.formats.checkpoint import TASK_LORA
 from convert.reference.checkpoint import load_fine_tuned, load_reference, merge_lora
+from convert.reference.format import TASK_LORA
 from convert.train import PROG, main
 from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter

@@ -27,7 +27,7 @@ from ssmlx.model.backbone import Backbone, decoder_path
 from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_shape
 from ssmlx.settings import AdapterScope, StreamConfig
 
-from .checkpoint import (
+from ..reference.format import (
     ADAPTER_CONFIG,
     PEFT_PREFIX,
     STREAMS_CONFIG,

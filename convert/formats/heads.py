@@ -39,7 +39,7 @@ from ssmlx.model.architectures import MEDUSA_PREFIX
 from ssmlx.model.backbone import Backbone
 from ssmlx.settings import read_json
 
-from .checkpoint import read_pickle
+from ..reference.format import read_pickle
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from ssmlx.model.lora import LoraWeights, layer_of
 from ssmlx.settings import read_json
 from ssmlx.training.options import check_init, check_scale, check_shapes
 
-from ..formats.checkpoint import (
+from .format import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     PEFT_PREFIX,

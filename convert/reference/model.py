@@ -28,7 +28,7 @@ from ssmlx.errors import InputError
 from ssmlx.loading.adapter import check_draft_vocab
 from ssmlx.settings import StreamConfig
 
-from ..formats.checkpoint import LoraSettings, check_sizes
+from .format import LoraSettings, check_sizes
 
 EMBEDDING_STD = 0.02
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from convert import train as trainer
-from convert.formats.checkpoint import ADAPTER_WEIGHTS
+from convert.reference.format import ADAPTER_WEIGHTS
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
