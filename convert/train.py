@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssmlx.commands.options import run
-from ssmlx.loading.files import folder_digest, make_folder
-from ssmlx.training.config import SCHEDULES
-from ssmlx.training.job import SETTINGS_FILE as SETTINGS_FILE
-from ssmlx.training.job import Job, bar, finish, prepare, run_to_end
-from ssmlx.training.options import (
+from ssmlx.commands.train_options import (
+    OPTIMISATION,
     add_cache_option,
-    add_task_lora_option,
-    check_task_lora,
     run_options,
     train_config,
     training_parser,
 )
+from ssmlx.training.config import TrainConfig
 
 from .installed import check_torch
-
-if TYPE_CHECKING:
-    from .training.run import Objective
 
 PROG = "convert.train"
 STATE_FILE, STORE_FILE = "state.pt", "lower.states"
@@ -49,45 +40,20 @@ The run saves its state as it goes. Stop it when you like: the same command goes
 with the same weights. OUT then holds a checkpoint for `python -m convert`, log.jsonl, and
 curves.png."""
 
-OPTIMISATION: dict[str, tuple[type, Any, str]] = {
-    "epochs": (float, 3.0, "passes over the data"),
-    "batch_size": (int, 16, "examples a step"),
-    "learning_rate": (float, 1e-3, "AdamW's peak rate"),
-    "warmup": (float, 0.05, "share of the steps in which the rate rises"),
-    "weight_decay": (float, 0.0, "AdamW's decay"),
-    "clip_norm": (float, 1.0, "largest gradient norm"),
-    "max_length": (int, 512, "tokens of an example; longer answers are cut, longer prompts left "
-                   "out"),
-    "seed": (int, 0, "of the weights and of the order of the data"),
+DEFAULTS: dict[str, Any] = {
+    **{name: getattr(TrainConfig(), name) for name in OPTIMISATION},
+    "learning_rate": 1e-3, "warmup": 0.05, "schedule": "cosine",
 }  # fmt: skip
-"""Type, default and help of what trainers other than this one choose of `TrainConfig`."""
+"""How the trainers other than this one optimise."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
-    parser = training_parser(
-        "convert.train", "Train a model to draft for itself, in PyTorch.", EPILOG, "a checkpoint"
-    )
-    add_task_lora_option(
-        parser, "a checkpoint of this command with --num-streams 0: the LoRA of a task"
-    )
+    description = "Train a model to draft for itself, in PyTorch."
+    task_lora = "a checkpoint of this command with --num-streams 0: the LoRA of a task"
+    parser = training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)
     add_machine_options(parser, "the frozen lower layers' results")
     return parser.parse_args(argv)
-
-
-def add_optimisation_options(
-    parser: argparse.ArgumentParser, options: Mapping[str, tuple[type, Any, str]]
-) -> None:
-    """Options such as `OPTIMISATION`, and the schedule. Without a default the help says it."""
-    group = parser.add_argument_group("optimisation")
-    for name, (kind, default, text) in options.items():
-        shown = "" if default is None else " (default: %(default)s)"
-        flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, type=kind, default=default, metavar="X", help=text + shown)
-    group.add_argument(
-        "--schedule", choices=SCHEDULES, default="cosine",
-        help="course of the rate after its warm-up (default: %(default)s)",
-    )  # fmt: skip
 
 
 def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = None) -> None:
@@ -106,90 +72,61 @@ def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = No
         add_cache_option(group, cached)
 
 
-def _base_of(path: Path, task_lora: Path | None) -> Any:
-    """The base model, with the LoRA of its task merged into it if there is one.
-
-    Raises:
-        InputError: the checkpoint does not change what the model says, or is broken.
-    """
-    from .base import load_base
-    from .reference.checkpoint import load_fine_tuned, merge_lora
-
-    base = load_base(path, attn_implementation="sdpa")
-    return base if task_lora is None else merge_lora(load_fine_tuned(base, task_lora))
-
-
-def _lower_lora(job: Job, task_lora: Path | None) -> list[str]:
-    """What of the task's LoRA the layers below the streams depend on: nothing, or its digest."""
-    from .reference.format import (
-        ADAPTER_CONFIG,
-        STREAMS_CONFIG,
-        read_lora_settings,
-        read_stream_config,
-    )
-
-    if task_lora is None:
-        return []
-    config = read_stream_config(task_lora / STREAMS_CONFIG)
-    layers = read_lora_settings(task_lora / ADAPTER_CONFIG, config).layers
-    return [folder_digest(task_lora)] if min(layers) < job.config.insertion_layer else []
-
-
-def _lower_of(
-    job: Job, objective: Objective, cache_gb: float, lower_lora: Sequence[str] = ()
-) -> Any:
-    """What gives the frozen layers' results of a batch: the store, or the layers themselves.
-
-    `lower_lora` is what `_lower_lora` says.
-    """
-    from .training.lower_store import LowerStore, fits
-
-    width = job.config.hidden_size
-    if not fits(job.examples, width, objective.dtype, cache_gb):
-        return objective.lower
-    path = job.options.out / STORE_FILE
-    identity = job.lower_identity(str(objective.dtype), *lower_lora)
-    store = LowerStore(path, job.examples, width, objective.dtype, identity)
-    store.fill(objective.lower, lambda batches: bar(batches, "frozen layers"))
-    return store.get
-
-
 def _main(args: argparse.Namespace) -> None:
     check_torch()
+    options, train = run_options(args), train_config(args)
+
     import torch
 
-    from ssmlx.training.validation import Validation
+    from ssmlx.loading.files import folder_digest, make_folder
+    from ssmlx.training.job import finish, prepare, run_to_end
 
-    from .reference.checkpoint import copy_task_lora, save_reference, start_from
+    from .base import load_base
+    from .reference.checkpoint import (
+        copy_task_lora,
+        load_fine_tuned,
+        merge_lora,
+        save_reference,
+        start_from,
+    )
     from .reference.stream_attention import use_stream_attention
-    from .training.run import Objective, Run, build_model, choose_device, freeze_base
+    from .training.run import (
+        StreamObjective,
+        TorchTrainer,
+        build_model,
+        choose_device,
+        freeze_base,
+    )
 
-    check_task_lora(args)
-    options, train = run_options(args), train_config(args)
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     job, path = prepare(options, train)
     make_folder(options.out)
-    base = _base_of(path, args.task_lora)
+    base: Any = load_base(path, attn_implementation="sdpa")
+    task: list[str] = []
+    is_below = False
+    if args.task_lora is not None:
+        tuned, task = load_fine_tuned(base, args.task_lora), [folder_digest(args.task_lora)]
+        is_below = min(tuned.lora.layers) < job.config.insertion_layer
+        base = merge_lora(tuned)
     model = build_model(base, job.config, train, job.draft_vocab).to(device)
     if args.init is not None:
         start_from(model, args.init)
     freeze_base(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
-    objective = Objective(model, train, job.draft_vocab, device, dtype)
-    state = Run(objective, job.num_steps)
-    task = [] if args.task_lora is None else [folder_digest(args.task_lora)]
-    identity = job.identity(args.dtype, *task, init=args.init)
+    objective = StreamObjective(model, train, job.draft_vocab, device, dtype)
+    trainer = TorchTrainer(objective, job.num_steps)
+    lower_identity = job.lower_identity(str(dtype), *(task if is_below else []))
     record = run_to_end(
-        job, state,
-        prog=PROG, dtype=args.dtype, identity=identity, state_file=STATE_FILE,
-        lower=lambda: _lower_of(job, objective, args.cache_gb, _lower_lora(job, args.task_lora)),
-        validation=lambda: Validation(objective, job.valid, options.tree_size),
+        job, trainer,
+        prog=PROG, dtype=args.dtype,
+        identity=job.identity(args.dtype, *task, init=args.init), state_file=STATE_FILE,
+        lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
     )  # fmt: skip
     save_reference(model, options.out)
     if args.task_lora is not None:
         copy_task_lora(args.task_lora, options.out)
-    finish(job, state, record)
+    finish(job, trainer, record)
 
 
 def main(argv: list[str] | None = None) -> int:

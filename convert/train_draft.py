@@ -6,15 +6,20 @@ import argparse
 from pathlib import Path
 
 from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.train_options import (
+    OPTIMISATION,
+    add_run_options,
+    add_settings,
+    run_options,
+)
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import MAX_DRAFT_TOKENS, DraftModelConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import finish, prepare, read_base, run_to_end
-from ssmlx.training.options import add_run_options, run_options
 
 from .installed import check_torch
-from .train import OPTIMISATION, add_machine_options, add_optimisation_options
+from .train import DEFAULTS, add_machine_options
 
 PROG = "convert.train_draft"
 STATE_FILE, MODEL_FOLDER = "state.pt", "model"
@@ -28,7 +33,7 @@ which are trained. The run saves its state as it goes. Stop it when you like: th
 goes on, and ends with the same weights. OUT then holds the folder `model`, log.jsonl and
 curves.png."""
 
-_OPTIMISATION = {**OPTIMISATION, "learning_rate": (float, 5e-4, "AdamW's peak rate")}
+_DEFAULTS = {**DEFAULTS, "learning_rate": 5e-4}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -45,7 +50,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--num-draft-tokens", type=int, default=DraftModelConfig().num_draft_tokens, metavar="N",
         help="tokens of the chains that a validation replays (default: %(default)s)",
     )  # fmt: skip
-    add_optimisation_options(parser, _OPTIMISATION)
+    add_settings(parser, "optimisation", OPTIMISATION, _DEFAULTS)
     add_machine_options(parser)
     return parser.parse_args(argv)
 
@@ -65,7 +70,7 @@ def draft_train_config(args: argparse.Namespace) -> TrainConfig:
             expected=f"1 to {most}, the layers of {args.model}",
             do="correct the option",
         )
-    values = {name: getattr(args, name) for name in (*OPTIMISATION, "schedule")}
+    values = {name: getattr(args, name) for name in OPTIMISATION}
     return TrainConfig(num_streams=0, num_msa_layers=args.layers, prune_rank=0, **values)
 
 
@@ -84,7 +89,7 @@ def _main(args: argparse.Namespace) -> None:
     import torch
 
     from .training.draft import DraftObjective, build_draft, trained_weights, write_draft
-    from .training.run import ReplayValidation, Run, choose_device, freeze_base
+    from .training.run import TorchTrainer, choose_device, freeze_base
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     length = args.num_draft_tokens
@@ -101,16 +106,15 @@ def _main(args: argparse.Namespace) -> None:
     model = build_draft(path, job.config, args.layers).to(device)
     freeze_base(model, dtype)
     objective = DraftObjective(model, job.train, None, device, dtype)
-    state = Run(objective, job.num_steps)
+    trainer = TorchTrainer(objective, job.num_steps)
     record = run_to_end(
-        job, state,
+        job, trainer,
         prog=PROG, dtype=args.dtype, identity=job.identity(args.dtype, PROG),
         state_file=STATE_FILE,
-        lower=lambda: objective.lower,
-        validation=lambda: ReplayValidation(objective, job.valid, length),
+        lower=lambda: objective.lower, replay_size=length,
     )  # fmt: skip
     write_draft(trained_weights(model), path, args.layers, out / MODEL_FOLDER)
-    finish(job, state, record)
+    finish(job, trainer, record)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.train_options import (
+    OPTIMISATION,
+    add_run_options,
+    add_settings,
+    run_options,
+)
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import folder_digest, make_folder
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.job import Job, bar, finish, prepare, read_base, run_to_end
-from ssmlx.training.options import add_run_options, run_options
+from ssmlx.training.job import Job, finish, prepare, read_base, run_to_end
 
 from .installed import check_torch
-from .train import OPTIMISATION, add_machine_options, add_optimisation_options
+from .train import DEFAULTS, add_machine_options
 
 if TYPE_CHECKING:
     from ssmlx.drafters.head_drafter import HeadConfig
 
     from .reference.heads import HeadReference
-    from .training.heads import HeadObjective
 
 PROG = "convert.train_heads"
 STATE_FILE, STORE_FILE = "state.pt", "hidden.states"
@@ -47,11 +51,6 @@ log.jsonl and curves.png."""
 _MEDUSA, _SPECULATOR = "medusa", "mlp_speculator"
 _DEFAULT_HEADS = {_MEDUSA: 4, _SPECULATOR: 3}
 _LATE = {"batch_size": 64, "learning_rate": 1e-4, "max_length": 256}
-_OPTIMISATION = OPTIMISATION | {
-    name: (OPTIMISATION[name][0], None,
-           f"{OPTIMISATION[name][2]} (default: {OPTIMISATION[name][1]}; {late} in stage 2)")
-    for name, late in _LATE.items()
-}  # fmt: skip
 
 
 def _option(
@@ -145,7 +144,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="which heads")
     add_run_options(parser)
     _add_head_options(parser)
-    add_optimisation_options(parser, _OPTIMISATION)
+    shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
+    add_settings(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)
     add_machine_options(parser, "the frozen model's hidden states")
     return parser.parse_args(argv)
 
@@ -232,10 +232,10 @@ def head_train_config(args: argparse.Namespace, settings: HeadSettings, vocab: i
     Raises:
         InputError: one of them makes no sense.
     """
-    values = {name: getattr(args, name) for name in (*_OPTIMISATION, "schedule")}
+    values = {name: getattr(args, name) for name in OPTIMISATION}
     for name, late in _LATE.items():
         if values[name] is None:
-            values[name] = late if settings.stage == 2 else OPTIMISATION[name][1]
+            values[name] = late if settings.stage == 2 else DEFAULTS[name]
     return TrainConfig(
         num_streams=settings.num_heads,
         num_msa_layers=1,
@@ -325,26 +325,13 @@ def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadRefere
     return job if init is None else replace(job, draft_vocab=vocab), path, settings, init
 
 
-def _states_of(args: argparse.Namespace, job: Job, objective: HeadObjective, lora: str) -> Any:
-    """What gives the hidden states of a batch: the store on disk, or the model itself."""
-    from .training.lower_store import LowerStore, fits
-
-    width, dtype = job.config.hidden_size, objective.dtype
-    if not fits(job.examples, width, dtype, args.cache_gb):
-        return objective.lower
-    identity = job.lower_identity("final norm", args.dtype, lora)
-    store = LowerStore(job.options.out / STORE_FILE, job.examples, width, dtype, identity)
-    store.fill(objective.lower, lambda batches: bar(batches, "frozen model"))
-    return store.get
-
-
 def _main(args: argparse.Namespace) -> None:
     check_torch()
     import torch
 
     from .formats.heads import check_base_sizes, save_published
     from .training.heads import HeadObjective, build_heads, load_frozen
-    from .training.run import ReplayValidation, Run, choose_device
+    from .training.run import TorchTrainer, choose_device
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     job, path, settings, init = _read(args)
@@ -362,15 +349,15 @@ def _main(args: argparse.Namespace) -> None:
     widths = settings.widths or getattr(model.config, "widths", ())
     objective = HeadObjective(model, frozen, train, widths, device, dtype)
     identity = job.identity(args.dtype, asdict(settings), lora, folder_digest(args.init))
-    state = Run(objective, job.num_steps)
+    trainer = TorchTrainer(objective, job.num_steps)
+    lower_identity = job.lower_identity("final norm", args.dtype, lora)
     record = run_to_end(
-        job, state,
+        job, trainer,
         prog=PROG, dtype=args.dtype, identity=identity, state_file=STATE_FILE,
-        lower=lambda: _states_of(args, job, objective, lora),
-        validation=lambda: ReplayValidation(objective, job.valid, job.options.tree_size),
+        lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity, "frozen model"),
     )  # fmt: skip
     save_published(model, out, job.options.model, lm_head)
-    finish(job, state, record)
+    finish(job, trainer, record)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -95,9 +95,9 @@ class Allowed:
         return " and ".join(said) or "a number"
 
 
-def setting(default: Any = MISSING, **allowed: Any) -> Any:
-    """A field of a settings class, with the attributes of `Allowed` that its values keep to."""
-    return field(default=default, metadata={"allowed": Allowed(**allowed)})
+def setting(default: Any = MISSING, help: str = "", **allowed: Any) -> Any:
+    """A field of a settings class: what `--help` says of it, and the `Allowed` of its values."""
+    return field(default=default, metadata={"allowed": Allowed(**allowed), "help": help})
 
 
 def check_settings(config: Any, *, found: str = "{option}", do: str | None = None) -> None:

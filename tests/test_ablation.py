@@ -13,9 +13,9 @@ from convert.reference.format import ADAPTER_WEIGHTS
 from convert.train import STORE_FILE, parse_args
 from perf.paper import ablation
 from perf.paper.ablation_report import read_run, read_runs, table
+from ssmlx.commands.train_options import train_config
 from ssmlx.errors import InputError
 from ssmlx.training.job import SETTINGS_FILE
-from ssmlx.training.options import train_config
 from ssmlx.training.record import LOG_FILE
 
 NAMES = [

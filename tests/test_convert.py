@@ -324,7 +324,7 @@ def test_missing_or_broken_settings_are_told(checkpoint, refusal, name):
         ({"target_modules": [1]}, "target_modules is [1]"),
         ({"target_modules": []}, "target_modules is []"),
         ({"target_modules": "q_.*"}, "target_modules is 'q_.*'"),
-        ({"target_modules": ["w_proj"]}, "acts on w_proj, which layer 2 of the base model lacks"),
+        ({"target_modules": ["w_proj"]}, "layer 2 has no linear module w_proj; expected one of"),
         ({"target_modules": ["q_proj"]}, "spare: "),
         ({"layers_to_transform": [9]}, "layers_to_transform is [9]"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1']"),

@@ -15,7 +15,7 @@ import ssmlx
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from real import ROOT, VOCAB, WIDTH, kill_once_there, one_line, words, write_base, write_nested_base
+from real import ROOT, VOCAB, kill_once_there, one_line, words, write_base, write_nested_base
 
 from ssmlx.commands.train import ADAPTER_FOLDER, PROG, STATE_FILE, STORE_FILE, main
 from ssmlx.loading.adapter import load_adapter
@@ -29,9 +29,14 @@ from ssmlx.training.batches import collate
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Example
 from ssmlx.training.lower_store import LowerStore
-from ssmlx.training.mlx_losses import linear_cross_entropy, log_normaliser
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter
-from ssmlx.training.mlx_run import MlxLowerStore, Objective, Run, load_frozen
+from ssmlx.training.mlx_trainer import (
+    MlxObjective,
+    MlxTrainer,
+    linear_cross_entropy,
+    load_frozen,
+    log_normaliser,
+)
 from ssmlx.training.record import LOG_FILE, read_record
 
 from tiny import make_base as make_tiny  # isort: skip
@@ -101,7 +106,7 @@ def make_objective(base, draft_vocab=None, backbone=None, task_lora=None, **chan
             for name, array in model.weights.items()
         }
     )
-    return Objective(model, train, draft_vocab)
+    return MlxObjective(model, train, draft_vocab)
 
 
 # The same step as PyTorch's -----------------------------------------------------------------
@@ -114,9 +119,7 @@ def pair(folder, architecture, draft_vocab, changes):
 
     from convert.formats.adapter import read_checkpoint
     from convert.reference.checkpoint import save_reference
-    from convert.training.run import Objective as TorchObjective
-    from convert.training.run import Run as TorchRun
-    from convert.training.run import build_model
+    from convert.training.run import StreamObjective, TorchTrainer, build_model
 
     theirs_base = make_base(architecture, attention="sdpa")
     theirs_base.save_pretrained(folder / "base")
@@ -129,12 +132,12 @@ def pair(folder, architecture, draft_vocab, changes):
                 parameter.normal_(std=0.4 if name.startswith("stream") else 0.1)
     save_reference(model, folder / "checkpoint")
     cpu = torch.device("cpu")
-    theirs = TorchRun(TorchObjective(model, train, draft_vocab, cpu, torch.float32), 10)
+    theirs = TorchTrainer(StreamObjective(model, train, draft_vocab, cpu, torch.float32), 10)
     backbone, _ = load_base(folder / "base", "float32")
     adapter = read_checkpoint(
         folder / "checkpoint", folder / "checkpoint" / "streams.safetensors", backbone
     )
-    mine = Run(Objective(TrainedModel(backbone, adapter), train, draft_vocab), 10)
+    mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter), train, draft_vocab), 10)
     return mine, theirs
 
 
@@ -172,7 +175,7 @@ VARIANTS = [
 @pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
 def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, reduced, changes):
     monkeypatch.setattr("ssmlx.training.mlx_model._CARRIERS_AT_ONCE", 3)  # several groups
-    monkeypatch.setattr("ssmlx.training.mlx_losses._CHUNK_LOGITS", 7 * 97)  # several chunks
+    monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 97)  # several chunks
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     mine, theirs = pair(tmp_path, architecture, vocab, {"adapter_scope": scope, **changes})
     for run in (mine, theirs):
@@ -203,7 +206,7 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch, packed):
-    monkeypatch.setattr("ssmlx.training.mlx_losses._CHUNK_LOGITS", 7 * 11)  # several chunks
+    monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 11)  # several chunks
     rng = np.random.default_rng(0)
     head = nn.Linear(32, 11)
     if packed:
@@ -309,7 +312,7 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
         kinds = {type(m) for _, m in backbone.layers[-1].named_modules()}
         assert (nn.QuantizedLinear in kinds) == (dtype == "stored")
         assert backbone.dtype == mx.float32
-        run = Run(make_objective(None, backbone=backbone, stream_init="identity"), 10)
+        run = MlxTrainer(make_objective(None, backbone=backbone, stream_init="identity"), 10)
         found.append(run.gradients(batch, run.objective.lower(batch)))
     (mine, losses), (expected, expected_losses) = found
     assert mx.allclose(mx.stack(losses), mx.stack(expected_losses), atol=1e-4)
@@ -319,13 +322,13 @@ def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
 
 def test_bfloat16_holds_what_is_trained_in_float32(base):
     backbone = load_frozen(base, "bfloat16")
-    run = Run(make_objective(None, backbone=backbone), 10)
+    run = MlxTrainer(make_objective(None, backbone=backbone), 10)
     batch = collate(random_examples(5, VOCAB), np.arange(5))
     rough = run.advance(batch, run.objective.lower(batch))
     assert {array.dtype for array in run.weights.values()} == {mx.float32}
     frozen = tree_flatten(backbone.model.parameters())
     assert {a.dtype for name, a in frozen if "lora" not in name} == {mx.bfloat16}
-    fine_run = Run(make_objective(base), 10)
+    fine_run = MlxTrainer(make_objective(base), 10)
     fine = fine_run.advance(batch, fine_run.objective.lower(batch))
     for name, value in fine.items():
         assert rough[name] == pytest.approx(value, rel=0.05)
@@ -346,20 +349,19 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
     objective.lower = counted
 
     def store(identity="a"):
-        files = LowerStore(tmp_path / "states", examples, WIDTH, 4, identity)
-        return MlxLowerStore(files, mx.float32)
+        return LowerStore(tmp_path / "states", examples, objective, identity)
 
     with pytest.raises(KeyboardInterrupt):
-        store().fill(objective, lambda batches: batches)
+        store().fill()
     for _ in range(2):
-        store().fill(objective, lambda batches: batches)
+        store().fill()
     assert sum(calls) == 70  # nothing is computed twice, or left out
     batch = collate(examples, np.array([3, 44, 9]))
     found, expected = store().get(batch), lower(batch)
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         span = slice(pad, pad + length)
         assert mx.allclose(found[row, span], expected[row, span], atol=1e-4)
-    store("another model").fill(objective, lambda batches: batches)
+    store("another model").fill()
     assert sum(calls) == 140
 
 
@@ -624,7 +626,7 @@ def test_a_step_beside_a_tasks_lora_is_a_step_on_the_merged_model(base, task):
         objective = make_objective(None, backbone=backbone, adapter_scope="streams", task_lora=lora)
         kinds = {type(m) for _, m in backbone.layers[1].named_modules()}
         assert RowLora not in kinds  # merged, where nothing is packed
-        found.append(Run(objective, 10).gradients(batch, objective.lower(batch)))
+        found.append(MlxTrainer(objective, 10).gradients(batch, objective.lower(batch)))
     (mine, losses), (expected, expected_losses) = found
     assert mx.allclose(mx.stack(losses), mx.stack(expected_losses), atol=1e-6)
     assert mine.keys() == expected.keys()

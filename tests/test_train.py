@@ -18,14 +18,15 @@ from convert.base import load_base
 from convert.reference.checkpoint import load_reference
 from convert.reference.losses import linear_cross_entropy, mean_scales
 from convert.reference.model import StreamFusedReference
-from convert.train import PROG, SETTINGS_FILE, STATE_FILE, STORE_FILE, main
-from convert.training.lower_store import LowerStore
-from convert.training.run import Objective, Run, build_model, freeze_base
+from convert.train import PROG, STATE_FILE, STORE_FILE, main
+from convert.training.run import StreamObjective, TorchTrainer, build_model, freeze_base
 from ssmlx.errors import InputError
 from ssmlx.settings import StreamConfig
 from ssmlx.training.batches import BatchPlan, collate
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Example
+from ssmlx.training.job import SETTINGS_FILE
+from ssmlx.training.lower_store import LowerStore
 from ssmlx.training.record import LOG_FILE, read_record
 
 SMALL = (
@@ -76,7 +77,7 @@ def make_objective(base, dtype=torch.float32, draft_vocab=None, **changes):
             if parameter.requires_grad and name.endswith("lora_B.weight"):
                 parameter.normal_(std=0.1)
     freeze_base(model, dtype)
-    return Objective(model, train, draft_vocab, torch.device("cpu"), dtype)
+    return StreamObjective(model, train, draft_vocab, torch.device("cpu"), dtype)
 
 
 def random_examples(count, seed=0):
@@ -90,7 +91,7 @@ def random_examples(count, seed=0):
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch, with_bias):
-    monkeypatch.setattr("convert.reference.losses._CHUNK_LOGITS", 7 * 11)  # several chunks
+    monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 11)  # several chunks
     torch.manual_seed(0)
     hidden = torch.randn(23, 5, requires_grad=True)
     weight, bias = torch.randn(11, 5), torch.randn(11) if with_bias else None
@@ -147,7 +148,7 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
 def test_the_pruning_loss_reaches_its_adapter_alone(base):
     objective = make_objective(base, stream_weights=(0.0,), main_weight=0.0, prune_weight=1.0)
     batch = collate(random_examples(5), np.arange(5))
-    run = Run(objective, 10)
+    run = TorchTrainer(objective, 10)
     total, parts = objective.loss(batch, objective.lower(batch), 0)
     total.backward()
     assert parts["prune_loss"] > 0
@@ -161,7 +162,7 @@ def test_scope_streams_leaves_the_main_stream_as_it_was(base):
     with torch.no_grad():
         expected = load_base(base)(tokens).logits
         before = objective.model(tokens)
-    run = Run(objective, 20)
+    run = TorchTrainer(objective, 20)
     plan = BatchPlan(random_examples(8), 4, 0)
     for step in range(6):
         run.advance(plan.batch(step), objective.lower(plan.batch(step)))
@@ -174,7 +175,7 @@ def test_scope_streams_leaves_the_main_stream_as_it_was(base):
 @pytest.mark.parametrize("changes", [{"num_streams": 0}, {"adapter_scope": "streams"}])
 def test_every_trained_weight_moves(base, changes):
     objective = make_objective(base, **changes)
-    run = Run(objective, 10)
+    run = TorchTrainer(objective, 10)
     before = {name: p.detach().clone() for name, p in run.named.items()}
     plan = BatchPlan(random_examples(16), 8, 0)
     for step in range(2):
@@ -194,7 +195,7 @@ def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, caps
 
 def test_a_step_that_is_refused_leaves_the_weights(base):
     objective = make_objective(base)
-    run, plan = Run(objective, 10), BatchPlan(random_examples(8), 4, seed=0)
+    run, plan = TorchTrainer(objective, 10), BatchPlan(random_examples(8), 4, seed=0)
     before = {name: weight.detach().clone() for name, weight in run.named.items()}
     lower = torch.full_like(objective.lower(plan.batch(0)), torch.nan)
     with pytest.raises(InputError, match="the gradient of step 1 is nan"):
@@ -205,7 +206,7 @@ def test_a_step_that_is_refused_leaves_the_weights(base):
 
 def test_bfloat16_holds_what_is_trained_in_float32(base):
     objective = make_objective(base, dtype=torch.bfloat16)
-    run = Run(objective, 10)
+    run = TorchTrainer(objective, 10)
     assert {p.dtype for p in run.named.values()} == {torch.float32}
     frozen = [p for p in objective.model.parameters() if not p.requires_grad]
     assert {p.dtype for p in frozen} == {torch.bfloat16}
@@ -221,16 +222,20 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path):
     objective, examples = make_objective(base), random_examples(70)
     calls = []
 
-    def lower(batch):
+    lower = objective.lower
+
+    def counted(batch):
         calls.append(len(batch.indices))
-        return objective.lower(batch)
+        return lower(batch)
+
+    objective.lower = counted
 
     def store():
-        return LowerStore(tmp_path / "states", examples, WIDTH, torch.float32)
+        return LowerStore(tmp_path / "states", examples, objective)
 
-    store().fill(lower, lambda batches: batches)
+    store().fill()
     assert sum(calls) == 70
-    store().fill(lower, lambda batches: batches)
+    store().fill()
     assert sum(calls) == 70  # nothing is computed twice
     batch = collate(examples, np.array([3, 44, 9]))
     found, expected = store().get(batch), objective.lower(batch)
@@ -238,7 +243,7 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path):
         span = slice(pad, pad + length)
         assert torch.allclose(found[row, span], expected[row, span], atol=1e-4)
     with pytest.raises(IndexError):
-        LowerStore(tmp_path / "states", examples[:3], WIDTH, torch.float32).get(batch)
+        LowerStore(tmp_path / "states", examples[:3], objective).get(batch)
 
 
 # The command --------------------------------------------------------------------------------
@@ -335,7 +340,7 @@ def test_a_run_starts_from_another_runs_weights(base, data, tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--lora-rank", "8", "--lora-alpha", "64"), "of shape [4,"),
+        (("--lora-rank", "8", "--lora-alpha", "64"), "of shape ["),
         (("--lora-rank", "8"), "has the scale alpha / rank 8"),
         (("--num-streams", "3"), "stream_embeddings of shape [2,"),
         (("--prune-rank", "0"), "expected none of that name"),

@@ -40,7 +40,7 @@ from convert.training.draft import (
     trained_weights,
     write_draft,
 )
-from convert.training.run import Run, freeze_base
+from convert.training.run import TorchTrainer, freeze_base
 from ssmlx.loading.load import load_weights
 from ssmlx.settings import DraftModelConfig, StreamConfig
 from ssmlx.training.batches import BatchPlan, collate
@@ -103,7 +103,7 @@ def make_objective(base, num_layers=KEPT, dtype=torch.float32):
 
 
 def take_steps(objective, count=4):
-    run, plan = Run(objective, 20), BatchPlan(random_examples(16), 8, 0)
+    run, plan = TorchTrainer(objective, 20), BatchPlan(random_examples(16), 8, 0)
     for step in range(count):
         run.advance(plan.batch(step), objective.lower(plan.batch(step)))
     return run

@@ -32,7 +32,7 @@ from convert.train_heads import (
     main,
 )
 from convert.training.heads import HeadObjective, accepted_depth, build_heads, load_frozen
-from convert.training.run import Run
+from convert.training.run import TorchTrainer
 from ssmlx.drafters.heads import load_heads
 from ssmlx.errors import InputError
 from ssmlx.loading.load import load_base as load_mlx_base
@@ -96,7 +96,7 @@ def random_examples(count, seed=0):
 
 
 def test_the_loss_reaches_hidden_states_and_weight(monkeypatch):
-    monkeypatch.setattr("convert.reference.losses._CHUNK_LOGITS", 7 * 11)  # several chunks
+    monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 11)  # several chunks
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
     targets = torch.randint(0, 11, (23,))
@@ -160,7 +160,7 @@ def test_a_batch_costs_what_each_example_costs(base, kind, shape, reduced):
 @pytest.mark.parametrize(("kind", "shape"), SHAPES)
 def test_the_heads_learn_and_nothing_else_does(base, kind, shape):
     objective = make_objective(base, kind, **shape)
-    run = Run(objective, 20)
+    run = TorchTrainer(objective, 20)
     before = {name: p.detach().clone() for name, p in run.named.items()}
     plan = BatchPlan(random_examples(16), 8, 0)
     first = objective.parts(plan.batch(0), objective.lower(plan.batch(0)))

@@ -7,15 +7,21 @@ import json
 import numpy as np
 import pytest
 
+from ssmlx.commands.train_options import train_config, training_parser
 from ssmlx.errors import InputError
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.settings import TreeConfig
 from ssmlx.training.batches import BatchPlan, collate, epoch_order, in_order
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import Encoder, Example, read_examples
-from ssmlx.training.draft_vocab import choose_draft_vocab, coverage, draft_indices
+from ssmlx.training.data import (
+    Encoder,
+    Example,
+    choose_draft_vocab,
+    coverage,
+    draft_indices,
+    read_examples,
+)
 from ssmlx.training.job import read_base
-from ssmlx.training.options import train_config, training_parser
 from ssmlx.training.record import LOG_FILE, Record, draw_curves, read_record
 from ssmlx.tuning.replay import Guesses, num_candidates, replay
 
@@ -313,7 +319,7 @@ def test_nonsense_settings_are_refused_by_their_option(changed):
     ],
 )
 def test_f_follows_from_the_other_options_where_it_is_not_given(given, expected):
-    parser = training_parser("x.train", "Train.", "", "an adapter")
+    parser = training_parser("x.train", "Train.", "", "an adapter", "a LoRA")
     train = train_config(parser.parse_args(["--data", "d", "--out", "o", *given]))
     assert (train.stream_init, train.stream_init_rank) == expected
 
@@ -336,7 +342,7 @@ def test_f_follows_from_the_other_options_where_it_is_not_given(given, expected)
 )
 def test_f_is_that_of_the_streams_to_start_from(tmp_path, found, given, expected):
     (tmp_path / CONFIG_FILE).write_text(json.dumps(found))
-    parser = training_parser("x.train", "Train.", "", "an adapter")
+    parser = training_parser("x.train", "Train.", "", "an adapter", "a LoRA")
     options = ["--data", "d", "--out", "o", "--init", str(tmp_path), *given]
     train = train_config(parser.parse_args(options))
     assert (train.stream_init, train.stream_init_rank) == expected

@@ -23,42 +23,20 @@ from ssmlx.loading.adapter import (
 from ssmlx.loading.attach import check_lora
 from ssmlx.loading.files import account_for
 from ssmlx.loading.load import is_quantised
-from ssmlx.model.backbone import Backbone, decoder_path
-from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_shape
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_paths, linear_shape
 from ssmlx.settings import AdapterScope, StreamConfig
 
 from ..reference.format import (
     ADAPTER_CONFIG,
+    CHECK_MODULES,
     PEFT_PREFIX,
     STREAMS_CONFIG,
-    LoraSettings,
     check_sizes,
     read_lora_settings,
     read_peft_tensors,
     read_stream_config,
 )
-
-
-def linear_paths(model: nn.Module, settings: LoraSettings, source: Path) -> list[str]:
-    """Paths of the modules that LoRA acts on, such as `model.layers.22.self_attn.q_proj`.
-
-    Raises:
-        InputError: a target module is not in the base model.
-    """
-    kinds = (nn.Linear, nn.QuantizedLinear)
-    paths = []
-    for layer in settings.layers:
-        prefix = f"{decoder_path(model)}.layers.{layer}."
-        linears = [name for name, m in model.layers[layer].named_modules() if isinstance(m, kinds)]
-        for target in settings.modules:
-            if not any(LoraSettings(modules=(target,)).selects(name) for name in linears):
-                raise InputError(
-                    f"{source} acts on {target}, which layer {layer} of the base model lacks",
-                    expected="one of " + ", ".join(linears),
-                    do="give the base model that the adapter was trained on",
-                )
-        paths += [prefix + name for name in linears if settings.selects(name)]
-    return paths
 
 
 def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str, LoraWeights]:
@@ -69,9 +47,8 @@ def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str,
     """
     settings = read_lora_settings(folder / ADAPTER_CONFIG, config)
     path, tensors = read_peft_tensors(folder)
-    tensors = {name.replace(".default.weight", ".weight"): t for name, t in tensors.items()}
     modules = dict(model.named_modules())
-    paths = linear_paths(model, settings, folder / ADAPTER_CONFIG)
+    paths = linear_paths(model, settings.layers, settings.modules, CHECK_MODULES)
     expected: dict[str, tuple[int, ...]] = {}
     for module in paths:
         out_size, in_size = linear_shape(modules[module])

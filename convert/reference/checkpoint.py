@@ -20,7 +20,7 @@ from ssmlx.loading.files import account_for, read_tensors
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.lora import LoraWeights, layer_of
 from ssmlx.settings import read_json
-from ssmlx.training.options import check_init, check_scale, check_shapes
+from ssmlx.training.job import check_init, check_scale, check_shapes
 
 from .format import (
     ADAPTER_CONFIG,

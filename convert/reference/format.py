@@ -32,6 +32,7 @@ TASK_LORA = "task_lora"
 """Folder of a checkpoint of scope "streams": the LoRA that every row of its model has."""
 ADAPTER_PICKLE = "adapter_model.bin"
 PEFT_PREFIX = "base_model.model."
+CHECK_MODULES = "check lora_modules, or target_modules in adapter_config.json"
 
 # Settings that change what LoRA computes, and that neither side here computes.
 _UNSUPPORTED = (
@@ -83,11 +84,6 @@ class LoraSettings:
     def scale(self) -> float:
         """The factor before B A x."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
-
-    def selects(self, path: str) -> bool:
-        """Whether LoRA acts on the linear module `path` of a layer, as PEFT decides it."""
-        names = self.modules
-        return not names or any(path == name or path.endswith("." + name) for name in names)
 
 
 def read_stream_config(path: Path) -> StreamConfig:
@@ -214,8 +210,10 @@ def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
     """
     safe, pickled = folder / ADAPTER_WEIGHTS, folder / ADAPTER_PICKLE
     if safe.exists() or not pickled.exists():
-        return safe, read_tensors(safe, "PEFT's LoRA weights")
-    return pickled, read_pickle(pickled)
+        path, found = safe, read_tensors(safe, "PEFT's LoRA weights")
+    else:
+        path, found = pickled, read_pickle(pickled)
+    return path, {name.replace(".default.weight", ".weight"): t for name, t in found.items()}
 
 
 def read_pickle(path: Path) -> dict[str, mx.array]:

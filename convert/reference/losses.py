@@ -6,16 +6,15 @@ at a time, in one go, and no logits are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from ssmlx.training.objective import row_chunks
+
 IGNORED = -1
 """The target of a row that has none."""
-
-_CHUNK_LOGITS = 1 << 24
 
 
 def linear_cross_entropy(
@@ -56,7 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_trained = ctx.needs_input_grad[1]
         of_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if is_trained else None
         scales = scales * (targets != IGNORED)
-        for rows in _chunks(len(hidden), len(weight)):
+        for rows in row_chunks(len(hidden), len(weight)):
             logits = F.linear(hidden[rows], weight, bias).float()
             chosen = targets[rows].clamp(min=0)[:, None]
             normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
@@ -79,12 +78,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             one if one is None else one * upstream[0].to(one.dtype) for one in ctx.saved_tensors
         )
         return *found, None, None, None
-
-
-def _chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    size = max(1, _CHUNK_LOGITS // vocab_size)
-    for first in range(0, num_rows, size):
-        yield slice(first, first + size)
 
 
 def mean_scales(targets: torch.Tensor, weight: float) -> torch.Tensor:

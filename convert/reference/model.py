@@ -26,9 +26,10 @@ from torch import nn
 
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import check_draft_vocab
+from ssmlx.model.lora import select_modules
 from ssmlx.settings import StreamConfig
 
-from .format import LoraSettings, check_sizes
+from .format import CHECK_MODULES, LoraSettings, check_sizes
 
 EMBEDDING_STD = 0.02
 
@@ -483,7 +484,8 @@ class StreamFusedReference(nn.Module):
         on_nodes, adapters = self.config.adapter_scope == "all", {}
         for index in self.lora.layers:
             layer: Any = self.decoder.layers[index]
-            for path in _linear_paths(layer, self.lora, f"layer {index}"):
+            linears = [p for p, module in layer.named_modules() if isinstance(module, nn.Linear)]
+            for path in select_modules(linears, self.lora.modules, f"layer {index}", CHECK_MODULES):
                 wrapped = LoraLinear(
                     layer.get_submodule(path), self.lora.rank, self.lora.scale, on_nodes=on_nodes
                 )
@@ -647,16 +649,3 @@ def _check_draft_vocab(
         )
     if draft_vocab is not None:
         check_draft_vocab(draft_vocab, config, base.config.vocab_size, "the model")
-
-
-def _linear_paths(layer: nn.Module, lora: LoraSettings, where: str) -> list[str]:
-    """Paths of the linear modules in `layer` that LoRA acts on."""
-    paths = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
-    for name in lora.modules:
-        if not any(LoraSettings(modules=(name,)).selects(path) for path in paths):
-            raise InputError(
-                f"{where} has no linear module {name}",
-                expected="one of " + ", ".join(paths),
-                do="check lora_modules, or target_modules in adapter_config.json",
-            )
-    return [path for path in paths if lora.selects(path)]

@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from ssmlx.loading.files import new_folder
 from ssmlx.settings import StreamConfig, read_json
 from ssmlx.training.batches import Batch
-from ssmlx.training.validation import answers
+from ssmlx.training.objective import MAIN, answers
 from ssmlx.tuning.replay import Replay
 
 from ..base import copy_settings, load_base
 from ..reference.model import StreamFusedReference
-from .run import Layout, Objective, precision
+from .run import StreamObjective
 
 _TRAINED = ("layers", "norm", "final_layernorm", "final_layer_norm")
 # What a config.json says of the weights that it came with; those written here are float32.
@@ -65,21 +64,22 @@ def build_draft(path: Path, config: StreamConfig, num_layers: int) -> StreamFuse
     return model
 
 
-class DraftObjective(Objective):
+class DraftObjective(StreamObjective):
     """Cross-entropy of the answers, and held-out text replayed with chains of drafted tokens."""
 
     @torch.no_grad()
-    def replay(self, batch: Batch, lower: torch.Tensor, num_draft_tokens: int) -> Replay:
-        """The target calls that decoding the answers would take."""
-        layout = Layout.of(batch, self.device)
-        with precision(self.device, self.dtype):
-            hidden = self.model.upper_states(lower.to(self.device), **layout.where).main
+    def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay:
+        """The target calls of decoding the answers with chains of `size` drafted tokens."""
+        hidden, carriers = (
+            self.upper(batch, lower.to(self.device)).main,
+            self.tensor(batch.carriers),
+        )
         num_tokens = num_calls = 0
         for row, answer in enumerate(answers(batch)):
-            states = hidden[row, layout.carriers[: len(answer)]].to(self.dtype)
-            said = nn.functional.linear(states, *self._head).argmax(-1).cpu().numpy()
+            states = hidden[row, carriers[: len(answer)]]
+            said = self.logits(states, MAIN).argmax(-1).cpu().numpy()
             num_tokens += len(answer)
-            num_calls += chain_calls(said == answer, num_draft_tokens)
+            num_calls += chain_calls(said == answer, size)
         return Replay(num_tokens, num_calls)
 
 

@@ -16,19 +16,19 @@ from torch import nn
 
 from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
-from ssmlx.settings import StreamConfig, TreeConfig
+from ssmlx.settings import StreamConfig
 from ssmlx.training.batches import Batch
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.draft_vocab import draft_indices
-from ssmlx.training.validation import answers
-from ssmlx.tuning.replay import Guesses, Replay, num_candidates, replay
+from ssmlx.training.data import draft_indices
+from ssmlx.training.objective import STREAM, answers
+from ssmlx.tuning.replay import Replay
 
 from ..base import load_base
 from ..reference.checkpoint import load_fine_tuned
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
 from ..reference.losses import IGNORED, linear_cross_entropy, mean_scales
 from ..reference.model import StreamFusedReference
-from .run import Layout, Objective, freeze_base, precision
+from .run import Layout, StreamObjective, freeze_base, precision
 
 
 def build_heads(
@@ -74,7 +74,7 @@ class _Head(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-class HeadObjective(Objective):
+class HeadObjective(StreamObjective):
     """Weighted cross-entropies of every head, over the frozen model's hidden states.
 
     Args:
@@ -124,7 +124,7 @@ class HeadObjective(Objective):
         parts: dict[str, float] = {}
         heads = zip(self._heads(batch, lower), self.train.alphas, strict=True)
         for number, (head, alpha) in enumerate(heads, 1):
-            targets = self._tensor(draft_indices(batch.targets(number), self.draft_vocab))
+            targets = self.tensor(draft_indices(batch.targets(number), self.draft_vocab))
             there = targets != IGNORED
             rows, wanted = head.states[there].to(self.dtype), targets[there]
             weight = head.weight.to(self.dtype)
@@ -142,12 +142,12 @@ class HeadObjective(Objective):
                 states = model.states(hidden)
             for index, state in enumerate(states):
                 own = model.matrix(index)
-                yield _Head(state, *self._draft_head) if own is None else _Head(state, own)
+                yield _Head(state, *self._lm_heads[STREAM]) if own is None else _Head(state, own)
             return
         state = model.first_state(hidden)
         for stage in range(model.config.n_predict):
             # Where the text has ended there is no target either.
-            tokens = self._tensor(batch.targets(stage)).clamp(min=0)
+            tokens = self.tensor(batch.targets(stage)).clamp(min=0)
             with precision(self.device, self.dtype):
                 state = model.next_state(stage, state, tokens)
             yield _Head(state, model.head[stage].weight)
@@ -157,29 +157,24 @@ class HeadObjective(Objective):
         return lower[:, torch.from_numpy(batch.carriers)].to(self.device).float()
 
     @torch.no_grad()
-    def guesses(self, batch: Batch, lower: torch.Tensor, count: int) -> list[Guesses]:
-        """The `count` likeliest tokens of every Medusa head at every carrier."""
+    def ranked(
+        self, batch: Batch, lower: torch.Tensor, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[B, K, G, count] the likeliest tokens of every Medusa head, and log probabilities."""
         found: list[Any] = []
         for head in self._heads(batch, lower):
             weight = head.weight.to(self.dtype)
             logits = nn.functional.linear(head.states.to(self.dtype), weight, head.bias)
             found.append(logits.float().log_softmax(-1).topk(count))
-        tokens = torch.stack([best.indices for best in found], dim=2).cpu().numpy()
-        logprobs = torch.stack([best.values for best in found], dim=2).cpu().numpy()
-        if self.draft_vocab is not None:
-            tokens = self.draft_vocab[tokens]
-        return [
-            Guesses(tokens[row, : len(answer)], logprobs[row, : len(answer)], answer)
-            for row, answer in enumerate(answers(batch))
-        ]
+        tokens = torch.stack([best.indices for best in found], dim=2)
+        logprobs = torch.stack([best.values for best in found], dim=2)
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
-    def replay(self, batch: Batch, lower: torch.Tensor, tree_size: int) -> Replay:
+    def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay | None:
         """The target calls that decoding the answers would take, with trees of that size."""
         if isinstance(self.model, MlpSpeculatorReference):
-            return self._replay_stages(batch, lower, tree_size)
-        tree = TreeConfig(kind="best", size=tree_size, width=self.draft_vocab_size)
-        count = num_candidates(tree, self.train.num_streams)
-        return replay(self.guesses(batch, lower, count), tree)
+            return self._replay_stages(batch, lower, size)
+        return super().replay(batch, lower, size)
 
     @torch.no_grad()
     def _replay_stages(self, batch: Batch, lower: torch.Tensor, keep: int) -> Replay:
@@ -192,7 +187,7 @@ class HeadObjective(Objective):
             rows = [row for row, text in enumerate(texts) if places[row] + 1 < len(text)]
             if not rows:
                 return Replay(sum(map(len, texts)), calls)
-            roots = self._tensor(np.array([texts[row][places[row]] for row in rows]))
+            roots = self.tensor(np.array([texts[row][places[row]] for row in rows]))
             with precision(self.device, self.dtype):
                 states = hidden[rows, [places[row] for row in rows]]
                 tokens, edges = self.model.rank_paths(roots, states, widths)

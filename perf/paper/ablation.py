@@ -17,9 +17,9 @@ from typing import Any
 from convert import train as trainer
 from convert.reference.format import ADAPTER_WEIGHTS
 from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.train_options import train_config
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
-from ssmlx.training.options import train_config
 from ssmlx.tuning.report import write_result
 
 from ..run.common import RESULTS, ROOT

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import InputError
-from ..training.options import (
-    add_cache_option,
-    add_task_lora_option,
-    check_task_lora,
-    run_options,
-    train_config,
-    training_parser,
-)
 from .options import run
-
-if TYPE_CHECKING:
-    from ..training.job import Job
-    from ..training.mlx_run import Objective, Run
+from .train_options import add_cache_option, run_options, train_config, training_parser
 
 PROG = "ssmlx.train"
 STATE_FILE, STORE_FILE, ADAPTER_FOLDER = "state.safetensors", "lower.states", "adapter"
@@ -54,8 +40,8 @@ call would advance on held-out text; training pays where that is well above 1.""
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     description = "Train a model to draft for itself, with MLX."
-    parser = training_parser(PROG, description, EPILOG, "an adapter")
-    add_task_lora_option(parser, "the LoRA of a task, as mlx-lm or this command wrote it")
+    task_lora = "the LoRA of a task, as mlx-lm or this command wrote it"
+    parser = training_parser(PROG, description, EPILOG, "an adapter", task_lora)
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--dtype", choices=DTYPES, default="auto",
@@ -67,68 +53,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _lower_of(job: Job, objective: Objective, cache_gb: float, task: Sequence[str]) -> Any:
-    """What gives the frozen layers' results of a batch: the store, or the layers themselves.
-
-    `task` tells what of the task's LoRA these layers depend on from others.
-    """
-    from ..training.job import bar
-    from ..training.lower_store import LowerStore, fits
-    from ..training.mlx_run import MlxLowerStore
-
-    width, dtype = job.config.hidden_size, objective.model.backbone.dtype
-    if not fits(job.examples, width, dtype.size, cache_gb):
-        return objective.lower
-    path = job.options.out / STORE_FILE
-    identity = job.lower_identity(*_base_of(objective), *task)
-    files = LowerStore(path, job.examples, width, dtype.size, identity)
-    store = MlxLowerStore(files, dtype)
-    store.fill(objective, lambda batches: bar(batches, "frozen layers"))
-    return store.get
-
-
-def _base_of(objective: Objective) -> list[Any]:
-    """What tells the frozen model from others."""
-    return [objective.model.adapter.base.__dict__, str(objective.model.backbone.dtype)]
-
-
-def _task_digests(folder: Path | None, objective: Objective) -> tuple[list[str], list[str]]:
-    """The task's LoRA as the run depends on it, and as the layers below the streams do."""
-    from ..loading.files import folder_digest
-    from ..model.lora import layer_of
-
-    if folder is None:
-        return [], []
-    adapter, digest = objective.model.adapter, [folder_digest(folder)]
-    lowest = min(layer_of(path)[0] for path in adapter.task_lora)
-    return digest, digest if lowest < adapter.config.insertion_layer else []
-
-
-def _write_adapter(folder: Path, state: Run) -> None:
-    from ..loading.adapter import write_adapter
-    from ..loading.files import new_folder
-
-    with new_folder(folder) as work:
-        write_adapter(work, state.objective.model.adapter)
-
-
 def _main(args: argparse.Namespace) -> None:
-    check_task_lora(args)
     options, train = run_options(args), train_config(args)
-    if not args.cache_gb >= 0:
-        raise InputError(
-            f"--cache-gb {args.cache_gb}", expected="0 or more", do="correct the option"
-        )
 
     from mlx_lm.generate import wired_limit
 
-    from ..loading.adapter import load_adapter
+    from ..loading.adapter import load_adapter, write_adapter
     from ..loading.attach import read_task_lora
-    from ..loading.files import make_folder
+    from ..loading.files import folder_digest, make_folder, new_folder
+    from ..model.lora import layer_of
     from ..training.job import finish, prepare, run_to_end
     from ..training.mlx_model import TrainedModel, new_adapter, start_from
-    from ..training.mlx_run import Objective, Run, load_frozen
-    from ..training.validation import Validation
+    from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 
     job, path = prepare(options, train)
     backbone = load_frozen(path, args.dtype)
@@ -138,21 +74,24 @@ def _main(args: argparse.Namespace) -> None:
     model = TrainedModel(backbone, adapter)
     if args.init is not None:
         start_from(model, load_adapter(args.init), args.init)
-    objective = Objective(model, train, job.draft_vocab)
-    state = Run(objective, job.num_steps)
-    task, lower_task = _task_digests(args.task_lora, objective)
-    identity = job.identity(*_base_of(objective), *task, init=args.init)
+    objective = MlxObjective(model, train, job.draft_vocab)
+    trainer = MlxTrainer(objective, job.num_steps)
+    frozen: list[Any] = [adapter.base.__dict__, str(backbone.dtype)]
+    task = [folder_digest(args.task_lora)] if args.task_lora else []
+    task_layers = {layer_of(path)[0] for path in adapter.task_lora}
+    is_below = task_layers and min(task_layers) < job.config.insertion_layer
+    lower_identity = job.lower_identity(*frozen, *(task if is_below else []))
     make_folder(options.out)
     with wired_limit(backbone.model):
         record = run_to_end(
-            job, state,
+            job, trainer,
             prog=PROG, dtype=str(backbone.dtype).removeprefix("mlx.core."),
-            identity=identity, state_file=STATE_FILE,
-            lower=lambda: _lower_of(job, objective, args.cache_gb, lower_task),
-            validation=lambda: Validation(objective, job.valid, options.tree_size),
+            identity=job.identity(*frozen, *task, init=args.init), state_file=STATE_FILE,
+            lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
         )  # fmt: skip
-    _write_adapter(options.out / ADAPTER_FOLDER, state)
-    finish(job, state, record, options.out / ADAPTER_FOLDER)
+    with new_folder(options.out / ADAPTER_FOLDER) as work:
+        write_adapter(work, model.adapter)
+    finish(job, trainer, record, options.out / ADAPTER_FOLDER)
 
 
 def main(argv: list[str] | None = None) -> int:

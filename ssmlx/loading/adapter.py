@@ -132,6 +132,11 @@ def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWei
     account_for(tensors, expected_stream_tensors(config), path)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
+    return streams_of(tensors)
+
+
+def streams_of(tensors: Mapping[str, mx.array]) -> StreamWeights:
+    """Stream weights from the tensors of a streams file; others among them are left aside."""
 
     def low_rank(name: str) -> LowRank | None:
         if f"{name}.lora_A.weight" not in tensors:
@@ -154,6 +159,14 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
         if low_rank is not None:
             tensors[f"{name}.lora_A.weight"] = low_rank.a
             tensors[f"{name}.lora_B.weight"] = low_rank.b
+    return tensors
+
+
+def lora_tensors(lora: Mapping[str, LoraWeights]) -> dict[str, mx.array]:
+    """The tensors of a LoRA file, named as mlx-lm names them."""
+    tensors: dict[str, mx.array] = {}
+    for module, weights in lora.items():
+        tensors |= {f"{module}.lora_a": weights.a, f"{module}.lora_b": weights.b}
     return tensors
 
 
@@ -183,11 +196,8 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
 
 
 def _write_lora(path: Path, lora: Mapping[str, LoraWeights]) -> None:
-    tensors: dict[str, mx.array] = {}
-    for module, weights in lora.items():
-        tensors |= {f"{module}.lora_a": weights.a, f"{module}.lora_b": weights.b}
-    if tensors:
-        mx.save_safetensors(str(path), tensors)
+    if lora:
+        mx.save_safetensors(str(path), lora_tensors(lora))
 
 
 def _scale_of(lora: Mapping[str, LoraWeights]) -> float | None:

@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..model.backbone import Backbone, BaseIdentity
 from ..model.lora import LoraWeights, RowScope, attach_lora, detach_lora, linear_shape
 from ..model.streams import StreamFusedModel
-from .adapter import Adapter, load_adapter, read_identity, read_lora
+from .adapter import Adapter, load_adapter, lora_tensors, read_identity, read_lora
 from .files import account_for
 from .names import CONFIG_FILE, bundled_adapters, resolve_adapter
 
@@ -52,15 +52,13 @@ def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) 
 def _check_fit(
     modules: Mapping[str, nn.Module], lora: Mapping[str, LoraWeights], source: Path
 ) -> None:
-    found: dict[str, mx.array] = {}
     expected: dict[str, tuple[int, ...]] = {}
     for path, weights in lora.items():
-        found |= {f"{path}.lora_a": weights.a, f"{path}.lora_b": weights.b}
         if isinstance(modules.get(path), nn.Linear | nn.QuantizedLinear):
             out_size, in_size = linear_shape(modules[path])
             rank = weights.a.shape[-1]
             expected |= {f"{path}.lora_a": (in_size, rank), f"{path}.lora_b": (rank, out_size)}
-    account_for(found, expected, source)
+    account_for(lora_tensors(lora), expected, source)
 
 
 def fuse_streams(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
+
+from ..errors import require
 
 
 @dataclass
@@ -56,6 +58,58 @@ def layer_of(path: str) -> tuple[int, str]:
     _, _, inside = path.partition("layers.")
     layer, _, module = inside.partition(".")
     return int(layer), module
+
+
+def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: str) -> list[str]:
+    """Those of a layer's linear modules that LoRA acts on, as PEFT decides it.
+
+    Args:
+        paths: of its linear modules, such as "self_attn.q_proj".
+        names: whole paths or their last parts; all are chosen where there are none.
+        where: the layer, for the message.
+        do: what to do about a name that is not there.
+
+    Raises:
+        InputError: a name is not there.
+    """
+
+    def is_named(path: str, name: str) -> bool:
+        return path == name or path.endswith("." + name)
+
+    for name in names:
+        require(
+            any(is_named(path, name) for path in paths),
+            f"{where} has no linear module {name}",
+            expected="one of " + ", ".join(paths),
+            do=do,
+        )
+    return [path for path in paths if not names or any(is_named(path, name) for name in names)]
+
+
+def linear_paths(
+    model: nn.Module, layers: Iterable[int], names: Sequence[str], do: str
+) -> list[str]:
+    """Paths of the modules that LoRA acts on, such as `model.layers.22.self_attn.q_proj`.
+
+    Args:
+        model: an mlx-lm model.
+        layers: numbers of the layers that they are in.
+        names, do: as `select_modules` takes them.
+
+    Raises:
+        InputError: a name is not in the model.
+    """
+    found: dict[int, dict[str, str]] = {layer: {} for layer in layers}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.QuantizedLinear) and "layers." in path:
+            layer, inside = layer_of(path)
+            if layer in found:
+                found[layer][inside] = path
+    return [
+        inside[name]
+        for layer, inside in found.items()
+        for name in select_modules(list(inside), names, f"layer {layer}", do)
+    ]
 
 
 class RowLora(nn.Module):

@@ -154,7 +154,7 @@ class StreamFusedModel:
         self._lower_masks, self._upper_masks, self._second_masks = self._masks = (
             StepMasks(backbone), StepMasks(backbone), StepMasks(backbone),
         )  # fmt: skip
-        self._rotation: ValueRotation | None = None
+        self.rotation: ValueRotation | None = None
         self._draft_head: LMHead | None = None
         if config is not None and streams is not None:
             self._take_streams(config, streams)
@@ -163,7 +163,7 @@ class StreamFusedModel:
         """Check what `streams` holds, and make of it what every step needs."""
         sizes = config.num_streams, config.hidden_size
         if config.stream_design == "value_rotation":
-            self._rotation = ValueRotation(config.num_streams, config.rotation_step)
+            self.rotation = ValueRotation(config.num_streams, config.rotation_step)
         elif config.has_embeddings:
             if streams.embeddings is None:
                 raise ValueError(f"stream embeddings are missing, expected {sizes}")
@@ -248,9 +248,9 @@ class StreamFusedModel:
         return mx.concatenate([hidden, self.start_streams(hidden, num_streams)], axis=1)
 
     def start_streams(self, hidden: mx.array, num_streams: int) -> mx.array:
-        """[1, M * G, D] the streams' rows alone of `hidden` [1, M, D]; see `insert`."""
+        """[B, M * G, D] the streams' rows alone of `hidden` [B, M, D]; see `insert`."""
         assert self.streams is not None and self.config is not None
-        _, num_nodes, size = hidden.shape
+        batch, num_nodes, size = hidden.shape
         start = hidden
         if self.streams.init is not None:
             start = self.streams.init(hidden)
@@ -260,7 +260,7 @@ class StreamFusedModel:
             rows = mx.repeat(start, num_streams, axis=1)
         else:
             rows = start[:, :, None, :] + self.streams.embeddings[:num_streams]
-        return rows.reshape(1, num_nodes * num_streams, size).astype(hidden.dtype)
+        return rows.reshape(batch, num_nodes * num_streams, size).astype(hidden.dtype)
 
     def upper(self, rows: mx.array, tree: Tree, cache: TreeCache, num_streams: int) -> mx.array:
         """[1, M * (1 + G), D] last hidden states of nodes and streams (eqs. 1 and 2).
@@ -273,8 +273,8 @@ class StreamFusedModel:
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
         positions = stream_positions(tree.depths + cache.length, num_streams)
         rotate = None
-        if self._rotation is not None:
-            rotate = partial(self._rotation, num_nodes=num_nodes, num_streams=num_streams)
+        if self.rotation is not None:
+            rotate = partial(self.rotation, num_nodes=num_nodes, num_streams=num_streams)
         visible = stream_visibility(tree.ancestors, num_streams)
         mask = self._upper_masks.step_mask(visible, cache, tree.topology)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
@@ -304,8 +304,8 @@ class StreamFusedModel:
         positions = position + indices(1, num_streams + 1)
         mask = self._second_masks.step_mask(earlier_streams(num_streams), cache, num_streams)
         rotate = None
-        if self._rotation is not None:
-            rotate = partial(self._rotation.turn, num_streams=num_streams)
+        if self.rotation is not None:
+            rotate = partial(self.rotation.turn, num_streams=num_streams)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         return self._run_upper(rows, mask, views, 0)
 

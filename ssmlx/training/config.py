@@ -1,100 +1,112 @@
-"""Settings of a training run."""
+"""Settings of a training run: each field tells what it may be, and what `--help` says of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import InputError
-from ..settings import ADAPTER_SCOPES, STREAM_DESIGNS, STREAM_INITS, AdapterScope, StreamInit
+from ..errors import require
+from ..settings import (
+    ADAPTER_SCOPES,
+    MAX_TREE_NODES,
+    STREAM_DESIGNS,
+    STREAM_INITS,
+    AdapterScope,
+    StreamDesign,
+    StreamInit,
+    check_settings,
+    setting,
+)
 
 Schedule = Literal["linear", "cosine", "constant"]
 SCHEDULES = ("linear", "cosine", "constant")
 STREAM_INIT_RANK = 32
+_DO = "correct the option"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How an adapter is trained; the same for both trainers. Defaults follow section 4.
 
-    Attributes:
-        num_streams: gamma; 0 trains the LoRA alone, the baseline of table 1.
-        num_msa_layers: Ns, top layers with multi-stream attention; LoRA is on these layers.
-        adapter_scope: "all", LoRA on every row; "streams", on stream rows alone, base frozen.
-        stream_design: "embeddings" (eq. 3) or "value_rotation" (eq. 7).
-        rotation_step: epsilon of eq. 7 in radians; 0 for embeddings.
-        stream_init, stream_init_rank: f of eq. 3 and its rank eta. None chooses: low_rank of
-            rank 32, or identity (which has none) where streams rotate, or where there are none.
-        prune_rank: theta, the rank of the early-exit adapter; 0 trains none.
-        draft_vocab_size: tokens that streams may guess, the most frequent; 0 for all.
-        lora_rank, lora_alpha, lora_modules: LoRA in PEFT's terms; no modules means every linear.
-        main_weight: alpha_0 of eq. 5.
-        stream_weights: alpha_1 .. alpha_gamma; one number stands for all.
-        prune_weight: of the early-exit loss (section 3.2.3), which reaches the adapter alone.
-        epochs, batch_size: passes over the data, and examples a step.
-        learning_rate, schedule, warmup: AdamW's peak rate, its course, and the share of steps
-            in which it rises.
-        embedding_rate: the rate of the stream embeddings, as a multiple of learning_rate. They
-            are added to hidden states some hundred times their first size.
-        weight_decay, clip_norm: AdamW's decay, and the gradient norm that is never exceeded.
-        max_length: tokens an example may have; longer answers are cut, longer prompts left out.
-        seed: of weights and of the order of the data.
+    `stream_init` and `stream_init_rank` are f of eq. 3 and its rank; None chooses low_rank of rank
+    32, or identity (which has none) where streams rotate, or where there are none.
     """
 
-    num_streams: int = 4
-    num_msa_layers: int = 8
-    adapter_scope: AdapterScope = "all"
-    stream_design: str = "embeddings"
-    rotation_step: float = 0.0
-    stream_init: StreamInit | None = None
-    stream_init_rank: int | None = None
-    prune_rank: int = 8
-    draft_vocab_size: int = 0
-    lora_rank: int = 16
-    lora_alpha: float = 32.0
-    lora_modules: tuple[str, ...] = ()
-    main_weight: float = 1.0
-    stream_weights: tuple[float, ...] = (0.1,)
-    prune_weight: float = 0.1
-    epochs: float = 3.0
-    batch_size: int = 16
-    learning_rate: float = 5e-4
-    embedding_rate: float = 20.0
-    schedule: Schedule = "linear"
-    warmup: float = 0.03
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    max_length: int = 512
-    seed: int = 0
+    num_streams: int = setting(4, "gamma, tokens guessed ahead; 0 trains the LoRA alone", least=0)
+    num_msa_layers: int = setting(8, "Ns, top layers with multi-stream attention and LoRA", least=1)
+    adapter_scope: AdapterScope = setting(
+        "all",
+        "all: the model is fine-tuned for the data; streams: LoRA on stream rows alone, which "
+        "leaves the model's answers as they are (train on its own continuations)",
+        choices=ADAPTER_SCOPES,
+    )
+    stream_design: StreamDesign = setting(
+        "embeddings",
+        "how streams differ: embeddings (eq. 3) or value_rotation (eq. 7)",
+        choices=STREAM_DESIGNS,
+    )
+    rotation_step: float = setting(
+        0.0, "radians that each stream's values are rotated by", least=0, most=math.pi / 2
+    )
+    stream_init: StreamInit | None = setting(
+        None,
+        "f of eq. 3: identity, low_rank B A h, or residual h + B A h. On SmolLM2 low_rank learned "
+        "faster than identity, three times at first",
+        choices=STREAM_INITS,
+    )
+    stream_init_rank: int | None = setting(None, "eta, the rank of f", least=0)
+    prune_rank: int = setting(8, "theta, the rank of the pruning adapter; 0 for none", least=0)
+    draft_vocab_size: int = setting(
+        0, "guess among this many of the data's most frequent tokens; 0 for all", least=0
+    )
+    lora_rank: int = setting(16, "rank", least=1)
+    lora_alpha: float = setting(32.0, "numerator of the scale alpha / rank", above=0)
+    lora_modules: tuple[str, ...] = field(
+        default=(), metadata={"help": "linear modules, such as q_proj v_proj (default: every one)"}
+    )
+    main_weight: float = setting(1.0, "alpha_0, of the next token", least=0)
+    stream_weights: tuple[float, ...] = setting(
+        (0.1,), "alpha_1 to alpha_gamma, of the speculative tokens; one for all", least=0
+    )
+    # The loss of section 3.2.3, which reaches that adapter alone.
+    prune_weight: float = setting(0.1, "of the pruning adapter's own loss", least=0)
+    epochs: float = setting(3.0, "passes over the data", above=0)
+    batch_size: int = setting(16, "examples a step", least=1)
+    learning_rate: float = setting(5e-4, "AdamW's peak rate", above=0, most=1)
+    # They are added to hidden states some hundred times their first size.
+    embedding_rate: float = setting(
+        20.0, "rate of the stream embeddings, as a multiple of the peak rate", above=0
+    )
+    schedule: Schedule = setting(
+        "linear", "course of the rate after its warm-up", choices=SCHEDULES
+    )
+    warmup: float = setting(0.03, "share of the steps in which the rate rises", least=0, below=1)
+    weight_decay: float = setting(0.0, "AdamW's decay", least=0)
+    clip_norm: float = setting(1.0, "largest gradient norm", above=0)
+    max_length: int = setting(
+        512, "tokens of an example; longer answers are cut, longer prompts left out", least=1
+    )
+    seed: int = setting(0, "of the weights and of the order of the data", least=0)
 
     def __post_init__(self) -> None:
-        self._settle_f()
-        for name in ("num_msa_layers", "lora_rank", "batch_size", "max_length"):
-            self._check(name, getattr(self, name) >= 1, "1 or more")
-        for name in (
-            "num_streams", "prune_rank", "draft_vocab_size", "stream_init_rank", "rotation_step",
-            "main_weight", "prune_weight", "weight_decay", "seed",
+        self._choose_f()
+        check_settings(self, do=_DO)
+        rotated, identity = self.stream_design == "value_rotation", self.stream_init == "identity"
+        weights = f"one weight, or {self.num_streams}"
+        for name, ok, expected in (
+            ("rotation_step", rotated == (self.rotation_step > 0), "0 unless streams rotate"),
+            ("stream_init_rank", identity == (self.stream_init_rank == 0), "0 for identity"),
+            ("num_streams", self.num_streams > 0 or self.adapter_scope == "all",
+             "1 or more where LoRA acts on streams alone"),
+            ("stream_weights", len(self.stream_weights) in (1, self.num_streams or 1), weights),
         ):  # fmt: skip
-            self._check(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("epochs", "learning_rate", "embedding_rate", "clip_norm", "lora_alpha"):
-            self._check(name, getattr(self, name) > 0, "more than 0")
-        self._check("learning_rate", self.learning_rate <= 1, "at most 1")
-        self._check("warmup", 0 <= self.warmup < 1, "a share of the steps, below 1")
-        self._check("schedule", self.schedule in SCHEDULES, "one of " + ", ".join(SCHEDULES))
-        self._check("adapter_scope", self.adapter_scope in ADAPTER_SCOPES, "all or streams")
-        self._check(
-            "stream_design", self.stream_design in STREAM_DESIGNS, ", ".join(STREAM_DESIGNS)
-        )
-        self._check("stream_init", self.stream_init in STREAM_INITS, ", ".join(STREAM_INITS))
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_sound = not isinstance(value, float) or math.isfinite(value)
-            self._check(field.name, is_sound, "a finite number")
-        self._check_pairs()
+            found = f"--{name.replace('_', '-')} {getattr(self, name)}"
+            require(ok, found, expected=expected, do=_DO)
 
-    def _settle_f(self) -> None:
+    def _choose_f(self) -> None:
         kind, rank = self.stream_init, self.stream_init_rank
         if kind is None:
             embedded = self.stream_design == "embeddings" and self.num_streams > 0
@@ -103,32 +115,6 @@ class TrainConfig:
             rank = 0 if kind == "identity" else STREAM_INIT_RANK
         object.__setattr__(self, "stream_init", kind)
         object.__setattr__(self, "stream_init_rank", rank)
-
-    def _check_pairs(self) -> None:
-        rotated = self.stream_design == "value_rotation"
-        self._check("rotation_step", rotated == (self.rotation_step > 0), "0 unless streams rotate")
-        self._check("rotation_step", self.rotation_step <= math.pi / 2, "at most pi / 2")
-        identity = self.stream_init == "identity"
-        self._check("stream_init_rank", identity == (self.stream_init_rank == 0), "0 for identity")
-        self._check(
-            "num_streams",
-            self.num_streams > 0 or self.adapter_scope == "all",
-            "1 or more where LoRA acts on streams alone",
-        )
-        self._check(
-            "stream_weights",
-            len(self.stream_weights) in (1, self.num_streams or 1)
-            and all(0 <= weight < math.inf for weight in self.stream_weights),
-            f"one weight of 0 or more, or {self.num_streams}",
-        )
-
-    def _check(self, name: str, ok: bool, expected: str) -> None:
-        if not ok:
-            raise InputError(
-                f"--{name.replace('_', '-')} {getattr(self, name)}",
-                expected=expected,
-                do="correct the option",
-            )
 
     @property
     def alphas(self) -> tuple[float, ...]:
@@ -166,3 +152,32 @@ class TrainConfig:
         if self.schedule == "cosine":
             return self.learning_rate * 0.5 * (1 - math.cos(math.pi * left))
         return self.learning_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """A training run beside its settings.
+
+    Attributes:
+        data: folder with train.jsonl and valid.jsonl.
+        out: folder for the checkpoint, the run's state, its log and its picture.
+        model: the base model.
+        template: text with `{prompt}`; None for the model's chat template.
+        cache_gb: disk that the frozen layers' results may take.
+    """
+
+    data: Path
+    out: Path
+    model: str
+    template: str | None
+    save_every: int = setting(50, "steps between saved states", least=1)
+    valid_every: int = setting(200, "steps between validations", least=1)
+    valid_count: int = setting(64, "held-out examples that a validation replays", least=1)
+    tree_size: int = setting(
+        16, "nodes of the best tree that a validation replays", least=1, most=MAX_TREE_NODES
+    )
+    cache_gb: float = setting(8.0, least=0)
+    max_steps: int | None = setting(None, "stop here, and save (default: the whole run)", least=1)
+
+    def __post_init__(self) -> None:
+        check_settings(self, do=_DO)

@@ -7,50 +7,90 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from ..errors import InputError
+import numpy as np
+
+from ..errors import InputError, require
 from ..loading.files import folder_digest
+from ..loading.load import load_tokenizer
+from ..loading.names import resolve_model
 from ..settings import StreamConfig, read_json
-from .config import TrainConfig
-from .options import RunOptions
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from .batches import Batch
-    from .data import Example
-    from .record import Record
+from .batches import Batch, BatchPlan
+from .config import RunOptions, TrainConfig
+from .data import Encoder, Example, choose_draft_vocab, coverage, read_examples
+from .lower_store import Lower, LowerStore, num_bytes
+from .objective import Objective, Validation
+from .record import LOG_FILE, PICTURE_FILE, Record, bar
 
 SETTINGS_FILE = "training.json"
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
-Lower = Callable[["Batch"], Any]
-"""A batch to [B, T, D] hidden states before layer N - Ns."""
 
-Validate = Callable[[], dict[str, float]]
-"""Figures on the held-out examples, by name."""
+class Trainer(ABC):
+    """Trained weights, their optimiser, and the step that they are at.
 
+    Attributes:
+        objective: what is trained.
+        step: how many steps were taken.
+    """
 
-class Run(Protocol):
-    """The trained weights, their optimiser, and the step that they are at."""
-
+    objective: Objective
     step: int
 
+    @abstractmethod
     def advance(self, batch: Batch, lower: Any) -> dict[str, float]:
-        """One optimiser step; returns the parts of its loss."""
-        ...
+        """One optimiser step; returns the parts of its loss.
+
+        Raises:
+            InputError: the loss is no number any more.
+        """
+
+    @abstractmethod
+    def write(self, path: Path, identity: str) -> None:
+        """Write the state and the run's identity into a file."""
+
+    @abstractmethod
+    def read(self, path: Path) -> tuple[str, Any]:
+        """The identity in a file, and the state; raises whatever a broken file makes it raise."""
+
+    @abstractmethod
+    def restore(self, state: Any) -> None:
+        """Go on from a state."""
 
     def save(self, path: Path, identity: str) -> None:
         """Write the state beside `path`, then put it there."""
-        ...
+        work = path.with_name("new." + path.name)
+        self.write(work, identity)
+        work.replace(path)
 
     def resume(self, path: Path, identity: str) -> None:
-        """Go on from a saved state, if there is one."""
-        ...
+        """Go on from a saved state, if there is one.
+
+        Raises:
+            InputError: it is another run's, or broken.
+        """
+        if not path.exists():
+            return
+        try:
+            found, state = self.read(path)
+        except Exception as error:  # readers raise many kinds
+            raise InputError(
+                f"{path} cannot be read ({type(error).__name__})",
+                expected="the state of a stopped run",
+                do="delete it to start again",
+            ) from error
+        require(
+            found == identity,
+            f"{path.parent} holds a run with other settings, other data or another base model",
+            expected="the settings that it was started with",
+            do="give those, or another --out",
+        )
+        self.restore(state)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,18 +124,28 @@ class Job:
         config = self.config
         return self._digest(config.base_model, config.num_layers, config.insertion_layer, *more)
 
+    def stored_lower(
+        self, objective: Objective, file: str, identity: str, label: str = "frozen layers"
+    ) -> Lower:
+        """What gives the frozen layers' results of a batch: a store, or the layers themselves.
+
+        Args:
+            objective: computes them.
+            file: of the store, in the run's folder.
+            identity: what `lower_identity` says of them.
+            label: what the progress bar calls them.
+        """
+        if num_bytes(self.examples, objective) > self.options.cache_gb * 2**30:
+            return objective.lower
+        store = LowerStore(self.options.out / file, self.examples, objective, identity)
+        store.fill(label)
+        return store.get
+
     def _digest(self, *values: Any) -> str:
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
         for example in self.examples:
             digest.update(example.tokens.tobytes() + bytes([0]))
         return digest.hexdigest()
-
-
-def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
-    """A progress bar, on a terminal only."""
-    from huggingface_hub.utils import tqdm
-
-    return tqdm(items, desc=label, disable=None, **settings)
 
 
 def read_base(folder: Path) -> dict[str, Any]:
@@ -122,11 +172,6 @@ def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
     Raises:
         InputError: the model, the data and the settings do not fit each other.
     """
-    from ..loading.load import load_tokenizer
-    from ..loading.names import resolve_model
-    from .data import Encoder, read_examples
-    from .draft_vocab import choose_draft_vocab
-
     path = resolve_model(options.model)
     base = read_base(path)
     words = load_tokenizer(path, base)
@@ -198,40 +243,48 @@ def _check_tokens(examples: Sequence[Example], vocab_size: int, path: Path) -> N
 
 def run_to_end(
     job: Job,
-    state: Run,
+    trainer: Trainer,
     *,
     prog: str,
     dtype: str,
     identity: str,
     state_file: str,
     lower: Callable[[], Lower],
-    validation: Callable[[], Validate],
+    replay_size: int | None = None,
 ) -> Record:
     """Go on with a run where it was stopped, if it was; returns its record.
 
     Args:
         job: what to train on. Its folder is there.
-        state: as it begins.
+        trainer: as it begins.
         prog: the command.
         dtype: of what is not trained.
         identity: a digest of all that decides the result.
         state_file: where in the run's folder its state is saved.
         lower: makes what the frozen layers say of a batch.
-        validation: makes what is measured now and then.
+        replay_size: of what validations replay; the nodes of the options' tree unless given.
 
     Raises:
         InputError: the folder holds another run, or a broken state.
     """
-    from .record import LOG_FILE, Record
-
-    out = job.options.out
-    state.resume(out / state_file, identity)
-    record = Record(out / LOG_FILE, state.step)
+    out, options = job.options.out, job.options
+    trainer.resume(out / state_file, identity)
+    record = Record(out / LOG_FILE, trainer.step)
     write_settings(job, prog, dtype)
-    _learn(
-        job, state, lower(), validation(), record,
-        save=lambda: state.save(out / state_file, identity),
-    )  # fmt: skip
+    lower_of = lower()
+    validate = Validation(trainer.objective, job.valid, replay_size or options.tree_size)
+    last = min(options.max_steps or job.num_steps, job.num_steps)
+    plan = BatchPlan(job.examples, job.train.batch_size, job.train.seed)
+    first = trainer.step
+    for step in bar(range(first, last), "training", initial=first, total=last, unit="step"):
+        batch = plan.batch(step)
+        entry = trainer.advance(batch, lower_of(batch))
+        if trainer.step % options.valid_every == 0 or trainer.step == last:
+            entry |= validate()
+            _say(entry, job.num_steps)
+        record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
+        if trainer.step % options.save_every == 0 or trainer.step == last:
+            trainer.save(out / state_file, identity)
     return record
 
 
@@ -241,42 +294,19 @@ def check_gradient(norm: float, step: int) -> None:
     Raises:
         InputError: the norm of the gradient is not finite.
     """
-    if not math.isfinite(norm):
-        raise InputError(
-            f"the gradient of step {step} is {norm}",
-            expected="a finite one",
-            do="lower --learning-rate, and start again with another --out",
-        )
+    require(
+        math.isfinite(norm),
+        f"the gradient of step {step} is {norm}",
+        expected="a finite one",
+        do="lower --learning-rate, and start again with another --out",
+    )
 
 
-def finish(job: Job, state: Run, record: Record, result: Path | None = None) -> None:
+def finish(job: Job, trainer: Trainer, record: Record, result: Path | None = None) -> None:
     """Draw a run's curves, and say how far it is; `result` is what it wrote, its folder if None."""
-    from .record import PICTURE_FILE
-
     out = job.options.out
     record.draw(out / PICTURE_FILE, out.name)
-    print(f"{result or out}: step {state.step} of {job.num_steps}", file=sys.stderr)
-
-
-def _learn(
-    job: Job, state: Run, lower: Lower, validation: Validate, record: Record,
-    save: Callable[[], None],
-) -> None:  # fmt: skip
-    """Take the steps that are left, saving and validating as it goes."""
-    from .batches import BatchPlan
-
-    options, last = job.options, min(job.options.max_steps or job.num_steps, job.num_steps)
-    plan = BatchPlan(job.examples, job.train.batch_size, job.train.seed)
-    steps = bar(range(state.step, last), "training", initial=state.step, total=last, unit="step")
-    for step in steps:
-        batch = plan.batch(step)
-        entry = state.advance(batch, lower(batch))
-        if state.step % options.valid_every == 0 or state.step == last:
-            entry |= validation()
-            _say(entry, job.num_steps)
-        record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
-        if state.step % options.save_every == 0 or state.step == last:
-            save()
+    print(f"{result or out}: step {trainer.step} of {job.num_steps}", file=sys.stderr)
 
 
 def _say(entry: dict[str, float], num_steps: int) -> None:
@@ -291,8 +321,6 @@ def _say(entry: dict[str, float], num_steps: int) -> None:
 
 def write_settings(job: Job, prog: str, dtype: str) -> None:
     """Note beside the state how the run was started, and what its data is like."""
-    from .draft_vocab import coverage
-
     settings = {
         "command": " ".join([f"python -m {prog}", *sys.argv[1:]]),
         "train": job.train.to_dict(),
@@ -304,3 +332,62 @@ def write_settings(job: Job, prog: str, dtype: str) -> None:
         settings["draft_vocab_coverage"] = round(coverage(job.valid, job.draft_vocab), 4)
     text = json.dumps(settings, indent=1) + "\n"
     (job.options.out / SETTINGS_FILE).write_text(text, encoding="utf-8")
+
+
+def check_scale(source: Path, found: float, expected: float) -> None:
+    """Check that LoRA weights to start from act as strongly in the new run.
+
+    Raises:
+        InputError: their scale alpha / rank is another.
+    """
+    if not math.isclose(found, expected, rel_tol=1e-6):
+        raise InputError(
+            f"the LoRA in {source} has the scale alpha / rank {found:g}",
+            expected=f"{expected:g}, this run's",
+            do="set --lora-alpha to that scale times --lora-rank",
+        )
+
+
+def check_init(source: Path, found: StreamConfig, wanted: StreamConfig) -> None:
+    """Check that streams to start from mean in the new run what they meant in theirs.
+
+    Args:
+        source: whose they are.
+        found: its settings; without streams anything goes.
+        wanted: the run's.
+
+    Raises:
+        InputError: they start, differ or stand otherwise.
+    """
+    if not found.num_streams:
+        return
+    for name in (
+        "stream_init",
+        "stream_init_rank",
+        "stream_design",
+        "rotation_step",
+        "num_msa_layers",
+    ):
+        before, now = getattr(found, name), getattr(wanted, name)
+        if before != now:
+            raise InputError(
+                f"the streams in {source} have {name} {before}",
+                expected=f"{now}, this run's",
+                do=f"give --{name.replace('_', '-')} {before}",
+            )
+
+
+def check_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Check that every array to start from has one of its name and shape in the new run.
+
+    Raises:
+        InputError: it has none there, or one of another shape.
+    """
+    for name, array in found.items():
+        here = list(wanted[name].shape) if name in wanted else None
+        if list(array.shape) != here:
+            raise InputError(
+                f"{source} has {name} of shape {list(array.shape)}",
+                expected="none of that name" if here is None else f"{here}",
+                do="give this run the settings that it was trained with",
+            )

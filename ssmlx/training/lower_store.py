@@ -1,29 +1,31 @@
 """What the frozen lower layers say of every example, computed once and kept on disk.
 
 Below layer N - Ns nothing is trained, so the hidden states there never change. The file is as
-long as the data has tokens; the part of it that is in use stays in memory. NumPy has no bfloat16:
-here states are their bits, and the trainers look at them as they will.
+long as the data has tokens; the part of it that is in use stays in memory.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..errors import InputError
 from .batches import Batch, in_order
 from .data import Example
+from .objective import Objective
+from .record import bar
 
 _BITS: dict[int, np.dtype] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
 _BATCH_SIZE = 32
 _BATCHES_PER_MARK = 16
 
-LowerBits = Callable[[Batch], np.ndarray]
-"""A batch to the bits of its [B, T, D] hidden states before layer N - Ns."""
+Lower = Callable[[Batch], Any]
+"""A batch to [B, T, D] hidden states before layer N - Ns."""
 
 
 class LowerStore:
@@ -32,25 +34,19 @@ class LowerStore:
     Args:
         path: the file; `path` + ".json" beside it marks how much of it is done.
         examples: whose states they are.
-        width: D.
-        num_bytes: of one number, 2 or 4.
+        objective: computes them.
         identity: of the layers and the data; a file of another one is begun anew.
     """
 
     def __init__(
-        self,
-        path: Path,
-        examples: Sequence[Example],
-        width: int,
-        num_bytes: int,
-        identity: str = "",
+        self, path: Path, examples: Sequence[Example], objective: Objective, identity: str = ""
     ) -> None:
-        self._examples, self._width, self._identity = examples, width, identity
+        self._examples, self._objective, self._identity = examples, objective, identity
         ends = np.cumsum([len(example.tokens) for example in examples])
         self._starts = np.concatenate([[0], ends[:-1]])
-        shape = int(ends[-1]), width
+        shape = int(ends[-1]), objective.hidden_size
         self._mark = path.with_name(path.name + ".json")
-        size = shape[0] * width * num_bytes
+        size = num_bytes(examples, objective)
         if not path.exists() or path.stat().st_size != size or not self._is_own():
             self._mark.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -58,28 +54,30 @@ class LowerStore:
             _check_room(path.parent, size)
             with path.open("wb") as file:
                 file.truncate(size)
-        self._states: np.ndarray = np.memmap(path, _BITS[num_bytes], "r+", shape=shape)
+        self._states: np.ndarray = np.memmap(path, _BITS[objective.state_bytes], "r+", shape=shape)
 
-    def fill(
-        self, lower: LowerBits, progress: Callable[[Sequence[Batch]], Iterable[Batch]]
-    ) -> None:
-        """Compute what is not there yet, in batches that depend on the examples alone."""
+    def fill(self, label: str = "") -> None:
+        """Compute what is not there yet, in batches that depend on the examples alone.
+
+        Args:
+            label: of the progress bar.
+        """
         batches, done = in_order(self._examples, _BATCH_SIZE), self._read_mark().get("batches", 0)
         if done == len(batches):
             return
-        for number, batch in enumerate(progress(batches[done:]), done + 1):
-            for row, states in zip(self._rows(batch), lower(batch), strict=True):
-                index, pad, length = row
+        for number, batch in enumerate(bar(batches[done:], label), done + 1):
+            bits = self._objective.to_bits(self._objective.lower(batch))
+            for (index, pad, length), states in zip(self._rows(batch), bits, strict=True):
                 self._states[index : index + length] = states[pad : pad + length]
             if number % _BATCHES_PER_MARK == 0 or number == len(batches):
                 self._save_mark(number)
 
-    def get(self, batch: Batch) -> np.ndarray:
-        """[B, T, D] bits of a batch; zeros at its padding."""
-        out = np.zeros((*batch.tokens.shape, self._width), self._states.dtype)
+    def get(self, batch: Batch) -> Any:
+        """[B, T, D] of a batch, as the objective has them; zeros at its padding."""
+        out = np.zeros((*batch.tokens.shape, self._objective.hidden_size), self._states.dtype)
         for row, (index, pad, length) in enumerate(self._rows(batch)):
             out[row, pad : pad + length] = self._states[index : index + length]
-        return out
+        return self._objective.from_bits(out)
 
     def _rows(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
         """(first state, column, tokens) of each row."""
@@ -109,7 +107,7 @@ def _check_room(folder: Path, size: int) -> None:
         )
 
 
-def fits(examples: Sequence[Example], width: int, num_bytes: int, gigabytes: float) -> bool:
-    """Whether the states of all examples are within a budget."""
-    size = sum(len(example.tokens) for example in examples) * width * num_bytes
-    return size <= gigabytes * 2**30
+def num_bytes(examples: Sequence[Example], objective: Objective) -> int:
+    """What the states of all examples take on disk."""
+    tokens = sum(len(example.tokens) for example in examples)
+    return tokens * objective.hidden_size * objective.state_bytes

@@ -13,25 +13,31 @@ Shapes, beside the legend of `ssmlx.model.shapes`:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-from ..errors import InputError
-from ..loading.adapter import Adapter, BaseIdentity, expected_stream_tensors, stream_tensors
+from ..loading.adapter import Adapter, BaseIdentity, lora_tensors, stream_tensors, streams_of
 from ..loading.attach import check_base
 from ..model.backbone import Backbone
-from ..model.lora import LoraWeights, RowLora, RowScope, attach_lora, linear_shape
-from ..model.streams import LowRank, StreamWeights, ValueRotation
+from ..model.lora import (
+    LoraWeights,
+    RowLora,
+    RowScope,
+    attach_lora,
+    layer_of,
+    linear_paths,
+    linear_shape,
+)
+from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotation
 from ..settings import StreamConfig
 from .batches import Batch
 from .config import TrainConfig
-from .options import check_init, check_scale, check_shapes
+from .job import check_init, check_scale, check_shapes
 
 EMBEDDING_STD = 0.02
 _CARRIERS_AT_ONCE = 64
@@ -142,49 +148,37 @@ class TrainedModel:
         self.backbone, self.config = backbone, adapter.config
         self._adapter = adapter
         attach_lora(backbone.model, adapter.task_lora, RowScope(0), merge=True, dtype=mx.float32)
-        every_row = self.config.adapter_scope == "all"
-        self._scope = RowScope(0 if every_row else None)
+        self._scope = RowScope(0 if self.config.adapter_scope == "all" else None)
         backbone.replaced = attach_lora(
             backbone.model, adapter.lora, self._scope, merge=False, dtype=mx.float32
         )
         modules: Mapping[str, Any] = dict(backbone.model.named_modules())
         self._loras: dict[str, RowLora] = {path: modules[path] for path in adapter.lora}
-        self._streams = adapter.streams
-        self._rotation = None
-        if self.config.stream_design == "value_rotation" and self.config.num_streams:
-            self._rotation = ValueRotation(self.config.num_streams, self.config.rotation_step)
-        vocab = adapter.streams.draft_vocab
-        self.draft_head = None if vocab is None else backbone.draft_head(vocab)
+        self._fused = StreamFusedModel(backbone, self.config, adapter.streams)
+        self.draft_head = self._fused.draft_head
         self.weights = trained_weights(adapter)
 
     @property
     def adapter(self) -> Adapter:
         """The weights as an adapter, ready to be written."""
         lora = {
-            path: LoraWeights(
-                self.weights[f"{path}.lora_a"], self.weights[f"{path}.lora_b"], old.scale
-            )
+            path: replace(old, a=self.weights[f"{path}.lora_a"], b=self.weights[f"{path}.lora_b"])
             for path, old in self._adapter.lora.items()
         }
         return replace(self._adapter, streams=self._streams, lora=lora)
+
+    @property
+    def _streams(self) -> StreamWeights:
+        assert self._fused.streams is not None
+        return self._fused.streams
 
     def bind(self, weights: Weights) -> None:
         """Compute with these weights from now on."""
         self.weights = weights
         for path, module in self._loras.items():
             module.lora_a, module.lora_b = weights[f"{path}.lora_a"], weights[f"{path}.lora_b"]
-
-        def low_rank(name: str) -> LowRank | None:
-            if f"{name}.lora_A.weight" not in weights:
-                return None
-            return LowRank(weights[f"{name}.lora_A.weight"], weights[f"{name}.lora_B.weight"])
-
-        self._streams = StreamWeights(
-            weights.get("stream_embeddings"),
-            low_rank("stream_init"),
-            low_rank("prune_adapter"),
-            self._adapter.streams.draft_vocab,
-        )
+        vocab = self._adapter.streams.draft_vocab
+        self._fused.streams = replace(streams_of(weights), draft_vocab=vocab)
 
     def lower(self, layout: Layout) -> mx.array:
         """[B, T, D] node states before the insertion layer, which nothing trained changes."""
@@ -201,30 +195,17 @@ class TrainedModel:
             nodes: [B, T, D] as `lower` gives them.
             layout: the batch.
         """
-        streams = [self.insert(nodes[:, carriers]) for carriers, _ in layout.groups]
+        start, count = self._fused.start_streams, self.config.num_streams
+        streams = [start(nodes[:, carriers], count) for carriers, _ in layout.groups]
         for index in range(self.config.insertion_layer, self.config.num_layers):
             view = _NodeView(layout.nodes.positions)
             nodes = self._run(index, nodes, layout.nodes, view)
             with self._scope.starting_at(0):
                 streams = [
-                    self._run(index, states, rows, _StreamView(rows, view, self._rotation))
+                    self._run(index, states, rows, _StreamView(rows, view, self._fused.rotation))
                     for states, (_, rows) in zip(streams, layout.groups, strict=True)
                 ]
         return nodes, mx.concatenate(streams, axis=1) if streams else nodes[:, :0]
-
-    def insert(self, carriers: mx.array) -> mx.array:
-        """[B, k * G, D] the streams' rows of carriers [B, k, D], as in eq. 3."""
-        batch, count, size = carriers.shape
-        start = carriers
-        if self._streams.init is not None:
-            start = self._streams.init(carriers)
-            if self.config.stream_init == "residual":
-                start = carriers + start
-        if self._streams.embeddings is None:
-            rows = mx.repeat(start, self.config.num_streams, axis=1)
-        else:
-            rows = start[:, :, None] + self._streams.embeddings
-        return rows.reshape(batch, count * self.config.num_streams, size).astype(carriers.dtype)
 
     def early_exit(self, nodes: mx.array) -> mx.array:
         """[..., D] of `lower` as the pruning head takes them (section 3.2.3)."""
@@ -241,10 +222,8 @@ class TrainedModel:
 
 def trained_weights(adapter: Adapter) -> Weights:
     """What of an adapter is trained: all but the draft vocabulary."""
-    weights = stream_tensors(adapter.streams)
+    weights = {**stream_tensors(adapter.streams), **lora_tensors(adapter.lora)}
     weights.pop("draft_vocab", None)
-    for path, lora in adapter.lora.items():
-        weights |= {f"{path}.lora_a": lora.a, f"{path}.lora_b": lora.b}
     return {name: array.astype(mx.float32) for name, array in weights.items()}
 
 
@@ -289,14 +268,9 @@ def new_adapter(
         size = config.hidden_size
         return LowRank(uniform(rank, size, size), mx.zeros((size, rank))) if rank else None
 
-    def lora(linear: nn.Module) -> LoraWeights:
-        out_size, in_size = linear_shape(linear)
-        a = uniform(in_size, train.lora_rank, in_size)
-        return LoraWeights(a, mx.zeros((train.lora_rank, out_size)), scale)
-
     scale = train.lora_alpha / train.lora_rank
     embeddings = None
-    if "stream_embeddings" in expected_stream_tensors(config):
+    if config.has_embeddings:
         drawn = EMBEDDING_STD * rng.standard_normal((config.num_streams, config.hidden_size))
         embeddings = mx.array(drawn.astype(np.float32))
     streams = StreamWeights(
@@ -306,32 +280,11 @@ def new_adapter(
         None if draft_vocab is None else mx.array(draft_vocab),
     )
     layers = range(config.insertion_layer, config.num_layers)
-    paths = {id(module): path for path, module in backbone.model.named_modules()}
-    linears = {
-        f"{paths[id(backbone.layers[layer])]}.{name}": linear
-        for layer in layers
-        for name, linear in _linears(backbone.layers[layer], train.lora_modules, layer)
-    }
-    loras = {path: lora(linear) for path, linear in linears.items()}
-    return Adapter(config, streams, BaseIdentity.of(backbone), loras)
-
-
-def _linears(layer: nn.Module, names: Sequence[str], index: int) -> list[tuple[str, nn.Module]]:
-    """The linear modules of a layer that LoRA acts on, by path; all where no names are given."""
-    kinds = (nn.Linear, nn.QuantizedLinear)
-    modules: list[tuple[str, nn.Module]] = list(layer.named_modules())
-    found = sorted((pair for pair in modules if isinstance(pair[1], kinds)), key=lambda p: p[0])
-
-    def is_named(path: str, name: str) -> bool:
-        return path == name or path.endswith("." + name)
-
-    for name in names:
-        if not any(is_named(path, name) for path, _ in found):
-            raise InputError(
-                f"layer {index} has no linear module {name}",
-                expected="one of " + ", ".join(path for path, _ in found),
-                do="correct --lora-modules",
-            )
-    if not names:
-        return found
-    return [(path, m) for path, m in found if any(is_named(path, name) for name in names)]
+    modules: Mapping[str, Any] = dict(backbone.model.named_modules())
+    lora = {}
+    paths = linear_paths(backbone.model, layers, train.lora_modules, "correct --lora-modules")
+    for path in sorted(paths, key=layer_of):
+        out_size, in_size = linear_shape(modules[path])
+        a = uniform(in_size, train.lora_rank, in_size)
+        lora[path] = LoraWeights(a, mx.zeros((train.lora_rank, out_size)), scale)
+    return Adapter(config, streams, BaseIdentity.of(backbone), lora)

@@ -6,7 +6,7 @@ killed goes on from its last saved state to the same result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,84 @@ import mlx.optimizers as optim
 import numpy as np
 
 from ..decoding.drafter import rank_candidates
-from ..errors import InputError
 from ..loading.load import load_base, resolve_dtype
 from ..model.backbone import Backbone
 from ..model.shapes import to_int, to_list
 from ..settings import read_json
-from ..tuning.replay import Guesses
 from .batches import Batch
 from .config import TrainConfig
-from .draft_vocab import draft_indices
-from .job import check_gradient
-from .lower_store import LowerStore
-from .mlx_losses import linear_cross_entropy
+from .job import Trainer, check_gradient
 from .mlx_model import Layout, TrainedModel, Weights
-from .validation import answers
+from .objective import MAIN, PRUNE, STREAM, Objective, Term, row_chunks
 
-PRUNE_STRIDE = 4
-"""One carrier in so many, a different one each step, teaches the pruning adapter."""
-
+_BLOCK = 256
 _ROWS_AT_ONCE = 256
 _CACHE_BYTES = 1 << 31
-_STREAM_LOSS, _MAIN_LOSS, _PRUNE_LOSS = "stream", "main", "prune"
+
+LogitsOf = Callable[[mx.array], mx.array]
+"""Hidden states [R, D] to logits [R, V]: final norm and LM head, packed or not."""
+
+
+def linear_cross_entropy(
+    logits_of: LogitsOf, hidden: mx.array, targets: mx.array, scales: mx.array, vocab_size: int
+) -> tuple[mx.array, mx.array]:
+    """The scaled sum of cross-entropies, and each row's own.
+
+    Args:
+        logits_of: what is frozen.
+        hidden: [R, D], what the gradient reaches.
+        targets: [R] token ids.
+        scales: [R] float32, the weight of each row in the sum.
+        vocab_size: V, by which rows are cut into chunks.
+
+    Returns:
+        The sum, and [R] losses in nats that no gradient passes through.
+    """
+
+    def loss_of(rows: mx.array, wanted: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+        logits = logits_of(rows).astype(mx.float32)
+        chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
+        losses = log_normaliser(logits) - chosen
+        return (losses * weights).sum(), losses
+
+    def chunk_by_chunk(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        losses: list[mx.array] = []
+        gradients: list[mx.array] = []
+        for rows in row_chunks(len(hidden), vocab_size):
+            part = hidden[rows]
+            if losses:  # the last chunk's logits are done with first, however MLX orders its work
+                part = mx.depends([part], [losses[-1], gradients[-1]])[0]
+            (_, own), gradient = mx.value_and_grad(loss_of)(part, targets[rows], scales[rows])
+            losses.append(own)
+            gradients.append(gradient)
+        every = mx.concatenate(losses)
+        return (every * scales).sum(), every, mx.concatenate(gradients)
+
+    def pull_back(
+        hidden: mx.array, upstream: tuple[mx.array, ...], found: tuple[mx.array, ...]
+    ) -> mx.array:
+        return (found[2] * upstream[0]).astype(hidden.dtype)
+
+    summed: Any = mx.custom_function(chunk_by_chunk)
+    summed.vjp(pull_back)
+    total, losses, _ = summed(hidden)
+    return total, mx.stop_gradient(losses)
+
+
+def log_normaliser(logits: mx.array) -> mx.array:
+    """[R] logsumexp of float32 logits [R, V], a block of tokens at a time.
+
+    MLX's CPU backend adds one number after the other. Over a whole vocabulary the small ones are
+    lost: losses come out some 1e-4 too low, and gradients of likely tokens are off by percents.
+    """
+    rows, vocab_size = logits.shape
+    whole = vocab_size // _BLOCK * _BLOCK
+    sums = []
+    if whole:
+        sums.append(mx.logsumexp(logits[:, :whole].reshape(rows, -1, _BLOCK), axis=-1))
+    if whole < vocab_size:
+        sums.append(mx.logsumexp(logits[:, whole:], axis=-1, keepdims=True))
+    return mx.logsumexp(mx.concatenate(sums, axis=1), axis=-1)
 
 
 def load_frozen(path: Path, dtype: str) -> Backbone:
@@ -58,31 +115,7 @@ def load_frozen(path: Path, dtype: str) -> Backbone:
     return backbone
 
 
-@dataclass(frozen=True, eq=False)
-class Term:
-    """One part of eq. 5: a mean of cross-entropies over some rows.
-
-    Attributes:
-        name: what the log calls it.
-        kind: which hidden states its rows are of.
-        rows: [R] places in these, batch and rows flattened.
-        targets: [R] token ids, or places in the draft vocabulary.
-        weight: alpha.
-    """
-
-    name: str
-    kind: str
-    rows: np.ndarray
-    targets: np.ndarray
-    weight: float
-
-    @property
-    def scales(self) -> np.ndarray:
-        """[R] the weight of each row in the sum, so that the sum is the weighted mean."""
-        return np.full(len(self.rows), self.weight / max(1, len(self.rows)), np.float32)
-
-
-class Objective:
+class MlxObjective(Objective):
     """Eq. 5 over a model and its draft vocabulary.
 
     Args:
@@ -95,18 +128,22 @@ class Objective:
         self, model: TrainedModel, train: TrainConfig, draft_vocab: np.ndarray | None
     ) -> None:
         self.model, self.train, self.draft_vocab = model, train, draft_vocab
-        self._vocab_size = model.backbone.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that streams may guess."""
-        return self._vocab_size if self.draft_vocab is None else len(self.draft_vocab)
+        self.vocab_size, self.hidden_size = model.backbone.vocab_size, model.config.hidden_size
+        self.state_bytes = model.backbone.dtype.size
 
     def lower(self, batch: Batch) -> mx.array:
         """[B, T, D] what the frozen layers say."""
         nodes = self.model.lower(self._layout(batch))
         mx.eval(nodes)
         return nodes
+
+    def to_bits(self, states: mx.array) -> np.ndarray:
+        """What `lower` gives as NumPy's integers."""
+        return np.array(states.view(mx.int16 if self.state_bytes == 2 else mx.int32))
+
+    def from_bits(self, bits: np.ndarray) -> mx.array:
+        """The way back."""
+        return mx.array(bits).view(self.model.backbone.dtype)
 
     def loss(
         self, weights: Weights, batch: Batch, lower: mx.array, step: int
@@ -121,38 +158,19 @@ class Objective:
         """
         self.model.bind(weights)
         nodes, streams = self.model.upper(lower, self._layout(batch))
-        states = {_MAIN_LOSS: nodes, _STREAM_LOSS: streams, _PRUNE_LOSS: lower}
+        states = {MAIN: nodes, STREAM: streams, PRUNE: lower}
         total, means = mx.array(0.0), {}
-        terms = [term for term in self.terms(batch, step) if len(term.rows)]
+        terms = self.terms(batch, step)
         for drafting in (False, True):
-            own = [term for term in terms if self._drafts(term) == drafting]
+            own = [t for t in terms if self._drafts(t) == drafting and (t.targets >= 0).any()]
             if not own:
                 continue
             part, losses = self._cross_entropy(own, states, drafting)
             total = total + part
-            ends = np.cumsum([len(term.rows) for term in own])
+            ends = np.cumsum([(term.targets >= 0).sum() for term in own])
             for term, rows in zip(own, mx.split(losses, ends[:-1].tolist()), strict=True):
                 means[term.name] = rows.mean()
-        return total, [means.get(term.name, mx.array(0.0)) for term in self.terms(batch, step)]
-
-    def terms(self, batch: Batch, step: int) -> list[Term]:
-        """The parts of eq. 5 for a batch."""
-        train, found = self.train, []
-        node_rows = np.arange(batch.tokens.size).reshape(batch.tokens.shape)[:, batch.carriers]
-        main_targets = batch.targets(0)
-        if train.adapter_scope == "all":
-            found.append(_term("main", _MAIN_LOSS, node_rows, main_targets, train.main_weight))
-        shape = (*node_rows.shape, train.num_streams)
-        stream_rows = np.arange(node_rows.size * train.num_streams).reshape(shape)
-        for stream, alpha in enumerate(train.alphas, 1):
-            targets = draft_indices(batch.targets(stream), self.draft_vocab)
-            rows = stream_rows[:, :, stream - 1]
-            found.append(_term(f"stream_{stream}", _STREAM_LOSS, rows, targets, alpha))
-        if train.prune_rank and train.prune_weight:
-            some = slice(step % PRUNE_STRIDE, None, PRUNE_STRIDE)
-            rows, targets = node_rows[:, some], main_targets[:, some]
-            found.append(_term("prune", _PRUNE_LOSS, rows, targets, train.prune_weight))
-        return found
+        return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
     def parts(self, batch: Batch, lower: mx.array) -> dict[str, float]:
         """Each part of eq. 5 in nats a token, without learning."""
@@ -165,8 +183,8 @@ class Objective:
         names = [f"{term.name}_loss" for term in self.terms(batch, step)]
         return dict(zip(names, values, strict=True))
 
-    def guesses(self, batch: Batch, lower: mx.array, count: int) -> list[Guesses]:
-        """The `count` likeliest tokens of every stream of every example."""
+    def ranked(self, batch: Batch, lower: mx.array, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """[B, K, G, count] the likeliest draft tokens of every stream, and log probabilities."""
         _, streams = self.model.upper(lower, self._layout(batch))
         rows = streams.reshape(-1, streams.shape[-1])
         pieces = []
@@ -176,61 +194,36 @@ class Objective:
             mx.eval(piece)
             pieces.append([np.array(found) for found in piece])
         shape = len(batch.tokens), len(batch.carriers), self.train.num_streams, count
-        columns = zip(*pieces, strict=True)
-        tokens, logprobs = (np.concatenate(column).reshape(shape) for column in columns)
-        if self.draft_vocab is not None:
-            tokens = self.draft_vocab[tokens]
-        return [
-            Guesses(tokens[row, : len(answer)], logprobs[row, : len(answer)], answer)
-            for row, answer in enumerate(answers(batch))
-        ]
+        tokens, logprobs = zip(*pieces, strict=True)
+        return np.concatenate(tokens).reshape(shape), np.concatenate(logprobs).reshape(shape)
 
     def _layout(self, batch: Batch) -> Layout:
         return Layout.of(batch, self.train.num_streams)
 
     def _drafts(self, term: Term) -> bool:
         """Whether a term's rows meet the head of the draft vocabulary."""
-        return term.kind == _STREAM_LOSS and self.draft_vocab is not None
+        return term.kind == STREAM and self.draft_vocab is not None
 
     def _cross_entropy(
         self, terms: list[Term], states: dict[str, mx.array], drafting: bool
     ) -> tuple[mx.array, mx.array]:
         """The weighted sum over terms that share a head, and each row's loss."""
-
-        def rows_of(term: Term) -> mx.array:
-            flat = states[term.kind].reshape(-1, self.model.config.hidden_size)
-            rows = flat[mx.array(term.rows)]
-            return self.model.early_exit(rows) if term.kind == _PRUNE_LOSS else rows
-
+        rows, targets, scales = [], [], []
+        for term in terms:
+            there = term.targets >= 0
+            flat = states[term.kind].reshape(-1, self.hidden_size)
+            own = flat[mx.array(term.rows[there].astype(np.int32))]
+            rows.append(self.model.early_exit(own) if term.kind == PRUNE else own)
+            targets.append(term.targets[there].astype(np.int32))
+            # Of each row in the sum, so that the sum is the weighted mean.
+            scales.append(np.full(there.sum(), term.weight / there.sum(), np.float32))
         return linear_cross_entropy(
             partial(self.model.logits, drafting=drafting),
-            mx.concatenate([rows_of(term) for term in terms]),
-            mx.array(np.concatenate([term.targets for term in terms]).astype(np.int32)),
-            mx.array(np.concatenate([term.scales for term in terms])),
-            self.draft_vocab_size if drafting else self._vocab_size,
+            mx.concatenate(rows),
+            mx.array(np.concatenate(targets)),
+            mx.array(np.concatenate(scales)),
+            self.draft_vocab_size if drafting else self.vocab_size,
         )
-
-
-def _term(name: str, kind: str, rows: np.ndarray, targets: np.ndarray, weight: float) -> Term:
-    """A term over those of the rows [B, k] that have a target."""
-    there = targets >= 0
-    return Term(name, kind, rows[there].astype(np.int32), targets[there], weight)
-
-
-class MlxLowerStore:
-    """A store of the frozen layers' results, as arrays of MLX."""
-
-    def __init__(self, store: LowerStore, dtype: mx.Dtype) -> None:
-        self._store, self._dtype = store, dtype
-        self._bits = mx.int16 if dtype.size == 2 else mx.int32
-
-    def fill(self, objective: Objective, progress: Any) -> None:
-        """Compute what is not there yet."""
-        self._store.fill(lambda batch: np.array(objective.lower(batch).view(self._bits)), progress)
-
-    def get(self, batch: Batch) -> mx.array:
-        """[B, T, D] of a batch; zeros at its padding."""
-        return mx.array(self._store.get(batch)).view(self._dtype)
 
 
 class Adam:
@@ -279,10 +272,12 @@ class Adam:
             optimizer.state |= {"step": arrays["step"], **own}
 
 
-class Run:
+class MlxTrainer(Trainer):
     """The trained weights, their optimiser, and the step that they are at."""
 
-    def __init__(self, objective: Objective, num_steps: int) -> None:
+    objective: MlxObjective
+
+    def __init__(self, objective: MlxObjective, num_steps: int) -> None:
         self.objective, self.num_steps, self.step = objective, num_steps, 0
         self.weights = objective.model.weights
         self.optimizer = Adam(self.weights, objective.train)
@@ -314,44 +309,22 @@ class Run:
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}
 
-    def save(self, path: Path, identity: str) -> None:
-        """Write the state beside `path`, then put it there."""
+    def write(self, path: Path, identity: str) -> None:
+        """Write the state and the run's identity into a file."""
         weights = {f"weight {name}": array for name, array in self.weights.items()}
         arrays = {**self.optimizer.state, **weights}
-        work = path.with_name("new." + path.name)
-        mx.save_safetensors(str(work), arrays, metadata={"identity": identity})
-        work.replace(path)
+        mx.save_safetensors(str(path), arrays, metadata={"identity": identity})
 
-    def resume(self, path: Path, identity: str) -> None:
-        """Go on from a saved state, if there is one.
+    def read(self, path: Path) -> tuple[str, Any]:
+        """The identity in a file, and the state."""
+        loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+        arrays, metadata = loaded
+        mx.eval(arrays)
+        return metadata.get("identity", ""), arrays
 
-        Raises:
-            InputError: it is another run's, or broken.
-        """
-        if not path.exists():
-            return
-        try:
-            arrays, metadata = _read_state(path)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise InputError(
-                f"{path} cannot be read ({type(error).__name__})",
-                expected="the state of a stopped run",
-                do="delete it to start again",
-            ) from error
-        if metadata.get("identity") != identity:
-            raise InputError(
-                f"{path.parent} holds a run with other settings, other data or another base model",
-                expected="the settings that it was started with",
-                do="give those, or another --out",
-            )
-        self.weights = {name: arrays[f"weight {name}"] for name in self.weights}
-        self.optimizer.state = arrays
-        self.step = to_int(arrays["step"])
+    def restore(self, state: dict[str, mx.array]) -> None:
+        """Go on from a state."""
+        self.weights = {name: state[f"weight {name}"] for name in self.weights}
+        self.optimizer.state = state
+        self.step = to_int(state["step"])
         self.objective.model.bind(self.weights)
-
-
-def _read_state(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
-    arrays, metadata = loaded
-    mx.eval(arrays)
-    return arrays, metadata

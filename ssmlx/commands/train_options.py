@@ -1,0 +1,170 @@
+"""The options of the training commands, one for each field of their settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import require
+from ..loading.names import CONFIG_FILE
+from ..settings import DEFAULT_MODEL, read_json
+from ..training.config import STREAM_INIT_RANK, RunOptions, TrainConfig
+from .options import make_parser, template_text
+
+OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
+                "clip_norm", "max_length", "seed")  # fmt: skip
+_F = {
+    "stream_init": "low_rank; identity where streams rotate, or where there are none; with --init "
+    "what that has",
+    "stream_init_rank": f"{STREAM_INIT_RANK}; 0 for identity",
+}
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "streams": ("num_streams", "num_msa_layers", "adapter_scope", "stream_design", "rotation_step",
+                *_F, "prune_rank", "draft_vocab_size"),
+    "LoRA": ("lora_rank", "lora_alpha", "lora_modules"),
+    "loss (eq. 5)": ("main_weight", "stream_weights", "prune_weight"),
+    "optimisation": (*OPTIMISATION[:3], "embedding_rate", *OPTIMISATION[3:]),
+}  # fmt: skip
+
+
+def training_parser(
+    module: str, description: str, epilog: str, init: str, task_lora: str
+) -> argparse.ArgumentParser:
+    """A parser with every option that the stream trainers share.
+
+    Args:
+        module, description, epilog: of the command.
+        init: what --init takes.
+        task_lora: what --task-lora takes.
+    """
+    parser = make_parser(module, description, epilog)
+    add_run_options(parser)
+    parser.add_argument(
+        "--init", type=Path, metavar="FOLDER",
+        help=f"{init} whose weights this run starts from; what it lacks starts anew",
+    )  # fmt: skip
+    for title, names in _GROUPS.items():
+        add_settings(parser, title, names, shown=_F)
+    parser.add_argument(
+        "--task-lora", type=Path, metavar="FOLDER",
+        help=f"{task_lora}, which the model is to have on every row while streams learn to draft "
+        "for it (--adapter-scope streams): its answers stay exactly what they are",
+    )  # fmt: skip
+    return parser
+
+
+def add_settings(
+    parser: argparse.ArgumentParser,
+    title: str,
+    names: Sequence[str],
+    defaults: Mapping[str, Any] | None = None,
+    shown: Mapping[str, str] | None = None,
+) -> None:
+    """A group of options, one for each of these fields of `TrainConfig`.
+
+    Args:
+        parser: takes the group.
+        title: of the group.
+        names: of the fields.
+        defaults: where they are not the fields' own.
+        shown: what None, the default of these, comes to.
+    """
+    group = parser.add_argument_group(title)
+    known = {one.name: one for one in fields(TrainConfig)}
+    shown = shown or {}
+    for name in names:
+        kind, limits = type(known[name].default), known[name].metadata
+        default: Any = (defaults or {}).get(name, known[name].default)
+        says = " ".join(map(str, default)) if kind is tuple else str(default)
+        if name in shown:
+            default, says = None, shown[name]
+        settings: dict[str, Any] = {"default": default, "help": limits["help"]}
+        if limits.get("allowed") and limits["allowed"].choices:
+            settings["choices"] = limits["allowed"].choices
+        elif kind is tuple:
+            numbers = name == "stream_weights"
+            settings |= {"nargs": "+", "type": float if numbers else str, "metavar": "X"}
+        else:
+            settings |= {"type": int if kind is type(None) else kind, "metavar": "X"}
+        settings["help"] += f" (default: {says})" if says else ""
+        group.add_argument("--" + name.replace("_", "-"), **settings)
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, with_trees: bool = True) -> None:
+    """Data, folder, model, template, and how often to save and to validate.
+
+    Args:
+        parser: takes the options.
+        with_trees: whether a validation replays trees, whose size is an option then.
+    """
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--data", type=Path, required=True, metavar="FOLDER",
+        help="train.jsonl and valid.jsonl, as mlx-lm's LoRA training takes them",
+    )  # fmt: skip
+    group.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER",
+        help="where checkpoint, log and picture go; the same command again resumes a stopped run",
+    )  # fmt: skip
+    group.add_argument(
+        "--model", default=DEFAULT_MODEL, help="the base model (default: %(default)s)"
+    )
+    group.add_argument(
+        "--template", default="chat",
+        help="chat, the model's chat template; raw; or a text with {prompt}, with \\n for a new "
+        "line. It travels with the adapter (default: %(default)s)",
+    )  # fmt: skip
+    for one in fields(RunOptions):
+        if one.name == "tree_size" and not with_trees:
+            parser.set_defaults(tree_size=one.default)
+        elif text := one.metadata.get("help"):
+            group.add_argument(
+                "--" + one.name.replace("_", "-"), type=int, default=one.default, metavar="N",
+                help=text if one.default is None else f"{text} (default: {one.default})",
+            )  # fmt: skip
+
+
+def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
+    """How much of the disk `what` may take."""
+    group.add_argument(
+        "--cache-gb", type=float, default=RunOptions.cache_gb, metavar="X",
+        help=f"disk that {what} may take; beyond it they are computed anew every step "
+        "(default: %(default)s)",
+    )  # fmt: skip
+
+
+def train_config(args: argparse.Namespace) -> TrainConfig:
+    """The settings that the options ask for; f is that of --init where they do not name one.
+
+    Raises:
+        InputError: one of them makes no sense, or --task-lora with LoRA that acts on every row.
+    """
+    values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
+    if all(values[name] is None for name in _F):
+        values |= _f_of(args.init)
+    require(
+        args.task_lora is None or args.adapter_scope == "streams",
+        "--task-lora with --adapter-scope all, whose LoRA would act on every row too",
+        expected="--adapter-scope streams",
+        do="give that, or --init to train the task's LoRA further",
+    )
+    return TrainConfig.from_dict(values)
+
+
+def _f_of(folder: Path | None) -> dict[str, Any]:
+    """f of eq. 3 in the adapter or checkpoint that a run starts from, if that has streams."""
+    if folder is None or not (folder / CONFIG_FILE).is_file():
+        return {}
+    found = read_json(folder / CONFIG_FILE, "the settings of streams")
+    return {name: found[name] for name in _F if name in found} if found.get("num_streams") else {}
+
+
+def run_options(args: argparse.Namespace) -> RunOptions:
+    """The rest of the options."""
+    templates = {"chat": None, "raw": "{prompt}"}
+    text = template_text(args.template)
+    given = {f.name: vars(args)[f.name] for f in fields(RunOptions) if f.name in vars(args)}
+    return RunOptions(**{**given, "template": templates.get(text, text)})

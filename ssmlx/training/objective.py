@@ -1,0 +1,172 @@
+"""What every trainer computes of a batch: eq. 5, and how decoding held-out text would go."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..settings import TreeConfig
+from ..tuning.replay import Guesses, Replay, num_candidates, replay
+from .batches import Batch, in_order
+from .config import TrainConfig
+from .data import Example, draft_indices
+
+MAIN, STREAM, PRUNE = "main", "stream", "prune"
+PRUNE_STRIDE = 4
+"""One carrier in so many, a different one each step, teaches the pruning adapter."""
+
+_CHUNK_LOGITS = 1 << 24
+_VALIDATION_BATCH = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """One part of eq. 5: a mean of cross-entropies over some rows.
+
+    Attributes:
+        name: what the log calls it, without "_loss".
+        kind: which hidden states its rows are of: `MAIN`, `STREAM` or `PRUNE`.
+        rows: [B, k] places in these, batch and rows flattened.
+        targets: [B, k] token ids, or places in the draft vocabulary; -1 where a row has none.
+        weight: alpha.
+    """
+
+    name: str
+    kind: str
+    rows: np.ndarray
+    targets: np.ndarray
+    weight: float
+
+
+class Objective(ABC):
+    """A loss over a model that streams are trained on; its hidden states are its own affair.
+
+    Attributes:
+        train: the settings of the run.
+        vocab_size: V.
+        draft_vocab: [Vd] tokens that streams may guess; None for all.
+        hidden_size: D.
+        state_bytes: of one number of what `lower` gives, 2 or 4.
+    """
+
+    train: TrainConfig
+    vocab_size: int
+    draft_vocab: np.ndarray | None
+    hidden_size: int
+    state_bytes: int
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Vd; V where every token may be guessed."""
+        return self.vocab_size if self.draft_vocab is None else len(self.draft_vocab)
+
+    @abstractmethod
+    def lower(self, batch: Batch) -> Any:
+        """[B, T, D] what the frozen layers say."""
+
+    @abstractmethod
+    def to_bits(self, states: Any) -> np.ndarray:
+        """What `lower` gives as NumPy's integers of its width: NumPy has no bfloat16."""
+
+    @abstractmethod
+    def from_bits(self, bits: np.ndarray) -> Any:
+        """The way back."""
+
+    @abstractmethod
+    def parts(self, batch: Batch, lower: Any) -> dict[str, float]:
+        """Each part of the loss in nats a token, without learning."""
+
+    @abstractmethod
+    def ranked(self, batch: Batch, lower: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """[B, K, G, count] the likeliest draft tokens of every stream, and log probabilities.
+
+        Tokens are places in the draft vocabulary, best first.
+        """
+
+    def terms(self, batch: Batch, step: int) -> list[Term]:
+        """The parts of eq. 5; `step` decides which carriers teach the pruning adapter."""
+        train, found = self.train, []
+        node_rows = np.arange(batch.tokens.size).reshape(batch.tokens.shape)[:, batch.carriers]
+        main_targets = batch.targets(0)
+        if train.adapter_scope == "all":
+            found.append(Term(MAIN, MAIN, node_rows, main_targets, train.main_weight))
+        shape = (*node_rows.shape, train.num_streams)
+        stream_rows = np.arange(node_rows.size * train.num_streams).reshape(shape)
+        for stream, alpha in enumerate(train.alphas, 1):
+            targets = draft_indices(batch.targets(stream), self.draft_vocab)
+            rows = stream_rows[:, :, stream - 1]
+            found.append(Term(f"stream_{stream}", STREAM, rows, targets, alpha))
+        if train.prune_rank and train.prune_weight:
+            some = slice(step % PRUNE_STRIDE, None, PRUNE_STRIDE)
+            rows, targets = node_rows[:, some], main_targets[:, some]
+            found.append(Term(PRUNE, PRUNE, rows, targets, train.prune_weight))
+        return found
+
+    def guesses(self, batch: Batch, lower: Any, count: int) -> list[Guesses]:
+        """The `count` likeliest tokens of every stream of every example."""
+        tokens, logprobs = self.ranked(batch, lower, count)
+        if self.draft_vocab is not None:
+            tokens = self.draft_vocab[tokens]
+        return [
+            Guesses(tokens[row, : len(answer)], logprobs[row, : len(answer)], answer)
+            for row, answer in enumerate(answers(batch))
+        ]
+
+    def replay(self, batch: Batch, lower: Any, size: int) -> Replay | None:
+        """The target calls of decoding the answers with best trees of `size` nodes.
+
+        None where nothing drafts.
+        """
+        if not self.train.num_streams:
+            return None
+        # A stream cannot rank more tokens than it may guess.
+        tree = TreeConfig(kind="best", size=size, width=self.draft_vocab_size)
+        count = num_candidates(tree, self.train.num_streams)
+        return replay(self.guesses(batch, lower, count), tree)
+
+
+class Validation:
+    """Held-out examples: their losses, and the target calls that decoding them would take.
+
+    Args:
+        objective: what is trained.
+        examples: held out.
+        size: of what the replay drafts, see `Objective.replay`.
+    """
+
+    def __init__(self, objective: Objective, examples: Sequence[Example], size: int) -> None:
+        self._objective, self._size = objective, size
+        batches = in_order(examples, _VALIDATION_BATCH)
+        self._batches = [(batch, objective.lower(batch)) for batch in batches]
+
+    def __call__(self) -> dict[str, float]:
+        """Mean losses, and tokens per call where something drafts."""
+        sums: dict[str, float] = {}
+        replays: list[Replay] = []
+        for batch, lower in self._batches:
+            for name, value in self._objective.parts(batch, lower).items():
+                sums[f"valid_{name}"] = sums.get(f"valid_{name}", 0.0) + value
+            found = self._objective.replay(batch, lower, self._size)
+            replays += [] if found is None else [found]
+        entry = {name: round(value / len(self._batches), 4) for name, value in sums.items()}
+        if replays:
+            whole = Replay(sum(r.num_tokens for r in replays), sum(r.num_calls for r in replays))
+            entry["tokens_per_call"] = round(whole.tokens_per_call, 4)
+        return entry
+
+
+def answers(batch: Batch) -> Iterator[np.ndarray]:
+    """The answer tokens of each example."""
+    for tokens, pad, length in zip(batch.tokens, batch.pads, batch.lengths, strict=True):
+        yield tokens[batch.prompt_width : pad + length]
+
+
+def row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    """Rows whose logits are computed at a time: by far the largest arrays of a step."""
+    size = max(1, _CHUNK_LOGITS // vocab_size)
+    for first in range(0, num_rows, size):
+        yield slice(first, first + size)
