@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .errors import InputError
-from .model.streams import StreamFusedModel
+from .settings import StreamConfig
 
 Message = Mapping[str, str]
 """One turn of a chat: {"role": "system" | "user" | "assistant", "content": text}."""
@@ -21,6 +21,13 @@ Prompt = Mapping[str, Any]
 
 _KINDS = ("prompt", "messages")
 _ROLES = ("system", "user", "assistant")
+
+
+class Model(Protocol):
+    """What a prompt needs to know of a model: its adapter's settings, if it has one."""
+
+    @property
+    def config(self) -> StreamConfig | None: ...
 
 
 def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
@@ -129,7 +136,7 @@ def user_text(prompt: Prompt) -> str:
 
 def encode_prompt(
     prompt: Prompt,
-    model: StreamFusedModel,
+    model: Model,
     tokenizer: TokenizerWrapper,
     template: str | None = None,
 ) -> list[int]:
@@ -175,7 +182,7 @@ def refusing_turns(turns: str) -> Iterator[None]:
 
 
 def prompt_tokens(
-    text: str, model: StreamFusedModel, tokenizer: TokenizerWrapper, template: str | None = None
+    text: str, model: Model, tokenizer: TokenizerWrapper, template: str | None = None
 ) -> list[int]:
     """The tokens of one prompt.
 
