@@ -25,7 +25,7 @@ from tiny_export import (
 from convert.base import load_base
 from convert.export.ane import rms_norm
 from convert.export.export import build_graphs
-from convert.export.heads import Head
+from convert.export.parts import Head
 from convert.export.settings import ExportConfig
 from convert.export.source import build_reference
 from ssmlx.errors import InputError
@@ -56,6 +56,7 @@ def assert_same_steps(folders, *configs):
     return min(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["all", "streams"])
 def test_steps_are_those_of_mlx(scope, tmp_path):
     folders = write_pair(tmp_path, adapter_scope=scope)
@@ -71,12 +72,14 @@ def test_steps_are_those_of_mlx(scope, tmp_path):
     assert fewest < TOKENS - 2, "hardly a draft was accepted, so this shows little"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["Qwen2", "Qwen3", "Mistral"])
 def test_both_profiles_know_these_architectures(architecture, tmp_path):
     folders = write_pair(tmp_path, architecture, adapter_scope="streams")
     assert_same_steps(folders, config(), config(profile="ane"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["Phi3", "Phi", "OPT"])
 def test_the_profile_gpu_takes_other_layers(architecture, tmp_path):
     base = {"OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64}}.get(architecture, {})
@@ -86,6 +89,7 @@ def test_the_profile_gpu_takes_other_layers(architecture, tmp_path):
         build_graphs(folders.base, folders.load_adapter(), config(profile="ane"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["gpu", "ane"])
 def test_other_designs(profile, tmp_path):
     rotated = write_pair(
@@ -100,6 +104,7 @@ def test_other_designs(profile, tmp_path):
     assert_same_steps(tied, config(profile=profile, num_streams=2, prune=PRUNED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["gpu", "ane"])
 def test_a_draft_vocabulary_limits_the_drafts(profile, tmp_path):
     vocab = torch.tensor([0, 1, 2, 4, 5, 7, 8, 10], dtype=torch.int32)
@@ -108,6 +113,7 @@ def test_a_draft_vocabulary_limits_the_drafts(profile, tmp_path):
     assert_same_steps(folders, config(profile=profile))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["gpu", "ane"])
 def test_a_tasks_lora_acts_on_every_row_beside_the_streams_own(profile, tmp_path):
     folders = write_pair(tmp_path, adapter_scope="streams")

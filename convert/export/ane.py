@@ -17,9 +17,8 @@ from torch.nn import functional
 from ssmlx.errors import InputError
 
 from ..reference.model import LoraLinear, LowRank, StreamFusedReference
-from .heads import Head
-from .parts import RowCount, Rows, draft_head, query_groups, wrap_lora
-from .sizes import GraphSizes
+from .parts import Head, RowCount, Rows, draft_head, query_groups, wrap_lora
+from .settings import GraphSizes
 
 # The Neural Engine takes no wider tensor.
 HEAD_PIECE = 16384

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ssmlx.errors import InputError, first_line
+from ssmlx.exported.backends import NEW
 
 from .graph import Carrying, Graph, Stateful
 from .settings import ExportConfig
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 # Kept in float32 by the profile `gpu`: squares of hidden states and sums of exponentials.
 _WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"})
-NEW = "_new"
-"""Behind the name of a cache that is an output."""
 
 
 @contextlib.contextmanager
@@ -131,14 +130,38 @@ def _type_of(value: Any) -> str | None:
 
 def _pipeline(ct: Any) -> Any:
     """The converter's own passes, and ours before those that place the cache's writes."""
-    with quiet():
-        from .passes import NAME
     pipeline = ct.PassPipeline()
     where = pipeline.passes.index("common::canonicalize_inplace_pattern")
-    pipeline.insert_pass(where, NAME)
+    pipeline.insert_pass(where, _register_pass())
     # It would hold depths, of which some are -1, and tokens in 16 bits, where they overflow.
     pipeline.remove_passes(["common::add_int16_cast"])
     return pipeline
+
+
+def _register_pass() -> str:
+    """The name of a pass of ours, known to the converter from here on.
+
+    An assignment to a whole tensor is the new tensor: one copy of the cache less a layer.
+    """
+    with quiet():
+        from coremltools.converters.mil.mil.passes.graph_pass import AbstractGraphPass
+        from coremltools.converters.mil.mil.passes.pass_registry import register_pass
+
+    class DropWholeUpdates(AbstractGraphPass):
+        def apply(self, prog: Any) -> None:
+            for block in prog.functions.values():
+                for op in list(block.operations):
+                    if op.op_type == "slice_update" and op.x.shape == op.update.shape:
+                        block.replace_uses_of_var_after_op(
+                            anchor_op=op,
+                            old_var=op.outputs[0],
+                            new_var=op.update,
+                            force_replace=True,
+                        )
+                        block.remove_ops([op])
+
+    register_pass(namespace="ssmlx", override=True)(DropWholeUpdates)
+    return "ssmlx::DropWholeUpdates"
 
 
 def merge_functions(models: Mapping[str, coremltools.models.MLModel], package: Path) -> None:

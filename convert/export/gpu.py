@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from ..reference.model import LoraLinear, StreamFusedReference, rotate_values
-from .heads import Head
-from .parts import RowCount, Rows, draft_head, query_groups, wrap_lora
-from .sizes import GraphSizes
+from .parts import Head, RowCount, Rows, draft_head, query_groups, wrap_lora
+from .settings import GraphSizes
 
 ATTENTION = "ssmlx_export"
 

@@ -5,7 +5,7 @@ What the host gives to "decode", all in slots of the cache and nodes of the tree
     tokens     [N] int32    token of each node; node 0, the root, is not in the cache yet
     positions  [N] int32    where it stands in the text
     slots      [N] int32    a free slot of the cache for it, all different
-    mask       [1, 1, N, S] 0 where the node sees the slot, else `masks.MASKED`: every committed
+    mask       [1, 1, N, S] 0 where the node sees the slot, else `MASKED`: every committed
                             slot, its ancestors' slots and its own
     parents    [N] int32    its parent; the root's is the root
     depths     [N] int32    its depth; -1 for a node that only fills the tree up
@@ -21,8 +21,8 @@ and what it gets, beside the cache:
 
 "prefill" takes tokens, positions, slots and mask of T prompt tokens, and gives the last slot.
 
-The stages are those of `ssmlx/decode.py`. Acceptance is part of the graph, so that the streams of
-one node alone pass the LM head.
+The stages are those of `ssmlx/decoding/loop.py`. Acceptance is part of the graph, so that the
+streams of one node alone pass the LM head.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from .heads import Head
-from .masks import own_stream_mask, upper_mask
-from .parts import Rows
-from .sizes import GraphSizes
-from .tree import last_accepted, renumbered, surviving_nodes
+from ssmlx.exported.backends import DECODE, PREFILL
+from ssmlx.exported.decode import MASKED
+from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
-PREFILL, DECODE = "prefill", "decode"
+from .parts import Head, Rows
+from .settings import GraphSizes
+
+# Below every path that exists: less than any depth times the least edge, and a float16.
+_IMPOSSIBLE = -1e4
 
 
 class Profile(Protocol):
@@ -270,3 +272,81 @@ class Carrying(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         caches = tensors[len(self.function.inputs) :]
         return (*self.function(*tensors), *caches)
+
+
+# --- Masks, additive, from the mask of the nodes that the host gives --------------------------
+
+
+def own_stream_mask(num_nodes: int, num_streams: int, dtype: torch.dtype) -> torch.Tensor:
+    """[M * G, M * G] eq. 2 among stream rows: stream j of a node sees the node's streams 1 to j."""
+    row = torch.arange(num_nodes * num_streams)
+    same_node = row[:, None] // num_streams == row // num_streams
+    visible = same_node & (row <= row[:, None])
+    return torch.where(visible, 0.0, MASKED).to(dtype)
+
+
+def upper_mask(nodes: torch.Tensor, own: torch.Tensor, num_streams: int) -> torch.Tensor:
+    """[1, 1, M * (1 + G), S + M * G] mask of nodes and their streams (eqs. 1 and 2).
+
+    Args:
+        nodes: [1, 1, M, S] what each node sees; its streams see the same slots.
+        own: [M * G, M * G] as `own_stream_mask`.
+        num_streams: G.
+    """
+    _, _, num_nodes, num_slots = nodes.shape
+    num_rows = own.shape[0]
+    blind = torch.full((1, 1, num_nodes, num_rows), MASKED, dtype=nodes.dtype)
+    node_rows = torch.cat([nodes, blind], dim=3)
+    seen = nodes[0, 0, :, None].expand(num_nodes, num_streams, num_slots)
+    seen = seen.reshape(1, 1, num_rows, num_slots)
+    return torch.cat([node_rows, torch.cat([seen, own[None, None]], dim=3)], dim=2)
+
+
+# --- What a step decides about its tree: the rules of `ssmlx.decoding`, on fixed shapes --------
+
+
+def surviving_nodes(
+    edges: torch.Tensor, depths: torch.Tensor, ancestors: torch.Tensor, keep: int
+) -> torch.Tensor:
+    """[M] int32 the `keep` nodes of the largest path probability, ascending.
+
+    Args:
+        edges: [N] early-exit log probability of each node given its parent.
+        depths: [N] int32.
+        ancestors: [N, N] 1 where the column's node is the row's or above it, else 0.
+        keep: M.
+    """
+    below_root = (depths > 0).to(edges.dtype)
+    clipped = edges.clamp(MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB) * below_root
+    idle = (depths < 0).to(edges.dtype)
+    scores = (ancestors * clipped).sum(dim=-1) + _IMPOSSIBLE * idle
+    chosen = scores.topk(keep).indices.int()
+    # Ascending, by a sort of small whole numbers, which float16 holds exactly.
+    return -(-chosen.to(edges.dtype)).topk(keep).values.int()
+
+
+def last_accepted(
+    tokens: torch.Tensor,
+    targets: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+) -> torch.Tensor:
+    """[1] int32 the deepest node whose whole path carries the target's own tokens.
+
+    Args:
+        tokens: [M] int32 token of each node.
+        targets: [M] int32 the target's token after each node.
+        parents: [M] int32; the root's own is the root.
+        depths: [M] int32.
+        ancestors: [M, M] as in `surviving_nodes`.
+    """
+    agrees = torch.logical_or(tokens == targets[parents], depths == 0)
+    faults = (ancestors * torch.logical_not(agrees).to(ancestors.dtype)).sum(dim=-1)
+    reached = (depths + 1).to(ancestors.dtype) * (faults < 0.5).to(ancestors.dtype)
+    return reached.argmax(dim=0, keepdim=True).int()
+
+
+def renumbered(kept: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """[M] int32 where each of `nodes` [M] stands among `kept` [M]."""
+    return (nodes[:, None] == kept).int().argmax(dim=-1).int()

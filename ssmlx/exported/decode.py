@@ -21,7 +21,8 @@ from .manifest import Manifest
 from .tree import DraftTree, accepted_path, grow_tree, root_tree
 
 MASKED = -1e4
-"""What is added to the score of a slot that a row does not see."""
+"""What is added to the score of a slot that a row does not see. Not minus infinity: on the Neural
+Engine and in float16 it turns into NaN where a row sees nothing, and exp(-1e4) is 0 everywhere."""
 
 Progress = Callable[[int, int], None]
 
