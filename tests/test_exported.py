@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny import make_tokenizer
 
-from ssmlx import exported as coreml
+from ssmlx import exported
 from ssmlx.decoding.accept import accept
 from ssmlx.errors import InputError
 from ssmlx.exported.api import ExportedModel, stream_generate
@@ -223,7 +223,7 @@ def test_the_text_is_the_tokenizers():
     assert "".join(response.text for response in responses).split() == [
         f"w{i}" for i in range(4, 9)
     ]
-    assert coreml.generate(model, "w1 w2 w3", max_tokens=2).split() == ["w4", "w5"]
+    assert exported.generate(model, "w1 w2 w3", max_tokens=2).split() == ["w4", "w5"]
 
 
 def test_bad_prompts_are_refused():
@@ -235,7 +235,7 @@ def test_bad_prompts_are_refused():
     with pytest.raises(InputError, match="--max-tokens 0"):
         stream_generate(model, [1], max_tokens=0)
     with pytest.raises(InputError, match="the prompt is empty"):
-        coreml.prompt_tokens(model, " ")
+        exported.prompt_tokens(model, " ")
 
 
 def test_a_package_that_accepts_otherwise_than_the_host_is_found_out():
@@ -247,8 +247,8 @@ def test_a_package_that_accepts_otherwise_than_the_host_is_found_out():
 
 def test_the_adapters_template_comes_before_the_chat_template():
     model = make_model(prompt_template="w1 {prompt} w2")
-    assert coreml.prompt_tokens(model, "w7") == [1, 7, 2]
-    assert coreml.prompt_tokens(make_model(), "w7") == [7]
+    assert exported.prompt_tokens(model, "w7") == [1, 7, 2]
+    assert exported.prompt_tokens(make_model(), "w7") == [7]
 
 
 # --- Backends ---
@@ -315,11 +315,11 @@ def test_a_folder_whose_files_do_not_belong_together_is_refused(tmp_path):
     folder = write_export(tmp_path / "out")
     (folder / "model.mlpackage" / "weights").write_bytes(b"abd")
     with pytest.raises(InputError, match=r"is not the package that manifest\.json was written for"):
-        coreml.load(folder)
+        exported.load(folder)
     (folder / "model.mlpackage" / "weights").unlink()
     (folder / "model.mlpackage").rmdir()
     with pytest.raises(InputError, match="does not exist"):
-        coreml.load(folder)
+        exported.load(folder)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from typing import Any
 
 from ssmlx import __version__
 from ssmlx.errors import InputError
-from ssmlx.exported.manifest import MANIFEST, PACKAGES, Manifest, package_digest
+from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, package_digest
 from ssmlx.exported.tree import TreeTables
 from ssmlx.loading.adapter import Adapter, load_adapter
 from ssmlx.loading.files import new_folder
@@ -39,7 +39,6 @@ from .graph import DECODE, DecodeGraph, Graph, PrefillGraph
 from .settings import ExportConfig
 from .source import build_reference, check_context
 
-REPORT = "report.json"
 _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "transformers")
 
 

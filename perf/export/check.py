@@ -16,15 +16,20 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from ssmlx import exported as coreml
+from ssmlx import exported
 from ssmlx.api import GenerationResponse, stream_generate
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
+from ssmlx.exported.backends import DECODE, Arrays, Backend
+from ssmlx.exported.manifest import REPORT
+from ssmlx.exported.tree import TreeTables, node_scores
 from ssmlx.loading.load import load
 from ssmlx.model.shapes import to_float
 from ssmlx.model.streams import StreamFusedModel
@@ -33,10 +38,11 @@ from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 
 from ..run.common import save
 from ..run.tasks import SAMPLE_PROMPTS
-from .ties import TIE, deciding_margin, parting_call
 
 PROG = "perf.export.check"
-REPORT = "report.json"
+TIE = 1e-4
+"""Nodes that differ by less count as equally likely (log probability). On SmolLM2-135M the log
+probabilities of two runtimes differed by up to 6e-5 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +120,13 @@ class Row:
         )
 
 
-def load_exported(folder: Path) -> tuple[coreml.ExportedModel, str]:
+def load_exported(folder: Path) -> tuple[exported.ExportedModel, str]:
     """An exported model on this machine, and the name of what runs it."""
-    model = coreml.load(folder)
+    model = exported.load(folder)
     return model, "Core AI" if model.manifest.target == "coreai" else "Core ML"
 
 
-def mlx_config(manifest: coreml.Manifest, max_tokens: int) -> GenerateConfig:
+def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
     """MLX's settings for the trees of an exported model."""
     tree, streams = manifest.tree, manifest.num_streams
     full = sum(tree.num_candidates**level for level in range(streams + 1)) == manifest.num_nodes
@@ -152,10 +158,10 @@ def _answer(responses: Sequence[GenerationResponse], seconds: float) -> Answer:
     )
 
 
-def exported_answer(model: coreml.ExportedModel, prompt: list[int], max_tokens: int) -> Answer:
+def exported_answer(model: exported.ExportedModel, prompt: list[int], max_tokens: int) -> Answer:
     """An answer by an exported model."""
     started = time.perf_counter()
-    responses = list(coreml.stream_generate(model, prompt, max_tokens=max_tokens))
+    responses = list(exported.stream_generate(model, prompt, max_tokens=max_tokens))
     return _answer(responses, time.perf_counter() - started)
 
 
@@ -170,6 +176,69 @@ def gap(model: StreamFusedModel, prompt: list[int], mine: Answer, theirs: Answer
     return to_float(logits[theirs.tokens[where]] - logits[mine.tokens[where]])
 
 
+# An exported model may take another number of calls than MLX for the same tokens. Float32 sums of
+# thirty layers differ in their last digits with the order of summation; where two nodes are all but
+# equally likely and only one of them fits into the tree, that decides which.
+
+
+class Recorder:
+    """A backend that keeps the log probabilities of each draft.
+
+    Args:
+        backend: does the work.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.logprobs: list[np.ndarray] = []
+
+    def make_state(self) -> Any:
+        """See `Backend`."""
+        return self._backend.make_state()
+
+    def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
+        """See `Backend`."""
+        found = self._backend.predict(function, inputs, state)
+        if function == DECODE:
+            self.logprobs.append(np.array(found["candidate_logprobs"]))
+        return found
+
+
+def margin(logprobs: np.ndarray, tables: TreeTables) -> float:
+    """By how much the last node of a tree beats the first that is left out; inf where none is.
+
+    Args:
+        logprobs: [G, K] of each stream's candidates.
+        tables: the nodes that there can be.
+    """
+    scores = np.sort(node_scores(logprobs, tables))[::-1]
+    if len(scores) <= tables.size:
+        return float("inf")
+    return float(scores[tables.size - 1] - scores[tables.size])
+
+
+def parting_call(mine: Sequence[int], theirs: Sequence[int]) -> int:
+    """The first call that advances by another number of tokens.
+
+    Args:
+        mine: tokens that each call of one side advanced by.
+        theirs: those of the other, of the same sum and another length.
+    """
+    return next(call for call, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b)
+
+
+def deciding_margin(
+    model: exported.ExportedModel, prompt: Sequence[int], call: int, max_tokens: int
+) -> float:
+    """`margin` of the tree that `call` verified, in an answer to `prompt`."""
+    recorder = Recorder(model.backend)
+    watched = replace(model, backend=recorder)
+    answer = exported.stream_generate(watched, prompt, max_tokens=max_tokens)
+    for _ in islice(answer, call):
+        pass
+    return margin(recorder.logprobs[call - 1], model.manifest.tree)
+
+
 def check(
     folder: Path,
     mlx_model: tuple[StreamFusedModel, Any],
@@ -179,30 +248,30 @@ def check(
     """Run one exported folder on `prompts` and compare."""
     from huggingface_hub.utils import tqdm
 
-    exported, backend = load_exported(folder)
+    package, backend = load_exported(folder)
     model, tokenizer = mlx_model
-    manifest = exported.manifest
+    manifest = package.manifest
     streaming = mlx_config(manifest, max_tokens)
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     found, expected, gaps, margins = [], [], [], []
     for asked in tqdm(prompts, desc=f"{folder.name} by {backend}", disable=None):
-        prompt = coreml.prompt_tokens(exported, asked)
+        prompt = exported.prompt_tokens(package, asked)
         oracle = mlx_answer(model, tokenizer, prompt, plain)
         drafted = mlx_answer(model, tokenizer, prompt, streaming)
         expected.append(replace(oracle, target_calls=drafted.target_calls))
-        found.append(exported_answer(exported, prompt, max_tokens))
+        found.append(exported_answer(package, prompt, max_tokens))
         if found[-1].tokens != oracle.tokens:
             gaps.append(gap(model, prompt, found[-1], oracle))
         elif found[-1].target_calls != drafted.target_calls and manifest.dtype == "float32":
             call = parting_call(found[-1].advances, drafted.advances)
-            margins.append(deciding_margin(exported, prompt, call, max_tokens))
+            margins.append(deciding_margin(package, prompt, call, max_tokens))
     return _row(folder, backend, manifest, found, expected, (gaps, margins))
 
 
 def _row(
     folder: Path,
     backend: str,
-    manifest: coreml.Manifest,
+    manifest: exported.Manifest,
     found: Sequence[Answer],
     expected: Sequence[Answer],
     differences: tuple[Sequence[float], Sequence[float]],

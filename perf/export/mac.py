@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ssmlx import exported as coreml
+from ssmlx import exported
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
@@ -142,7 +142,7 @@ def speed(
 
 
 def mlx_speeds(
-    args: argparse.Namespace, manifest: coreml.Manifest, prompts: Sequence[list[int]]
+    args: argparse.Namespace, manifest: exported.Manifest, prompts: Sequence[list[int]]
 ) -> tuple[list[Speed], list[Answer]]:
     """MLX's streaming and plain decoding, and the plain answers, which all are compared with."""
     model, tokenizer = load(args.model, adapter=args.adapter)
@@ -162,7 +162,7 @@ def coreml_speed(
     folder: Path, units: str, prompts: Sequence[list[int]], oracle: Sequence[Answer], limit: int
 ) -> Speed:
     """Core ML on `units`."""
-    model = coreml.load(folder, compute_units=units)
+    model = exported.load(folder, compute_units=units)
     exported_answer(model, prompts[0], limit)  # warm-up
     answers = [exported_answer(model, prompt, limit) for prompt in prompts]
     plan = compute_plan(model.manifest.package(folder), units)
@@ -174,11 +174,11 @@ def _main(args: argparse.Namespace) -> None:
         raise InputError(
             "Core ML runs on macOS alone", expected="macOS 15 or later", do="run this on a Mac"
         )
-    manifest = coreml.Manifest.read(args.folder)
+    manifest = exported.Manifest.read(args.folder)
     units = [args.compute_units] if args.compute_units else COMPUTE_UNITS
-    exported = coreml.load(args.folder, compute_units=units[0])
+    package = exported.load(args.folder, compute_units=units[0])
     asked = read_prompts(args.prompts)[: max(1, args.count)]
-    prompts = [coreml.prompt_tokens(exported, prompt) for prompt in asked]
+    prompts = [exported.prompt_tokens(package, prompt) for prompt in asked]
     rows, oracle = mlx_speeds(args, manifest, prompts)
     for unit in units:
         rows.append(coreml_speed(args.folder, unit, prompts, oracle, args.max_tokens))

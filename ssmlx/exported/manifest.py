@@ -16,7 +16,7 @@ from ..settings import read_json
 from .tree import TreeTables
 
 FORMAT = "ssmlx-export/1"
-MANIFEST = "manifest.json"
+MANIFEST, REPORT = "manifest.json", "report.json"
 TARGETS = ("coreml", "coreai")
 PACKAGES = {"coreml": "model.mlpackage", "coreai": "model.aimodel"}
 _DO = "export it again with this version of ssmlx"
