@@ -64,9 +64,9 @@ FEW_TOKENS = (0, 1, 2, 4, 7, 8, 12)
 SMALL_LOOKAHEAD = LookaheadConfig(window=3, ngram=3, guesses=3)
 
 
-@lru_cache(maxsize=1)
-def bare_model():
-    return StreamFusedModel(Backbone(make_base()))
+@lru_cache(maxsize=4)
+def bare_model(architecture="llama"):
+    return StreamFusedModel(Backbone(make_base(architecture)))
 
 
 @lru_cache(maxsize=1)

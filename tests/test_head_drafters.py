@@ -8,7 +8,6 @@ import math
 import shutil
 import sys
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -18,23 +17,24 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 from real import VOCAB as WORDS
 from real import one_line, words, write_base, write_tiny_adapter
-from tiny import (
-    VOCAB,
-    best_rank_paths,
-    first_tokens,
-    make_base,
-    make_model,
-    make_tokenizer,
-    target_of,
+from test_drafters import FEW_TOKENS, bare_model, cycle_model, written
+from tiny import VOCAB, best_rank_paths, first_tokens, make_model, make_tokenizer, target_of
+from tiny_heads import (
+    HEAD_KINDS,
+    LEVELS,
+    converted,
+    cycle_heads,
+    make_heads,
+    random_heads,
+    random_reference,
+    token_paths,
 )
-from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, head_config, make_heads, random_heads
 
-from ssmlx.api import stream_generate, token_steps
+from ssmlx.api import stream_generate
 from ssmlx.commands import chat, generate
 from ssmlx.decoding.accept import Acceptance
 from ssmlx.decoding.loop import streaming_decode
 from ssmlx.drafters.heads import attach_heads, write_heads
-from ssmlx.drafters.mlp_speculator import num_candidate_nodes
 from ssmlx.errors import InputError
 from ssmlx.model.architectures import carries_heads
 from ssmlx.model.backbone import Backbone
@@ -46,12 +46,10 @@ from ssmlx.settings import GenerateConfig, PruneConfig, SpeculatorTreeConfig, Tr
 
 PROMPT = [3, 1, 4, 1, 5]
 WIDTHS = (4, 3, 2)
-FEW_TOKENS = (0, 1, 2, 4, 7, 8, 12)
 
 
-@lru_cache(maxsize=8)
-def bare_model(architecture="llama"):
-    return StreamFusedModel(Backbone(make_base(architecture)))
+def plain(model, prompt, count, **settings):
+    return written(model, prompt, count, decoding="plain", **settings)[0]
 
 
 def drafted(model, settings, prompt, count):
@@ -70,21 +68,11 @@ def drafted(model, settings, prompt, count):
     return tokens, seen
 
 
-def plain(model, prompt, count, **settings):
-    steps = token_steps(model, prompt, model.make_cache(), decoding="plain", **settings)
-    return first_tokens(steps, count)[0]
-
-
-def lengths_of(model, settings, prompt, count):
-    steps = token_steps(model, prompt, model.make_cache(), **settings)
-    return first_tokens(steps, count)[1]
-
-
-def token_paths(tree):
-    """Every node but the root, as the tokens that lead to it."""
-    tokens, depths = tree.tokens.tolist(), tree.depths.tolist()
-    rows = zip(tree.paths.tolist(), depths, strict=True)
-    return {tuple(tokens[node] for node in path[1 : depth + 1]) for path, depth in rows} - {()}
+def own_tree(heads, model, text):
+    """The tree that heads grow from mlx-lm's own hidden state of a text but its last token."""
+    state = model.backbone.model.model(mx.array(text[:-1])[None])[0, -1:]
+    shape = TreeConfig() if heads.drafter == "medusa" else SpeculatorTreeConfig()
+    return heads.propose_tree(mx.array(text[-1:], mx.int32), state, shape)
 
 
 # --- The trees ---
@@ -108,12 +96,7 @@ def test_every_tree_is_the_heads_own(architecture, kind, settings):
     tokens, seen = drafted(model, {"heads": heads}, PROMPT, 16)
     assert tokens == plain(model, PROMPT, 16) and len(seen) > 3
     for text, tree in seen:
-        state = model.backbone.model.model(mx.array(text[:-1])[None])[0, -1:]
-        root = mx.array(text[-1:], mx.int32)
-        if kind == "medusa":
-            expected = heads.propose_tree(root, state, TreeConfig())
-        else:
-            expected = heads.propose_tree(root, state, SpeculatorTreeConfig())
+        expected = own_tree(heads, model, text)
         assert tree.tokens.tolist() == expected.tokens.tolist()
         assert tree.paths.tolist() == expected.paths.tolist()
         assert tree.depths.tolist() == expected.depths.tolist()
@@ -156,12 +139,17 @@ def test_what_the_drafters_say_of_themselves():
     blocks, matrix = size * size + size, VOCAB * size
     medusa = make_heads("medusa", model.backbone, num_layers=2, shared_heads=(1,))
     tied = make_heads("mlp-speculator", model.backbone, tie_weights=True, vocab=FEW_TOKENS)
+    wide = make_heads(
+        "mlp-speculator", model.backbone, tie_weights=True, vocab=FEW_TOKENS,
+        top_k_tokens_per_head=WIDTHS, n_candidates=8,
+    )  # fmt: skip
     once = 2 * inner + (VOCAB + len(FEW_TOKENS) + size + inner) * inner
     full = TreeConfig(kind="full", width=2)
     for settings, levels, nodes, parameters in (
         ({"heads": medusa}, 3, 16, 6 * blocks + 2 * matrix),
         ({"heads": medusa, "tree": full}, 3, 15, 6 * blocks + 2 * matrix),
         ({"heads": tied}, 3, 16, once),  # 1 + 5 + 5 + 5 of 6 x 3 x 2
+        ({"heads": wide}, 3, 1 + 4 + 8 + 8, once),  # as published, of 4 x 3 x 2
         (speculator(tied, widths=[2, 2]), 2, 7, once),
         (speculator(tied, widths=[3, 3], candidates=2), 2, 5, once),
         (speculator(tied, size=9), 3, 9, once),
@@ -182,30 +170,7 @@ def speculator(heads, **tree):
     return {"heads": heads, "speculator_tree": SpeculatorTreeConfig(**tree)}
 
 
-def test_published_settings_are_the_default_tree():
-    model = bare_model()
-    heads = make_heads(
-        "mlp-speculator", model.backbone, top_k_tokens_per_head=WIDTHS, n_candidates=8
-    )
-    drafter = make_plan(model, heads=heads).drafter
-    assert drafter.max_nodes == num_candidate_nodes(WIDTHS, 8)
-
-
 # --- Constructed acceptance ---
-
-
-@lru_cache(maxsize=1)
-def cycle_model():
-    """t is followed by (t + 1) % VOCAB, and its hidden state is along axis t."""
-    model = make_base()
-    for layer in model.layers:
-        layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
-        layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
-    size = model.args.hidden_size
-    model.model.embed_tokens.weight = mx.eye(VOCAB, size)
-    model.model.norm.weight = mx.ones(size)
-    model.lm_head.weight = 5 * mx.eye(VOCAB, size)[(mx.arange(VOCAB) - 1) % VOCAB]
-    return StreamFusedModel(Backbone(model))
 
 
 CHAIN = {"tree": TreeConfig(kind="full", width=1), **speculator(None, widths=(1,) * LEVELS)}
@@ -231,7 +196,8 @@ def test_acceptance_ends_where_the_heads_go_wrong(kind, num_right):
     model = cycle_model()
     heads = cycle_heads(kind, model.backbone, num_right=num_right)
     settings = {**CHAIN, "heads": heads}
-    assert lengths_of(model, settings, [4], 1 + 6 * (num_right + 1)) == [1] + [num_right + 1] * 6
+    _, lengths = written(model, [4], 1 + 6 * (num_right + 1), **settings)
+    assert lengths == [1] + [num_right + 1] * 6
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
@@ -246,7 +212,7 @@ def test_acceptance_ends_where_the_draft_vocabulary_does(kind):
         lengths.append(right + 1)
         token = (token + right + 1) % VOCAB
     assert len(set(lengths[1:])) > 2
-    assert lengths_of(model, settings, [4], sum(lengths)) == lengths
+    assert written(model, [4], sum(lengths), **settings)[1] == lengths
 
 
 # --- Long contexts, adapters ---
@@ -259,8 +225,7 @@ def test_a_long_prompt(kind, sampling):
     heads = make_heads(kind, model.backbone)
     prompt = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
     settings = {**sampling, "prefill_step_size": 64}
-    steps = token_steps(model, prompt, model.make_cache(), heads=heads, **settings)
-    tokens, _ = first_tokens(steps, 60)
+    tokens, _ = written(model, prompt, 60, heads=heads, **settings)
     assert tokens == plain(model, prompt, 60, **settings)
 
 
@@ -280,10 +245,7 @@ def test_heads_of_an_adapted_model(kind, merge):
     tokens, seen = drafted(model, settings, PROMPT, 20)
     assert tokens == expected == plain(model, PROMPT, 20) != plain(bare_model(), PROMPT, 20)
     for text, tree in seen:
-        state = oracle.backbone.model.model(mx.array(text[:-1])[None])[0, -1:]
-        root = mx.array(text[-1:], mx.int32)
-        shape = TreeConfig() if kind == "medusa" else SpeculatorTreeConfig()
-        assert token_paths(tree) == token_paths(attached.propose_tree(root, state, shape))
+        assert token_paths(tree) == token_paths(own_tree(attached, oracle, text))
 
 
 # --- PyTorch, end to end ---
@@ -315,30 +277,6 @@ def reference_state(model, text):
     torch = pytest.importorskip("torch")
     with torch.no_grad():
         return model.model(torch.tensor([text[:-1]])).last_hidden_state[:, -1]
-
-
-def convert(model, backbone, folder):
-    """A reference through published files, the converter and the public loader."""
-    from convert.formats.heads import convert_heads, save_published
-
-    save_published(model, folder / "published")
-    (folder / "mlx").mkdir()
-    write_heads(folder / "mlx", convert_heads(folder / "published", backbone, "tiny", "stored"))
-    return folder / "mlx"
-
-
-def random_reference(kind, backbone, vocab):
-    torch = pytest.importorskip("torch")
-    from convert.reference.heads import MedusaReference, MlpSpeculatorReference
-
-    config = head_config(kind, backbone, vocab)
-    make = MedusaReference if kind == "medusa" else MlpSpeculatorReference
-    model = make(config, None if vocab is None else torch.tensor(vocab, dtype=torch.int32))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.4).add_(1.0 if parameter.ndim == 1 else 0.0)
-    return model.eval()
 
 
 def medusa_paths(model, state, size, vocab):
@@ -377,8 +315,8 @@ def test_every_tree_is_the_references(base, loaded, tmp_path, kind, reduced, siz
 
     model, (backbone, torch_base) = loaded[0], (loaded[0].backbone, load_base(base))
     vocab = tuple(range(1, WORDS, 3)) if reduced else None
-    reference = random_reference(kind, backbone, vocab)
-    heads = ssmlx.load_heads(str(convert(reference, backbone, tmp_path)), model)
+    reference = random_reference(kind, backbone, vocab, seed=1)
+    heads = ssmlx.load_heads(str(converted(reference, backbone, tmp_path)), model)
     settings = {
         "heads": heads,
         "tree": TreeConfig(size=size),
@@ -428,7 +366,10 @@ def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, s
     ask = ["--prompt", words(3), "--jsonl", "--max-tokens", "12", "--adapter", "none"]
     capsys.readouterr()
     answers = []
-    for more in (["--model", str(folder), "--heads", str(out)], ["--model", str(base)]):
+    for more in (
+        ["--model", str(folder), "--drafter", f"medusa heads={out}"],
+        ["--model", str(base)],
+    ):
         assert generate.main([*ask, *more]) == 0
         answers.append(json.loads(capsys.readouterr().out)["tokens"])
     assert answers[0] == answers[1]
@@ -515,23 +456,14 @@ def test_the_command_drafts_with_heads(run, folders, base, tmp_path):
         assert record["tokens"] == adapted
 
 
-IDLE = {
-    "--decoding plain": "--drafter would do nothing here; expected streaming decoding",
-    "--num-streams 2": "--num-streams would do nothing here; expected --drafter streams",
-    "--prune budget": "--prune would do nothing here; expected a model with streams",
-}
-
-
-@pytest.mark.parametrize("options", IDLE)
-def test_idle_options_are_refused(run, folders, options):
-    code, said = run("--drafter", f"medusa heads={folders['medusa']}", *options.split())
-    assert code == 2 and IDLE[options] in said
-
-
 def test_wrong_heads_are_refused(run, folders, tmp_path):
     other = write_base(tmp_path / "other", norm=1.5)
     speculators = f"mlp-speculator heads={folders['mlp-speculator']}"
+    medusa = f"medusa heads={folders['medusa']}"
     for drafter, more, expected in (
+        (medusa, ("--decoding", "plain"), "--drafter would do nothing here; expected streaming"),
+        (medusa, ("--num-streams", 2), "--num-streams would do nothing here; expected --drafter"),
+        (medusa, ("--prune", "budget"), "--prune would do nothing here; expected a model with"),
         ("medusa", (), "--drafter medusa without heads; expected heads=FOLDER"),
         (f"medusa heads={tmp_path / 'nowhere'}", (), "no heads folder"),
         (f"medusa heads={other}", (), "heads_config.json does not exist"),

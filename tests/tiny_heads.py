@@ -1,11 +1,12 @@
-"""Random and rigged drafting heads for the models of `tiny`."""
+"""Random and rigged drafting heads for the models of `tiny` and `real`."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.drafters.heads import HeadConfig, Heads, attach_heads
+from ssmlx.drafters.head_drafter import HeadConfig
+from ssmlx.drafters.heads import Heads, attach_heads, write_heads
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.loading.adapter import BaseIdentity
@@ -16,7 +17,10 @@ LEVELS = 3
 
 def head_config(kind: str, backbone, vocab=None, **changes) -> HeadConfig:
     """Settings of heads that guess LEVELS tokens ahead, among `vocab` if given."""
-    both = {"vocab_size": backbone.vocab_size, "draft_vocab_size": len(vocab or ())}
+    both = {
+        "vocab_size": backbone.vocab_size,
+        "draft_vocab_size": 0 if vocab is None else len(vocab),
+    }
     size = backbone.hidden_size
     if kind == "medusa":
         own = {"num_heads": LEVELS, "num_layers": 1, "hidden_size": size}
@@ -64,3 +68,40 @@ def cycle_heads(kind: str, backbone, *, vocab=None, num_right: int = LEVELS):
             tensors[f"ln.{level}.weight"] = mx.ones(size)
             tensors[f"head.{level}.weight"] = matrix
     return attach_heads(Heads(heads.config, tensors, heads.base), backbone)
+
+
+def random_reference(kind: str, backbone, vocab=None, *, seed: int = 0, **changes):
+    """Heads in PyTorch of which every number does something."""
+    import torch
+
+    from convert.reference.heads import new_reference
+
+    tokens = None if vocab is None else torch.tensor(vocab, dtype=torch.int32)
+    model = new_reference(head_config(kind, backbone, vocab, **changes), tokens)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.4).add_(1.0 if parameter.ndim == 1 else 0.0)
+    return model.eval()
+
+
+def converted(model, backbone, folder):
+    """The MLX folder of a reference, which goes through published files and the converter."""
+    from convert.formats.heads import convert_heads, save_published
+
+    save_published(model, folder / "published")
+    (folder / "mlx").mkdir(exist_ok=True)
+    write_heads(folder / "mlx", convert_heads(folder / "published", backbone, "tiny", "stored"))
+    return folder / "mlx"
+
+
+def token_paths(tree) -> set[tuple[int, ...]]:
+    """Every node below the root, as the tokens that lead to it; each is there once."""
+    tokens, paths, depths = tree.tokens.tolist(), tree.paths.tolist(), tree.depths.tolist()
+    assert depths == sorted(depths) and depths[0] == 0
+    found = []
+    for node, (path, depth) in enumerate(zip(paths, depths, strict=True)):
+        assert path[0] == 0 and set(path[depth:]) == {node}
+        found.append(tuple(tokens[above] for above in path[1 : depth + 1]))
+    assert len(set(found)) == len(found)
+    return set(found) - {()}
