@@ -101,7 +101,7 @@ def make_plan(
     if tuning and config.leaves_all_open and not _drafting_pays(tuning, context):
         kind = None
     sampling = Sampling(config, model.backbone.vocab_size)
-    done = _shaped(config, tuning.way(context).shape) if tuning else config.with_default_shape()
+    done = _shaped(config, tuning.best(context).shape) if tuning else config.with_default_shape()
     drafter, pace = None, Pace()
     if kind is not None:
         _check_prune(model, done.prune or PruneConfig(), kind)
@@ -271,7 +271,7 @@ def _decision(
 ) -> str:
     if tuning is not None:
         choice = _shape_of(config, model).text() if kind else "plain decoding, which is faster"
-        if kind and context is None and len(tuning.ways) > 1:
+        if kind and context is None and len(tuning.shapes) > 1:
             choice += ", other trees behind other contexts"
         return f"tuned for this machine: {choice} (ssmlx.calibrate, {tuning.made})"
     if drafter is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import abc
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .errors import InputError, require
 
@@ -568,6 +570,42 @@ class GenerateConfig(SamplingConfig):
             prune=self.prune or PruneConfig(),
             stream_schedule=self.stream_schedule or "second-pass",
         )
+
+
+def to_json(value: Any) -> Any:
+    """JSON values of a settings class; a field's metadata may give it another name there."""
+    if is_dataclass(value):
+        named = {one.metadata.get("json", one.name): one.name for one in fields(value)}
+        return {name: to_json(getattr(value, own)) for name, own in named.items()}
+    if isinstance(value, Mapping):
+        return {name: to_json(one) for name, one in value.items()}
+    return [to_json(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """What `to_json` made of a settings class, built and checked again by its annotations.
+
+    Raises:
+        TypeError, ValueError, AttributeError: it is broken. InputError is a ValueError.
+    """
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        named = {one.metadata.get("json", one.name): one.name for one in fields(kind)}
+        return kind(
+            **{
+                own: from_json(hints[own], value[name])
+                for name, own in named.items()
+                if name in value
+            }
+        )  # type: ignore[operator]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return None if value is None else from_json(inner[0], value)
+    if origin is tuple:
+        return tuple(from_json(inner[0], one) for one in value)
+    if origin is abc.Mapping:
+        return {name: from_json(inner[1], one) for name, one in value.items()}
+    return kind(value) if kind in (int, float, str) else value
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

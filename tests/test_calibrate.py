@@ -185,12 +185,12 @@ def test_what_lies_beside_the_forwards_is_what_steps_take_beyond_them(model):
         for size in (2, 6)
         for schedule in ("fused", "second-pass")
     ]
-    bare = replace(COSTS, beside=None)
+    bare = replace(COSTS, overhead=None)
     costs = with_whole_steps(model, bare, [[1, 2, 3]], shapes, steps=3, clock=Clock(50.0))
     for shape in shapes:
         # The context moves a little from step to step, and with it the forwards.
         assert costs.step_seconds(shape, 8) == pytest.approx(50.0, abs=0.1)
-    assert costs.beside["fused"].rows == (2, 6)
+    assert costs.overhead["fused"].rows == (2, 6)
 
 
 def candidate(size, tokens, seconds, **changes) -> PricedShape:

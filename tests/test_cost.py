@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from ssmlx.decoding.pace import FIRST_WAIT, LONGEST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
-from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.settings import PruneConfig, TreeConfig, from_json, to_json
 from ssmlx.tuning.cost import DraftShape, StepCosts, Surface, interpolate
 
 ROWS = (1, 4, 16, 64)
@@ -33,7 +33,7 @@ COSTS = StepCosts(
     head=flat(1.0, 0.02),
     draft_head=flat(0.5, 0.01),
     early_exit=flat(0.8, 0.03),
-    beside={"fused": flat(0.1, 0.0), "second-pass": flat(0.2, 0.001)},
+    overhead={"fused": flat(0.1, 0.0), "second-pass": flat(0.2, 0.001)},
 )
 SECOND = DraftShape(tree=TreeConfig(size=16), num_streams=5)
 FUSED = replace(SECOND, stream_schedule="fused")
@@ -58,7 +58,7 @@ def test_pruning_pays_for_the_early_exit_and_spares_rows_above_it():
 
 
 def test_noise_does_not_make_a_step_cheaper_than_its_forwards():
-    noisy = replace(COSTS, beside={"fused": flat(-100.0, 0.0), "second-pass": flat(-0.1, 0.0)})
+    noisy = replace(COSTS, overhead={"fused": flat(-100.0, 0.0), "second-pass": flat(-0.1, 0.0)})
     assert noisy.step_seconds(FUSED, 0) == 0.75 * noisy.forward_seconds(FUSED, 0)
     assert noisy.step_seconds(SECOND, 0) == noisy.forward_seconds(SECOND, 0) - 0.1
 
@@ -102,14 +102,14 @@ def test_a_surface_with_holes_is_refused(broken):
         replace(COSTS.lower, **broken)
 
 
-@pytest.mark.parametrize("costs", [COSTS, replace(COSTS, early_exit=None, beside=None)])
+@pytest.mark.parametrize("costs", [COSTS, replace(COSTS, early_exit=None, overhead=None)])
 def test_costs_survive_json(costs):
-    assert StepCosts.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
+    assert from_json(StepCosts, json.loads(json.dumps(to_json(costs)))) == costs
 
 
 @pytest.mark.parametrize("shape", [SECOND, FUSED, PRUNED], ids=DraftShape.text)
 def test_shapes_survive_json(shape):
-    assert DraftShape.from_dict(json.loads(json.dumps(asdict(shape)))) == shape
+    assert from_json(DraftShape, json.loads(json.dumps(to_json(shape)))) == shape
 
 
 def test_shapes_are_told_in_words_and_options():

@@ -18,10 +18,10 @@ from ssmlx.errors import InputError
 from ssmlx.plan import make_plan
 from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
-from ssmlx.tuning.cost import DraftShape, Surface, Way
+from ssmlx.tuning.cost import DraftShape, MeasuredShape, Surface
 from ssmlx.tuning.profile import (
-    Place,
     Profile,
+    ProfileKey,
     mlx_version,
     profile_of,
     store_profile,
@@ -46,19 +46,19 @@ def model():
 def profile(model, **changes) -> Profile:
     """One that says that drafting pays."""
     values = {
-        "place": Place.of(model), "made": "2026-08-02", "mlx": mlx_version(), "context": 100,
-        "ways": (way(),), "costs": COSTS, **changes,
+        "key": ProfileKey.of(model), "made": "2026-08-02", "mlx": mlx_version(), "context": 100,
+        "shapes": (best(),), "costs": COSTS, **changes,
     }  # fmt: skip
     return Profile(**values)
 
 
-def way(tokens_per_call=9.0, shape=SHAPE) -> Way:
-    return Way(shape=shape, tokens_per_call=tokens_per_call)
+def best(tokens_per_call=9.0, shape=SHAPE) -> MeasuredShape:
+    return MeasuredShape(shape=shape, tokens_per_call=tokens_per_call)
 
 
 def slow(model, **changes) -> Profile:
     """One that says that it does not."""
-    return profile(model, ways=(way(1.01),), **changes)
+    return profile(model, shapes=(best(1.01),), **changes)
 
 
 def test_profiles_lie_in_the_cache_folder(model, tmp_path, monkeypatch):
@@ -76,9 +76,9 @@ def test_a_profile_is_found_again_as_it_was(model):
 
 def test_a_new_profile_takes_the_place_of_the_old_one(model):
     store_profile(profile(model))
-    assert profile_of(model).way() == way(9.0)
-    store_profile(profile(model, ways=(way(8.0),)))
-    assert profile_of(model).way() == way(8.0)
+    assert profile_of(model).best() == best(9.0)
+    store_profile(profile(model, shapes=(best(8.0),)))
+    assert profile_of(model).best() == best(8.0)
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,15 @@ def test_a_quantised_model_and_another_machine_are_other_places(model, monkeypat
     packed = make_model(seed=2)
     for layer in packed.backbone.model.layers:
         nn.quantize(layer.self_attn, group_size=32, bits=4)
-    here = Place.of(model)
-    assert Place.of(packed).model != here.model
+    here = ProfileKey.of(model)
+    assert ProfileKey.of(packed).model != here.model
     monkeypatch.setattr(model, "_draft_head", nn.Linear(2, 2))
-    assert Place.of(model) == here
+    assert ProfileKey.of(model) == here
     monkeypatch.setattr(model.backbone, "draft_bits", 8)
-    assert Place.of(model).adapter != here.adapter
+    assert ProfileKey.of(model).adapter != here.adapter
     monkeypatch.undo()
     monkeypatch.setattr(tuning, "this_machine", lambda: ("another chip", "gpu"))
-    assert Place.of(model).path != here.path
+    assert ProfileKey.of(model).path != here.path
 
 
 def _edited(path, **changes):
@@ -151,7 +151,7 @@ BROKEN = {
     "a list": (lambda path: path.write_text("[]"), "holds a list"),
     "binary": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is not valid JSON"),
     "another format": (lambda path: _edited(path, format="ssmlx-profile/1"), "ssmlx-profile/1"),
-    "no ways": (lambda path: _edited(path, ways=[]), "it says no way to draft"),
+    "no ways": (lambda path: _edited(path, ways=[]), "it says nothing to draft"),
     "no costs": (lambda path: _edited(path, costs=None), "NoneType"),
     "another place": (
         lambda path: _edited(
@@ -170,7 +170,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("spoil, reason", BROKEN.values(), ids=BROKEN.keys())
 def test_a_profile_that_does_not_fit_is_ignored_in_one_line(model, capsys, spoil, reason):
-    path = store_profile(profile(model, ways=(way(), way(2.0, SMALL))))
+    path = store_profile(profile(model, shapes=(best(), best(2.0, SMALL))))
     spoil(path)
     assert make_plan(model).config == OPEN.with_default_shape()
     assert profile_of(model) is None
@@ -233,7 +233,7 @@ def test_the_defaults_are_the_same_on_every_machine():
 
 def test_a_tuned_pruning_budget_reaches_the_loop(model, monkeypatch):
     budget = PruneConfig(kind="budget", keep=3)
-    store_profile(profile(model, ways=(way(shape=replace(SHAPE, prune=budget)),)))
+    store_profile(profile(model, shapes=(best(shape=replace(SHAPE, prune=budget)),)))
     seen = []
     monkeypatch.setattr(ssmlx.api, "streaming_decode", lambda *a, **k: seen.append(k["prune"]))
     token_steps(model, [1], model.make_cache(), OPEN)
@@ -309,17 +309,17 @@ ROW_BY_CONTEXT = Surface.of(
 def by_context(model) -> Profile:
     """A small tree is faster from some 940 tokens on, and plain decoding from some 7,400."""
     costs = replace(COSTS, lower=ROW_BY_CONTEXT)
-    return profile(model, ways=(way(3.0), way(2.4, SMALL)), costs=costs)
+    return profile(model, shapes=(best(3.0), best(2.4, SMALL)), costs=costs)
 
 
 def test_the_longer_the_context_the_smaller_the_tree(model):
     found = by_context(model)
-    assert found.way() == found.way(0) == found.way(300) == way(3.0)
-    assert found.way(2000) == way(2.4, SMALL)
+    assert found.best() == found.best(0) == found.best(300) == best(3.0)
+    assert found.best(2000) == best(2.4, SMALL)
     assert found.drafting_pays() and found.drafting_pays(2000) and not found.drafting_pays(9000)
     for context in (0, 300, 2000, 9000):
         speeds = [
-            one.tokens_per_call / found.costs.breakeven(one.shape, context) for one in found.ways
+            one.tokens_per_call / found.costs.breakeven(one.shape, context) for one in found.shapes
         ]
         assert found.speedup(context) == max(speeds)
 
@@ -328,8 +328,8 @@ def test_of_equal_ways_the_first_is_taken(model):
     other = replace(SHAPE, stream_schedule="second-pass")
     gain = COSTS.breakeven(other, 50) / COSTS.breakeven(SHAPE, 50)
     for more, expected in ((1.005, SHAPE), (1.02, other)):
-        found = profile(model, ways=(way(3.0), way(3.0 * gain * more, other)))
-        assert found.way(50).shape == expected
+        found = profile(model, shapes=(best(3.0), best(3.0 * gain * more, other)))
+        assert found.best(50).shape == expected
 
 
 def test_an_answer_is_drafted_as_its_context_says(model, monkeypatch):
@@ -488,4 +488,4 @@ def test_an_adapter_that_is_swapped_in_is_looked_up_under_its_own_name(base, ada
     session = ssmlx.ChatSession(model, tokenizer, GenerateConfig(max_tokens=5))
     assert profile_of(session.model) is None
     session.swap_adapter(adapter)
-    assert profile_of(session.model).way().shape == SHAPE
+    assert profile_of(session.model).best().shape == SHAPE

@@ -20,7 +20,7 @@ from ssmlx.commands.calibrate import results_dir
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
-from ssmlx.settings import read_json
+from ssmlx.settings import from_json, read_json
 from ssmlx.tuning.cost import DraftShape
 from ssmlx.tuning.report import aligned, write_result
 
@@ -114,7 +114,7 @@ def predict(
 def ways_of(calibrated: Result) -> list[tuple[DraftShape, float]]:
     """Every shape that was tried, with its tokens per call."""
     return [
-        (DraftShape.from_dict(one["shape"]), float(one["tokens_per_call"]))
+        (from_json(DraftShape, one["shape"]), float(one["tokens_per_call"]))
         for one in calibrated["candidates"]
     ]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..model.streams import StreamFusedModel
 from ..settings import PruneConfig, TreeConfig
-from ..tuning.cost import DraftShape, StepCosts, Way
-from ..tuning.profile import SLACK, Place, Profile, mlx_version
+from ..tuning.cost import DraftShape, MeasuredShape, StepCosts
+from ..tuning.profile import SLACK, Profile, ProfileKey, mlx_version
 from ..tuning.replay import Guesses, advance, depths_within, needed_sizes, needed_widths
 from .costs import SCHEDULES
 from .guesses import EXIT_TREE, Exits, RecordedAnswer, record_exits
@@ -103,20 +103,22 @@ class Choice:
     by_context: dict[int, PricedShape]
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def measured_shapes(self) -> tuple[MeasuredShape, ...]:
         """What was chosen, as a profile keeps it."""
         every = (self.chosen, *self.by_context.values())
         found = {one.shape: one.tokens_per_call for one in every}
-        return tuple(Way(shape=shape, tokens_per_call=one) for shape, one in found.items())
+        return tuple(
+            MeasuredShape(shape=shape, tokens_per_call=one) for shape, one in found.items()
+        )
 
     def profile(self, model: StreamFusedModel) -> Profile:
         """What is kept of it for the runtime."""
         return Profile(
-            place=Place.of(model),
+            key=ProfileKey.of(model),
             made=time.strftime("%Y-%m-%d"),
             mlx=mlx_version(),
             context=int(self.evidence.context),
-            ways=self.ways,
+            shapes=self.measured_shapes,
             costs=self.evidence.costs,
         )
 

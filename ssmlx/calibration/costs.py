@@ -269,7 +269,7 @@ def with_whole_steps(
     for shape, values in found.items():
         own = points.setdefault(shape.stream_schedule, {})
         own[shape.num_nodes, 0] = statistics.median(values)
-    return replace(costs, beside={name: Surface.of(one) for name, one in points.items()})
+    return replace(costs, overhead={name: Surface.of(one) for name, one in points.items()})
 
 
 def timed_steps(

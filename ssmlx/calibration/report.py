@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..model.streams import StreamFusedModel
+from ..settings import from_json, to_json
 from ..tuning.cost import DraftShape, StepCosts
 from ..tuning.machine import machine
 from ..tuning.profile import Profile
@@ -30,25 +31,25 @@ def result_of(
 ) -> dict[str, Any]:
     """What was found, as JSON values."""
     assert model.config is not None
-    place, guesses = profile.place, choice.evidence.guesses
+    key, guesses = profile.key, choice.evidence.guesses
     nodes = {one.shape.text(): one.shape.num_nodes for one in choice.candidates}
     return {
         "machine": machine(),
-        "where": f"{place.machine} ({place.backend}), mlx {profile.mlx}, {profile.made}",
-        "dtype": place.dtype,
+        "where": f"{key.machine} ({key.backend}), mlx {profile.mlx}, {profile.made}",
+        "dtype": key.dtype,
         "answers": len(guesses),
         "tokens": sum(len(one.answer) for one in guesses),
         "context": profile.context,
         "streams": model.config.to_dict(),
         "ranks": rank_table(guesses, RANKS),
-        "costs": profile.costs.to_dict(),
+        "costs": to_json(profile.costs),
         "candidates": [one.to_dict() for one in choice.candidates],
         "chosen": choice.chosen.to_dict(),
         "by_context": [
             {"context": context, **one.to_dict()} for context, one in choice.by_context.items()
         ],
         "checks": [{**one.to_dict(), "nodes": nodes.get(one.what, 1)} for one in checks],
-        "profile": profile.to_dict(),
+        "profile": to_json(profile),
     }
 
 
@@ -83,7 +84,7 @@ def rank_lines(ranks: Sequence[Sequence[float]]) -> list[str]:
 def shape_lines(shapes: Sequence[Result], without: str) -> list[str]:
     """Priced shapes, one a line, without one of the columns."""
     columns: Columns = {
-        "draft": lambda one: DraftShape.from_dict(one["shape"]).text(),
+        "draft": lambda one: from_json(DraftShape, one["shape"]).text(),
         "behind": lambda one: str(one["context"]),
         "tokens per call": lambda one: f"{one['tokens_per_call']:.2f}",
         "ms a call": lambda one: f"{1e3 * one['step_seconds']:.1f}",
@@ -118,13 +119,13 @@ def report(result: Result) -> str:
     """The result as text."""
     chosen, candidates = result["chosen"], result["candidates"]
     fastest = sorted(candidates, key=lambda one: -one["tokens_per_second"])[:_SHOWN_SHAPES]
-    shape = DraftShape.from_dict(chosen["shape"]).text()
+    shape = from_json(DraftShape, chosen["shape"]).text()
     plain = "plain decoding; the best draft would be " if chosen["speedup"] <= 1 else ""
     parts = [
         [f"{result['model']}, adapter {result['adapter']}, {result['dtype']}; {result['where']}"],
         [
             "milliseconds of a forward on R nodes, without streams",
-            *forward_table(StepCosts.from_dict(result["costs"])),
+            *forward_table(from_json(StepCosts, result["costs"])),
         ],
         [
             f"streams on {result['answers']} answers of {result['data']}, {result['tokens']} "
@@ -158,7 +159,7 @@ def draw(result: Result, path: Path) -> None:
     """Seconds against rows, and expected tokens/s against nodes, with what was measured."""
     figure = new_figure(10.4, 4.6)
     left, right = figure.subplots(1, 2)
-    draw_costs(left, StepCosts.from_dict(result["costs"]))
+    draw_costs(left, from_json(StepCosts, result["costs"]))
     draw_speeds(right, result)
     figure.suptitle(
         f"{result['model']}, adapter {result['adapter']}, {result['dtype']}\n{result['where']}",
@@ -192,7 +193,7 @@ def draw_speeds(axes: Any, result: Result) -> None:
         axes.plot(*zip(*points, strict=True), "-", color=colour, label=schedule.replace("-", " "))
     plain = 1 / chosen["plain_seconds"]
     axes.axhline(plain, color=PLAIN_COLOUR, ls="--", label="plain decoding, expected")
-    nodes = DraftShape.from_dict(chosen["shape"]).num_nodes
+    nodes = from_json(DraftShape, chosen["shape"]).num_nodes
     axes.plot(nodes, chosen["tokens_per_second"], "*", ms=14, color="#b23a48", label="chosen")
     measured = [(one["nodes"], one["measured"]) for one in result["checks"]]
     if measured:

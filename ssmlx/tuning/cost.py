@@ -1,6 +1,6 @@
 """What a decoding step costs on a machine, from seconds that were measured there.
 
-A step is its forwards and what lies beside them; each forward was measured against its rows and
+A step is its forwards and their overhead; each forward was measured against its rows and
 the context, and a step of any shape is their sum (figure 2 and section 3.2 of the paper):
 
     lower layers     N nodes                     R = N
@@ -8,7 +8,7 @@ the context, and a step of any shape is their sum (figure 2 and section 3.2 of t
     upper layers     fused: the M nodes that are left, each with its G streams, R = M * (1 + G);
                      second pass: M nodes, then the G streams of the accepted one
     heads            M nodes, and the streams of the accepted node
-    beside them      graph building, acceptance, cache, the host's read
+    overhead         graph building, acceptance, cache, the host's read
 
 Drafting pays where a step's tokens take less time than plain calls for as many would: where
 tokens per call exceed step seconds / plain seconds. `ssmlx.calibrate` measures; here is no clock.
@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from ..settings import PruneConfig, StreamSchedule, TreeConfig
 
@@ -80,30 +79,13 @@ class DraftShape:
         drafter = f'--drafter "streams schedule={self.stream_schedule}"'
         return f"{drafter} {shape}{pruned} --num-streams {self.num_streams}"
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DraftShape:
-        """What `asdict` made. Raises as the settings' own checks, or KeyError or TypeError."""
-        tree, prune = TreeConfig(**values["tree"]), PruneConfig(**values["prune"])
-        return cls(**{**values, "tree": tree, "prune": prune})
-
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """A way to draft, and what it was found to bring.
-
-    Attributes:
-        shape: what streams draft, and when.
-        tokens_per_call: that it advances by, after the prompt's call.
-    """
+class MeasuredShape:
+    """A shape, and the tokens per call that it was found to advance by after the prompt's."""
 
     shape: DraftShape
     tokens_per_call: float
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Way:
-        """What `asdict` and JSON made. Raises as `DraftShape.from_dict`, or ValueError."""
-        per_call = float(values["tokens_per_call"])
-        return cls(shape=DraftShape.from_dict(values["shape"]), tokens_per_call=per_call)
 
 
 @dataclass(frozen=True)
@@ -148,21 +130,14 @@ class Surface:
         lines = (tuple(points[row, context] for row in rows) for context in contexts)
         return cls(rows, contexts, tuple(lines))
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Surface:
-        """What `asdict` and JSON made of a surface."""
-        seconds = tuple(tuple(float(one) for one in line) for line in values["seconds"])
-        rows, contexts = (tuple(int(one) for one in values[name]) for name in ("rows", "contexts"))
-        return cls(rows, contexts, seconds)
 
-
-def interpolate(places: Sequence[float], values: Sequence[float], place: float) -> float:
-    """The value at `place` on straight lines through (places, values)."""
-    if len(places) == 1 or place <= places[0]:
+def interpolate(known: Sequence[float], values: Sequence[float], at: float) -> float:
+    """The value at `at` on straight lines through (known, values)."""
+    if len(known) == 1 or at <= known[0]:
         return values[0]
-    right = min(bisect_right(places, place), len(places) - 1)
-    x0, x1, y0, y1 = places[right - 1], places[right], values[right - 1], values[right]
-    return y0 + (y1 - y0) * (place - x0) / (x1 - x0)
+    right = min(bisect_right(known, at), len(known) - 1)
+    x0, x1, y0, y1 = known[right - 1], known[right], values[right - 1], values[right]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +152,7 @@ class StepCosts:
         head: the LM head.
         draft_head: the streams' head, which may be of fewer tokens.
         early_exit: the LM head and the adapter of pruning; None where there is none.
-        beside: what a real step took beyond these, by nodes, of each schedule.
+        overhead: what a real step took beyond these, by nodes, of each schedule.
     """
 
     plain: Surface
@@ -187,7 +162,7 @@ class StepCosts:
     head: Surface
     draft_head: Surface
     early_exit: Surface | None = None
-    beside: Mapping[str, Surface] | None = None
+    overhead: Mapping[str, Surface] | None = field(default=None, metadata={"json": "beside"})
 
     def forward_seconds(self, shape: DraftShape, context: float) -> float:
         """The forwards of a step."""
@@ -206,8 +181,8 @@ class StepCosts:
 
     def step_seconds(self, shape: DraftShape, context: float) -> float:
         """A whole step of streaming decoding behind `context` tokens."""
-        beside = (self.beside or {}).get(shape.stream_schedule)
-        more = 0.0 if beside is None else beside.at(shape.num_nodes)
+        overhead = (self.overhead or {}).get(shape.stream_schedule)
+        more = 0.0 if overhead is None else overhead.at(shape.num_nodes)
         forward = self.forward_seconds(shape, context)
         return max(forward + more, _LEAST * forward)
 
@@ -218,20 +193,3 @@ class StepCosts:
     def breakeven(self, shape: DraftShape, context: float) -> float:
         """Tokens per call from which on drafting pays."""
         return self.step_seconds(shape, context) / self.plain_seconds(context)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StepCosts:
-        """What `to_dict` and JSON made. Raises KeyError, TypeError or ValueError where broken."""
-        surfaces: dict[str, Any] = {
-            one.name: Surface.from_dict(values[one.name])
-            for one in fields(cls)
-            if one.name != "beside" and values[one.name] is not None
-        }
-        beside = values["beside"]
-        if beside is not None:
-            beside = {name: Surface.from_dict(one) for name, one in beside.items()}
-        return cls(**surfaces, beside=beside)

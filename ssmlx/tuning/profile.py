@@ -11,10 +11,8 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -27,22 +25,23 @@ import numpy as np
 from .. import has_fast_blas
 from ..errors import InputError
 from ..loading.adapter import BaseIdentity, stream_tensors
+from ..loading.files import make_folder, write_whole
 from ..loading.names import cache_dir
 from ..model.streams import StreamFusedModel
-from ..settings import read_json
-from .cost import StepCosts, Way
+from ..settings import from_json, read_json, to_json
+from .cost import MeasuredShape, StepCosts
 
 FORMAT = "ssmlx-profile/2"
 COMMAND = "python -m ssmlx.calibrate"
 _FOLDER = "profiles"
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 SLACK = 0.01
-"""Ways to draft whose speeds are this close are equal: the figures are no surer."""
+"""Shapes whose speeds are this close are equal: the figures are no surer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """What a profile is of.
+class ProfileKey:
+    """What a profile is of, and found again by.
 
     Attributes:
         machine: the chip, and on the CPU how many cores of it.
@@ -59,8 +58,8 @@ class Place:
     adapter: str
 
     @classmethod
-    def of(cls, model: StreamFusedModel) -> Place:
-        """The place of a loaded model with streams."""
+    def of(cls, model: StreamFusedModel) -> ProfileKey:
+        """That of a loaded model with streams."""
         machine, backend = this_machine()
         return cls(
             machine=machine,
@@ -78,71 +77,49 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was measured at a place, and what is best there.
+    """What was measured with a model on a machine, and what is best there.
 
     A row costs the more the longer the context is, so long ones want smaller trees.
 
     Attributes:
-        place: what it is of.
+        key: what it is of.
         made: the day, as 2026-08-02.
         mlx: the version that was measured.
         context: committed tokens that the answers had, half-way through.
-        ways: the fastest way to draft behind so many; then those that are faster behind others.
+        shapes: the fastest to draft behind so many; then those that are faster behind others.
         costs: what steps cost here.
     """
 
-    place: Place
+    key: ProfileKey = field(metadata={"json": "place"})
     made: str
     mlx: str
     context: int
-    ways: tuple[Way, ...]
+    shapes: tuple[MeasuredShape, ...] = field(metadata={"json": "ways"})
     costs: StepCosts
 
     def __post_init__(self) -> None:
-        if not self.ways:
-            raise ValueError("it says no way to draft")
+        if not self.shapes:
+            raise ValueError("it says nothing to draft")
 
-    def way(self, context: float | None = None) -> Way:
-        """The fastest way to draft behind `context` tokens; behind its own unless told."""
-        first = self.ways[0]
+    def best(self, context: float | None = None) -> MeasuredShape:
+        """The fastest to draft behind `context` tokens; behind its own unless told."""
+        first = self.shapes[0]
         if context is None:
             return first
-        fastest = max(self.ways, key=lambda one: self._speedup(one, context))
+        fastest = max(self.shapes, key=lambda one: self._speedup(one, context))
         better = self._speedup(fastest, context) > (1 + SLACK) * self._speedup(first, context)
         return fastest if better else first
 
     def speedup(self, context: float | None = None) -> float:
         """Expected tokens/s over plain decoding's, behind `context` tokens or its own."""
-        return self._speedup(self.way(context), self.context if context is None else context)
+        return self._speedup(self.best(context), self.context if context is None else context)
 
     def drafting_pays(self, context: float | None = None) -> bool:
         """Whether drafting is faster than plain decoding, on such text as was measured."""
         return self.speedup(context) > 1.0
 
-    def _speedup(self, way: Way, context: float) -> float:
-        return way.tokens_per_call / self.costs.breakeven(way.shape, context)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return {"format": FORMAT, **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """What `to_dict` and JSON made.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is broken. InputError is a ValueError.
-        """
-        if values["format"] != FORMAT:
-            raise ValueError(f"its format is {values['format']!r}, this is {FORMAT!r}")
-        return cls(
-            place=Place(**values["place"]),
-            made=str(values["made"]),
-            mlx=str(values["mlx"]),
-            context=int(values["context"]),
-            ways=tuple(Way.from_dict(one) for one in values["ways"]),
-            costs=StepCosts.from_dict(values["costs"]),
-        )
+    def _speedup(self, measured: MeasuredShape, context: float) -> float:
+        return measured.tokens_per_call / self.costs.breakeven(measured.shape, context)
 
 
 def mlx_version() -> str:
@@ -201,24 +178,15 @@ def _adapter_digest(model: StreamFusedModel) -> str:
 
 
 def store_profile(profile: Profile) -> Path:
-    """Write a profile beside its place and rename it there; the path.
+    """Write a profile where it will be found, whole or not at all; the path.
 
     Raises:
         InputError: it cannot be written.
     """
-    path = profile.place.path
+    path, text = profile.key.path, json.dumps({"format": FORMAT, **to_json(profile)}, indent=1)
+    make_folder(path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.stem}.", delete=False, encoding="utf-8"
-        ) as work:
-            try:
-                work.write(json.dumps(profile.to_dict(), indent=1) + "\n")
-                work.close()
-                Path(work.name).replace(path)
-            except BaseException:
-                Path(work.name).unlink(missing_ok=True)
-                raise
+        write_whole(path, f"{text}\n".encode())
     except OSError as error:
         raise InputError(
             f"cannot write {path} ({error.strerror or error})",
@@ -236,33 +204,38 @@ def read_profile(model: StreamFusedModel) -> Profile | None:
     """
     if model.num_streams == 0:
         return None
-    place = Place.of(model)
-    if not place.path.is_file():
+    key = ProfileKey.of(model)
+    if not key.path.is_file():
         return None
     try:
-        profile = Profile.from_dict(read_json(place.path, "a profile"))
-        _check(profile, place, model)
-    except (KeyError, TypeError, ValueError, OSError) as error:
+        profile = _checked(read_json(key.path, "a profile"), key, model)
+    except (TypeError, ValueError, AttributeError, OSError) as error:
         reason = error.found if isinstance(error, InputError) else str(error)
-        _say(f"{place.path} is ignored ({reason}); {COMMAND} makes a new one")
+        print(
+            f"ssmlx: {key.path} is ignored ({reason}); {COMMAND} makes a new one", file=sys.stderr
+        )
         return None
     return profile
 
 
-def _check(profile: Profile, place: Place, model: StreamFusedModel) -> None:
-    """Raises ValueError where `profile` is not for `model` here and now."""
-    mlx = mlx_version()
-    if profile.place != place:
+def _checked(values: dict[str, Any], key: ProfileKey, model: StreamFusedModel) -> Profile:
+    """Raises ValueError where the profile of a file is not for `model` here and now."""
+    found, mlx = values.get("format"), mlx_version()
+    if found != FORMAT:
+        raise ValueError(f"its format is {found!r}, this is {FORMAT!r}")
+    profile: Profile = from_json(Profile, values)
+    if profile.key != key:
         raise ValueError("it is of another machine, model or adapter")
     if profile.mlx != mlx:
         raise ValueError(f"it was measured with mlx {profile.mlx}, this is {mlx}")
     can_prune = model.streams is not None and model.streams.prune is not None
-    for way in profile.ways:
-        shape = way.shape
-        if not 1 <= shape.num_streams <= model.num_streams or (shape.is_pruned and not can_prune):
+    for one in profile.shapes:
+        streams, pruned = one.shape.num_streams, one.shape.is_pruned
+        if not 1 <= streams <= model.num_streams or (pruned and not can_prune):
             raise ValueError("the adapter cannot draft what it says")
-        if not (way.tokens_per_call > 0 and profile.speedup() > 0 and shape.num_nodes > 0):
+        if not (one.tokens_per_call > 0 and profile.speedup() > 0 and one.shape.num_nodes > 0):
             raise ValueError("its figures are out of range")
+    return profile
 
 
 _KNOWN: WeakKeyDictionary[StreamFusedModel, Profile | None] = WeakKeyDictionary()
@@ -273,7 +246,3 @@ def profile_of(model: StreamFusedModel) -> Profile | None:
     if model not in _KNOWN:
         _KNOWN[model] = read_profile(model)
     return _KNOWN[model]
-
-
-def _say(line: str) -> None:
-    print(f"ssmlx: {line}", file=sys.stderr)
