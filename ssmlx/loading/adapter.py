@@ -26,7 +26,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import InputError
+from ..errors import InputError, require
 from ..model.backbone import BaseIdentity
 from ..model.lora import LoraWeights, layer_of
 from ..model.streams import LowRank, StreamWeights
@@ -36,7 +36,7 @@ from .names import CONFIG_FILE
 
 FORMAT = "ssmlx-adapter/1"
 STREAMS_FILE = "streams.safetensors"
-LORA_FILES: dict[AdapterScope, str] = {
+LORA_FILES = {
     "all": "adapters.safetensors",
     "streams": "stream_adapters.safetensors",
 }
@@ -188,16 +188,13 @@ def write_streams(folder: Path, adapter: Adapter, *, fused: bool) -> None:
 def write_adapter(folder: Path, adapter: Adapter) -> None:
     """Write an adapter folder's files into `folder`."""
     write_streams(folder, adapter, fused=False)
-    _write_lora(folder / LORA_FILES["streams"], adapter.stream_lora)
-    _write_lora(folder / LORA_FILES["all"], adapter.every_row_lora)
+    files = {"streams": adapter.stream_lora, "all": adapter.every_row_lora}
+    for scope, lora in files.items():
+        if lora:
+            mx.save_safetensors(str(folder / LORA_FILES[scope]), lora_tensors(lora))
     if adapter.every_row_lora:
         settings = mlx_lm_settings(adapter)
         (folder / LORA_SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
-
-
-def _write_lora(path: Path, lora: Mapping[str, LoraWeights]) -> None:
-    if lora:
-        mx.save_safetensors(str(path), lora_tensors(lora))
 
 
 def _scale_of(lora: Mapping[str, LoraWeights]) -> float | None:
@@ -236,15 +233,15 @@ def load_adapter(folder: Path) -> Adapter:
     if values.get("fused"):
         return Adapter(config, streams, identity)
     lora = _read_lora(folder, config.adapter_scope, values, "lora_scale")
-    task: Mapping[str, LoraWeights] = {}
-    if values.get("task_lora_scale") is not None:
-        if config.adapter_scope == "all":
-            raise InputError(
-                f"{folder / CONFIG_FILE} has a task_lora_scale beside LoRA of scope 'all'",
-                expected="it beside scope 'streams' alone",
-                do="convert the checkpoint again",
-            )
-        task = _read_lora(folder, "all", values, "task_lora_scale")
+    if values.get("task_lora_scale") is None:
+        return Adapter(config, streams, identity, lora)
+    require(
+        config.adapter_scope == "streams",
+        f"{folder / CONFIG_FILE} has a task_lora_scale beside LoRA of scope 'all'",
+        expected="it beside scope 'streams' alone",
+        do="convert the checkpoint again",
+    )
+    task = _read_lora(folder, "all", values, "task_lora_scale")
     return Adapter(config, streams, identity, lora, task)
 
 
@@ -258,36 +255,32 @@ def read_identity(folder: Path) -> BaseIdentity:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    _check_folder(folder)
+    require(
+        folder.is_dir(),
+        f"no adapter folder {folder}",
+        expected="a folder that `python -m convert` wrote",
+        do="check --adapter, or convert a checkpoint",
+    )
     values = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
-    if values.get("format") != FORMAT:
-        raise InputError(
-            f"{folder} has the format {values.get('format')!r}",
-            expected=FORMAT,
-            do="turn a PyTorch checkpoint into an adapter with `python -m convert` first",
-        )
+    require(
+        values.get("format") == FORMAT,
+        f"{folder} has the format {values.get('format')!r}",
+        expected=FORMAT,
+        do="turn a PyTorch checkpoint into an adapter with `python -m convert` first",
+    )
     return values
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise InputError(
-            f"no adapter folder {folder}",
-            expected="a folder that `python -m convert` wrote",
-            do="check --adapter, or convert a checkpoint",
-        )
 
 
 def _read_lora(
     folder: Path, scope: AdapterScope, values: Mapping[str, Any], scale_name: str
 ) -> dict[str, LoraWeights]:
-    scale = values.get(scale_name)
-    if not isinstance(scale, int | float):
-        raise InputError(
-            f"{folder / CONFIG_FILE} has {scale_name} {scale!r}",
-            expected="a number",
-            do="convert the checkpoint again",
-        )
+    scale: Any = values.get(scale_name)
+    require(
+        isinstance(scale, int | float),
+        f"{folder / CONFIG_FILE} has {scale_name} {scale!r}",
+        expected="a number",
+        do="convert the checkpoint again",
+    )
     return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
 
 
@@ -323,21 +316,20 @@ def read_lora(folder: Path, option: str) -> dict[str, LoraWeights]:
     Raises:
         InputError: the folder holds none.
     """
-    if not folder.is_dir():
-        raise InputError(f"no folder {folder}", expected=_TASK_LORA, do=f"check {option}")
+    require(folder.is_dir(), f"no folder {folder}", expected=_TASK_LORA, do=f"check {option}")
     settings = read_json(folder / LORA_SETTINGS, _TASK_LORA)
-    scale = (settings.get("lora_parameters") or {}).get("scale")
-    if settings.get("fine_tune_type", "lora") != "lora" or not isinstance(scale, int | float):
-        raise InputError(
-            f"{folder / LORA_SETTINGS} does not describe LoRA",
-            expected='"fine_tune_type": "lora" and a scale in "lora_parameters"',
-            do="convert a PEFT checkpoint with `python -m convert` first",
-        )
+    scale: Any = (settings.get("lora_parameters") or {}).get("scale")
+    require(
+        settings.get("fine_tune_type", "lora") == "lora" and isinstance(scale, int | float),
+        f"{folder / LORA_SETTINGS} does not describe LoRA",
+        expected='"fine_tune_type": "lora" and a scale in "lora_parameters"',
+        do="convert a PEFT checkpoint with `python -m convert` first",
+    )
     lora = read_lora_file(folder / LORA_FILE, _TASK_LORA, float(scale))
-    if not lora:
-        raise InputError(
-            f"{folder / LORA_FILE} is empty",
-            expected="pairs of lora_a and lora_b",
-            do="use a LoRA's own file",
-        )
+    require(
+        bool(lora),
+        f"{folder / LORA_FILE} is empty",
+        expected="pairs of lora_a and lora_b",
+        do="use a LoRA's own file",
+    )
     return lora

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import InputError
+from ..errors import InputError, require
 from ..model.backbone import Backbone, BaseIdentity
 from ..model.lora import LoraWeights, RowScope, attach_lora, detach_lora, linear_shape
 from ..model.streams import StreamFusedModel
@@ -25,33 +25,39 @@ def check_base(adapter: Adapter, backbone: Backbone) -> None:
         InputError: says in what the two differ.
     """
     difference = adapter.base.difference(BaseIdentity.of(backbone))
-    if difference:
-        raise InputError(
-            f"the adapter belongs to another base model: this one has {difference}",
-            expected=f"{adapter.config.base_model or 'the model it was converted for'}",
-            do="choose that model with --model, or another --adapter",
-        )
+    require(
+        difference is None,
+        f"the adapter belongs to another base model: this one has {difference}",
+        expected=f"{adapter.config.base_model or 'the model it was converted for'}",
+        do="choose that model with --model, or another --adapter",
+    )
     config, base = adapter.config, adapter.base
-    if (config.num_layers, config.hidden_size) != (base.num_layers, base.hidden_size):
-        raise InputError(
-            f"the adapter's settings say {config.num_layers} layers of width {config.hidden_size}",
-            expected=f"{base.num_layers} of width {base.hidden_size}, as its base model has",
-            do="convert the checkpoint again",
-        )
+    require(
+        (config.num_layers, config.hidden_size) == (base.num_layers, base.hidden_size),
+        f"the adapter's settings say {config.num_layers} layers of width {config.hidden_size}",
+        expected=f"{base.num_layers} of width {base.hidden_size}, as its base model has",
+        do="convert the checkpoint again",
+    )
 
 
-def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) -> None:
+def check_lora(
+    model: nn.Module,
+    lora: Mapping[str, LoraWeights],
+    source: Path,
+    replaced: Mapping[str, nn.Module] | None = None,
+) -> None:
     """Check that every LoRA pair fits a linear layer of `model`.
+
+    Args:
+        model: an mlx-lm model.
+        lora: weights by module path.
+        source: where they are from, for the message.
+        replaced: modules that others stand in for, by path.
 
     Raises:
         InputError: names the modules that are absent or of another shape.
     """
-    _check_fit(dict(model.named_modules()), lora, source)
-
-
-def _check_fit(
-    modules: Mapping[str, nn.Module], lora: Mapping[str, LoraWeights], source: Path
-) -> None:
+    modules = {**dict(model.named_modules()), **(replaced or {})}
     expected: dict[str, tuple[int, ...]] = {}
     for path, weights in lora.items():
         if isinstance(modules.get(path), nn.Linear | nn.QuantizedLinear):
@@ -81,9 +87,8 @@ def fuse_streams(
         InputError: the adapter is another model's. No layer is changed then.
     """
     check_base(adapter, backbone)
-    modules = {**dict(backbone.model.named_modules()), **backbone.kept}
     for lora in (adapter.every_row_lora, adapter.stream_lora):
-        _check_fit(modules, lora, Path("the adapter"))
+        check_lora(backbone.model, lora, Path("the adapter"), backbone.kept)
     every_row = RowScope(0)
     scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
     dtype = backbone.dtype
@@ -195,11 +200,11 @@ def read_task_lora(folder: Path, backbone: Backbone) -> dict[str, LoraWeights]:
     lora = read_lora(folder, "--task-lora")
     if (folder / CONFIG_FILE).exists():
         difference = read_identity(folder).difference(BaseIdentity.of(backbone))
-        if difference:
-            raise InputError(
-                f"the LoRA in {folder} belongs to another base model: this one has {difference}",
-                expected="a LoRA of this model",
-                do="choose its model with --model, or another --task-lora",
-            )
+        require(
+            difference is None,
+            f"the LoRA in {folder} belongs to another base model: this one has {difference}",
+            expected="a LoRA of this model",
+            do="choose its model with --model, or another --task-lora",
+        )
     check_lora(backbone.model, lora, folder)
     return lora
