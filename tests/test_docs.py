@@ -1,0 +1,60 @@
+"""The documents: every link, command and option in them is there, and the README is short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OTHERS = {"--dist", "--allow-existing", "--random-source"}  # other programs' options
+
+
+def tracked(*patterns: str) -> list[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True
+    )
+    return [path for path in listed.stdout.split() if (ROOT / path).exists()]
+
+
+DOCUMENTS = [path for path in tracked("*.md") if path != "CHANGELOG.md"]  # which tells of the past
+
+
+@cache
+def known_words() -> set[str]:
+    """Every word of our sources: options stand there, or the settings' fields that they set."""
+    sources = tracked("ssmlx/*.py", "convert/*.py", "perf/*.py", "examples/*.py")
+    text = "".join((ROOT / path).read_text() for path in sources)
+    return {*re.findall(r"--[a-z][a-z0-9-]*|\w+", text)}
+
+
+def found_in(name: str, pattern: str) -> set[str]:
+    return set(re.findall(pattern, (ROOT / name).read_text()))
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 200 and len(text.split()) <= 1800
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    links = found_in(name, r"\]\((?!http)([^)\s#]+)")
+    assert [link for link in links if not (ROOT / name).parent.joinpath(link).exists()] == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_are_there(name):
+    modules = found_in(name, r"python -m ((?:ssmlx|convert|perf|examples)[\w.]*\w)")
+    paths = [ROOT / m.replace("ssmlx.convert", "convert").replace(".", "/") for m in modules]
+    files = [(path.with_suffix(".py"), path / "__main__.py") for path in paths]
+    assert [str(a) for a, b in files if not a.exists() and not b.exists()] == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_options_are_there(name):
+    options = found_in(name, r"(?<![\w-])--[a-z][a-z0-9-]+") - OTHERS - known_words()
+    assert [one for one in options if one[2:].replace("-", "_") not in known_words()] == []
