@@ -2,25 +2,48 @@
 
 Ours are drawn from the results of perf.compare (and, for figure 5, of perf.quality with --trees
 and --with-mlx-lm). Figures 6 and 9a come from `python -m perf.paper.ablation draw`.
+
+Figure 4 is eq. 6 (section 4.1.2), streams against a separate draft model. A token costs what a
+verification step costs, over the tokens that the step advances by:
+
+    (gamma * C_draft + C_target) / zeta    with a draft model, which runs gamma times a step
+    C_ss / beta                            with streams, which need no call of their own
+
+Cache adjustment and prompt processing are left out, as there. Costs are in any one unit of time.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
+from ssmlx.settings import TreeConfig, read_json
+from ssmlx.tuning.report import every_pair, finish, new_figure
 
-from ..run.common import RESULTS, ROOT
-from .figure_pictures import draw_parity, draw_sampling, draw_trees
-from .figure_points import parity_points, read_results, sampling_curves, tree_curves
+from ..run.common import RESULTS, ROOT, reading
+from ..run.metrics import Estimate, estimate
+from ..run.pictures import PAPER_COLOUR, PAPER_TEXT
+from .published import E2E, MEDUSA, OPT, STREAMS, TABLE_1
 
 PROG = "perf.paper.figures"
+GAMMA = 4
+"""Tokens that the draft model drafts a step, in figure 4 and table 2."""
+ADVANCE_RATIOS = (0.6, 0.8, 1.0, 1.2, 1.4)  # zeta / beta of the paper's five curves
+COLOURS = ("#0b6e4f", "#33658a", "#b06f10", "#7b5ea7", "#2b2d42", "#b23a48")
+MARKS = ("o", "s", "^", "D")
+DRAFTER_COLOURS = {"streams": "#0b6e4f", "medusa": "#7b5ea7"}
+PAPER_NAMES = {STREAMS: "streams", MEDUSA: "medusa"}
 CAPTION_4 = (
     "Lines: eq. 6 as in the paper, C_ss = C_target, whose curves are this formula's. Diamonds: "
     "eq. 6 with our gamma and the time of our streams' calls. Bars: 95 % intervals over prompts."
@@ -35,42 +58,295 @@ CAPTION_9B = (
     "its curves, only that speed-ups fall as k grows and that its streams stay ahead of Medusa; "
     "the marks at the left are its greedy figures for the same model and task, from table 1."
 )
+Result = Mapping[str, Any]
 
 
-def command_4() -> str:
-    """What measures the points of figure 4."""
-    return (
-        "python -m perf.compare --task sql --draft-model MODEL --systems streams draft-model "
-        f"--out {shown(RESULTS / 'figure-4')}"
+def theoretical_speedup(
+    latency_ratio: float, advance_ratio: float, gamma: int = GAMMA, overhead: float = 1.0
+) -> float:
+    """How many times faster streams are than a draft model, by eq. 6.
+
+    Args:
+        latency_ratio: C_target / C_draft.
+        advance_ratio: zeta / beta.
+        gamma: forward passes of the draft model a step.
+        overhead: C_ss / C_target; the paper takes them as equal.
+    """
+    return (gamma + latency_ratio) / advance_ratio / (overhead * latency_ratio)
+
+
+def parity(latency_ratio: float, gamma: int = GAMMA, overhead: float = 1.0) -> float:
+    """zeta / beta at which both are equally fast: 1.4 for a latency ratio of 10."""
+    return theoretical_speedup(latency_ratio, 1.0, gamma, overhead)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A point of figure 4.
+
+    Attributes:
+        task: what was asked.
+        latency_ratio: C_target / C_draft.
+        advance_ratio: zeta / beta.
+        measured: tokens/s of streaming over the draft model's.
+        predicted: by eq. 6, with our gamma and the cost of our streams' calls.
+    """
+
+    task: str
+    latency_ratio: float
+    advance_ratio: float
+    measured: Estimate
+    predicted: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """Speed-up over mlx-lm and tokens per target call, at one x of a curve."""
+
+    speedup: Estimate
+    tokens_per_call: Estimate
+
+    @classmethod
+    def of(cls, row: Result) -> Point:
+        """A system's."""
+        return cls(estimate(row["speedup"]), estimate(row["tokens_per_call"]))
+
+
+Curve = tuple[str, str]
+"""What was asked, and how it was decoded."""
+Curves = Mapping[Curve, Mapping[int, Point]]
+
+
+def read_results(folders: Sequence[Path], pattern: str, key: str) -> list[Result]:
+    """The results in `folders` and below, the newest last; each has a list `key`.
+
+    Raises:
+        InputError: a file is broken, incomplete, or holds something else.
+    """
+    paths = {path for folder in folders for path in folder.rglob(pattern)}
+    results: list[Result] = []
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
+        result, command = read_json(path, "a result"), f"perf.{path.stem.partition('-')[0]}"
+        if not isinstance(result.get(key), list):
+            raise InputError(
+                f"{path} holds no result of {command}",
+                expected=f"an entry {key!r}",
+                do="move it elsewhere, or measure again",
+            )
+        with reading(path, command):
+            _read_all(result)
+        results.append(result)
+    return results
+
+
+def _read_all(result: Result) -> None:
+    """Read all that the figures take from a result; KeyError and the like where it lacks some."""
+    if "tasks" in result:
+        parity_points([result]), sampling_curves([result]), tree_curves([result], [])
+    else:
+        list(quality_points(result))
+
+
+def tasks_of(results: Sequence[Result], *, greedy: bool) -> Iterator[tuple[Result, Result]]:
+    """Every task of the results that are greedy, or that are not, with its result."""
+    for result in results:
+        if (result["temp"] == 0) == greedy:
+            for task in result["tasks"]:
+                yield result, task
+
+
+def parity_points(results: Sequence[Result]) -> list[Parity]:
+    """Figure 4: tasks on which both streams and a draft model were measured."""
+    points = {}
+    for _, task in tasks_of(results, greedy=True):
+        rows = {row["name"]: row for row in task["systems"]}
+        plain, streams, draft = (rows.get(name) for name in ("plain", "streams", "draft-model"))
+        timed = all(row and row["call_seconds"] for row in (plain, streams, draft))
+        if not timed or not task["draft_call_seconds"]:
+            continue
+        assert plain and streams and draft
+        latency_ratio = plain["call_seconds"] / task["draft_call_seconds"]
+        overhead = streams["call_seconds"] / plain["call_seconds"]
+        advance_ratio = draft["tokens_per_call"]["value"] / streams["tokens_per_call"]["value"]
+        gamma = draft["options"]["levels"]
+        points[task["task"]] = Parity(
+            task["task"],
+            latency_ratio,
+            advance_ratio,
+            estimate(streams["speedup_over_draft_model"]),
+            theoretical_speedup(latency_ratio, advance_ratio, gamma, overhead),
+        )
+    return list(points.values())
+
+
+def tree_curves(results: Sequence[Result], quality: Sequence[Result]) -> Curves:
+    """Figure 5: full trees of streams by k, the children a level, pruned and not."""
+    curves: dict[Curve, dict[int, Point]] = defaultdict(dict)
+    for result in quality:
+        for curve, k, point in quality_points(result):
+            curves[curve][k] = point
+    for _, task in tasks_of(results, greedy=True):
+        for row in task["systems"]:
+            options, tree = row["options"], row["options"].get("tree", {})
+            if row["kind"] == "streams" and tree.get("kind") == "full" and row["speedup"]:
+                curve = tree_curve(task["task"], options["levels"], options["prune"])
+                k = TreeConfig(kind="full", width=tree["width"]).full_width
+                curves[curve][k] = Point.of(row)
+    return curves
+
+
+def tree_curve(task: str, streams: int | None, prune: Mapping[str, Any]) -> Curve:
+    """The curve of trees with this many streams and this pruning."""
+    how = {"off": "without pruning", "budget": f"pruned to {prune['keep']} nodes",
+           "threshold": f"pruned below {prune['threshold']:g}"}[prune["kind"]]  # fmt: skip
+    return task, f"gamma = {streams or 'all'}, {how}"
+
+
+def quality_points(result: Result) -> Iterator[tuple[Curve, int, Point]]:
+    """The full trees that a run of perf.quality tried, where mlx-lm was in it."""
+    rows = result["systems"]
+    base = next((row["tokens_per_second"]["value"] for row in rows if row["role"] == "mlx-lm"), 0)
+    for row in rows if base else ():
+        for tree in row.get("trees", ()):
+            kind, _, width = tree["tree"].partition(":")
+            if kind == "full" and "prune" in row:
+                curve = tree_curve(result["task"], row["num_streams"], row["prune"])
+                ratio = tree["tokens_per_second"]["value"] / base
+                # The file holds no interval of this ratio.
+                point = Point(Estimate(ratio, ratio, ratio), estimate(tree["tokens_per_call"]))
+                yield curve, int(width), point
+
+
+def sampling_curves(results: Sequence[Result]) -> Curves:
+    """Figure 9b: streams and Medusa heads by the k of top-k sampling."""
+    curves: dict[Curve, dict[int, Point]] = defaultdict(dict)
+    for result, task in tasks_of(results, greedy=False):
+        for row in task["systems"]:
+            if row["name"] in DRAFTER_COLOURS and result["top_k"] and row["speedup"]:
+                curves[task["task"], row["name"]][result["top_k"]] = Point.of(row)
+    return curves
+
+
+def draw_parity(points: Sequence[Parity], caption: str, path: Path) -> None:
+    """Figure 4: eq. 6 as the paper draws it, and where our measurements lie."""
+    figure = new_figure(7.6, 5.8)
+    axes = figure.subplots()
+    ratios = np.linspace(0.8, 100, 1000)
+    shades = np.linspace(0.35, 1.0, len(ADVANCE_RATIOS))
+    for ratio, shade in zip(ADVANCE_RATIOS, shades, strict=True):
+        speedups = [theoretical_speedup(one, ratio) for one in ratios]
+        axes.plot(ratios, speedups, color=PAPER_COLOUR, alpha=shade, lw=1.6)
+        axes.annotate(
+            f"ζ/β = {ratio:g}", (100, speedups[-1]), (4, 0), textcoords="offset points",
+            va="center", fontsize=7, color=PAPER_TEXT, annotation_clip=False,
+        )  # fmt: skip
+    axes.axhline(1.0, color="#2b2d42", lw=0.8, ls=":")
+    axes.plot(10, 1.0, marker="x", color=PAPER_TEXT, ls="none",
+              label=f"the paper's parity: ratio 10, ζ = {parity(10):g} β")  # fmt: skip
+    for point, colour in zip(points, cycle(COLOURS), strict=False):
+        axes.errorbar(
+            point.latency_ratio, point.measured.value, yerr=error_bars([point.measured]), fmt="o",
+            color=colour, capsize=3, label=f"ours, {point.task}: {point.measured.value:.2f} at "
+            f"ζ/β = {point.advance_ratio:.2f} (eq. 6: {point.predicted:.2f})",
+        )  # fmt: skip
+        axes.plot(point.latency_ratio, point.predicted, "D", mfc="none", color=colour)
+    top = max([5.0, *(1.15 * max(p.measured.high, p.predicted) for p in points)])
+    axes.set(xlim=(0, 100), ylim=(0, top), xlabel="latency ratio, $C_{target} / C_{draft}$",
+             ylabel="speed-up of streams over a draft model")  # fmt: skip
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
+    axes.set_title(f"Figure 4: eq. 6 with gamma = {GAMMA}, and our measurements", fontsize=10)
+    finish(figure, caption, path)
+
+
+def error_bars(estimates: Sequence[Estimate]) -> list[list[float]]:
+    """[2, points] what lies below and above each value."""
+    # A resampled interval need not hold the value, with very few prompts.
+    below = [max(0.0, one.value - one.low) for one in estimates]
+    return [below, [max(0.0, one.high - one.value) for one in estimates]]
+
+
+def draw_line(axes: Any, points: Mapping[int, Point], name: str, **style: Any) -> None:
+    """A curve with its intervals; `name` is the attribute of `Point` that it shows."""
+    places = sorted(points)
+    values = [getattr(points[place], name) for place in places]
+    axes.errorbar(
+        places, [one.value for one in values], yerr=error_bars(values), capsize=3, ms=4, **style
     )
 
 
-def command_5() -> str:
-    """What measures the curves of figure 5."""
-    systems = [
+def draw_trees(curves: Curves, caption: str, path: Path) -> None:
+    """Figure 5: speed-up and tokens per call of full trees, by k."""
+    figure = new_figure(9.6, 4.4)
+    left, right = figure.subplots(1, 2)
+    left.axhspan(1.0, 2.0, color=PAPER_COLOUR, alpha=0.2, lw=0)
+    left.annotate("the paper's axis, 1 to 2", (0.99, 1.97), xycoords=("axes fraction", "data"),
+                  ha="right", va="top", fontsize=8, color=PAPER_TEXT)  # fmt: skip
+    looks = every_pair(COLOURS, MARKS)
+    for ((task, how), points), (colour, mark) in zip(sorted(curves.items()), looks, strict=False):
+        style = {"fmt": mark, "ls": "--" if "without" in how else "-", "color": colour}
+        draw_line(left, points, "speedup", label=f"{task}, {how}", **style)
+        draw_line(right, points, "tokens_per_call", **style)
+    left.set_ylabel("speed-up over mlx-lm")
+    right.set_ylabel("tokens per target call")
+    for axes, least in ((left, 2.15), (right, 1.0)):
+        axes.set(xlabel="k, tokens sampled a stream", xlim=(0.7, 6.3), xticks=range(1, 7))
+        axes.set_ylim(0, max(least, 1.1 * axes.dataLim.y1) if curves else least)
+    if curves:
+        left.legend(frameon=False, fontsize=8, loc="lower left")
+    figure.suptitle("Figure 5: full trees of k tokens a stream", fontsize=10)
+    finish(figure, caption, path)
+
+
+def draw_sampling(curves: Curves, caption: str, path: Path) -> None:
+    """Figure 9b: a panel for each task, streams and Medusa heads by top-k."""
+    tasks = sorted({task for task, _ in curves}) or [""]
+    figure = new_figure(max(6.4, 4.8 * len(tasks)), 4.8)
+    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    for task, axes in zip(tasks, panels, strict=True):
+        draw_paper_greedy(axes)
+        for (own, drafter), points in sorted(curves.items()):
+            if own == task:
+                colour = DRAFTER_COLOURS[drafter]
+                draw_line(axes, points, "tokens_per_call", fmt="o", ls="-", color=colour,
+                          label=f"{drafter}: tokens per call")  # fmt: skip
+                draw_line(axes, points, "speedup", fmt="s", ls="--", color=colour,
+                          label=f"{drafter}: speed-up over mlx-lm")  # fmt: skip
+        axes.set(xlabel="k of top-k sampling", xlim=(-12, 54), xticks=range(10, 60, 10))
+        axes.set_title(task, fontsize=10)
+        axes.set_ylim(0, 1.25 * max(4.0, axes.dataLim.y1))
+    if curves:
+        panels[0].legend(frameon=False, fontsize=7.5, loc="upper right", ncols=2)
+    panels[0].set_ylabel("ratio")
+    figure.suptitle("Figure 9b: top-k sampling at temperature 1", fontsize=10)
+    finish(figure, caption, path)
+
+
+def draw_paper_greedy(axes: Any) -> None:
+    """The paper's greedy figures for the model and task of figure 9b, at the left edge."""
+    for row in TABLE_1:
+        if (row.dataset, row.model) != (E2E, OPT):
+            continue
+        for value, what in ((row.call_reduction, "CR"), (row.speedup, "speed-up")):
+            axes.plot([-12, 0], [value, value], color=PAPER_COLOUR, lw=2)
+            axes.annotate(f"{PAPER_NAMES[row.method]} {what} {value:.2f}", (-11.5, value), (0, 2),
+                          textcoords="offset points", fontsize=6.5, color=PAPER_TEXT)  # fmt: skip
+
+
+def commands() -> dict[str, str]:
+    """What measures the points of each figure."""
+    compare, out = "python -m perf.compare", RESULTS.relative_to(ROOT).as_posix()
+    trees = " ".join(
         f'"streams --num-streams 3 --tree full --tree-width {width}{prune}"'
         for prune in ("", " --prune threshold")
         for width in range(1, 7)
-    ]
-    return (
-        "python -m perf.compare --task sql --systems "
-        + " ".join(systems)
-        + f" --out {shown(RESULTS / 'figure-5')}"
     )
-
-
-def command_9b() -> str:
-    """What measures the curves of figure 9b."""
-    return (
-        "for k in 10 20 30 40 50; do python -m perf.compare --task e2e --adapter e2e=FOLDER "
-        "--medusa e2e=FOLDER --systems streams medusa --temp 1 --top-k $k "
-        f"--out {shown(RESULTS)}/top-k-$k; done"
-    )
-
-
-def shown(path: Path) -> str:
-    """A path of the checkout, as seen from there."""
-    return path.relative_to(ROOT).as_posix()
+    return {
+        "4": f"{compare} --task sql --draft-model MODEL --systems streams draft-model "
+        f"--out {out}/figure-4",
+        "5": f"{compare} --task sql --systems {trees} --out {out}/figure-5",
+        "9b": f"for k in 10 20 30 40 50; do {compare} --task e2e --adapter e2e=FOLDER --medusa "
+        f"e2e=FOLDER --systems streams medusa --temp 1 --top-k $k --out {out}/top-k-$k; done",
+    }
 
 
 def draw_all(folders: Sequence[Path], wanted: Sequence[str], out: Path) -> list[str]:
@@ -81,16 +357,16 @@ def draw_all(folders: Sequence[Path], wanted: Sequence[str], out: Path) -> list[
     """
     compared = read_results(folders, "compare.json", "tasks")
     rated = read_results(folders, "quality-*.json", "systems")
-    figures: dict[str, tuple[Any, Callable[[Any, str, Path], None], str, Callable[[], str]]] = {
-        "4": (parity_points(compared), draw_parity, CAPTION_4, command_4),
-        "5": (tree_curves(compared, rated), draw_trees, CAPTION_5, command_5),
-        "9b": (sampling_curves(compared), draw_sampling, CAPTION_9B, command_9b),
+    figures: dict[str, tuple[Any, Callable[[Any, str, Path], None], str]] = {
+        "4": (parity_points(compared), draw_parity, CAPTION_4),
+        "5": (tree_curves(compared, rated), draw_trees, CAPTION_5),
+        "9b": (sampling_curves(compared), draw_sampling, CAPTION_9B),
     }
     missing = []
     for name in wanted:
-        points, draw, caption, command = figures[name]
+        points, draw, caption = figures[name]
         if not points:
-            missing.append(f"figure {name}: nothing of ours yet; run\n  {command()}")
+            missing.append(f"figure {name}: nothing of ours yet; run\n  {commands()[name]}")
             caption += " Ours: not measured yet."
         path = out / f"figure-{name}.png"
         draw(points, caption, path)
@@ -98,8 +374,7 @@ def draw_all(folders: Sequence[Path], wanted: Sequence[str], out: Path) -> list[
     return missing
 
 
-def _main(args: argparse.Namespace) -> int:
-    folders = [RESULTS] if args.results is None else args.results
+def _main(args: argparse.Namespace) -> None:
     for folder in args.results or ():
         if not folder.is_dir():
             raise InputError(
@@ -109,14 +384,13 @@ def _main(args: argparse.Namespace) -> int:
             )
     make_folder(args.out)
     try:
-        missing = draw_all(folders, args.figures, args.out)
+        missing = draw_all(args.results or [RESULTS], args.figures, args.out)
     except ImportError as error:
         raise InputError(
             "matplotlib is not installed", expected="it", do="pip install matplotlib"
         ) from error
     for line in missing:
         print(line, file=sys.stderr)
-    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
