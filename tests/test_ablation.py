@@ -12,7 +12,7 @@ from real import one_line, run_module
 from convert.reference.format import ADAPTER_WEIGHTS
 from convert.train import STORE_FILE, parse_args
 from perf.paper import ablation
-from perf.paper.ablation_report import read_run, read_runs, table
+from perf.paper.ablation import read_run, read_runs, report
 from ssmlx.commands.train_options import train_config
 from ssmlx.errors import InputError
 from ssmlx.training.job import SETTINGS_FILE
@@ -144,7 +144,7 @@ def test_unfinished_runs_are_named_and_not_drawn(trained, tmp_path):
     options = ["--data", "d", "--out", out, "--epochs", "1", *f, "--stream-init-rank", "32"]
     write_run(options, steps=5)
     runs, _ = read_runs(tmp_path / "runs")
-    assert "rank-32 (step 5 of 20)" in table(runs)
+    assert "rank-32 (step 5 of 20)" in report(runs)
     assert [one.name for one in runs if not one.is_finished] == ["rank-32"]
     assert draw(tmp_path)[0] == 0
 

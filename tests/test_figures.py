@@ -10,10 +10,16 @@ from real import one_line, run_module
 
 from perf.compare import __main__ as compare
 from perf.compare.systems import parse_systems
-from perf.paper import figure_pictures, figures
-from perf.paper.figure_points import Curve, Point, parity_points, sampling_curves, tree_curves
+from perf.paper import figures
+from perf.paper.figures import (
+    Point,
+    parity,
+    parity_points,
+    sampling_curves,
+    theoretical_speedup,
+    tree_curves,
+)
 from perf.paper.published import TABLE_1, TABLE_2, latencies, speeds
-from perf.paper.theory import draft_target_cost, parity, streaming_cost, theoretical_speedup
 from perf.run.metrics import Estimate
 from ssmlx.settings import PruneConfig, SamplingConfig, TreeConfig
 
@@ -21,9 +27,7 @@ from ssmlx.settings import PruneConfig, SamplingConfig, TreeConfig
 
 
 def test_eq_6_by_hand():
-    assert draft_target_cost(1, 10, 2, gamma=4) == 7
-    assert streaming_cost(10, 4) == 2.5
-    # zeta / beta = 2 / 4, C_ss = C_target.
+    # (4 * 1 + 10) / 2 = 7 a token there, 10 / 4 = 2.5 here: zeta / beta = 2 / 4, C_ss = C_target.
     assert theoretical_speedup(10, 0.5, gamma=4) == pytest.approx(7 / 2.5)
     assert theoretical_speedup(10, 0.5, gamma=4, overhead=1.4) == pytest.approx(2.0)
 
@@ -108,8 +112,8 @@ def test_the_curves_of_figure_5_are_full_trees():
     best = row("streams", options={"levels": 3, "tree": {"kind": "best"}})
     rows = [full_tree(1), full_tree(None), full_tree(2, "threshold"), best, row("mlx-lm")]
     curves = tree_curves([result(*rows)], [])
-    plain = Curve("sql", "gamma = 3, without pruning")
-    pruned = Curve("sql", "gamma = 3, pruned below 0.05")
+    plain = ("sql", "gamma = 3, without pruning")
+    pruned = ("sql", "gamma = 3, pruned below 0.05")
     assert {curve: sorted(points) for curve, points in curves.items()} == {
         plain: [1, TreeConfig(kind="full").full_width],
         pruned: [2],
@@ -133,7 +137,7 @@ def quality(*, with_mlx_lm: bool = True) -> dict:
 def test_figure_5_takes_the_trees_of_perf_quality():
     curves = tree_curves([], [quality()])
     (points,) = curves.values()
-    assert list(curves) == [Curve("sql", "gamma = all, pruned to 8 nodes")]
+    assert list(curves) == [("sql", "gamma = all, pruned to 8 nodes")]
     assert list(points) == [2] and points[2].speedup.value == 1.5
     assert tree_curves([], [quality(with_mlx_lm=False)]) == {}
 
@@ -142,8 +146,8 @@ def test_the_curves_of_figure_9b_are_of_sampling():
     results = [result(row("streams"), row("medusa", 1.1), row("plain"), top_k=k) for k in (10, 20)]
     curves = sampling_curves([*results, result(row("streams"))])
     assert {curve: sorted(points) for curve, points in curves.items()} == {
-        Curve("sql", "streams"): [10, 20],
-        Curve("sql", "medusa"): [10, 20],
+        ("sql", "streams"): [10, 20],
+        ("sql", "medusa"): [10, 20],
     }
 
 
@@ -196,10 +200,10 @@ def looks(axes) -> tuple[list[str], int]:
 def test_every_curve_is_drawn_and_looks_different(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     drawn = []
-    monkeypatch.setattr(figure_pictures, "finish", lambda figure, *_: drawn.append(figure))
+    monkeypatch.setattr(figures, "finish", lambda figure, *_: drawn.append(figure))
     point = Point(*[Estimate(1.0, 0.9, 1.1)] * 2)
-    curves = {Curve("sql", f"curve {number}"): {1: point, 2: point} for number in range(9)}
-    figure_pictures.draw_trees(curves, "", tmp_path / "x.png")
+    curves = {("sql", f"curve {number}"): {1: point, 2: point} for number in range(9)}
+    figures.draw_trees(curves, "", tmp_path / "x.png")
     left, _ = drawn[0].axes
     assert looks(left) == ([f"sql, curve {number}" for number in range(9)], 9)
 
@@ -221,13 +225,13 @@ def test_a_fresh_checkout_is_told_what_to_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_commands_that_are_told_are_commands():
-    for text in (figures.command_4(), figures.command_5(), figures.command_9b()):
+    for name, text in figures.commands().items():
         words = shlex.split(text.partition("; do ")[2].partition("; done")[0] or text)
         assert words[:3] == ["python", "-m", "perf.compare"]
         args = compare.parse_args([word.replace("$k", "10") for word in words[3:]])
         systems = parse_systems(args.systems, SamplingConfig())
-        assert len(systems) == (14 if text == figures.command_5() else 4)
-    trees = [system.config for system in systems_of(figures.command_5())]
+        assert len(systems) == (14 if name == "5" else 4)
+    trees = [system.config for system in systems_of(figures.commands()["5"])]
     assert {config.tree.full_width for config in trees} == set(range(1, 7))
     assert {config.prune.kind for config in trees} == {"off", "threshold"} > {PruneConfig().kind}
     assert {config.num_streams for config in trees} == {3}

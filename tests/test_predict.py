@@ -9,9 +9,8 @@ import pytest
 from real import one_line
 
 from perf.predict import __main__ as predict
-from perf.predict.chips import CHIPS, Chip
-from perf.predict.pictures import OPT_DRAFT, OPT_TARGET, uses
-from perf.predict.roofline import Decoder, Work, call_work, costs, product
+from perf.predict.__main__ import OPT_DRAFT, OPT_TARGET, uses
+from perf.predict.roofline import CHIPS, Chip, Decoder, Work, call_work, costs, product
 from ssmlx.settings import PruneConfig, TreeConfig
 from ssmlx.tuning.cost import DraftShape
 

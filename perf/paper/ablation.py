@@ -1,4 +1,4 @@
-"""`python -m perf.paper.ablation`: figures 6 and 9a of the paper, in tokens per target call.
+"""Figures 6 and 9a of the paper, in tokens per target call.
 
 `train` runs `convert.train` over the layers with multi-stream attention, with stream embeddings
 and with value rotation, and over the rank of f (eq. 3); `draw` shows what the runs came to.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.train_options import train_config
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
-from ssmlx.tuning.report import write_result
+from ssmlx.settings import read_json
+from ssmlx.training.config import TrainConfig
+from ssmlx.training.job import SETTINGS_FILE
+from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
 
 from ..run.common import RESULTS, ROOT
-from .ablation_report import VARIED, draw, read_run, read_runs, settings_of, table
+from .learning import validations
 
 PROG = "perf.paper.ablation"
 EPILOG = """examples:
@@ -32,16 +35,19 @@ EPILOG = """examples:
 
 Options that `train` does not know go to every run of convert.train. The same command again goes
 on with the run that was stopped, and skips those that are finished."""
+VARIED = ("num_msa_layers", "stream_design", "rotation_step", "stream_init", "stream_init_rank")
+COLOURS = {"embeddings": "#0b6e4f", "value_rotation": "#b06f10"}
+LABELS = {"embeddings": "stream embeddings", "value_rotation": "value rotation"}
 
 
 def variants(args: argparse.Namespace) -> dict[str, list[str]]:
     """The options that tell the runs apart, by name."""
-    runs, identity = {}, ["--stream-init", "identity"]
-    for count in args.layers:
-        runs[f"embeddings-{count}"] = ["--num-msa-layers", str(count), *identity]
-    for count in args.layers:
-        rotation = ["--stream-design", "value_rotation", "--rotation-step", str(args.rotation_step)]
-        runs[f"rotation-{count}"] = ["--num-msa-layers", str(count), *rotation, *identity]
+    identity = ["--stream-init", "identity"]
+    rotation = ["--stream-design", "value_rotation", "--rotation-step", str(args.rotation_step)]
+    runs = {}
+    for name, design in (("embeddings", []), ("rotation", rotation)):
+        for count in args.layers:
+            runs[f"{name}-{count}"] = ["--num-msa-layers", str(count), *design, *identity]
     for rank in args.ranks:
         f = ["--stream-init", "low_rank", "--stream-init-rank", str(rank)]
         runs[f"rank-{rank}"] = ["--num-msa-layers", str(args.rank_layers), *f]
@@ -68,15 +74,6 @@ def commands(args: argparse.Namespace, shared: list[str]) -> dict[Path, list[str
     return found
 
 
-def is_done(folder: Path, options: Sequence[str]) -> bool:
-    """Whether this very run has ended; convert.train itself refuses other settings."""
-    if not (folder / ADAPTER_WEIGHTS).exists():
-        return False
-    command = " ".join([f"python -m {trainer.PROG}", *options])
-    found = read_run(folder)
-    return settings_of(folder)["command"] == command and found is not None and found.is_finished
-
-
 def train(args: argparse.Namespace, shared: list[str]) -> int:
     """Run what is left to run; stops at the first run that fails."""
     for folder, options in commands(args, shared).items():
@@ -92,18 +89,198 @@ def train(args: argparse.Namespace, shared: list[str]) -> int:
     return 0
 
 
-def show(args: argparse.Namespace) -> int:
+def is_done(folder: Path, options: Sequence[str]) -> bool:
+    """Whether this very run has ended; convert.train itself refuses other settings."""
+    if not (folder / ADAPTER_WEIGHTS).exists():
+        return False
+    command = " ".join([f"python -m {trainer.PROG}", *options])
+    found = read_run(folder)
+    return settings_of(folder)["command"] == command and found is not None and found.is_finished
+
+
+@dataclass(frozen=True)
+class TrainedVariant:
+    """What a run came to, at its last validation.
+
+    Attributes:
+        name: of its folder.
+        design: what tells its streams apart.
+        num_layers: Ns.
+        rank: eta, the rank of f; 0 for identity.
+        step, num_steps: where the validation was, and where the run ends.
+        tokens_per_call: of held-out text, replayed.
+        losses: of held-out text, in nats a token.
+    """
+
+    name: str
+    design: str
+    num_layers: int
+    rank: int
+    step: int
+    num_steps: int
+    tokens_per_call: float
+    losses: Mapping[str, float]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the validation is the run's last."""
+        return self.step >= self.num_steps
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The settings that a run was started with."""
+    return read_json(folder / SETTINGS_FILE, "a run's settings")
+
+
+def read_run(folder: Path) -> TrainedVariant | None:
+    """A run at its last validation; None where there was none yet."""
+    entries = validations(folder)
+    if not entries:
+        return None
+    settings, last = settings_of(folder), entries[-1]
+    config = TrainConfig.from_dict(settings["train"])
+    return TrainedVariant(
+        name=folder.name,
+        design=config.stream_design,
+        num_layers=config.num_msa_layers,
+        rank=config.stream_init_rank or 0,
+        step=last["step"],
+        num_steps=config.num_steps(settings["examples"]),
+        tokens_per_call=last["tokens_per_call"],
+        losses={
+            name.removeprefix("valid_").removesuffix("_loss"): value
+            for name, value in last.items()
+            if name.startswith("valid_") and name.endswith("_loss")
+        },
+    )
+
+
+def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
+    """Every run that was validated, and the settings that they have in common.
+
+    Raises:
+        InputError: none is finished, or they cannot be compared.
+    """
+    folders = sorted(path.parent for path in folder.glob(f"*/{SETTINGS_FILE}"))
+    runs = [found for path in folders if (found := read_run(path)) is not None]
+    if not any(one.is_finished for one in runs):
+        raise InputError(
+            f"no finished run in {folder}",
+            expected="the --out of `python -m perf.paper.ablation train`",
+            do="train first",
+        )
+    runs.sort(key=lambda one: (one.design, one.rank, one.num_layers))
+    return runs, shared_settings(folders)
+
+
+def shared_settings(folders: Sequence[Path]) -> dict[str, Any]:
+    """All settings but those that vary.
+
+    Raises:
+        InputError: the runs cannot be compared.
+    """
+    found = []
+    for folder in folders:
+        values = settings_of(folder)
+        train = {name: value for name, value in values["train"].items() if name not in VARIED}
+        found.append({"examples": values["examples"], **train})
+        odd = [name for name, value in found[-1].items() if value != found[0].get(name)]
+        if odd:
+            raise InputError(
+                f"{folder.name} and {folders[0].name} differ in {', '.join(odd)}",
+                expected="runs of one ablation",
+                do="move the others elsewhere",
+            )
+    return found[0]
+
+
+def report(runs: Sequence[TrainedVariant]) -> str:
+    """A line for each run."""
+
+    def loss(name: str) -> Callable[[TrainedVariant], str]:
+        return lambda one: f"{one.losses[name]:.3f}" if name in one.losses else "-"
+
+    names = dict.fromkeys(name for one in runs for name in one.losses)
+    columns: Columns = {
+        "run": lambda one: (
+            one.name + ("" if one.is_finished else f" (step {one.step} of {one.num_steps})")
+        ),
+        "streams": lambda one: LABELS[one.design],
+        "Ns": lambda one: str(one.num_layers),
+        "f": lambda one: f"rank {one.rank}" if one.rank else "identity",
+        "tokens/call": lambda one: f"{one.tokens_per_call:.3f}",
+        **{f"{name} loss": loss(name) for name in names},
+    }
+    return "\n".join(table(columns, runs))
+
+
+def draw(runs: Sequence[TrainedVariant], shared: Mapping[str, Any], title: str, path: Path) -> None:
+    """The picture of the runs that are finished."""
+    figure = new_figure(9, 3.8)
+    left, right = figure.subplots(1, 2, sharey=True)
+    finished = [one for one in runs if one.is_finished]
+    draw_layers(left, finished)
+    draw_ranks(right, finished)
+    figure.suptitle(
+        f"{title}: {shared['examples']:,} examples, epochs: {shared['epochs']:g}, "
+        f"{shared['num_streams']} streams; held-out text, replayed",
+        fontsize=9,
+    )
+    finish(figure, "", path)
+
+
+def draw_layers(axes: Any, runs: Sequence[TrainedVariant]) -> None:
+    """Tokens per call against Ns, as figure 9a is laid out."""
+    for design, label in LABELS.items():
+        points = {
+            r.num_layers: r.tokens_per_call for r in runs if (r.design, r.rank) == (design, 0)
+        }
+        if points:
+            _line(axes, points, above=design == "embeddings", label=label, color=COLOURS[design])
+    places = [one.num_layers for one in runs if not one.rank]
+    _label(axes, places, "layers with multi-stream attention, Ns")
+    axes.set_ylabel("tokens per target call")
+
+
+def draw_ranks(axes: Any, runs: Sequence[TrainedVariant]) -> None:
+    """Tokens per call against eta, beside f as identity on the same layers."""
+    with_rank = [one for one in runs if one.rank]
+    for count in sorted({one.num_layers for one in with_rank}):
+        points = {r.rank: r.tokens_per_call for r in with_rank if r.num_layers == count}
+        _line(axes, points, label=f"f of rank η, Ns = {count}", color="#33658a")
+        for one in runs:
+            if (one.design, one.num_layers, one.rank) == ("embeddings", count, 0):
+                axes.axhline(one.tokens_per_call, ls="--", lw=1.2, color=COLOURS["embeddings"],
+                             label=f"f = identity, Ns = {count}")  # fmt: skip
+    _label(axes, [one.rank for one in with_rank], "rank η of f")
+
+
+def _line(axes: Any, points: Mapping[int, float], *, above: bool = True, **style: Any) -> None:
+    axes.plot(list(points), list(points.values()), marker="o", **style)
+    for x, y in points.items():
+        axes.annotate(f"{y:.2f}", (x, y), (0, 7 if above else -15), textcoords="offset points",
+                      ha="center", fontsize=8, color=style["color"])  # fmt: skip
+
+
+def _label(axes: Any, places: Iterable[int], label: str) -> None:
+    ticks = sorted(set(places))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+    axes.margins(0.12, 0.15)
+    if ticks:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def show(args: argparse.Namespace) -> None:
     """Print the table; write it, the JSON and the picture."""
     runs, shared = read_runs(args.runs)
     for path in (args.results, args.out.parent):
         make_folder(path)
-    result = {"shared": shared, "runs": [asdict(one) for one in runs]}
-    write_result(result, args.results / "ablation", table(runs))
-    try:
-        draw(runs, shared, args.runs.resolve().name, args.out)
-    except ImportError:
-        print("no picture: pip install matplotlib", file=sys.stderr)
-    return 0
+    title, result = args.runs.resolve().name, {"shared": shared, "runs": [asdict(r) for r in runs]}
+    publish(result, args.results / "ablation", report(runs),
+            lambda *_: draw(runs, shared, title, args.out))  # fmt: skip
 
 
 def _add_train(commands: Any) -> None:

@@ -6,8 +6,6 @@ A run that started from another's weights (`--init`) goes on where that one ende
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -15,10 +13,10 @@ from typing import Any
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
-from ssmlx.loading.files import make_folder, write_whole
+from ssmlx.loading.files import make_folder
 from ssmlx.settings import read_json
 from ssmlx.training.record import LOG_FILE, read_record
-from ssmlx.tuning.report import aligned, new_figure
+from ssmlx.tuning.report import aligned, finish, new_figure, publish
 
 from ..run.common import RESULTS, ROOT, split_name
 
@@ -32,6 +30,8 @@ EPILOG = """examples:
 
 Point = tuple[int, float, float]
 """Steps in all, tokens per call of held-out text, and its loss of stream 1 in nats a token."""
+Curves = Mapping[str, Sequence[Sequence[Point]]]
+"""The rounds of each adapter."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -56,6 +56,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def validations(folder: Path) -> list[dict[str, Any]]:
+    """The entries of a run's log in which streams were validated."""
+    return [entry for entry in read_record(folder / LOG_FILE) if "tokens_per_call" in entry]
+
+
 def read_rounds(text: str) -> tuple[str, list[list[Point]]]:
     """Name and rounds of `NAME=FOLDER,FOLDER`.
 
@@ -70,22 +75,21 @@ def read_rounds(text: str) -> tuple[str, list[list[Point]]]:
     rounds: list[list[Point]] = []
     for folder in map(Path, folders.split(",")):
         start = rounds[-1][-1][0] if rounds else 0
-        points = [
-            (start + entry["step"], entry["tokens_per_call"], entry["valid_stream_1_loss"])
-            for entry in read_record(folder / LOG_FILE)
-            if "tokens_per_call" in entry
-        ]
-        if not points:
+        found = validations(folder)
+        if not found:
             raise InputError(
                 f"{folder} holds no validation",
                 expected=f"{LOG_FILE} of a run with streams that was validated",
                 do="check --run",
             )
-        rounds.append(points)
+        rounds.append(
+            [(start + one["step"], one["tokens_per_call"], one["valid_stream_1_loss"])
+             for one in found]
+        )  # fmt: skip
     return name, rounds
 
 
-def table(curves: Mapping[str, Sequence[Sequence[Point]]]) -> str:
+def report(curves: Curves) -> str:
     """A line a validation."""
     rows = [["adapter", "round", "steps", "tokens/call", "stream 1 loss"]]
     for name, rounds in curves.items():
@@ -104,7 +108,7 @@ def styles(names: Sequence[str]) -> list[tuple[str, str]]:
     ]
 
 
-def draw(curves: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:
+def draw(curves: Curves, path: Path) -> None:
     """Tokens per call against steps, a line a round; the learning rate falls to zero in each."""
     figure = new_figure(6.5, 3.9)
     axes = figure.subplots()
@@ -120,26 +124,17 @@ def draw(curves: Mapping[str, Sequence[Sequence[Point]]], path: Path) -> None:
     axes.set_title("held-out answers, replayed", fontsize=10)
     axes.set_xlim(left=0)
     axes.margins(x=0.14)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    finish(figure, "", path)
 
 
 def _main(args: argparse.Namespace) -> None:
     if args.source is not None:
-        curves: Mapping[str, Any] = read_json(args.source, "a result of perf.paper.learning")
+        curves: Curves = read_json(args.source, "a result of perf.paper.learning")
     else:
         curves = dict(read_rounds(text) for text in args.run)
-    print(table(curves))
     for folder in (args.results, args.out.parent):
         make_folder(folder)
-    result = args.results / "learning.json"
-    write_whole(result, f"{json.dumps(curves, indent=1)}\n".encode())
-    try:
-        draw(curves, args.out)
-        print("saved", result, args.out, file=sys.stderr)
-    except ImportError:
-        print("saved", result, "- no picture: pip install matplotlib", file=sys.stderr)
+    publish(curves, args.results / "learning", report(curves), lambda *_: draw(curves, args.out))
 
 
 def main(argv: list[str] | None = None) -> int:
