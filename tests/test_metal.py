@@ -19,8 +19,8 @@ from metal.lint import complaints
 from mlx_lm.models import base as mlx_lm_base
 from tiny import first_tokens, make_base, make_model
 
-from perf.attention import __main__ as attention
-from perf.attention.report import draw, report, verdict
+from perf import attention
+from perf.attention import draw, report, verdict
 from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError

@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.model.metal.hook import is_available, pack_bits
 from ssmlx.model.metal.kernels import attend
@@ -35,10 +36,9 @@ from ssmlx.model.metal.plan import (
     this_chip,
 )
 from ssmlx.tuning.machine import machine
-from ssmlx.tuning.report import publish
+from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
 
-from ..run.common import RESULTS
-from .report import draw, report
+from .run.common import RESULTS
 
 PROG = "perf.attention"
 EPILOG = """examples:
@@ -48,9 +48,11 @@ EPILOG = """examples:
 The sizes are those of SmolLM2-135M unless given; a model's config.json has its own."""
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 WARM_UP = 3
+NOISE = 0.03  # below this the two sides count as equally fast
 
 Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
 Clock = Callable[[Callable[[], None]], float]
+Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,22 +151,81 @@ def compare(
     }
 
 
+def speed_up(line: Line) -> float:
+    """How many times as fast as MLX's the fused kernel is."""
+    return line["mlx_ms"] / line["fused_ms"]
+
+
+def verdict(line: Line) -> str:
+    """Whether the rule chose the faster side."""
+    gain = speed_up(line)
+    if abs(gain - 1) < NOISE:
+        return "even"
+    return "right" if (gain > 1) == (line["chosen"] == "fused") else "WRONG"
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The result as text."""
+    settings, lines, where = result["settings"], result["lines"], result["machine"]
+    columns: Columns = {
+        "rows": lambda line: str(line["rows"]),
+        "keys": lambda line: str(line["keys"]),
+        "MLX's path": lambda line: line["mlx_path"],
+        "MLX ms": lambda line: f"{line['mlx_ms']:.3f}",
+        "fused ms": lambda line: f"{line['fused_ms']:.3f}",
+        "speed-up": lambda line: f"{speed_up(line):.2f}",
+        "chosen": lambda line: line["chosen"],
+        "rule": verdict,
+    }
+    counts = Counter(verdict(line) for line in lines)
+    return "\n".join(
+        [
+            f"attention of one layer, {settings['heads']} heads on {settings['kv_heads']} of "
+            f"{settings['head_size']}, {settings['dtype']}; {where['machine']}, "
+            f"{where['power']}, mlx {where['mlx']}",
+            f"medians, through {result['layers']} layers in a run",
+            "",
+            *table(columns, lines),
+            "",
+            f"largest difference {max(line['largest_difference'] for line in lines):.2g}; the rule "
+            f"was right {counts['right']} times, wrong {counts['WRONG']}, and made no difference "
+            f"(under {NOISE:.0%}) {counts['even']}",
+        ]
+    )
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Speed-up against the keys, a line for each number of rows."""
+    figure = new_figure(8, 5)
+    axes = figure.subplots()
+    lines = sorted(result["lines"], key=lambda line: (line["rows"], line["keys"]))
+    for rows, group in groupby(lines, key=lambda line: line["rows"]):
+        own = list(group)
+        keys, gains = [line["keys"] for line in own], [speed_up(line) for line in own]
+        (drawn,) = axes.plot(keys, gains, label=f"{rows} rows", lw=1.5)
+        for line in own:
+            face = drawn.get_color() if line["chosen"] == "fused" else "white"
+            axes.plot(line["keys"], speed_up(line), "o", color=drawn.get_color(), mfc=face)
+    axes.axhline(1, color="#444444", lw=1, ls="--")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set(xlabel="keys (rows and context)", ylabel="times as fast as MLX's attention")
+    title = f"fused attention on {result['machine']['machine']}; filled where it is chosen"
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=8)
+    finish(figure, "", path)
+
+
 def shapes_of(args: argparse.Namespace) -> list[AttentionShape]:
     """Every number of rows with every context.
 
     Raises:
         InputError: the sizes are not an attention's, or the kernel does not take them.
     """
+    sizes = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_size")}
     try:
         shapes = [
-            AttentionShape(
-                rows=rows,
-                heads=args.heads,
-                kv_heads=args.kv_heads,
-                keys=rows + context,
-                head_size=args.head_size,
-                dtype=DTYPES[args.dtype],
-            )
+            AttentionShape(rows=rows, keys=rows + context, dtype=DTYPES[args.dtype], **sizes)
             for rows, context in product(args.rows, args.contexts)
         ]
     except ValueError as error:
@@ -173,21 +234,19 @@ def shapes_of(args: argparse.Namespace) -> list[AttentionShape]:
             expected="positive numbers, heads a multiple of key/value heads",
             do="take them from the model's config.json",
         ) from error
-    if not is_supported(shapes[0]):
-        raise InputError(
-            f"--head-size {args.head_size}",
-            expected="a multiple of 8, up to 128",
-            do="there is nothing to compare for other sizes",
-        )
+    require(
+        is_supported(shapes[0]),
+        f"--head-size {args.head_size}",
+        expected="a multiple of 8, up to 128",
+        do="there is nothing to compare for other sizes",
+    )
     return shapes
 
 
-def _main(args: argparse.Namespace) -> int:
+def _main(args: argparse.Namespace) -> None:
     shapes = shapes_of(args)
-    if not is_available():
-        raise InputError(
-            "MLX has no Metal device here", expected="a Mac with Apple silicon", do="run it there"
-        )
+    found = "MLX has no Metal device here"
+    require(is_available(), found, expected="a Mac with Apple silicon", do="run it there")
     make_folder(args.out)
     chip = this_chip()
     lines = [
@@ -197,7 +256,6 @@ def _main(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_size", "dtype")}
     result = {"machine": machine(), "settings": settings, "layers": args.layers, "lines": lines}
     publish(result, args.out / "attention", report(result), draw)
-    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
