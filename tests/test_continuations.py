@@ -128,10 +128,11 @@ def test_batches_say_what_one_prompt_after_the_other_says(folder, prompts, tmp_p
 def checkpoint_of(model, folder, **settings):
     """A trained-looking checkpoint; returns the reference that it was written from."""
     from convert.reference.checkpoint import save_reference
+    from convert.reference.format import LoraSettings
     from convert.reference.model import StreamFusedReference
 
     config = StreamConfig(num_streams=1, num_msa_layers=1, num_layers=2, hidden_size=32, **settings)
-    reference = StreamFusedReference(model, config, lora_rank=2).eval()
+    reference = StreamFusedReference(model, config, lora=LoraSettings(2)).eval()
     torch.manual_seed(3)
     for adapter in reference.adapters.values():
         torch.nn.init.normal_(adapter.adapter.lora_B.weight, std=1.0)

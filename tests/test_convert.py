@@ -29,6 +29,7 @@ from safetensors.torch import load, save_file
 from convert.__main__ import main
 from convert.base import load_base
 from convert.reference.checkpoint import save_reference
+from convert.reference.format import LoraSettings
 from convert.reference.model import StreamFusedReference
 from ssmlx.settings import StreamConfig
 
@@ -54,7 +55,7 @@ def reference(base):
         stream_init_rank=3,
         prune_rank=4,
     )
-    model = StreamFusedReference(load_base(base), config, lora_rank=3, lora_alpha=6).eval()
+    model = StreamFusedReference(load_base(base), config, lora=LoraSettings(3, 6)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

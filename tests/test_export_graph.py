@@ -108,8 +108,7 @@ def test_other_designs(profile, tmp_path):
 @pytest.mark.parametrize("profile", ["gpu", "ane"])
 def test_a_draft_vocabulary_limits_the_drafts(profile, tmp_path):
     vocab = torch.tensor([0, 1, 2, 4, 5, 7, 8, 10], dtype=torch.int32)
-    lora = {"lora_rank": 3, "lora_alpha": 6, "draft_vocab": vocab}
-    folders = write_pair(tmp_path, lora=lora, draft_vocab_size=len(vocab))
+    folders = write_pair(tmp_path, draft_vocab=vocab, draft_vocab_size=len(vocab))
     assert_same_steps(folders, config(profile=profile))
 
 

@@ -22,6 +22,7 @@ from tiny import first_tokens, tree_from_parents
 from convert import base as convert_base
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference, save_reference
+from convert.reference.format import LoraSettings
 from convert.reference.model import StreamFusedReference
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import prefill
@@ -103,7 +104,7 @@ def make_reference(base, **changes):
     values = {"num_streams": STREAMS, "num_msa_layers": 2, "prune_rank": 4, "stream_init_rank": 3}
     values |= {"num_layers": LAYERS, "hidden_size": base.config.hidden_size}
     config = StreamConfig(**{**values, "stream_init": "residual", **changes})
-    model = StreamFusedReference(base, config, lora_rank=3, lora_alpha=6).eval()
+    model = StreamFusedReference(base, config, lora=LoraSettings(3, 6)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

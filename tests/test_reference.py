@@ -20,6 +20,7 @@ from safetensors.torch import load, save_file
 
 from convert.base import load_base
 from convert.reference.checkpoint import load_reference, save_reference
+from convert.reference.format import LoraSettings
 from convert.reference.model import ReferenceOutput, StreamFusedReference, stream_visibility
 from ssmlx.errors import InputError
 from ssmlx.settings import StreamConfig
@@ -27,6 +28,7 @@ from ssmlx.settings import StreamConfig
 EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2-135m-sql"
 ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Phi3", "Mistral")
 LAYERS, WIDTH, VOCAB, STREAMS = 4, 32, 97, 2
+LORA = LoraSettings(3, 6)
 SIZES = {
     "hidden_size": WIDTH,
     "intermediate_size": 48,
@@ -68,12 +70,13 @@ def stream_config(**changes):
     return StreamConfig(**{**values, **changes})
 
 
-def make_model(architecture="Llama", *, base=None, lora=None, **config):
+def make_model(architecture="Llama", *, base=None, lora=LORA, draft_vocab=None, **config):
     """A model whose every adapter does something."""
     model = StreamFusedReference(
         make_base(architecture) if base is None else base,
         stream_config(**config),
-        **({"lora_rank": 3, "lora_alpha": 6} if lora is None else lora),
+        lora=lora,
+        draft_vocab=draft_vocab,
     ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -199,8 +202,8 @@ def test_scope_streams_leaves_the_base_bit_for_bit(architecture, attention):
 @pytest.mark.parametrize("rank_stabilised", [False, True])
 def test_scope_all_is_what_peft_computes(architecture, rank_stabilised, tmp_path):
     peft = pytest.importorskip("peft")
-    lora = {"lora_rank": 3, "lora_alpha": 5, "rank_stabilised": rank_stabilised}
-    model = make_model(architecture, lora={**lora, "lora_layers": (1, 3)})
+    lora = LoraSettings(3, 5, layers=(1, 3), rank_stabilised=rank_stabilised)
+    model = make_model(architecture, lora=lora)
     save_reference(model, tmp_path)
     adapted = peft.PeftModel.from_pretrained(make_base(architecture), tmp_path)
     ids = some_tokens(9, batch=2)
@@ -291,7 +294,7 @@ def test_stream_does_not_see_later_nodes():
 def test_first_stream_is_a_row_of_the_base_one_place_on():
     """With f = identity, P_1 = 0 and no LoRA, stream 1 equals the same token placed at p + 1."""
     base, ids = make_base(), some_tokens(5)
-    model = make_model(base=base, lora={}, num_msa_layers=LAYERS, num_streams=1)
+    model = make_model(base=base, lora=LoraSettings(), num_msa_layers=LAYERS, num_streams=1)
     with torch.no_grad():
         model.stream_embeddings.zero_()
     expected = base(torch.cat([ids, ids[:, -1:]], dim=1)).logits[:, -1]
@@ -378,7 +381,7 @@ def test_gradient_matches_finite_difference():
 def test_new_model_starts_as_the_base():
     base, ids = make_base(), some_tokens(6)
     expected = base(ids).logits
-    model = StreamFusedReference(base, stream_config(), lora_rank=3)
+    model = StreamFusedReference(base, stream_config(), lora=LORA)
     assert torch.equal(model(ids).main_logits, expected)
     assert model.lora.layers == (2, 3)
     assert 0.005 < model.stream_embeddings.std().item() < 0.05
@@ -423,7 +426,7 @@ def test_save_load_round_trip(architecture, scope, tmp_path):
 
 
 def test_round_trip_without_lora(tmp_path):
-    model = make_model(lora={}, prune_rank=0)
+    model = make_model(lora=LoraSettings(), prune_rank=0)
     save_reference(model, tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {
         "streams.safetensors",
@@ -520,8 +523,7 @@ def test_bases_that_cannot_be_driven_are_refused():
     with pytest.raises(InputError, match="already carries"):
         StreamFusedReference(make_model().base, stream_config())
     with pytest.raises(InputError, match="layer 1"):
-        lora = {"lora_rank": 2, "lora_layers": (1, 2)}
-        make_model(lora=lora, adapter_scope="streams")
+        make_model(lora=LoraSettings(2, layers=(1, 2)), adapter_scope="streams")
 
 
 def test_wrong_shapes_are_refused():

@@ -33,7 +33,7 @@ from test_reference import stream_config as reference_config
 
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference, save_reference
-from convert.reference.format import read_stream_config, stream_settings
+from convert.reference.format import LoraSettings, read_stream_config, stream_settings
 from convert.reference.model import StreamFusedReference, rotate_values
 
 PROMPT = [5, 2, 3, 11, 7]
@@ -53,8 +53,7 @@ def make_reference(base=None, draft=(), *, vocab=VOCAB, lora_rank=3, **config):
     model = StreamFusedReference(
         make_base(vocab=vocab) if base is None else base,
         reference_config(draft_vocab_size=len(draft), **config),
-        lora_rank=lora_rank,
-        lora_alpha=6,
+        lora=LoraSettings(lora_rank, 6),
         draft_vocab=torch.tensor(draft, dtype=torch.int32) if draft else None,
     ).eval()
     with torch.no_grad():

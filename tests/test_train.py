@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from convert.__main__ import main as convert
 from convert.base import load_base
 from convert.reference.checkpoint import load_reference
+from convert.reference.format import LoraSettings
 from convert.reference.losses import linear_cross_entropy, mean_scales
 from convert.reference.model import StreamFusedReference
 from convert.train import PROG, STATE_FILE, STORE_FILE, main
@@ -420,7 +421,7 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
     )
     torch.manual_seed(3)
     base = make_torch_base(architecture, attention="sdpa")
-    model = StreamFusedReference(base, config, lora_rank=2)
+    model = StreamFusedReference(base, config, lora=LoraSettings(2))
     batch = collate(random_examples(4), np.arange(4))
     tokens = torch.from_numpy(batch.tokens).long() % VOCAB
     where = {

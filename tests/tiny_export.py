@@ -53,8 +53,7 @@ def write_pair(
     base.save_pretrained(folder / "base")
     write_tokenizer(folder / "base")
     settings = {"hidden_size": 64, "stream_init": "residual", "stream_init_rank": 3, **changes}
-    lora = settings.pop("lora", None)
-    reference = make_reference(base=base, lora=lora, **settings)
+    reference = make_reference(base=base, **settings)
     checkpoint, adapter = folder / "checkpoint", folder / "adapter"
     save_reference(reference, checkpoint)
     adapter.mkdir()

@@ -15,6 +15,7 @@ from ssmlx.model.lora import layer_of
 
 from ..base import load_base
 from ..reference.checkpoint import merge_weights, tensor_of
+from ..reference.format import LoraSettings
 from ..reference.model import StreamFusedReference
 
 _PROBE_LENGTH = 32
@@ -34,15 +35,11 @@ def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamF
     base = load_base(folder)
     _check_identity(base, adapter)
     merge_weights(base, adapter.task_lora, Path("the adapter"))
-    rank, scale, modules, layers = _lora_settings(adapter)
     vocab = adapter.streams.draft_vocab
     model = StreamFusedReference(
         base,
         adapter.config,
-        lora_rank=rank,
-        lora_alpha=scale * rank,
-        lora_modules=modules,
-        lora_layers=layers,
+        lora=_lora_settings(adapter),
         draft_vocab=None if vocab is None else tensor_of(vocab),
     )
     _fill(model, adapter)
@@ -79,10 +76,10 @@ def _check_identity(base: Any, adapter: Adapter) -> None:
         )
 
 
-def _lora_settings(adapter: Adapter) -> tuple[int, float, list[str], list[int]]:
-    """Rank, scale, modules and layers of an adapter's LoRA; rank 0 where it has none."""
+def _lora_settings(adapter: Adapter) -> LoraSettings:
+    """Of an adapter's LoRA; rank 0 where it has none."""
     if not adapter.lora:
-        return 0, 1.0, [], []
+        return LoraSettings()
     sizes = {(weights.a.shape[1], weights.scale) for weights in adapter.lora.values()}
     places = [layer_of(path) for path in adapter.lora]
     modules, layers = sorted({m for _, m in places}), sorted({n for n, _ in places})
@@ -93,7 +90,7 @@ def _lora_settings(adapter: Adapter) -> tuple[int, float, list[str], list[int]]:
             do="convert it with uniform LoRA",
         )
     ((rank, scale),) = sizes
-    return rank, scale, modules, layers
+    return LoraSettings(rank, scale * rank, tuple(modules), tuple(layers))
 
 
 @torch.no_grad()

@@ -63,11 +63,7 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
         base,
         config,
         draft_vocab=None if streams.draft_vocab is None else tensor_of(streams.draft_vocab),
-        lora_rank=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_modules=lora.modules,
-        lora_layers=lora.layers,
-        rank_stabilised=lora.rank_stabilised,
+        lora=lora,
     )
     if has_lora:
         path, tensors = read_peft_tensors(folder)

@@ -16,15 +16,15 @@ Shapes, beside the legend of `ssmlx.model.shapes`:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ssmlx.errors import InputError
+from ssmlx.errors import require
 from ssmlx.loading.adapter import check_draft_vocab
 from ssmlx.model.lora import select_modules
 from ssmlx.settings import StreamConfig
@@ -32,6 +32,8 @@ from ssmlx.settings import StreamConfig
 from .format import CHECK_MODULES, LoraSettings, check_sizes
 
 EMBEDDING_STD = 0.02
+_NO_LORA = LoraSettings()
+_PLAIN = "a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral"
 
 
 @dataclass(frozen=True)
@@ -231,11 +233,7 @@ class StreamFusedReference(nn.Module):
     Args:
         base: a causal language model of transformers.
         config: the stream settings.
-        lora_rank: r; 0 for no LoRA.
-        lora_alpha: the numerator of LoRA's scale.
-        lora_modules: names of linear modules ("q_proj" or "self_attn.q_proj"); empty means all.
-        lora_layers: layers that they are in; empty means those with multi-stream attention.
-        rank_stabilised: LoRA's scale is alpha / sqrt(r), not alpha / r.
+        lora: LoRA's; without layers, on those with multi-stream attention.
         draft_vocab: [Vd] int32, the tokens that streams draft from, strictly ascending; given
             exactly where the settings have a `draft_vocab_size`.
 
@@ -248,11 +246,7 @@ class StreamFusedReference(nn.Module):
         base: nn.Module,
         config: StreamConfig,
         *,
-        lora_rank: int = 0,
-        lora_alpha: float = 32,
-        lora_modules: Sequence[str] = (),
-        lora_layers: Sequence[int] = (),
-        rank_stabilised: bool = False,
+        lora: LoraSettings = _NO_LORA,
         draft_vocab: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
@@ -270,35 +264,32 @@ class StreamFusedReference(nn.Module):
         self.register_buffer(
             "draft_vocab", None if draft_vocab is None else draft_vocab.clone().to(like.device)
         )
-        self.stream_init = _optional_low_rank(width, config.stream_init_rank, like)
-        self.prune_adapter = _optional_low_rank(width, config.prune_rank, like)
-        self._check_main_stream()
-        layers = lora_layers or range(config.insertion_layer, config.num_layers)
-        self.lora = LoraSettings(
-            lora_rank, lora_alpha, tuple(lora_modules), tuple(sorted(set(layers))), rank_stabilised
+        ranks = config.stream_init_rank, config.prune_rank
+        self.stream_init, self.prune_adapter = (
+            LowRank(width, width, rank, like) if rank else None for rank in ranks
         )
-        self.adapters: dict[str, LoraLinear] = self._wrap_linears() if lora_rank else {}
+        self._check_main_stream()
+        layers = lora.layers or range(config.insertion_layer, config.num_layers)
+        self.lora = replace(lora, layers=tuple(sorted(set(layers))))
+        self.adapters: dict[str, LoraLinear] = self._wrap_linears() if lora.rank else {}
 
     def forward(
         self,
         input_ids: torch.Tensor,
         *,
-        positions: torch.Tensor | None = None,
-        visible: torch.Tensor | None = None,
         stream_rows: torch.Tensor | None = None,
+        **where: torch.Tensor | None,
     ) -> ReferenceOutput:
         """Predict with the main stream and the speculative streams.
 
         Args:
             input_ids: [B, T] tokens of the node rows.
-            positions: [B, T] where each row stands; 0 to T - 1 unless given.
-            visible: [B, T, T] bool, which node row (second axis) sees which (third); causal
-                unless given. A row must see itself.
             stream_rows: [K] the node rows that carry streams; all unless given.
+            where: `positions` [B, T], where each row stands; 0 to T - 1 unless given. `visible`
+                [B, T, T] bool, which node row (second axis) sees which (third); causal unless
+                given. A row must see itself.
         """
-        hidden = self.hidden_states(
-            input_ids, positions=positions, visible=visible, stream_rows=stream_rows
-        )
+        hidden = self.hidden_states(input_ids, stream_rows=stream_rows, **where)
         head, early = self.base.lm_head, hidden.early_exit
         return ReferenceOutput(
             head(hidden.main),
@@ -322,24 +313,16 @@ class StreamFusedReference(nn.Module):
         self,
         input_ids: torch.Tensor,
         *,
-        positions: torch.Tensor | None = None,
-        visible: torch.Tensor | None = None,
         stream_rows: torch.Tensor | None = None,
+        **where: torch.Tensor | None,
     ) -> HiddenStates:
         """`forward` without the LM head, for losses that apply it to a few rows at a time."""
-        where = {"positions": positions, "visible": visible}
         nodes = self.lower_states(input_ids, **where)
-        return self.upper_states(nodes, **where, stream_rows=stream_rows)
+        return self.upper_states(nodes, stream_rows=stream_rows, **where)
 
-    def lower_states(
-        self,
-        input_ids: torch.Tensor,
-        *,
-        positions: torch.Tensor | None = None,
-        visible: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def lower_states(self, input_ids: torch.Tensor, **where: torch.Tensor | None) -> torch.Tensor:
         """[B, T, D] node states before layer N - Ns; arguments as in `forward`."""
-        node_rows, _, carriers = self._plan(input_ids.shape, positions, visible, torch.arange(0))
+        node_rows, _, carriers = self._plan(input_ids.shape, torch.arange(0), **where)
         nodes = self.decoder.embed(input_ids.to(carriers.device), node_rows.positions)
         for index in range(self.config.insertion_layer):
             nodes = self._run_layer(index, nodes, node_rows, None)
@@ -349,21 +332,26 @@ class StreamFusedReference(nn.Module):
         self,
         nodes: torch.Tensor,
         *,
-        positions: torch.Tensor | None = None,
-        visible: torch.Tensor | None = None,
         stream_rows: torch.Tensor | None = None,
+        **where: torch.Tensor | None,
     ) -> HiddenStates:
         """From `lower_states` [B, T, D] to the final norm; arguments as in `forward`."""
         norm = self.decoder.norm
-        node_rows, speculative_rows, carriers = self._plan(
-            nodes.shape[:2], positions, visible, stream_rows
-        )
+        node_rows, speculative_rows, carriers = self._plan(nodes.shape[:2], stream_rows, **where)
         early = None if self.prune_adapter is None else self.early_exit_states(nodes)
         streams = self.insert_streams(nodes[:, carriers])
         for index in range(self.config.insertion_layer, self.config.num_layers):
-            nodes, streams = self._run_fused_layer(
-                index, nodes, streams, node_rows, speculative_rows
+            keys = _NodeKeys(self.config)
+            nodes = self._run_layer(index, nodes, node_rows, keys)
+            require(
+                keys.nodes is not None,
+                f"layer {index} ignored its cache",
+                expected="one that streams can see the node rows through",
+                do="turn gradient checkpointing off, or use a supported architecture",
             )
+            if speculative_rows is not None:
+                with self._adapting_streams():
+                    streams = self._run_layer(index, streams, speculative_rows, keys)
         grouped = streams.unflatten(1, (len(carriers), self.config.num_streams))
         return HiddenStates(norm(nodes), norm(grouped), early)
 
@@ -392,9 +380,9 @@ class StreamFusedReference(nn.Module):
     def _plan(
         self,
         shape: tuple[int, int],
-        positions: torch.Tensor | None,
-        visible: torch.Tensor | None,
         stream_rows: torch.Tensor | None,
+        positions: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
     ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
         """The node rows, the stream rows if any, and the [K] node rows that carry streams."""
         batch, length = shape
@@ -445,28 +433,6 @@ class StreamFusedReference(nn.Module):
         )
         return found[0] if isinstance(found, tuple) else found  # a tuple before transformers 5
 
-    def _run_fused_layer(
-        self,
-        index: int,
-        nodes: torch.Tensor,
-        streams: torch.Tensor,
-        node_rows: _Rows,
-        speculative_rows: _Rows | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Eq. 1 for nodes [B, T, D], eq. 2 for streams [B, K * G, D]."""
-        keys = _NodeKeys(self.config)
-        nodes = self._run_layer(index, nodes, node_rows, keys)
-        if keys.nodes is None:
-            raise InputError(
-                f"layer {index} ignored its cache",
-                expected="one that streams can see the node rows through",
-                do="turn gradient checkpointing off, or use a supported architecture",
-            )
-        if speculative_rows is not None:
-            with self._adapting_streams():
-                streams = self._run_layer(index, streams, speculative_rows, keys)
-        return nodes, streams
-
     @contextmanager
     def _adapting_streams(self) -> Iterator[None]:
         """Tell the adapters that the rows inside are stream rows."""
@@ -480,30 +446,24 @@ class StreamFusedReference(nn.Module):
 
     def _wrap_linears(self) -> dict[str, LoraLinear]:
         """Put LoRA on the chosen linear modules; path below the decoder to the new module."""
-        self._check_lora()
-        on_nodes, adapters = self.config.adapter_scope == "all", {}
-        for index in self.lora.layers:
+        lora, scope, adapters = self.lora, self.config.adapter_scope, {}
+        least = self.config.insertion_layer if scope == "streams" else 0
+        for index in lora.layers:
+            require(
+                least <= index < self.config.num_layers,
+                f"LoRA of scope {scope!r} is on layer {index}",
+                expected=f"layers {least} to {self.config.num_layers - 1}, which its rows pass",
+                do="check lora_layers, or layers_to_transform in adapter_config.json",
+            )
             layer: Any = self.decoder.layers[index]
             linears = [p for p, module in layer.named_modules() if isinstance(module, nn.Linear)]
-            for path in select_modules(linears, self.lora.modules, f"layer {index}", CHECK_MODULES):
-                wrapped = LoraLinear(
-                    layer.get_submodule(path), self.lora.rank, self.lora.scale, on_nodes=on_nodes
-                )
+            for path in select_modules(linears, lora.modules, f"layer {index}", CHECK_MODULES):
+                linear = layer.get_submodule(path)
+                wrapped = LoraLinear(linear, lora.rank, lora.scale, on_nodes=scope == "all")
                 parent, _, name = path.rpartition(".")
                 setattr(layer.get_submodule(parent), name, wrapped)
                 adapters[f"layers.{index}.{path}"] = wrapped
         return adapters
-
-    def _check_lora(self) -> None:
-        layers, scope = self.lora.layers, self.config.adapter_scope
-        least = self.config.insertion_layer if scope == "streams" else 0
-        outside = [index for index in layers if not least <= index < self.config.num_layers]
-        if outside:
-            raise InputError(
-                f"LoRA of scope {scope!r} is on layer {outside[0]}",
-                expected=f"layers {least} to {self.config.num_layers - 1}, which its rows pass",
-                do="check lora_layers, or layers_to_transform in adapter_config.json",
-            )
 
     @torch.no_grad()
     def _check_main_stream(self) -> None:
@@ -515,12 +475,12 @@ class StreamFusedReference(nn.Module):
         found = self(probe, stream_rows=probe[0, :0]).main_logits
         self.base.train(training)
         tolerance = 1e-3 if found.dtype == torch.float32 else 0.05
-        if not torch.allclose(found, expected, tolerance, tolerance * float(expected.std())):
-            raise InputError(
-                f"{type(self.base).__name__} computes more than its layers, norm and LM head",
-                expected="a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral",
-                do="choose another base model",
-            )
+        require(
+            torch.allclose(found, expected, tolerance, tolerance * float(expected.std())),
+            f"{type(self.base).__name__} computes more than its layers, norm and LM head",
+            expected=_PLAIN,
+            do="choose another base model",
+        )
 
 
 def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.Tensor:
@@ -589,17 +549,13 @@ def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
     if kinds is None:
         return [window] * num_layers
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise InputError(
-            f"the base model has layers of type {', '.join(sorted(unknown))}",
-            expected="full_attention or sliding_attention",
-            do="choose another base model",
-        )
+    require(
+        not unknown,
+        f"the base model has layers of type {', '.join(sorted(unknown))}",
+        expected="full_attention or sliding_attention",
+        do="choose another base model",
+    )
     return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _optional_low_rank(width: int, rank: int, like: torch.Tensor) -> LowRank | None:
-    return LowRank(width, width, rank, like) if rank else None
 
 
 def _expect_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -614,38 +570,39 @@ def check_base(base: nn.Module, config: StreamConfig) -> None:
         InputError: it cannot, or is not.
     """
     lacking = _decoder_kind(base).lacking(base)
-    if lacking is not None:
-        raise InputError(
-            f"{type(base).__name__} has no {lacking}",
-            expected="a decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral",
-            do="choose another base model",
-        )
-    if any(isinstance(module, LoraLinear) for module in base.modules()):
-        raise InputError(
-            "the base model already carries a reference's LoRA",
-            expected="an unadapted model",
-            do="load the base model again",
-        )
-    attention = base.config._attn_implementation
-    if attention not in ("eager", "sdpa"):
-        raise InputError(
-            f"the base model uses {attention} attention",
-            expected="eager or sdpa, which take an additive mask",
-            do="load it with attn_implementation='sdpa'",
-        )
-    check_sizes(config, base.config.num_hidden_layers, base.config.hidden_size)
+    require(
+        lacking is None,
+        f"{type(base).__name__} has no {lacking}",
+        expected=_PLAIN,
+        do="choose another base model",
+    )
+    require(
+        not any(isinstance(module, LoraLinear) for module in base.modules()),
+        "the base model already carries a reference's LoRA",
+        expected="an unadapted model",
+        do="load the base model again",
+    )
+    attention: Any = base.config._attn_implementation
+    require(
+        attention in ("eager", "sdpa"),
+        f"the base model uses {attention} attention",
+        expected="eager or sdpa, which take an additive mask",
+        do="load it with attn_implementation='sdpa'",
+    )
+    sizes: Any = base.config
+    check_sizes(config, sizes.num_hidden_layers, sizes.hidden_size)
 
 
 def _check_draft_vocab(
     draft_vocab: torch.Tensor | None, base: nn.Module, config: StreamConfig
 ) -> None:
     """Check that there is a draft vocabulary where the settings say so, and a sound one."""
-    if (draft_vocab is None) == (config.draft_vocab_size > 0):
-        raise InputError(
-            f"the model has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
-            f"the draft_vocab_size {config.draft_vocab_size}",
-            expected="both or neither",
-            do="give the tensor draft_vocab exactly where draft_vocab_size is not 0",
-        )
+    require(
+        (draft_vocab is not None) == (config.draft_vocab_size > 0),
+        f"the model has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
+        f"the draft_vocab_size {config.draft_vocab_size}",
+        expected="both or neither",
+        do="give the tensor draft_vocab exactly where draft_vocab_size is not 0",
+    )
     if draft_vocab is not None:
         check_draft_vocab(draft_vocab, config, base.config.vocab_size, "the model")

@@ -23,6 +23,7 @@ from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import Trainer, check_gradient
 from ssmlx.training.objective import MAIN, PRUNE, STREAM, Objective
 
+from ..reference.format import LoraSettings
 from ..reference.losses import linear_cross_entropy, mean_scales
 from ..reference.model import HiddenStates, StreamFusedReference
 
@@ -35,9 +36,7 @@ def build_model(
     return StreamFusedReference(
         base,
         config,
-        lora_rank=train.lora_rank,
-        lora_alpha=train.lora_alpha,
-        lora_modules=train.lora_modules,
+        lora=LoraSettings(train.lora_rank, train.lora_alpha, train.lora_modules),
         draft_vocab=None if draft_vocab is None else torch.from_numpy(draft_vocab),
     )
 
