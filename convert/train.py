@@ -91,7 +91,7 @@ def _main(args: argparse.Namespace) -> None:
     )
     from .reference.stream_attention import use_stream_attention
     from .training.run import (
-        StreamObjective,
+        TorchObjective,
         TorchTrainer,
         build_model,
         choose_device,
@@ -114,7 +114,7 @@ def _main(args: argparse.Namespace) -> None:
     freeze_base(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)
-    objective = StreamObjective(model, train, job.draft_vocab, device, dtype)
+    objective = TorchObjective(model, train, job.draft_vocab, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity(str(dtype), *(task if is_below else []))
     record = run_to_end(

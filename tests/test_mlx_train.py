@@ -119,7 +119,7 @@ def pair(folder, architecture, draft_vocab, changes):
 
     from convert.formats.adapter import read_checkpoint
     from convert.reference.checkpoint import save_reference
-    from convert.training.run import StreamObjective, TorchTrainer, build_model
+    from convert.training.run import TorchObjective, TorchTrainer, build_model
 
     theirs_base = make_base(architecture, attention="sdpa")
     theirs_base.save_pretrained(folder / "base")
@@ -132,7 +132,7 @@ def pair(folder, architecture, draft_vocab, changes):
                 parameter.normal_(std=0.4 if name.startswith("stream") else 0.1)
     save_reference(model, folder / "checkpoint")
     cpu = torch.device("cpu")
-    theirs = TorchTrainer(StreamObjective(model, train, draft_vocab, cpu, torch.float32), 10)
+    theirs = TorchTrainer(TorchObjective(model, train, draft_vocab, cpu, torch.float32), 10)
     backbone, _ = load_base(folder / "base", "float32")
     adapter = read_checkpoint(
         folder / "checkpoint", folder / "checkpoint" / "streams.safetensors", backbone

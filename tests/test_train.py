@@ -20,7 +20,7 @@ from convert.reference.format import LoraSettings
 from convert.reference.losses import linear_cross_entropy, mean_scales
 from convert.reference.model import StreamFusedReference
 from convert.train import PROG, STATE_FILE, STORE_FILE, main
-from convert.training.run import StreamObjective, TorchTrainer, build_model, freeze_base
+from convert.training.run import TorchObjective, TorchTrainer, build_model, freeze_base
 from ssmlx.errors import InputError
 from ssmlx.settings import StreamConfig
 from ssmlx.training.batches import BatchPlan, collate
@@ -78,7 +78,7 @@ def make_objective(base, dtype=torch.float32, draft_vocab=None, **changes):
             if parameter.requires_grad and name.endswith("lora_B.weight"):
                 parameter.normal_(std=0.1)
     freeze_base(model, dtype)
-    return StreamObjective(model, train, draft_vocab, torch.device("cpu"), dtype)
+    return TorchObjective(model, train, draft_vocab, torch.device("cpu"), dtype)
 
 
 def random_examples(count, seed=0):

@@ -26,7 +26,7 @@ from ssmlx.tuning.replay import Replay
 
 from ..base import copy_settings, load_base
 from ..reference.model import StreamFusedReference
-from .run import StreamObjective
+from .run import TorchObjective
 
 _TRAINED = ("layers", "norm", "final_layernorm", "final_layer_norm")
 # What a config.json says of the weights that it came with; those written here are float32.
@@ -64,7 +64,7 @@ def build_draft(path: Path, config: StreamConfig, num_layers: int) -> StreamFuse
     return model
 
 
-class DraftObjective(StreamObjective):
+class DraftObjective(TorchObjective):
     """Cross-entropy of the answers, and held-out text replayed with chains of drafted tokens."""
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ from ..reference.checkpoint import load_fine_tuned
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
 from ..reference.losses import IGNORED, linear_cross_entropy, mean_scales
 from ..reference.model import StreamFusedReference
-from .run import Layout, StreamObjective, freeze_base, precision
+from .run import TorchObjective, freeze_base, precision
 
 
 def build_heads(
@@ -74,7 +74,7 @@ class _Head(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-class HeadObjective(StreamObjective):
+class HeadObjective(TorchObjective):
     """Weighted cross-entropies of every head, over the frozen model's hidden states.
 
     Args:
@@ -104,10 +104,9 @@ class HeadObjective(StreamObjective):
     @torch.no_grad()
     def lower(self, batch: Batch) -> torch.Tensor:
         """[B, T, D] final-normed hidden states, the same however the heads change."""
-        layout = Layout.of(batch, self.device)
-        nothing = torch.arange(0, device=self.device)
+        tokens, nothing = self.tensor(batch.tokens), torch.arange(0, device=self.device)
         with precision(self.device, self.dtype):
-            hidden = self._frozen.hidden_states(layout.tokens, **layout.where, stream_rows=nothing)
+            hidden = self._frozen.hidden_states(tokens, stream_rows=nothing, **self.where(batch))
         return hidden.main.to(self.dtype)
 
     def loss(

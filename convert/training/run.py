@@ -7,8 +7,6 @@ killed goes on from its last saved state to the same result.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,74 +75,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """A batch as tensors on the device.
-
-    Attributes:
-        tokens: [B, T]
-        where: `positions` [B, T] and `visible` [B, T, T], as the reference takes them.
-        carriers: [K]
-    """
-
-    tokens: torch.Tensor
-    where: Mapping[str, torch.Tensor]
-    carriers: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> Layout:
-        """The tensors of a batch."""
-
-        def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(device)
-
-        where = {"positions": tensor(batch.positions).long(), "visible": tensor(batch.visible)}
-        return cls(tensor(batch.tokens).long(), where, tensor(batch.carriers))
-
-
 class TorchObjective(Objective):
-    """What is computed by PyTorch.
-
-    Attributes:
-        model: what is trained.
-        device, dtype: what it runs on and in.
-    """
-
-    model: nn.Module
-    device: torch.device
-    dtype: torch.dtype
-
-    def loss(
-        self, batch: Batch, lower: torch.Tensor, step: int
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The weighted sum of the losses, and each of its parts in nats a token.
-
-        Args:
-            batch: the examples.
-            lower: [B, T, D] as `lower` gives them.
-            step: that is taken.
-        """
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def parts(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
-        """Each part of the loss in nats a token, without learning."""
-        return self.loss(batch, lower, 0)[1]
-
-    def to_bits(self, states: torch.Tensor) -> np.ndarray:
-        """What `lower` gives as NumPy's integers."""
-        return states.cpu().view(torch.int16 if self.state_bytes == 2 else torch.int32).numpy()
-
-    def from_bits(self, bits: np.ndarray) -> torch.Tensor:
-        """The way back."""
-        return torch.from_numpy(bits).view(self.dtype)
-
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
-        """Whole numbers on the device."""
-        return torch.from_numpy(np.ascontiguousarray(array)).long().to(self.device)
-
-
-class StreamObjective(TorchObjective):
     """Eq. 5 over a model and its draft vocabulary.
 
     Args:
@@ -153,8 +84,6 @@ class StreamObjective(TorchObjective):
         draft_vocab: [Vd] tokens that streams may guess, or None.
         device, dtype: what it runs on and in.
     """
-
-    model: StreamFusedReference
 
     def __init__(
         self,
@@ -175,16 +104,14 @@ class StreamObjective(TorchObjective):
         self.state_bytes = dtype.itemsize
 
     def lower(self, batch: Batch) -> torch.Tensor:
-        """[B, T, D] what the frozen layers say, without gradient."""
-        layout = Layout.of(batch, self.device)
         with torch.no_grad(), precision(self.device, self.dtype):
-            return self.model.lower_states(layout.tokens, **layout.where)
+            return self.model.lower_states(self.tensor(batch.tokens), **self.where(batch))
 
     def upper(self, batch: Batch, lower: torch.Tensor) -> HiddenStates:
         """From `lower` to the final norm, streams on every carrier."""
-        layout = Layout.of(batch, self.device)
+        carriers = self.tensor(batch.carriers)
         with precision(self.device, self.dtype):
-            return self.model.upper_states(lower, **layout.where, stream_rows=layout.carriers)
+            return self.model.upper_states(lower, stream_rows=carriers, **self.where(batch))
 
     def logits(self, hidden: torch.Tensor, kind: str) -> torch.Tensor:
         """[..., V], or [..., Vd] of kind `STREAM`, of [..., D] behind the norm."""
@@ -223,12 +150,30 @@ class StreamObjective(TorchObjective):
     def ranked(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[B, K, G, count] the likeliest draft tokens of every stream, and log probabilities."""
         hidden = self.upper(batch, lower.to(self.device))
         with precision(self.device, self.dtype):
             logits = self.logits(hidden.streams, STREAM).float()
         best = logits.log_softmax(-1).topk(count)
         return best.indices.cpu().numpy(), best.values.cpu().numpy()
+
+    @torch.no_grad()
+    def parts(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
+        return self.loss(batch, lower, 0)[1]
+
+    def to_bits(self, states: torch.Tensor) -> np.ndarray:
+        return states.cpu().view(torch.int16 if self.state_bytes == 2 else torch.int32).numpy()
+
+    def from_bits(self, bits: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(bits).view(self.dtype)
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        """Whole numbers on the device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).long().to(self.device)
+
+    def where(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """`positions` [B, T] and `visible` [B, T, T], as the reference takes them."""
+        visible = torch.from_numpy(batch.visible).to(self.device)
+        return {"positions": self.tensor(batch.positions), "visible": visible}
 
 
 class TorchTrainer(Trainer):
@@ -251,11 +196,6 @@ class TorchTrainer(Trainer):
         )
 
     def advance(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:
-        """One optimiser step; returns the parts of its loss.
-
-        Raises:
-            InputError: the gradient is no number any more; the weights stay as they were.
-        """
         train = self.objective.train
         rate = train.rate(self.step, self.num_steps)
         for group in self.optimizer.param_groups:
@@ -270,7 +210,6 @@ class TorchTrainer(Trainer):
         return {"step": self.step, "rate": rate, **parts}
 
     def write(self, path: Path, identity: str) -> None:
-        """Write the state and the run's identity into a file."""
         weights = {name: p.detach().cpu() for name, p in self.named.items()}
         state = {
             "identity": identity,
@@ -281,13 +220,11 @@ class TorchTrainer(Trainer):
         torch.save(state, path)
 
     def read(self, path: Path) -> tuple[str, Any]:
-        """The identity in a file, and the state."""
         state: dict[str, Any] = torch.load(path, "cpu", weights_only=True)
         return state["identity"], state
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
         for name, parameter in self.named.items():
             parameter.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -132,17 +132,14 @@ class MlxObjective(Objective):
         self.state_bytes = model.backbone.dtype.size
 
     def lower(self, batch: Batch) -> mx.array:
-        """[B, T, D] what the frozen layers say."""
         nodes = self.model.lower(self._layout(batch))
         mx.eval(nodes)
         return nodes
 
     def to_bits(self, states: mx.array) -> np.ndarray:
-        """What `lower` gives as NumPy's integers."""
         return np.array(states.view(mx.int16 if self.state_bytes == 2 else mx.int32))
 
     def from_bits(self, bits: np.ndarray) -> mx.array:
-        """The way back."""
         return mx.array(bits).view(self.model.backbone.dtype)
 
     def loss(
@@ -173,7 +170,6 @@ class MlxObjective(Objective):
         return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
     def parts(self, batch: Batch, lower: mx.array) -> dict[str, float]:
-        """Each part of eq. 5 in nats a token, without learning."""
         _, means = self.loss(self.model.weights, batch, lower, 0)
         return self.named_parts(batch, 0, means)
 
@@ -184,7 +180,6 @@ class MlxObjective(Objective):
         return dict(zip(names, values, strict=True))
 
     def ranked(self, batch: Batch, lower: mx.array, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """[B, K, G, count] the likeliest draft tokens of every stream, and log probabilities."""
         _, streams = self.model.upper(lower, self._layout(batch))
         rows = streams.reshape(-1, streams.shape[-1])
         pieces = []
@@ -290,11 +285,6 @@ class MlxTrainer(Trainer):
         return gradients, means
 
     def advance(self, batch: Batch, lower: mx.array) -> dict[str, float]:
-        """One optimiser step; returns the parts of its loss.
-
-        Raises:
-            InputError: the loss is no number any more.
-        """
         train = self.objective.train
         rate = train.rate(self.step, self.num_steps)
         gradients, means = self.gradients(batch, lower)
@@ -310,20 +300,17 @@ class MlxTrainer(Trainer):
         return {"step": self.step, "rate": rate, **parts}
 
     def write(self, path: Path, identity: str) -> None:
-        """Write the state and the run's identity into a file."""
         weights = {f"weight {name}": array for name, array in self.weights.items()}
         arrays = {**self.optimizer.state, **weights}
         mx.save_safetensors(str(path), arrays, metadata={"identity": identity})
 
     def read(self, path: Path) -> tuple[str, Any]:
-        """The identity in a file, and the state."""
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
         mx.eval(arrays)
         return metadata.get("identity", ""), arrays
 
     def restore(self, state: dict[str, mx.array]) -> None:
-        """Go on from a state."""
         self.weights = {name: state[f"weight {name}"] for name in self.weights}
         self.optimizer.state = state
         self.step = to_int(state["step"])
