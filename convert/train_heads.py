@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ssmlx.commands.train_options import (
 )
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import folder_digest, make_folder
+from ssmlx.settings import check_settings, setting
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import Job, finish, prepare, read_base, run_to_end
 
@@ -53,76 +54,59 @@ _DEFAULT_HEADS = {_MEDUSA: 4, _SPECULATOR: 3}
 _LATE = {"batch_size": 64, "learning_rate": 1e-4, "max_length": 256}
 
 
-def _option(
-    default: Any, kind: str, help_text: str, *, least: int | None = None, of_shape: bool = True
-) -> Any:
-    """A setting that heads of one kind have, and its option.
+_ONLY = {
+    _MEDUSA: ("num_layers", "share_lm_head", "decay"),
+    _SPECULATOR: ("inner_dim", "tie_weights", "scale_input", "widths", "stage"),
+}
+"""Settings that heads of one kind have."""
 
-    Args:
-        default: the setting's value where the option is not given.
-        kind: of heads.
-        help_text: of the option.
-        least: the least value.
-        of_shape: whether heads that training goes on from have it already.
-    """
-    about = {"kind": kind, "help": help_text, "least": least, "of_shape": of_shape}
-    return field(default=default, metadata=about)
+_SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights", "scale_input",
+          "draft_vocab_size")  # fmt: skip
+"""Settings that heads to go on from have already."""
+
+
+def _switch(help: str) -> Any:
+    return field(default=False, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
     """What is trained, beside the settings that all trainers share.
 
-    Attributes:
-        kind: "medusa" or "mlp_speculator".
-        num_heads: tokens guessed ahead.
-        num_layers: residual blocks of a Medusa head.
-        share_lm_head: Medusa heads have no matrices: their blocks alone are trained.
-        decay: lambda; head h of Medusa (from 0) has the weight lambda ** h in the loss.
-        inner_dim, tie_weights, scale_input: as in `MlpSpeculatorConfig`.
-        widths: branches of the tree at each stage.
-        stage: of an MLP speculator's training: 1, on text; 2, on the model's own answers.
+    `kind` is "medusa" or "mlp_speculator"; `inner_dim`, `tie_weights`, `scale_input` and `widths`
+    are those of `MlpSpeculatorConfig`.
     """
 
     kind: str
-    num_heads: int = field(metadata={"least": 1})
-    num_layers: int = _option(1, _MEDUSA, "residual blocks (default: 1)", least=0)
-    share_lm_head: bool = _option(
-        False, _MEDUSA, "no matrices: heads are residual blocks before the model's own LM head"
+    num_heads: int = setting(help="tokens guessed ahead", least=1)
+    num_layers: int = setting(1, "residual blocks", least=0)
+    share_lm_head: bool = _switch("no matrices: heads are blocks before the model's own LM head")
+    decay: float = setting(
+        0.8, "lambda: head h has the weight lambda ** h in the loss", above=0, most=1
     )
-    decay: float = _option(
-        0.8, _MEDUSA, "lambda: head h has the weight lambda ** h in the loss (default: 0.8)",
-        of_shape=False,
-    )  # fmt: skip
-    inner_dim: int = _option(
-        0, _SPECULATOR, "width of the states; 0 for the model's (default: 0)", least=0
-    )
-    tie_weights: bool = _option(False, _SPECULATOR, "stages share their weights")
-    scale_input: bool = _option(False, _SPECULATOR, "norm the hidden state first")
-    widths: tuple[int, ...] = _option(
-        (), _SPECULATOR, "branches of the draft tree at each stage (default: 6 3 2, then 1)",
-        of_shape=False,
-    )  # fmt: skip
-    stage: int = _option(
-        1, _SPECULATOR, "1, on text; 2, on the model's own answers, as `convert.continuations` "
-        "writes them (default: 1)", of_shape=False,
+    inner_dim: int = setting(0, "width of the states; 0 for the model's", least=0)
+    tie_weights: bool = _switch("stages share their weights")
+    scale_input: bool = _switch("norm the hidden state first")
+    widths: tuple[int, ...] = setting((), "branches of the draft tree at each stage", least=1)
+    stage: int = setting(
+        1, "1, on text; 2, on the model's own answers, as `convert.continuations` writes them",
+        least=1, most=2,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for own in fields(self):
-            least = own.metadata.get("least")
-            ok = least is None or getattr(self, own.name) >= least
-            self._check(own.name, ok, f"{least} or more")
-        ok = self.num_layers > 0 or not self.share_lm_head
-        expected = "1 or more with --share-lm-head, or nothing would be trained"
-        self._check("num_layers", ok, expected)
-        self._check("decay", 0 < self.decay <= 1, "above 0, at most 1")
-        ok = not self.widths or (len(self.widths) == self.num_heads and min(self.widths) >= 1)
-        self._check("widths", ok, f"{self.num_heads} numbers of 1 or more, one a head")
-
-    def _check(self, name: str, ok: bool, expected: str) -> None:
-        found = f"{_flag(name)} {getattr(self, name)}"
-        require(ok, found, expected=expected, do="correct the option")
+        check_settings(self, do="correct the option")
+        require(
+            self.num_layers > 0 or not self.share_lm_head,
+            f"--num-layers {self.num_layers}",
+            expected="1 or more with --share-lm-head, or nothing would be trained",
+            do="correct the option",
+        )
+        require(
+            len(self.widths) in (0, self.num_heads),
+            f"--widths {' '.join(map(str, self.widths))}",
+            expected=f"{self.num_heads} numbers of 1 or more, one a head",
+            do="correct the option",
+        )
 
     @property
     def loss_weights(self) -> tuple[float, ...]:
@@ -131,11 +115,11 @@ class HeadSettings:
         return tuple(rate**head for head in range(self.num_heads))
 
 
-_OPTIONS = tuple(own for own in fields(HeadSettings) if "kind" in own.metadata)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+# What an option that is not given comes to, in words; nothing for a switch.
+_DEFAULTS = {one.name: str(one.default or 0) for one in fields(HeadSettings)} | {
+    "num_heads": "4 Medusa heads, 3 stages", "draft_vocab_size": "0", "widths": "6 3 2, then 1",
+    "share_lm_head": "", "tie_weights": "", "scale_input": "",
+}  # fmt: skip
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -143,24 +127,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Train drafting heads on a frozen model, in PyTorch.", EPILOG)
     parser.add_argument("--kind", choices=(_MEDUSA, _SPECULATOR), required=True, help="which heads")
     add_run_options(parser)
-    _add_head_options(parser)
-    shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
-    add_settings(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)
-    add_machine_options(parser, "the frozen model's hidden states")
-    return parser.parse_args(argv)
-
-
-def _add_head_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("heads")
-    group.add_argument(
-        "--num-heads", type=int, metavar="H",
-        help="tokens guessed ahead (default: 4 Medusa heads, 3 stages)",
-    )  # fmt: skip
-    group.add_argument(
-        "--draft-vocab-size", type=int, metavar="N",
-        help="guess among this many of the data's most frequent tokens: a smaller matrix to train "
-        "and to draft with; 0 for all (default: 0)",
-    )  # fmt: skip
+    add_settings(parser, "heads", ("num_heads",), shown=_DEFAULTS, of=HeadSettings)
+    add_settings(parser, "draft vocabulary", ("draft_vocab_size",), shown=_DEFAULTS)
+    group = parser.add_argument_group("model")
     group.add_argument(
         "--lora", type=Path, metavar="FOLDER",
         help="a checkpoint of `convert.train` (--num-streams 0): the model is the fine-tuned one",
@@ -169,24 +138,12 @@ def _add_head_options(parser: argparse.ArgumentParser) -> None:
         "--init", type=Path, metavar="FOLDER",
         help="published heads to go on from, such as those of stage 1",
     )  # fmt: skip
-    groups = {
-        _MEDUSA: parser.add_argument_group("Medusa heads"),
-        _SPECULATOR: parser.add_argument_group("MLP speculator"),
-    }
-    for own in _OPTIONS:
-        _add_option(groups[own.metadata["kind"]], own)
-
-
-def _add_option(group: argparse._ArgumentGroup, own: Field[Any]) -> None:
-    flag, shown = _flag(own.name), own.metadata["help"]
-    if isinstance(own.default, bool):
-        group.add_argument(flag, action="store_const", const=True, help=shown)
-    elif isinstance(own.default, tuple):
-        group.add_argument(flag, type=int, nargs="+", metavar="N", help=shown)
-    elif own.name == "stage":
-        group.add_argument(flag, type=int, choices=(1, 2), help=shown)
-    else:
-        group.add_argument(flag, type=type(own.default), metavar="N", help=shown)
+    add_settings(parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, of=HeadSettings)
+    add_settings(parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, of=HeadSettings)
+    shown = {name: f"{DEFAULTS[name]}; {late} in stage 2" for name, late in _LATE.items()}
+    add_settings(parser, "optimisation", OPTIMISATION, DEFAULTS, shown)
+    add_machine_options(parser, "the frozen model's hidden states")
+    return parser.parse_args(argv)
 
 
 def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
@@ -195,7 +152,7 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
     Raises:
         InputError: an option makes no sense, or would do nothing.
     """
-    others = (own.name for own in _OPTIONS if own.metadata["kind"] != args.kind)
+    others = (name for kind, names in _ONLY.items() if kind != args.kind for name in names)
     _reject(args, others, f"--kind {args.kind}")
     require(
         args.stage != 2 or init is not None,
@@ -203,26 +160,27 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
         expected="the heads of stage 1",
         do="train stage 1 first, and give its folder",
     )
-    given = {own.name: getattr(args, own.name) for own in _OPTIONS}
+    given = {name: getattr(args, name) for name in ("num_heads", *_ONLY[args.kind])}
     given = {name: value for name, value in given.items() if value is not None}
-    if init is None:
-        heads = _DEFAULT_HEADS[args.kind] if args.num_heads is None else args.num_heads
-        widths = tuple(args.widths or ())
-    else:
-        shape = (own.name for own in _OPTIONS if own.metadata["of_shape"])
-        _reject(args, ("num_heads", *shape, "draft_vocab_size"), "--init, which has its own shape")
-        heads = init.config.num_levels
-        widths = tuple(args.widths or getattr(init.config, "widths", ()))
-    return HeadSettings(**{**given, "kind": args.kind, "num_heads": heads, "widths": widths})
+    shape = {"num_heads": _DEFAULT_HEADS[args.kind], "widths": ()}
+    if init is not None:
+        _reject(args, _SHAPE, "--init, which has its own shape")
+        shape = {
+            "num_heads": init.config.num_levels,
+            "widths": getattr(init.config, "widths", ()),
+        }
+    settings = {**shape, **given}
+    return HeadSettings(kind=args.kind, **{**settings, "widths": tuple(settings["widths"])})
 
 
 def _reject(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
     for name in names:
+        flag = "--" + name.replace("_", "-")
         require(
             getattr(args, name) is None,
-            f"{_flag(name)} would do nothing with {where}",
+            f"{flag} would do nothing with {where}",
             expected="no such option",
-            do=f"drop {_flag(name)}",
+            do=f"drop {flag}",
         )
 
 

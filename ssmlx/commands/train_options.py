@@ -62,8 +62,9 @@ def add_settings(
     names: Sequence[str],
     defaults: Mapping[str, Any] | None = None,
     shown: Mapping[str, str] | None = None,
+    of: Any = TrainConfig,
 ) -> None:
-    """A group of options, one for each of these fields of `TrainConfig`.
+    """A group of options, one for each of these fields of a settings class.
 
     Args:
         parser: takes the group.
@@ -71,24 +72,26 @@ def add_settings(
         names: of the fields.
         defaults: where they are not the fields' own.
         shown: what None, the default of these, comes to.
+        of: the class.
     """
     group = parser.add_argument_group(title)
-    known = {one.name: one for one in fields(TrainConfig)}
-    shown = shown or {}
+    known = {one.name: one for one in fields(of)}
     for name in names:
-        kind, limits = type(known[name].default), known[name].metadata
-        default: Any = (defaults or {}).get(name, known[name].default)
-        says = " ".join(map(str, default)) if kind is tuple else str(default)
-        if name in shown:
+        one = known[name]
+        kind = next((kind for kind in (bool, int, float) if kind.__name__ in str(one.type)), str)
+        default: Any = (defaults or {}).get(name, one.default)
+        says = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        if shown and name in shown:
             default, says = None, shown[name]
-        settings: dict[str, Any] = {"default": default, "help": limits["help"]}
-        if limits.get("allowed") and limits["allowed"].choices:
-            settings["choices"] = limits["allowed"].choices
-        elif kind is tuple:
-            numbers = name == "stream_weights"
-            settings |= {"nargs": "+", "type": float if numbers else str, "metavar": "X"}
+        settings: dict[str, Any] = {"default": default, "help": one.metadata["help"]}
+        if one.metadata.get("allowed") and one.metadata["allowed"].choices:
+            settings["choices"] = one.metadata["allowed"].choices
+        elif kind is bool:
+            settings |= {"action": "store_const", "const": True}
         else:
-            settings |= {"type": int if kind is type(None) else kind, "metavar": "X"}
+            settings |= {"type": kind, "metavar": "X"}
+        if str(one.type).startswith("tuple"):
+            settings["nargs"] = "+"
         settings["help"] += f" (default: {says})" if says else ""
         group.add_argument("--" + name.replace("_", "-"), **settings)
 

@@ -16,15 +16,12 @@ from ..decoding.drafter import Verified
 from ..errors import require
 from ..model.backbone import Backbone
 from ..model.tree import Tree
-from ..settings import DrafterKind
+from ..settings import DrafterKind, check_settings, setting
 
 HeadKind = Literal["medusa", "mlp_speculator"]
+_FOUND = "{name} is {value!r} in the settings of drafting heads"
+_DO = "check the heads, or convert them again"
 _Config = TypeVar("_Config", bound="HeadConfig")
-
-
-def is_whole(value: object, least: int) -> bool:
-    """Whether a setting is a whole number of `least` or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +34,11 @@ class HeadConfig:
     """
 
     kind: ClassVar[HeadKind]
-    vocab_size: int
-    draft_vocab_size: int = 0
+    vocab_size: int = setting(least=1)
+    draft_vocab_size: int = setting(0, least=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self, found=_FOUND, do=_DO)
 
     @classmethod
     def read(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
@@ -62,19 +62,10 @@ class HeadConfig:
         )
         return cls(**known)
 
-    def check_counts(self, **least: int) -> None:
-        """Check that these settings are whole numbers, none below its least."""
-        for name, low in {**least, "vocab_size": 1, "draft_vocab_size": 0}.items():
-            self.check(name, is_whole(getattr(self, name), low), f"a whole number of {low} or more")
-
     def check(self, name: str, ok: bool, expected: str) -> None:
         """Refuse a setting unless `ok`."""
-        require(
-            ok,
-            f"{name} is {getattr(self, name)!r} in the settings of {self.kind} heads",
-            expected=expected,
-            do="check the heads, or convert them again",
-        )
+        found = _FOUND.format(name=name, value=getattr(self, name))
+        require(ok, found, expected=expected, do=_DO)
 
     @property
     def base_width(self) -> int:

@@ -17,7 +17,7 @@ from ..decoding.drafter import rank_candidates
 from ..model.backbone import Backbone, LMHead, head_bytes
 from ..model.shapes import arrays_in, expect_shape
 from ..model.tree import Tree, draft_topology, grow_tree
-from ..settings import TreeConfig
+from ..settings import TreeConfig, setting
 from .head_drafter import DraftingHeads, HeadConfig
 
 
@@ -33,13 +33,10 @@ class MedusaConfig(HeadConfig):
     """
 
     kind = "medusa"
-    num_heads: int
-    num_layers: int
-    hidden_size: int
-    shared_heads: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.check_counts(num_heads=1, num_layers=0, hidden_size=1)
+    num_heads: int = setting(least=1)
+    num_layers: int = setting(least=0)
+    hidden_size: int = setting(least=1)
+    shared_heads: tuple[int, ...] = setting((), least=0)
 
     @property
     def base_width(self) -> int:

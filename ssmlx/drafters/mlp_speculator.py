@@ -26,8 +26,8 @@ from ..errors import require
 from ..model.backbone import Backbone
 from ..model.shapes import expect_shape
 from ..model.tree import Topology, Tree, clip_edges, number_paths, top_nodes
-from ..settings import MAX_TREE_NODES, SpeculatorTreeConfig
-from .head_drafter import DraftingHeads, HeadConfig, is_whole
+from ..settings import MAX_TREE_NODES, SpeculatorTreeConfig, setting
+from .head_drafter import DraftingHeads, HeadConfig
 
 DEFAULT_WIDTHS = (6, 3, 2)
 """Branches at each stage in the paper's experiments (section 4.1)."""
@@ -54,24 +54,21 @@ class MlpSpeculatorConfig(HeadConfig):
     """
 
     kind = "mlp_speculator"
-    emb_dim: int
-    n_predict: int
-    inner_dim: int = 0
+    emb_dim: int = setting(least=1)
+    n_predict: int = setting(least=1)
+    inner_dim: int = setting(0, least=0)
     tie_weights: bool = False
     scale_input: bool = False
-    top_k_tokens_per_head: tuple[int, ...] = ()
-    n_candidates: int | None = None
+    top_k_tokens_per_head: tuple[int, ...] = setting((), least=1)
+    n_candidates: int | None = setting(None, least=1)
 
     def __post_init__(self) -> None:
-        self.check_counts(emb_dim=1, n_predict=1, inner_dim=0)
-        k, widths = self.n_candidates, self.top_k_tokens_per_head
-        self.check("n_candidates", k is None or is_whole(k, 1), "1 or more")
+        super().__post_init__()
         for name in ("tie_weights", "scale_input"):
             self.check(name, isinstance(getattr(self, name), bool), "true or false")
-        fits = not widths or len(widths) == self.n_predict
         self.check(
             "top_k_tokens_per_head",
-            fits and all(is_whole(width, 1) for width in widths),
+            len(self.top_k_tokens_per_head) in (0, self.n_predict),
             f"{self.n_predict} numbers of 1 or more, one a stage",
         )
 
