@@ -6,14 +6,10 @@ import argparse
 from pathlib import Path
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.commands.train_options import (
-    OPTIMISATION,
-    add_run_options,
-    add_settings,
-    run_options,
-)
-from ssmlx.errors import InputError
+from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
+from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
+from ssmlx.loading.names import resolve_model
 from ssmlx.settings import MAX_DRAFT_TOKENS, DraftModelConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import finish, prepare, read_base, run_to_end
@@ -59,29 +55,27 @@ def draft_train_config(args: argparse.Namespace) -> TrainConfig:
     """The settings that all trainers share: no streams, and every layer trained.
 
     Raises:
-        InputError: one of them makes no sense, or the model has fewer layers.
+        InputError: an option makes no sense, or the model has fewer layers.
     """
-    from ssmlx.loading.names import resolve_model
-
     most = read_base(resolve_model(args.model))["num_hidden_layers"]
-    if not 1 <= args.layers <= most:
-        raise InputError(
-            f"--layers {args.layers}",
-            expected=f"1 to {most}, the layers of {args.model}",
-            do="correct the option",
-        )
+    for flag, value, limit, of in (
+        ("--layers", args.layers, most, f", the layers of {args.model}"),
+        ("--num-draft-tokens", args.num_draft_tokens, MAX_DRAFT_TOKENS, ""),
+    ):
+        fits, expected = 1 <= value <= limit, f"1 to {limit}{of}"
+        require(fits, f"{flag} {value}", expected=expected, do="correct the option")
     values = {name: getattr(args, name) for name in OPTIMISATION}
     return TrainConfig(num_streams=0, num_msa_layers=args.layers, prune_rank=0, **values)
 
 
 def _check_out(out: Path) -> None:
     """Refuse to replace a model that no run in this folder wrote."""
-    if (out / MODEL_FOLDER).exists() and not (out / STATE_FILE).exists():
-        raise InputError(
-            f"{out / MODEL_FOLDER} exists, and {STATE_FILE} beside it does not",
-            expected="a new folder, or one of a stopped run",
-            do="choose another --out",
-        )
+    require(
+        (out / STATE_FILE).exists() or not (out / MODEL_FOLDER).exists(),
+        f"{out / MODEL_FOLDER} exists, and {STATE_FILE} beside it does not",
+        expected="a new folder, or one of a stopped run",
+        do="choose another --out",
+    )
 
 
 def _main(args: argparse.Namespace) -> None:
@@ -92,13 +86,6 @@ def _main(args: argparse.Namespace) -> None:
     from .training.run import TorchTrainer, choose_device, freeze_base
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
-    length = args.num_draft_tokens
-    if not 1 <= length <= MAX_DRAFT_TOKENS:
-        raise InputError(
-            f"--num-draft-tokens {length}",
-            expected=f"1 to {MAX_DRAFT_TOKENS}",
-            do="choose a number in that range",
-        )
     job, path = prepare(run_options(args), draft_train_config(args))
     out = job.options.out
     _check_out(out)
@@ -111,7 +98,7 @@ def _main(args: argparse.Namespace) -> None:
         job, trainer,
         prog=PROG, dtype=args.dtype, identity=job.identity(args.dtype, PROG),
         state_file=STATE_FILE,
-        lower=lambda: objective.lower, replay_size=length,
+        lower=lambda: objective.lower, replay_size=args.num_draft_tokens,
     )  # fmt: skip
     write_draft(trained_weights(model), path, args.layers, out / MODEL_FOLDER)
     finish(job, trainer, record)

@@ -70,10 +70,8 @@ class DraftObjective(TorchObjective):
     @torch.no_grad()
     def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay:
         """The target calls of decoding the answers with chains of `size` drafted tokens."""
-        hidden, carriers = (
-            self.upper(batch, lower.to(self.device)).main,
-            self.tensor(batch.carriers),
-        )
+        hidden = self.upper(batch, lower.to(self.device)).main
+        carriers = self.tensor(batch.carriers)
         num_tokens = num_calls = 0
         for row, answer in enumerate(answers(batch)):
             states = hidden[row, carriers[: len(answer)]]
