@@ -1,0 +1,949 @@
+"""The decoding loops and their stages: exact tokens and step counts, and what decides on tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+import shlex
+from argparse import Namespace
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise, product
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+from tiny import (
+    ARCHITECTURES,
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    first_tokens,
+    make_base,
+    make_lora,
+    make_model,
+    make_streams,
+    make_tokenizer,
+    random_tree,
+    target_of,
+    tree_from_parents,
+)
+
+from ssmlx.api import stream_generate, summary, token_steps
+from ssmlx.commands import chat, generate
+from ssmlx.commands.options import generate_config
+from ssmlx.decoding import loop as decode
+from ssmlx.decoding.accept import Acceptance, accept, accept_typical
+from ssmlx.decoding.loop import plain_decode, streaming_decode
+from ssmlx.decoding.prune import (
+    is_pruned,
+    nodes_over_threshold,
+    nodes_within_budget,
+    surviving_nodes,
+    transition_logprobs,
+)
+from ssmlx.decoding.sampling import (
+    Places,
+    Sampling,
+    gumbel_noise,
+    last_tokens,
+    places_of,
+)
+from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.errors import InputError
+from ssmlx.loading.adapter import Adapter, BaseIdentity
+from ssmlx.loading.attach import fuse_streams
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.cache import TreeCache
+from ssmlx.model.masks import earlier_streams, stream_visibility
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import PAD_TOKEN
+from ssmlx.plan import make_plan
+from ssmlx.settings import (
+    STREAM_SCHEDULES,
+    AcceptanceConfig,
+    GenerateConfig,
+    PruneConfig,
+    SamplingConfig,
+    StreamConfig,
+    TreeConfig,
+)
+
+# --- acceptance and pruning, against walks and sums in plain Python ---
+
+
+def naive_walk(tree, target):
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    path = [0]
+    while True:
+        after = [
+            node
+            for node in range(1, len(tokens))
+            if parents[node] == path[-1] and tokens[node] == target[path[-1]]
+        ]
+        if not after:
+            return path
+        (node,) = after
+        path.append(node)
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 6])
+def test_accept_equals_a_walk(vocab):
+    rng, lengths = random.Random(vocab), set()
+    for _ in range(120):
+        tree = random_tree(rng, rng.randint(1, 14), vocab)
+        target = [rng.randrange(vocab) for _ in range(tree.num_nodes)]
+        found = accept(tree, mx.array(target, mx.int32))
+        path = naive_walk(tree, target)
+        count = int(found.num_accepted.item())
+        lengths.add(count)
+        assert count == len(path) - 1
+        assert found.path.tolist()[: count + 1] == path
+        assert set(found.path.tolist()[count:]) == {path[-1]}
+        assert found.new_tokens.tolist()[: count + 1] == [target[node] for node in path]
+        assert set(found.new_tokens.tolist()[count:]) == {target[path[-1]]}
+        assert found.last.tolist() == [path[-1]]
+        assert found.correction.tolist() == [target[path[-1]]]
+    assert {0, 1, 2} <= lengths
+
+
+def exit_probs(tree, rng, vocab):
+    logits = rng.normal(0, 2, (tree.num_internal, vocab)).astype(np.float32)
+    probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    edges = [1.0] + [float(probs[parents[n], tokens[n]]) for n in range(1, len(tokens))]
+    return mx.array(logits), edges
+
+
+def along_paths(tree, edges):
+    """The edges of each node's path."""
+    depths = tree.depths.tolist()
+    return [
+        [edges[node] for node in path[1 : depth + 1]]
+        for path, depth in zip(tree.paths.tolist(), depths, strict=True)
+    ]
+
+
+def assert_closed(tree, kept):
+    parents = tree.parents.tolist()
+    assert kept == sorted(set(kept))
+    assert kept[0] == 0
+    assert all(parents[node] in kept for node in kept)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pruning_equals_brute_force(seed):
+    rng, draw = np.random.default_rng(seed), random.Random(seed)
+    tree = random_tree(draw, 12, 5)
+    logits, edges = exit_probs(tree, rng, 5)
+    found = transition_logprobs(tree, logits)
+    assert np.allclose(found, np.log(edges), rtol=1e-4, atol=1e-5)
+    on_path = along_paths(tree, edges)
+    scores = [math.prod(values) for values in on_path]
+    for keep in range(1, 15):
+        config = PruneConfig(kind="budget", keep=keep)
+        kept = surviving_nodes(tree, logits, config).tolist()
+        best = sorted(range(12), key=lambda node: -scores[node])[:keep]
+        if all(1 - edge > 0.001 for edge in edges[1:]):
+            assert kept == sorted(best)
+        assert len(kept) == min(keep, 12)
+        assert_closed(tree, kept)
+    for threshold in (0.0, 0.02, 0.1, 0.3, 0.9, 1.0):
+        config = PruneConfig(kind="threshold", threshold=threshold)
+        kept = surviving_nodes(tree, logits, config).tolist()
+        assert kept == [n for n in range(12) if all(p >= threshold for p in on_path[n])]
+        assert_closed(tree, kept)
+
+
+def test_certain_edges_do_not_outlive_their_parents():
+    """All path probabilities round to the same number; the nodes nearest the root stay."""
+    chain = tree_from_parents([1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4])
+    for keep in range(1, 7):
+        kept = nodes_within_budget(chain, mx.zeros(6), keep)
+        assert kept.tolist() == list(range(keep))
+
+
+def test_threshold_semantics():
+    """The paper's rule is on edges, not on path probabilities; an equal one stays."""
+    chain = tree_from_parents([1, 2, 3, 4], [0, 0, 1, 2])
+    edges = mx.log(mx.array([1.0, 0.5, 0.25, 0.5]))
+    assert nodes_over_threshold(chain, edges, 0.2).tolist() == [0, 1, 2, 3]
+    assert nodes_over_threshold(chain, edges, 0.3).tolist() == [0, 1]
+    assert nodes_over_threshold(chain, edges, 0.6).tolist() == [0]
+    impossible = mx.array([0.0, -math.inf, 0.0, 0.0])
+    assert nodes_over_threshold(chain, impossible, 0.0).tolist() == [0, 1, 2, 3]
+
+
+def test_what_can_be_pruned():
+    tree, root = tree_from_parents([1, 2, 3], [0, 0, 0]), tree_from_parents([1], [0])
+    assert not is_pruned(tree, PruneConfig())
+    assert is_pruned(tree, PruneConfig(kind="budget", keep=2))
+    assert not is_pruned(tree, PruneConfig(kind="budget", keep=3))
+    assert is_pruned(tree, PruneConfig(kind="threshold"))
+    assert not is_pruned(root, PruneConfig(kind="threshold"))
+
+
+# --- a scripted drafter; streams of random weights, against plain decoding and mlx-lm ---
+
+
+PROMPT = [3, 1, 4, 1, 5]
+FAMILIES = [
+    pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in ARCHITECTURES
+]
+
+
+TREES = (
+    TreeConfig(kind="full", width=1),
+    TreeConfig(kind="full", width=3),
+    TreeConfig(kind="best", size=12),
+    TreeConfig(kind="best", size=7, width=2),
+    TreeConfig(kind="best", size=1),
+)
+
+
+PRUNINGS = (
+    PruneConfig(),
+    PruneConfig(kind="budget", keep=4),
+    PruneConfig(kind="threshold", threshold=0.05),
+    PruneConfig(kind="threshold", threshold=1.0),
+)
+
+
+@lru_cache(maxsize=1)
+def shared_model():
+    return make_model()
+
+
+@lru_cache(maxsize=4)
+def bare_model(architecture="llama"):
+    return StreamFusedModel(Backbone(make_base(architecture)))
+
+
+@lru_cache(maxsize=16)
+def greedy_tokens(architecture="llama", count=60):
+    model = bare_model(architecture)
+    return first_tokens(plain_decode(model, PROMPT, model.make_cache()), count)[0]
+
+
+class ScriptedDrafter:
+    """Knows what the target will write, and drafts as right or as wrong as it is told.
+
+    Args:
+        continuation: the target's own tokens.
+        right: right levels of each successive tree; nothing is drafted at the end.
+        wrong: wrong siblings beside each node of the right path.
+        below: wrong levels below every leaf.
+        waits: read what the target decided and check it; else the loop runs ahead.
+    """
+
+    num_streams, num_levels = 0, 8
+
+    def __init__(self, continuation, right, *, wrong=0, below=0, seed=0, waits=True):
+        self.waits = waits
+        self.continuation, self.right = continuation, list(right)
+        self.wrong, self.below, self.rng = wrong, below, random.Random(seed)
+        self.done = self.promised = 0
+
+    def start(self, tokens):
+        self.started = list(tokens)
+
+    def propose(self, verified):
+        assert verified.stream_hidden.shape[:2] == (1, 0)
+        self.done += self.promised + 1
+        if self.waits:
+            assert verified.root.tolist() == [self.continuation[self.done - 1]]
+        self.promised = self.right.pop(0) if self.right else 0
+        return self.draft(self.continuation[self.done - 1 :][: self.promised + 2])
+
+    def draft(self, known):
+        """Breadth first; `True` marks a node on the right path."""
+        tokens, parents, level = [known[0]], [0], [(0, True)]
+        for depth in range(self.promised + self.below):
+            following = []
+            for parent, on_path in level:
+                children = []
+                if on_path:
+                    right, wrong = known[depth + 1], self.wrong if self.below or self.wrong else 0
+                    others = [t for t in range(VOCAB) if t != right]
+                    children = [(t, False) for t in self.rng.sample(others, max(wrong, 1))]
+                    children = children[:wrong] if depth < self.promised else children
+                    if depth < self.promised:
+                        children.append((right, True))
+                    self.rng.shuffle(children)
+                elif self.below:
+                    children = [(self.rng.randrange(VOCAB), False)]
+                for token, right_too in children:
+                    following.append((len(tokens), right_too))
+                    tokens.append(token)
+                    parents.append(parent)
+            level = following
+        return tree_from_parents(tokens, parents)
+
+
+def run_script(right, step=256, **options):
+    model, continuation = bare_model(), greedy_tokens()
+    cache = TreeCache(model.num_layers, step=step)
+    drafter = ScriptedDrafter(continuation, right, **options)
+    steps = streaming_decode(model, PROMPT, cache, drafter=drafter)
+    count = 1 + sum(r + 1 for r in right)
+    tokens, lengths = first_tokens(steps, count)
+    assert tokens == continuation[:count]
+    assert lengths == [1, *(r + 1 for r in right)]
+    assert cache.offset == len(PROMPT) + count - 1
+    assert drafter.started == PROMPT
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 4])
+@pytest.mark.parametrize("below", [0, 1, 2])
+@pytest.mark.parametrize("right", [[0] * 6, [1] * 5, [3] * 5, [4, 0, 2, 0, 1, 4, 3]])
+@pytest.mark.parametrize("waits", [False, True])
+def test_scripted_acceptance(right, wrong, below, waits):
+    run_script(right, wrong=wrong, below=below, waits=waits)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scripted_mixtures_across_cache_growth(seed):
+    rng = random.Random(seed)
+    right = [rng.randint(0, 5) for _ in range(10)]
+    run_script(right, step=4, wrong=rng.randint(0, 3), below=rng.randint(0, 2), seed=seed)
+
+
+def mlx_lm_tokens(model, prompt, count):
+    found = mlx_lm.stream_generate(model, make_tokenizer(), prompt, max_tokens=count)
+    return [response.token for response in found]
+
+
+def streamed(model, count, *, tree=TREES[2], prune=PRUNINGS[0], prompt=PROMPT, step=256, **options):
+    cache = TreeCache(model.num_layers, step=step)
+    drafter = StreamDrafter(model, tree, options.pop("num_streams", model.num_streams))
+    steps = streaming_decode(model, prompt, cache, drafter=drafter, prune=prune, **options)
+    return first_tokens(steps, count)
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_streaming_equals_plain_and_mlx_lm(architecture, scope):
+    model = make_model(architecture, scope)
+    expected = mlx_lm_tokens(target_of(architecture, scope), PROMPT, 24)
+    assert first_tokens(plain_decode(model, PROMPT, model.make_cache()), 24)[0] == expected
+    fewest = 24
+    for tree, prune in zip(2 * TREES, 3 * PRUNINGS, strict=False):
+        tokens, lengths = streamed(model, 24, tree=tree, prune=prune, step=8)
+        assert tokens == expected, (tree, prune)
+        assert max(lengths) <= 4
+        fewest = min(fewest, len(lengths))
+        if tree.size == 1 and tree.kind == "best":
+            assert lengths == [1] * 24
+    assert fewest < 24  # something was accepted
+
+
+def test_every_token_a_candidate():
+    """With the whole vocabulary in every level each step advances by 1 + G."""
+    model = make_model(vocab=5, num_streams=2)
+    expected = mlx_lm_tokens(target_of("llama", "all", vocab=5), [1, 2], 16)
+    for kind in ("full", "best"):
+        tree = TreeConfig(kind=kind, width=5, size=31)
+        tokens, lengths = streamed(model, 16, tree=tree, prompt=[1, 2])
+        assert tokens == expected
+        if kind == "full":
+            assert lengths == [1] + [3] * 5
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+def test_fewer_streams_than_trained(num_streams):
+    model = shared_model()
+    expected = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 20)[0]
+    tokens, lengths = streamed(model, 20, tree=TreeConfig(kind="full"), num_streams=num_streams)
+    assert tokens == expected
+    assert max(lengths) <= num_streams + 1
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 6, 9, 13])
+def test_prompts_around_the_prefill_step(length):
+    model, prompt = shared_model(), [(7 * i + 2) % VOCAB for i in range(length)]
+    expected = mlx_lm_tokens(target_of("llama", "all"), prompt, 12)
+    reports = []
+    tokens, _ = streamed(
+        model,
+        12,
+        prompt=prompt,
+        step=4,
+        prefill_step_size=4,
+        progress=lambda done, total: reports.append((done, total)),
+    )
+    assert tokens == expected
+    assert reports[0] == (0, length - 1)
+    assert reports[-1] == (length - 1, length - 1)
+    assert all(after[0] - before[0] <= 4 for before, after in pairwise(reports))
+    plain = plain_decode(model, prompt, model.make_cache(), prefill_step_size=4)
+    assert first_tokens(plain, 12)[0] == expected
+
+
+WIDE = {"tree": TreeConfig(kind="full", width=4)}
+
+
+def answer(model, prompt=PROMPT, *, eos=None, cache=None, **settings):
+    tokenizer = make_tokenizer(eos=eos)
+    found = list(stream_generate(model, tokenizer, prompt, cache=cache, **settings))
+    assert all(response.finish_reason is None for response in found[:-1])
+    tokens = [token for response in found for token in response.tokens]
+    assert found[-1].generation_tokens == len(tokens)
+    assert found[-1].target_calls == len(found)
+    return tokens, found
+
+
+def test_max_tokens_cuts_anywhere():
+    """Every length, so that some cut falls inside an accepted path."""
+    model = shared_model()
+    expected, found = answer(model, max_tokens=16, **WIDE)
+    assert expected == answer(model, max_tokens=16, decoding="plain")[0]
+    assert max(len(response.tokens) for response in found) > 1
+    for count in range(1, 16):
+        tokens, cut = answer(model, max_tokens=count, **WIDE)
+        assert tokens == expected[:count]
+        assert cut[-1].finish_reason == "length"
+        assert "".join(r.text for r in cut).split() == [f"w{t}" for t in tokens]
+
+
+@pytest.mark.parametrize("source", ["tokenizer", "adapter"])
+def test_an_end_token_stops_anywhere(source):
+    plain = greedy_of_shared(30)
+    for end in sorted(set(plain)):
+        if source == "tokenizer":
+            model, options = shared_model(), {"eos": end}
+        else:
+            model, options = make_model(end_token_ids=(end,)), {}
+        expected = plain[: plain.index(end) + 1]
+        for decoding in ("plain", "streaming"):
+            settings = {"decoding": decoding, "max_tokens": 30}
+            tokens, found = answer(model, **options, **settings, **WIDE)
+            assert tokens == expected
+            assert found[-1].finish_reason == "stop"
+            assert "".join(r.text for r in found).split() == [f"w{t}" for t in expected[:-1]]
+
+
+@lru_cache(maxsize=4)
+def greedy_of_shared(count):
+    model = shared_model()
+    return first_tokens(plain_decode(model, PROMPT, model.make_cache()), count)[0]
+
+
+def test_the_context_ends_an_answer():
+    model = make_model(max_position_embeddings=16)
+    expected = greedy_of_shared(30)
+    for length in (1, 5, 13, 14, 15):
+        prompt = (PROMPT + expected)[:length]
+        for decoding in ("plain", "streaming"):
+            tokens, found = answer(model, prompt, decoding=decoding, **WIDE)
+            assert found[-1].finish_reason == "context"
+            assert length + len(tokens) == 16
+            if length >= 5:
+                assert prompt + tokens == (PROMPT + expected)[:16]
+    with pytest.raises(InputError, match="16 tokens"):
+        answer(model, [1] * 16)
+    with pytest.raises(InputError, match="empty"):
+        answer(model, [])
+
+
+@pytest.mark.parametrize("prune", PRUNINGS[:3])
+def test_turns_share_a_cache(prune):
+    """The cache after a cut answer may hold more than the answer; it is trimmed, then reused."""
+    model, cache, history = shared_model(), TreeCache(3, step=4), []
+    for turn, count in enumerate((3, 4, 7, 2)):
+        prompt = [(5 * turn + i) % VOCAB for i in range(turn + 1)]
+        history += prompt
+        unseen = history[cache.offset :]
+        tokens, found = answer(model, unseen, cache=cache, max_tokens=count, prune=prune, **WIDE)
+        assert tokens == answer(model, history, max_tokens=count, decoding="plain")[0]
+        assert found[0].prompt_tokens == len(history)
+        history += tokens
+        assert cache.offset >= len(history) - 1
+        cache.trim(len(history) - 1)
+
+
+def test_settings_that_do_not_fit_are_refused():
+    with pytest.raises(InputError, match="num-streams 4"):
+        answer(shared_model(), num_streams=4)
+    with pytest.raises(InputError, match="no streams"):
+        answer(bare_model(), decoding="streaming")
+    assert answer(bare_model(), max_tokens=9)[0] == greedy_tokens()[:9]
+
+
+SMALL, DRAWS, LENGTH = 5, 900, 3
+
+
+def p_value(counts, probs):
+    """Chi-square of `counts` against `probs`, outcomes of fewer than 5 expected put together."""
+    torch = pytest.importorskip("torch")
+    expected = probs * counts.sum()
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    half = torch.tensor([(len(observed) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def exact_distribution(prompt):
+    """[V^3] probability of every continuation of 3 tokens, one sequence each."""
+    model = target_of("llama", "all", vocab=SMALL)
+    starts = list(product(range(SMALL), repeat=LENGTH - 1))
+    logits = model(mx.array([[*prompt, *start] for start in starts]))[:, len(prompt) - 1 :]
+    logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    probs = []
+    for start, rows in zip(starts, logprobs, strict=True):
+        before = sum(float(rows[i, token]) for i, token in enumerate(start))
+        probs += np.exp(before + rows[LENGTH - 1]).tolist()
+    return np.array(probs)
+
+
+def sampled_counts(seed, draws=DRAWS):
+    model, cache = make_model(vocab=SMALL, num_streams=2), TreeCache(3, scratch=21)
+    drafter = StreamDrafter(model, TreeConfig(kind="full", width=2), 2)
+    sampler = mlx_lm.sample_utils.make_sampler(temp=1.0)
+    counts, steps_taken = np.zeros(SMALL**LENGTH), 0
+    mx.random.seed(seed)
+    for _ in range(draws):
+        cache.trim(0)
+        steps = streaming_decode(model, [1], cache, drafter=drafter, sampler=sampler)
+        tokens, lengths = first_tokens(steps, LENGTH)
+        steps_taken += len(lengths)
+        counts[np.ravel_multi_index(tokens, (SMALL,) * LENGTH)] += 1
+    return counts, steps_taken
+
+
+def accept_first_child(tree, target_tokens):
+    """Wrong: takes the likeliest draft whatever the target says."""
+    if tree.num_nodes == 1:
+        path = mx.array([0])
+    else:
+        path = mx.array([0, 1] + [1] * (tree.paths.shape[1] - 2))
+    tokens = mx.concatenate([tree.tokens[1:2], target_tokens[path[1:]]])
+    new_tokens = tokens if tree.num_nodes > 1 else target_tokens
+    return Acceptance(path, new_tokens, tree.depths[path[-1:]])
+
+
+@pytest.mark.slow
+def test_sampling_draws_from_the_target(monkeypatch):
+    probs = exact_distribution([1])
+    assert probs.sum() == pytest.approx(1, abs=1e-4)
+    counts, steps_taken = sampled_counts(seed=0)
+    assert steps_taken < LENGTH * DRAWS  # drafts were accepted
+    assert p_value(counts, probs) > 1e-3
+    monkeypatch.setattr(decode, "accept", accept_first_child)
+    assert p_value(sampled_counts(seed=0, draws=150)[0], probs) < 1e-6
+
+
+@pytest.mark.parametrize("decoding", ["plain", "fused", "second-pass"])
+def test_neither_loop_copies_the_cache(decoding):
+    model = make_model("llama")
+    mx.eval(model.backbone.model.parameters())
+    cache, drafter = model.make_cache(64), None
+    cache.reserve(tokens=100_000)
+    without = mx.get_active_memory()
+    if decoding == "plain":
+        steps = plain_decode(model, [1, 2, 3], cache)
+    else:
+        tree = TreeConfig(kind="full", width=2)
+        drafter = StreamDrafter(model, tree, model.num_streams, decoding)
+        steps = streaming_decode(model, [1, 2, 3], cache, drafter=drafter)
+    for _ in range(3):
+        next(steps)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(5):
+        next(steps)
+    one_layer = cache.nbytes / model.num_layers
+    assert mx.get_peak_memory() - before < one_layer / 4
+    second = drafter._cache.nbytes if drafter else 0
+    kept = cache.nbytes + second + model.mask_bytes
+    assert before - without < kept + one_layer / 4  # no buffer is there twice
+
+
+# --- streams of the accepted node in a pass of their own: the same drafts ---
+
+
+PAIR = (TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=7))
+
+
+class Recorder(StreamDrafter):
+    """A drafter that keeps the trees that it proposes."""
+
+    def start(self, tokens):
+        super().start(tokens)
+        self.trees = []
+
+    def propose(self, verified):
+        tree = super().propose(verified)
+        self.trees.append((tree.tokens, tree.paths))
+        return tree
+
+
+def drafted(model, schedule, *, count=22, tree=PAIR[0], prune=PRUNINGS[0], num_streams=None):
+    """Tokens, and the tokens and paths of every tree that was proposed on the way."""
+    drafter = Recorder(model, tree, num_streams or model.num_streams, schedule)
+    cache = TreeCache(model.num_layers, step=4)  # grows often
+    steps = streaming_decode(model, PROMPT, cache, drafter=drafter, prune=prune)
+    tokens, lengths = first_tokens(steps, count)
+    trees = [(tuple(np.array(t)), np.array(p).tolist()) for t, p in drafter.trees[: len(lengths)]]
+    return tokens, lengths, trees
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_both_schedules_draft_the_same_trees(architecture, scope):
+    model = make_model(architecture, scope)
+    for tree, prune in product(PAIR, PRUNINGS[:3]):
+        fused = drafted(model, "fused", tree=tree, prune=prune)
+        assert drafted(model, "second-pass", tree=tree, prune=prune) == fused
+        assert max(fused[1]) > 1  # something was accepted
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+def test_with_fewer_streams_than_trained(num_streams):
+    model = make_model()
+    fused = drafted(model, "fused", num_streams=num_streams)
+    assert drafted(model, "second-pass", num_streams=num_streams) == fused
+
+
+def rotated_model(scope, draft_vocab):
+    config = StreamConfig(
+        num_streams=3,
+        num_msa_layers=2,
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        prune_rank=3,
+        adapter_scope=scope,
+        stream_design="value_rotation",
+        rotation_step=0.4,
+        draft_vocab_size=len(draft_vocab),
+    )
+    backbone = Backbone(make_base())
+    streams = replace(make_streams(config, 2), embeddings=None, draft_vocab=mx.array(draft_vocab))
+    lora = make_lora(backbone.model, config.insertion_layer, 1)
+    adapter = Adapter(config, streams, BaseIdentity.of(backbone), lora)
+    return fuse_streams(backbone, adapter, merge_lora=False)
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_streams_told_apart_by_their_values(scope):
+    model = rotated_model(scope, list(range(0, VOCAB, 2)))
+    for prune in PRUNINGS[:3]:
+        fused = drafted(model, "fused", prune=prune)
+        assert drafted(model, "second-pass", prune=prune) == fused
+    embedded = make_model("llama", scope)
+    assert drafted(embedded, "second-pass")[2] != fused[2]
+
+
+def test_a_second_pass_sees_what_a_fused_stream_sees():
+    """Its rows are those of the last accepted node in the mask of the whole step."""
+    ancestors = mx.array(np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool))
+    whole = np.array(stream_visibility(ancestors, 2))
+    for node, path in ((0, [0]), (2, [0, 2]), (3, [0, 2, 3])):
+        padded = path + [path[-1]] * (3 - len(path))
+        seen_of_path = np.tile(np.arange(3) < len(path), (2, 1))
+        found = np.concatenate([np.array(earlier_streams(2)), seen_of_path], axis=1)
+        rows = [4 + 2 * node, 5 + 2 * node]
+        assert np.array_equal(found[:, :2], whole[np.ix_(rows, rows)])
+        seen = [[padded[i] for i in range(3) if row[2 + i]] for row in found]
+        assert seen == [[n for n in range(4) if whole[row, n]] for row in rows] == [path, path]
+
+
+def test_the_next_answer_of_a_chat_sees_what_was_added_between():
+    """A cache that went on without the drafter: its copy is made anew for every answer."""
+    model = make_model()
+    answers = {}
+    for schedule in STREAM_SCHEDULES:
+        cache, answers[schedule], context = model.make_cache(), [], []
+        config = GenerateConfig(stream_schedule=schedule, tree=PAIR[0])
+        for turn in ([3, 1, 4], [2, 7, 1, 8], [6]):
+            steps = token_steps(model, turn, cache, config, context=context)
+            tokens, lengths = first_tokens(steps, 9)
+            context = [*context, *turn, *tokens]
+            cache.trim(len(context) - 1)
+            answers[schedule].append((tokens, lengths))
+            context.pop()
+    assert answers["fused"] == answers["second-pass"]
+    tokens = first_tokens(plain_decode(model, [3, 1, 4], model.make_cache()), 9)[0]
+    assert answers["fused"][0][0] == tokens
+
+
+def test_a_drafter_starts_anew_with_every_sequence():
+    model = make_model()
+    trees = {}
+    for schedule in STREAM_SCHEDULES:
+        drafter, trees[schedule] = Recorder(model, PAIR[0], 3, schedule), []
+        for prompt in (PROMPT, [9, 2, 6, 5, 3]):
+            steps = streaming_decode(model, prompt, model.make_cache(), drafter=drafter)
+            _, lengths = first_tokens(steps, 12)
+            trees[schedule] += [tuple(np.array(t)) for t, _ in drafter.trees[: len(lengths)]]
+    assert trees["fused"] == trees["second-pass"]
+
+
+def test_a_step_has_no_stream_rows():
+    model = make_model()
+    rows = {
+        schedule: make_plan(model, stream_schedule=schedule, tree=PAIR[1]).scratch
+        for schedule in STREAM_SCHEDULES
+    }
+    path = 3 + 1  # of the step before, while the host does not know how much of it counts
+    assert rows == {"fused": 7 * 4 + path, "second-pass": 7 + path}
+
+
+def test_the_copy_costs_the_upper_layers_share_of_the_cache():
+    model, cache = make_model(), TreeCache(LAYERS, scratch=7)
+    drafter = StreamDrafter(model, PAIR[1], 3)
+    next(streaming_decode(model, PROMPT, cache, drafter=drafter))
+    buffers = drafter._cache._buffers.values()
+    assert len(buffers) == LAYERS - model.insertion_layer
+    room = 3 + 2 * 4  # the streams, and the entries of two paths
+    assert all(buffer.shape[2] <= cache.capacity + room for buffer in buffers)
+
+
+# --- penalties, filters, noise by place, typical acceptance ---
+
+
+PENALTIES = (
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 1.4, "repetition_context_size": 3},
+    {"presence_penalty": 1.5, "presence_context_size": 4, "frequency_penalty": 0.7},
+    {"logit_bias": {3: 4.0, 7: -9.0}},
+    {"logit_bias": {2: 2.5}, "repetition_penalty": 2.0, "frequency_penalty": 0.5},
+)
+
+
+def places(recent):
+    """Places of rows whose recent tokens are `recent`."""
+    rows = len(recent)
+    return Places(mx.array([0]), mx.zeros(rows, mx.int32), 1, mx.array(recent, mx.int32))
+
+
+@pytest.mark.parametrize("settings", PENALTIES)
+def test_penalties_are_mlx_lms(settings):
+    """Row by row what mlx-lm's processors make of the same text."""
+    rng, draw = np.random.default_rng(0), random.Random(0)
+    sampling = Sampling(SamplingConfig(**settings), VOCAB)
+    processors = make_logits_processors(**settings)
+    texts = [[draw.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 5, 30)]
+    logits = mx.array(rng.normal(0, 3, (len(texts), VOCAB)), mx.float32)
+    recent = mx.stack([last_tokens(text, sampling.context_size) for text in texts])
+    found = sampling.process(logits, places(recent.tolist()))
+    for row, text in enumerate(texts):
+        expected = mx.array(logits[row : row + 1])
+        for processor in processors:
+            expected = processor(mx.array(text), expected)
+        assert np.allclose(found[row], expected[0], rtol=1e-5, atol=1e-5), text
+
+
+@pytest.mark.parametrize("settings", PENALTIES)
+def test_penalised_streaming_plain_and_mlx_lm_agree(settings):
+    base = make_base()
+    processors = make_logits_processors(**settings)
+    answer = mlx_lm.stream_generate(
+        base, make_tokenizer(), PROMPT, max_tokens=24, logits_processors=processors
+    )
+    expected = [response.token for response in answer]
+    streams = make_model("llama", "streams")
+    plain = StreamFusedModel(Backbone(make_base()))
+    for model, more in (
+        (plain, {}),
+        (streams, {"tree": TreeConfig(kind="full", width=3)}),
+        (plain, {"drafter": "prompt-lookup"}),
+        (plain, {"drafter": "lookahead"}),
+    ):
+        config = GenerateConfig(**settings, **more)
+        steps = token_steps(model, PROMPT, model.make_cache(), config)
+        assert first_tokens(steps, 24)[0] == expected, more
+
+
+def test_a_node_sees_the_text_and_its_own_path():
+    rng = random.Random(3)
+    tree = random_tree(rng, 12, 5)
+    text, depths, paths = [8, 6, 7], tree.depths.tolist(), tree.paths.tolist()
+    tokens = tree.tokens.tolist()
+    for size in (0, 1, 2, 4, 9):
+        found = places_of(tree, mx.array([3]), last_tokens(text, size))
+        assert found.recent.shape == (12, size)
+        for node, row in enumerate(found.recent.tolist()):
+            whole = [PAD_TOKEN] * size + text
+            whole += [tokens[n] for n in paths[node][: depths[node] + 1]]
+            assert row == (whole[-size:] if size else [])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temp": 1.0},
+        {"temp": 0.5, "top_k": 3},
+        {"temp": 1.3, "top_p": 0.6},
+        {"temp": 1.0, "min_p": 0.2},
+    ],
+)
+def test_draws_follow_mlx_lms_distribution(settings):
+    """The share of each token among draws at many places, against mlx-lm's own sampler."""
+    logits = mx.array(np.random.default_rng(1).normal(0, 1.5, (1, VOCAB)), mx.float32)
+    sampling = Sampling(SamplingConfig(**settings, seed=4), VOCAB)
+    rows = 4000
+    spread = Places(mx.array([0]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
+    ours = sampling.choose(mx.broadcast_to(logits, (rows, VOCAB)), spread)
+    mx.random.seed(0)
+    sampler = mlx_lm.sample_utils.make_sampler(**settings)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    theirs = sampler(mx.broadcast_to(logprobs, (rows, VOCAB)))
+    shares = [np.bincount(np.array(a), minlength=VOCAB) / rows for a in (ours, theirs)]
+    exact = np.exp(np.array(sampling.logprobs(logits, places([[]])))[0])
+    assert exact.sum() == pytest.approx(1, abs=1e-5)
+    for share in shares:
+        assert np.abs(share - exact).max() < 4 * 0.5 / rows**0.5
+        assert not share[exact == 0].any()
+
+
+def test_noise_belongs_to_seed_and_place():
+    def noise(seed, first, count, size=VOCAB):
+        return gumbel_noise(seed, mx.array([first]), count, size)
+
+    whole = noise(7, 100, 6)
+    assert np.array_equal(whole[2:4], noise(7, 102, 2))
+    assert not np.allclose(whole[0], whole[1])
+    assert not np.allclose(whole, noise(8, 100, 6))
+    assert not np.allclose(whole[1:], noise(8, 100, 5))
+    many = np.array(noise(0, 0, 500, 100))
+    assert abs(many.mean() - 0.5772) < 0.02 and abs(many.std() - 1.2825) < 0.02
+    assert abs(np.corrcoef(many[:-1].ravel(), many[1:].ravel())[0, 1]) < 0.02
+
+
+def test_without_a_seed_mlx_decides():
+    model = StreamFusedModel(Backbone(make_base()))
+
+    def sampled(config):
+        return first_tokens(token_steps(model, PROMPT, model.make_cache(), config), 20)[0]
+
+    config = GenerateConfig(temp=1.0)
+    mx.random.seed(1)
+    first, second = sampled(config), sampled(config)
+    mx.random.seed(1)
+    assert first == sampled(config) != second
+    # One text continued in two pieces is the text continued in one: noise belongs to places.
+    seeded = GenerateConfig(temp=1.0, seed=2)
+    whole = sampled(seeded)
+    again = token_steps(model, PROMPT + whole[:8], model.make_cache(), seeded)
+    assert first_tokens(again, 12)[0] == whole[8:]
+
+
+def test_typical_acceptance_is_medusas_rule():
+    config = AcceptanceConfig(kind="typical", epsilon=0.2, delta=0.5)
+    probs = np.array([[0.6, 0.3, 0.1, 0.0], [0.25] * 4, [0.9, 0.1, 0.0, 0.0], [0.25] * 4])
+    with np.errstate(divide="ignore"):
+        logprobs = mx.array(np.log(probs), mx.float32)
+    # Bounds: exp(-H) is 0.407 and 0.25 for the first two; halved, 0.2 (epsilon) and 0.125.
+    target = mx.array([2, 3, 1, 0])
+    tree = tree_from_parents([9, 1, 0, 3], [0, 0, 0, 1])
+    found = accept_typical(tree, target, logprobs, config)
+    assert found.path.tolist() == [0, 1, 3]  # the deepest path, though 0 is likelier than 1
+    assert found.new_tokens.tolist() == [1, 3, 0]
+    assert found.num_accepted.item() == 2
+    assert accept(tree, target).num_accepted.item() == 0  # where exact acceptance takes nothing
+    flat = tree_from_parents([9, 1, 0, 2], [0, 0, 0, 0])
+    found = accept_typical(flat, target, logprobs, config)
+    assert found.new_tokens.tolist() == [0, 1]  # the likeliest of equally deep ones
+    unlikely = tree_from_parents([9, 2, PAD_TOKEN], [0, 0, 0])
+    found = accept_typical(unlikely, target[:3], logprobs[:3], config)
+    assert (found.num_accepted.item(), found.correction.item()) == (0, 2)
+
+
+def test_typical_acceptance_says_that_it_is_lossy():
+    model = make_model("llama", "streams")
+    lossy = AcceptanceConfig(kind="typical", epsilon=0.01, delta=0.05)
+    calls = {}
+    for acceptance in (AcceptanceConfig(), lossy):
+        config = GenerateConfig(temp=1.0, seed=1, max_tokens=40, acceptance=acceptance)
+        *_, last = stream_generate(model, make_tokenizer(), PROMPT, config)
+        calls[acceptance.kind] = last.target_calls
+        assert summary(last).startswith("LOSSY") == last.lossy == (acceptance is lossy)
+    assert calls["typical"] < calls["exact"]
+    with pytest.raises(InputError, match="greedy decoding has no use for"):
+        GenerateConfig(acceptance=lossy)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"temp": -1.0}, "--temp -1.0"),
+        ({"top_p": 1.5}, "--top-p 1.5"),
+        ({"min_p": float("nan")}, "--min-p nan"),
+        ({"top_k": -1}, "--top-k -1"),
+        ({"seed": -1}, "--seed -1"),
+        ({"repetition_penalty": 0.0}, "--penalty repetition=0.0"),
+        ({"repetition_context_size": 0}, "--penalty context=0"),
+        ({"frequency_penalty": float("inf")}, "--penalty frequency=inf"),
+        ({"logit_bias": {-1: 1.0}}, "--logit-bias -1=1.0"),
+    ],
+)
+def test_settings_out_of_range(settings, said):
+    with pytest.raises(InputError, match=said):
+        SamplingConfig(**settings)
+
+
+def test_a_bias_of_an_unknown_token():
+    with pytest.raises(InputError, match="--logit-bias of token 13; expected ids below"):
+        Sampling(SamplingConfig(logit_bias={13: 1.0}), VOCAB)
+
+
+IDLE = (
+    ("--seed 1", "--temp above 0"),
+    ("--top-k 5", "--temp above 0"),
+    ("--top-p 0.5 --temp 0", "--temp above 0"),
+    ("--penalty context=9", "repetition=X, presence=X or frequency=X in it"),
+    ("--drafter 'streams epsilon=0.1' --temp 1", "acceptance=typical beside it"),
+    ("--drafter lookahead --tree full", "--drafter streams or medusa"),
+    ("--drafter 'draft-model model=x' --tree-size 4", "--drafter streams or medusa"),
+    ("--drafter lookahead --num-streams 1", "--drafter streams"),
+    (
+        "--drafter lookahead --prune budget",
+        "--drafter streams or prompt-lookup or draft-model or medusa or mlp-speculator",
+    ),
+    ("--decoding plain --drafter lookahead", "streaming decoding"),
+)
+
+
+@pytest.mark.parametrize(("options", "needs"), IDLE)
+@pytest.mark.parametrize("command", [generate, chat])
+def test_an_option_that_could_change_nothing_is_refused(command, options, needs):
+    ask = ["--prompt", "w1"] if command is generate else []
+    args = command.parse_args([*ask, *shlex.split(options)])
+    with pytest.raises(InputError, match="would do nothing here") as caught:
+        generate_config(args)
+    assert caught.value.expected == needs
+
+
+MANY_OPTIONS = """
+    --drafter "prompt-lookup tokens=5 ngram=4 size=9 acceptance=typical delta=0.2"
+    --temp 0.7 --top-k 10 --top-p 0.9 --min-p 0.05 --seed 3 --logit-bias 5=-2 --logit-bias 6=1.5
+    --penalty "repetition=1.1 context=30" --penalty presence=0.5
+"""
+
+
+def test_options_become_settings():
+    config = generate_config(chat.parse_args(shlex.split(MANY_OPTIONS)))
+    assert (config.drafter, config.acceptance.kind, config.acceptance.delta) == (
+        "prompt-lookup", "typical", 0.2,
+    )  # fmt: skip
+    lookup = config.prompt_lookup
+    assert (lookup.num_draft_tokens, lookup.ngram, lookup.size) == (5, 4, 9)
+    assert config.logit_bias == {5: -2.0, 6: 1.5}
+    assert (config.temp, config.top_k, config.top_p, config.min_p) == (0.7, 10, 0.9, 0.05)
+    assert (config.seed, config.repetition_penalty, config.context_size) == (3, 1.1, 30)
+    assert (config.presence_penalty, config.presence_context_size) == (0.5, 20)
+    lookahead = generate_config(chat.parse_args(["--drafter", "lookahead ngram=3"]))
+    assert (lookahead.lookahead.ngram, lookahead.lookahead.window) == (3, 5)
+
+
+def test_a_command_need_not_have_every_option():
+    args = Namespace(
+        decoding="streaming", max_tokens=9, temp=0.0, seed=None, num_streams=None, tree=None,
+        tree_width=None, tree_size=4, prune=None, prune_to=None,
+    )  # fmt: skip
+    assert generate_config(args).tree.size == 4
