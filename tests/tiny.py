@@ -196,3 +196,10 @@ def best_rank_paths(probs: np.ndarray, count: int, width: int) -> set[tuple[int,
     nodes = [r for depth in range(levels + 1) for r in product(range(width), repeat=depth)]
     score = {r: prod(float(probs[level, rank]) for level, rank in enumerate(r)) for r in nodes}
     return set(sorted(nodes, key=lambda r: -score[r])[:count])
+
+
+def assert_close(found, expected, bound: float = 1e-5) -> None:
+    """The same numbers, but for `bound` of the largest of those that are expected."""
+    found, expected = np.array(found, np.float64), np.array(expected, np.float64)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= bound * np.abs(expected).max()

@@ -1,0 +1,674 @@
+"""The stream-fused model's parts: layers and ropes, LoRA by row, cache, masks and trees."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import product
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.rope_utils import initialize_rope
+from tiny import (
+    ARCHITECTURES,
+    assert_close,
+    best_rank_paths,
+    first_tokens,
+    make_base,
+    make_model,
+    make_tokenizer,
+    random_tree,
+    randomise,
+    tree_from_parents,
+)
+
+from ssmlx.api import stream_generate
+from ssmlx.decoding.loop import plain_decode, streaming_decode
+from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.errors import InputError
+from ssmlx.model.backbone import Backbone, PositionedRope
+from ssmlx.model.cache import TreeCache
+from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merged
+from ssmlx.model.masks import MaskBuffer, stream_visibility
+from ssmlx.model.tree import contender_topology, draft_topology, full_topology, grow_tree
+from ssmlx.settings import TreeConfig
+
+# --- what is needed of a model: regular layers, and rotary embeddings with positions ---
+
+
+def other_model(architecture, **sizes):
+    module = import_module(f"mlx_lm.models.{architecture}")
+    model = module.Model(module.ModelArgs.from_dict({"model_type": architecture, **sizes}))
+    randomise(model, 0)
+    return model
+
+
+def make_gpt2():
+    return other_model(
+        "gpt2",
+        n_ctx=32,
+        n_embd=16,
+        n_head=2,
+        n_layer=2,
+        n_positions=32,
+        layer_norm_epsilon=1e-5,
+        vocab_size=13,
+    )
+
+
+def make_mamba():
+    return other_model(
+        "mamba",
+        vocab_size=13,
+        hidden_size=16,
+        intermediate_size=32,
+        state_size=4,
+        num_hidden_layers=2,
+        conv_kernel=4,
+        use_bias=False,
+        use_conv_bias=True,
+        time_step_rank=2,
+    )
+
+
+def make_sliding():
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return make_base(layer_types=kinds, sliding_window=8)
+
+
+def make_dynamic():
+    return make_base(rope_scaling={"type": "dynamic", "factor": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: make_base("gemma2"), "differ by"),
+        (make_sliding, "layer 0 keeps a RotatingKVCache"),
+        (make_gpt2, "embed_tokens"),
+        (make_mamba, "'mamba'"),
+        (make_dynamic, "DynamicNTKScalingRoPE"),
+    ],
+    ids=["gemma2", "sliding", "gpt2", "mamba", "dynamic"],
+)
+def test_irregular_models_are_refused(make, told):
+    with pytest.raises(InputError, match=told) as error:
+        Backbone(make())
+    assert "cannot draft for itself" in error.value.found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_regular_models_are_wrapped_once(architecture):
+    model = make_base(architecture)
+    tokens = mx.array([[4, 2, 9, 7]])
+    before = model(tokens)
+    Backbone(model)
+    backbone = Backbone(model)
+    assert mx.array_equal(model(tokens), before)
+    assert not isinstance(backbone.layers[0].self_attn.rope.rope, PositionedRope)
+    assert (backbone.hidden_size, backbone.vocab_size, len(backbone.layers)) == (32, 13, 3)
+    assert backbone.context_length == 512
+
+
+ROPES = {
+    "plain": None,
+    "linear": {"type": "linear", "factor": 4.0},
+    "llama3": {
+        "type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {
+        "type": "longrope",
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
+    "proportional": {"type": "proportional", "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize("kind", ROPES)
+def test_positions_equal_offsets(kind, traditional):
+    rope = initialize_rope(8, 1000.0, traditional, ROPES[kind], 256)
+    wrapped = PositionedRope(rope)
+    x = mx.random.normal((1, 2, 6, 8), key=mx.random.key(0))
+    positions = [9, 10, 10, 40, 3, 0]
+    found = wrapped(x, offset=mx.array(positions))
+    for row, position in enumerate(positions):
+        expected = rope(x[:, :, row : row + 1], offset=position)
+        assert_close(found[:, :, row : row + 1], expected)
+    whole = wrapped(x, offset=mx.arange(6) + 7)
+    assert_close(whole, rope(x, offset=7))
+    assert mx.array_equal(wrapped(x, offset=7), rope(x, offset=7))
+
+
+SCALED = {"llama3": "llama", "yarn": "qwen2", "linear": "llama", "longrope": "phi3"}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_ropes_decode_the_same(kind):
+    model = make_model(SCALED[kind], rope_scaling=ROPES[kind])
+    expected = first_tokens(plain_decode(model, [1, 2, 3], model.make_cache()), 12)[0]
+    drafter = StreamDrafter(model, TreeConfig(), 3)
+    steps = streaming_decode(model, [1, 2, 3], model.make_cache(), drafter=drafter)
+    assert first_tokens(steps, 12)[0] == expected
+
+
+def make_quantised():
+    model = make_base()
+    nn.quantize(model, group_size=32, bits=4, class_predicate=is_packable)
+    return model
+
+
+def is_packable(path, module):
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_quantised_base_with_streams(scope):
+    model = make_model(scope=scope, base=make_quantised())
+    attention = model.backbone.layers[-1].self_attn
+    assert isinstance(attention.q_proj, RowLora)
+    assert isinstance(attention.q_proj.linear, nn.QuantizedLinear)
+    tokenizer, settings = make_tokenizer(), {"max_tokens": 16, "tree": TreeConfig(kind="full")}
+    answers = {}
+    for decoding in ("plain", "streaming"):
+        found = stream_generate(model, tokenizer, [1, 2, 3], decoding=decoding, **settings)
+        answers[decoding] = [token for response in found for token in response.tokens]
+    assert answers["streaming"] == answers["plain"]
+    if scope == "streams":
+        base = make_quantised()
+        tokens = [1, 2, 3]
+        for _ in range(16):
+            tokens.append(int(base(mx.array([tokens]))[0, -1].argmax()))
+        assert answers["plain"] == tokens[3:]
+
+
+def random_lora(seed=0):
+    key = mx.random.split(mx.random.key(seed))
+    return LoraWeights(
+        mx.random.normal((32, 2), key=key[0]), mx.random.normal((2, 32), key=key[1]), 1.5
+    )
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_row_lora_acts_on_its_rows_alone(quantised):
+    linear = nn.Linear(32, 32)
+    linear = nn.QuantizedLinear.from_linear(linear, 32, 4) if quantised else linear
+    scope, lora = RowScope(), random_lora()
+    layer, x = RowLora(linear, lora, scope), mx.random.normal((1, 7, 32), key=mx.random.key(1))
+    plain = linear(x)
+    added = plain + 1.5 * (x @ lora.a @ lora.b)
+    assert mx.array_equal(layer(x), plain)
+    with scope.starting_at(3):
+        found = layer(x)
+        assert mx.array_equal(found[:, :3], plain[:, :3])  # bit for bit
+        assert_close(found[:, 3:], added[:, 3:])
+        with scope.starting_at(0):
+            assert_close(layer(x), added)
+        assert scope.first == 3
+    assert mx.array_equal(layer(x), plain)
+    if not quantised:
+        assert_close(merged(linear, lora)(x), added)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_scope_streams_leaves_node_rows_untouched(quantised):
+    """The same rows through the upper layers, with this LoRA and with another: equal bits."""
+    hidden = mx.random.normal((1, 3, 32), key=mx.random.key(3))
+    tree = tree_from_parents([1, 2, 3], [0, 0, 0])
+    rows = []
+    for factor in (0.0, 5.0):
+        base = make_quantised() if quantised else make_base()
+        model = make_model(scope="streams", base=base)
+        for module in model.backbone.model.modules():
+            if isinstance(module, RowLora):
+                module.scale = factor
+        cache = model.make_cache()
+        cache.reserve(tokens=1, scratch=12)
+        rows.append(model.upper(model.insert(hidden, 3), tree, cache, 3))
+    assert mx.array_equal(rows[0][:, :3], rows[1][:, :3])
+    assert not np.allclose(rows[0][:, 3:], rows[1][:, 3:], atol=1e-2)
+
+
+# --- the cache, against one that concatenates ---
+
+
+HEADS, SIZE, DEPTH = 2, 3, 3
+
+
+class NaiveCache:
+    """Committed keys and values as lists of rows, [rows, 2, Hkv, Dh] a layer.
+
+    `paths` are those that the host has not counted: (rows a layer, how many count).
+    """
+
+    def __init__(self):
+        self.committed = [np.zeros((0, 2, HEADS, SIZE), np.float32) for _ in range(DEPTH)]
+        self.step = [None] * DEPTH
+        self.paths = []
+
+    def append(self, layer, rows):
+        self.committed[layer] = np.concatenate([self.committed[layer], rows])
+
+    def commit(self, lower, upper, split, count):
+        rows = [self.step[i][lower if i < split else upper] for i in range(DEPTH)]
+        self.paths.append((rows, count))
+
+    def count(self):
+        """The host learns of the oldest path; how many of its rows counted."""
+        rows, count = self.paths.pop(0)
+        for layer in range(DEPTH):
+            self.append(layer, rows[layer][:count])
+        return count
+
+    def seen(self, layer, rows):
+        """What a step's rows find in the cache, those of the paths that do not count included."""
+        paths = [of_layers[layer] for of_layers, _ in self.paths]
+        return np.concatenate([rows, *paths, self.committed[layer]])
+
+    @property
+    def length(self):
+        return len(self.committed[0]) + sum(count for _, count in self.paths)
+
+
+def as_arrays(rows):
+    """[R, 2, Hkv, Dh] to the keys and values [1, Hkv, R, Dh] of a layer."""
+    keys, values = (mx.array(rows[:, i].transpose(1, 0, 2)[None]) for i in range(2))
+    return keys, values
+
+
+def as_rows(keys, values):
+    return np.stack([np.array(part[0]).transpose(1, 0, 2) for part in (keys, values)], axis=1)
+
+
+def random_rows(rng, count):
+    return rng.normal(size=(count, 2, HEADS, SIZE)).astype(np.float32)
+
+
+def append(cache, naive, rng, count):
+    for layer in range(DEPTH):
+        rows = random_rows(rng, count)
+        found = cache.append_view(layer).update_and_fetch(*as_arrays(rows))
+        naive.append(layer, rows)
+        assert np.array_equal(as_rows(*found), naive.committed[layer])
+    cache.advance(count)
+
+
+def write_tree(cache, naive, rng, lower_rows, upper_rows, split):
+    for layer in range(DEPTH):
+        rows = random_rows(rng, lower_rows if layer < split else upper_rows)
+        view = cache.view(layer, mx.arange(len(rows)) + cache.length)
+        assert view.offset.tolist() == list(range(naive.length, naive.length + len(rows)))
+        found = view.update_and_fetch(*as_arrays(rows))
+        naive.step[layer] = rows
+        assert np.array_equal(as_rows(*found), naive.seen(layer, rows))
+
+
+def one_step(cache, naive, rng, draw):
+    """Verify a tree of N nodes, pruned to M, whose path of P rows has `accepted` real ones.
+
+    The host counts the path at once, or a step later.
+    """
+    split, nodes, streams = draw.randint(0, DEPTH), draw.randint(1, 6), draw.randint(0, 3)
+    kept = sorted([0, *draw.sample(range(1, nodes), draw.randint(0, nodes - 1))])
+    upper_rows = len(kept) * (1 + streams)
+    path_length = draw.randint(1, 4)
+    accepted = draw.randint(1, min(path_length, len(kept)))
+    path = sorted(draw.sample(range(len(kept)), accepted))
+    padded = path + [path[-1]] * (path_length - accepted)
+    cache.reserve(tokens=path_length, scratch=nodes * (1 + streams))
+    write_tree(cache, naive, rng, nodes, upper_rows, split)
+    lower = [kept[node] for node in padded]
+    cache.commit(mx.array(lower), mx.array(padded), split, mx.array([accepted]))
+    naive.commit(lower, padded, split, accepted)
+    for _ in range(draw.randint(max(len(naive.paths) - 1, 0), len(naive.paths))):
+        cache.advance(naive.count())
+
+
+def check_committed(cache, naive, rng):
+    """What a next tree would read."""
+    cache.reserve(tokens=1, scratch=1)
+    write_tree(cache, naive, rng, 1, 1, DEPTH)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("scratch", [0, 24])
+def test_random_sequences_equal_concatenation(seed, scratch):
+    rng, draw = np.random.default_rng(seed), random.Random(seed)
+    cache, naive = TreeCache(DEPTH, scratch=scratch, step=4), NaiveCache()
+    for _ in range(12):
+        action = draw.choice(["append", "step", "step", "step", "trim"])
+        if action == "append":
+            cache.trim(cache.offset)  # a path that nobody counted is forgotten
+            naive.paths = []
+            count = draw.randint(1, 6)
+            cache.reserve(tokens=count)
+            append(cache, naive, rng, count)
+        elif action == "step":
+            one_step(cache, naive, rng, draw)
+        else:
+            keep = draw.randint(cache.offset // 2, cache.offset)
+            cache.trim(keep)
+            naive.committed = [rows[:keep] for rows in naive.committed]
+            naive.paths = []
+        assert cache.offset == len(naive.committed[0])
+        check_committed(cache, naive, rng)
+        assert cache.capacity % 4 == 0
+
+
+def test_commit_moves_nothing_until_it_is_counted():
+    rng, naive = np.random.default_rng(0), NaiveCache()
+    cache = TreeCache(DEPTH, step=4)
+    cache.reserve(tokens=3, scratch=4)
+    append(cache, naive, rng, 3)
+    cache.reserve(tokens=2, scratch=4)
+    write_tree(cache, naive, rng, 4, 4, 1)
+    cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
+    assert cache.offset == 3 and cache.length.tolist() == [5]
+    naive.commit([0, 2], [0, 2], 1, 2)
+    check_committed(cache, naive, rng)
+
+
+def test_a_step_that_is_not_run_is_taken_back():
+    rng, naive = np.random.default_rng(0), NaiveCache()
+    cache = TreeCache(DEPTH, scratch=4, step=4)
+    cache.reserve(tokens=3, scratch=4)
+    append(cache, naive, rng, 3)
+    write_tree(cache, naive, rng, 4, 4, 1)
+    cache.commit(mx.array([0, 2]), mx.array([0, 2]), 1, mx.array([2]))
+    naive.commit([0, 2], [0, 2], 1, 2)
+    before = cache.hold()
+    cache.reserve(tokens=2, scratch=9)  # grows, and writes over the rows of the step before
+    for layer in range(DEPTH):
+        view = cache.view(layer, mx.arange(9))
+        view.update_and_fetch(*as_arrays(random_rows(rng, 9)))
+    cache.commit(mx.array([0]), mx.array([0]), 1, mx.array([1]))
+    cache.restore(before)
+    assert len(cache.paths) == 1 and cache.capacity == 4
+    cache.reserve(tokens=0)
+    cache.advance(naive.count())
+    check_committed(cache, naive, rng)
+
+
+def test_wrong_use_is_refused():
+    cache = TreeCache(1, step=4)
+    cache.reserve(tokens=2)
+    keys = mx.zeros((1, HEADS, 2, SIZE))
+    cache.append_view(0).update_and_fetch(keys, keys)
+    cache.advance(2)
+    with pytest.raises(ValueError, match="cannot keep 3"):
+        cache.trim(3)
+    with pytest.raises(ValueError, match="cannot keep -1"):
+        cache.trim(-1)
+    with pytest.raises(ValueError, match="reserve more"):
+        cache.view(0, mx.arange(2)).update_and_fetch(keys, keys)
+    with pytest.raises(ValueError, match="room for 4"):
+        cache.advance(3)
+
+
+def test_a_step_copies_no_buffer():
+    """Buffers of 34 MB: a whole step may raise the peak by a sliver of one."""
+    layers, heads, size, rows = 4, 4, 64, 12
+    cache = TreeCache(layers, scratch=rows, step=16384)
+    cache.reserve(tokens=16000, scratch=rows)
+
+    def verify():
+        """Layer by layer in one graph, as the model does."""
+        hidden = mx.ones((1, heads, rows, size))
+        for layer in range(layers):
+            view = cache.view(layer, mx.arange(rows))
+            keys, values = view.update_and_fetch(hidden, hidden)
+            # Few of the rows that attention reads, so that its own room does not hide a copy.
+            hidden = hidden + keys[:, :, -rows:] + values[:, :, -rows:]
+        return hidden
+
+    mx.eval(verify())
+    cache.advance(15000)
+    mx.eval(cache.state)
+    buffer = cache.nbytes // layers
+    assert buffer > 32e6
+    for _ in range(5):
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        if before < cache.nbytes:
+            pytest.skip("this backend does not report its memory")
+        hidden = verify()
+        cache.commit(mx.array([0, 3, 5]), mx.array([0, 3, 5]), 1, mx.array([2]))
+        mx.eval(hidden, cache.state)
+        cache.advance(2)
+        assert mx.get_peak_memory() - before < buffer / 20
+    copied = [buffer + 0 for buffer in cache.state]
+    mx.eval(copied)
+    assert mx.get_peak_memory() - before > buffer  # the measure sees a copy
+
+
+# --- masks, against those drawn in docstrings and built anew ---
+
+
+def naive_visibility(tree, num_streams):
+    """Equations 1 and 2, row by row."""
+    depths, paths, nodes = tree.depths.tolist(), tree.paths.tolist(), tree.num_nodes
+    above = [set(path[: depth + 1]) for path, depth in zip(paths, depths, strict=True)]
+    owners = [(node, 0) for node in range(nodes)]
+    owners += [(node, j) for node in range(nodes) for j in range(1, num_streams + 1)]
+
+    def sees(row, column):
+        (node, stream), (other, other_stream) = row, column
+        if other_stream == 0:
+            return other in above[node]
+        return other == node and other_stream <= stream
+
+    return np.array([[sees(row, column) for column in owners] for row in owners])
+
+
+def test_golden_visibility():
+    chain = tree_from_parents([1, 2], [0, 0])
+    expected = ["x.....", "xx....", "x.x...", "x.xx..", "xx..x.", "xx..xx"]
+    found = np.array(stream_visibility(chain.ancestors, 2))
+    assert ["".join(".x"[int(cell)] for cell in row) for row in found] == expected
+
+
+@pytest.mark.parametrize("num_streams", [0, 1, 3])
+def test_visibility_equals_the_naive_one(num_streams):
+    rng = random.Random(0)
+    for num_nodes in (1, 2, 5, 9):
+        tree = random_tree(rng, num_nodes, 4)
+        found = np.array(stream_visibility(tree.ancestors, num_streams))
+        assert np.array_equal(found, naive_visibility(tree, num_streams))
+
+
+@dataclass
+class Seen:
+    """What a mask needs to know of a cache, with paths given as (count, length)."""
+
+    offset: int
+    capacity: int
+    paths: tuple[tuple[int, int], ...] = ()
+
+    def path_masks(self, num_rows):
+        rows = [np.arange(length) < count for count, length in self.paths]
+        return [mx.array(np.broadcast_to(row, (num_rows, row.size))) for row in rows]
+
+
+def scratch_mask(visible, committed, paths=()):
+    parts = [np.arange(length) < count for count, length in paths]
+    columns = np.concatenate([*parts, np.ones(committed, bool)])
+    return np.concatenate([visible, np.broadcast_to(columns, (len(visible), columns.size))], axis=1)
+
+
+def test_mask_buffer_equals_a_mask_built_anew():
+    rng, masks = random.Random(1), MaskBuffer(max_sizes=3)
+    draw = np.random.default_rng(1)
+    keys = [object() for _ in range(12)]
+    contents = {}
+    committed, capacity = 0, 4
+    for _ in range(300):
+        rows = rng.randint(1, 6)
+        key = rng.choice([None, *keys])
+        if key is None or (id(key), rows) not in contents:
+            contents[id(key), rows] = draw.random((rows, rows)) < 0.5
+        visible = contents[id(key), rows]
+        # An answer grows, is trimmed, or outgrows the cache.
+        committed = max(0, committed + rng.choice([-9, 0, 1, 2, 5]))
+        capacity = max(capacity, -(-committed // 4) * 4)
+        lengths = [rng.randint(1, 3) for _ in range(rng.choice([0, 0, 1, 2]))]
+        paths = tuple((rng.randint(1, length), length) for length in lengths)
+        found = masks.mask(mx.array(visible), Seen(committed, capacity, paths), key)
+        assert np.array_equal(np.array(found), scratch_mask(visible, committed, paths))
+
+
+def test_two_topologies_of_one_size_do_not_read_each_other():
+    masks, first, second = MaskBuffer(), object(), object()
+    one, other = np.tri(3, dtype=bool), np.eye(3, dtype=bool)
+    for visible, key in [(one, first), (other, second), (one, first), (other, None), (one, first)]:
+        found = masks.mask(mx.array(visible), Seen(2, 8), key)
+        assert np.array_equal(np.array(found), scratch_mask(visible, 2))
+
+
+def test_an_equal_key_is_not_written_again():
+    masks, key = MaskBuffer(), object()
+    masks.mask(mx.array(np.eye(2, dtype=bool)), Seen(1, 8), key)
+    again = masks.mask(mx.zeros((2, 2), mx.bool_), Seen(3, 8), key)
+    assert np.array_equal(np.array(again), scratch_mask(np.eye(2, dtype=bool), 3))
+
+
+def test_a_mask_in_hand_outlives_the_next_write():
+    """A step may still be running when the next one's mask is written."""
+    masks = MaskBuffer()
+    before = masks.mask(mx.array(np.eye(3, dtype=bool)), Seen(2, 8), None)
+    masks.mask(mx.zeros((3, 3), mx.bool_), Seen(2, 8), None)
+    assert np.array_equal(np.array(before), scratch_mask(np.eye(3, dtype=bool), 2))
+
+
+# --- draft trees, against brute force over the full tree ---
+
+
+def rank_paths(topology):
+    """Each node's ranks from the root on, read from slots and paths."""
+    slots, depths = topology.slots.tolist(), topology.depths.tolist()
+    ranks = [slot % topology.num_candidates for slot in slots]
+    return [
+        tuple(ranks[node - 1] for node in path[1 : depth + 1])
+        for path, depth in zip(topology.paths.tolist(), depths, strict=True)
+    ]
+
+
+def token_paths(tree):
+    """Each node's tokens from the root's children on."""
+    tokens, depths = tree.tokens.tolist(), tree.depths.tolist()
+    return [
+        tuple(tokens[node] for node in path[1 : depth + 1])
+        for path, depth in zip(tree.paths.tolist(), depths, strict=True)
+    ]
+
+
+def distinct_candidates(levels, width):
+    """Token of stream j's candidate of rank r: 100 j + r."""
+    return mx.array([[100 * (j + 1) + r for r in range(width)] for j in range(levels)], mx.int32)
+
+
+def random_probs(rng, levels, width, sharpness):
+    logits = sharpness * rng.normal(size=(levels, width + 3))
+    probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    return -np.sort(-probs, axis=1)[:, :width]
+
+
+@pytest.mark.parametrize(("width", "levels"), [(1, 0), (1, 4), (2, 3), (3, 2), (4, 3)])
+def test_full_topology(width, levels):
+    topology = full_topology(width, levels)
+    expected = [r for depth in range(levels + 1) for r in product(range(width), repeat=depth)]
+    assert topology.num_nodes == sum(width**level for level in range(levels + 1))
+    assert rank_paths(topology) == expected  # breadth first
+    assert topology.depths.tolist() == [len(ranks) for ranks in expected]
+    assert topology.num_internal == max(1, sum(width**level for level in range(levels)))
+    index = {ranks: node for node, ranks in enumerate(expected)}
+    for node, path in enumerate(topology.paths.tolist()):
+        assert path == [index[expected[node][:depth]] for depth in range(levels + 1)]
+    levels_of_slots = [slot // topology.num_candidates for slot in topology.slots.tolist()]
+    assert levels_of_slots == [len(ranks) - 1 for ranks in expected[1:]]
+
+
+def test_full_tree_tokens_and_parents():
+    tokens = mx.array([[10, 11], [20, 21]], mx.int32)
+    config = TreeConfig(kind="full", width=2)
+    tree = grow_tree(mx.array([7], mx.int32), tokens, mx.zeros((2, 2)), config)
+    assert tree.tokens.tolist() == [7, 10, 11, 20, 21, 20, 21]
+    assert tree.parents.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert tree.num_internal == 3
+    expected = np.eye(7, dtype=bool)
+    for node, above in {1: [0], 2: [0], 3: [0, 1], 4: [0, 1], 5: [0, 2], 6: [0, 2]}.items():
+        expected[node, above] = True
+    assert np.array_equal(np.array(tree.ancestors), expected)
+    assert tree.path_sums(mx.array([9.0, 1, 2, 4, 8, 16, 32])).tolist() == [0, 1, 2, 5, 9, 18, 34]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 30])
+@pytest.mark.parametrize("width", [None, 1, 2, 4])
+@pytest.mark.parametrize("levels", [1, 3, 4])
+def test_best_tree_is_the_brute_force_optimum(size, width, levels):
+    config = TreeConfig(kind="best", width=width, size=size)
+    topology = draft_topology(config, levels)
+    ranks = topology.num_candidates
+    contenders = set(rank_paths(topology))
+    candidates = distinct_candidates(levels, ranks)
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        probs = random_probs(rng, levels, ranks, sharpness=[0.3, 1, 2, 3][seed])
+        best = best_rank_paths(probs, size, ranks) if ranks**levels < 3000 else None
+        if best:
+            assert best <= contenders
+        tree = grow_tree(mx.array([1]), candidates, mx.array(np.log(probs)), config)
+        found = [tuple(token % 100 for token in path) for path in token_paths(tree)]
+        assert len(found) == len(set(found)) == min(size, topology.num_nodes)
+        assert [len(path) for path in found] == tree.depths.tolist() == sorted(map(len, found))
+        assert all(path[:-1] in found for path in found if path)
+        if best:
+            assert set(found) == best
+
+
+def test_contenders_hold_every_optimum():
+    """Flat, steep and mixed probabilities; one missing node would show."""
+    rng = np.random.default_rng(0)
+    for size, levels in ((5, 3), (9, 2), (12, 4)):
+        contenders = set(rank_paths(contender_topology(size, 3, levels)))
+        seen = set()
+        for _ in range(200):
+            probs = random_probs(rng, levels, 3, sharpness=rng.choice([0.1, 1.0, 4.0]))
+            seen |= best_rank_paths(probs, size, 3)
+        assert seen <= contenders
+        full = sum(3**level for level in range(levels + 1))
+        assert len(contenders) < full
+
+
+@pytest.mark.parametrize("size", [4, 6, 9])
+def test_certain_streams_keep_the_tree_closed_under_ancestors(size):
+    """A probability that rounds to 1 gives a child its parent's score."""
+    config = TreeConfig(kind="best", width=3, size=size)
+    logprobs = mx.array([[0.0, -30.0, -40.0], [-1e-9, -1e9, -1e9], [0.0, -25.0, -50.0]] * 2)
+    tree = grow_tree(mx.array([1]), distinct_candidates(6, 3), logprobs, config)
+    paths = token_paths(tree)
+    assert tree.num_nodes == size
+    assert all(path[:-1] in paths for path in paths if path)
+    assert (100, 200, 300)[: size - 1] in paths
+
+
+def test_select_renumbers_paths():
+    tree = tree_from_parents([5, 6, 7, 8, 9, 10], [0, 0, 0, 1, 2, 4])
+    kept = tree.select(mx.array([0, 2, 4, 5]))
+    assert kept.tokens.tolist() == [5, 7, 9, 10]
+    assert kept.depths.tolist() == [0, 1, 2, 3]
+    assert kept.parents.tolist() == [0, 0, 1, 2]
+    assert kept.paths.tolist() == [[0, 0, 0, 0], [0, 1, 1, 1], [0, 1, 2, 2], [0, 1, 2, 3]]
+    short = tree.select(mx.array([0, 1, 2]))
+    assert short.parents.tolist() == [0, 0, 0]
+    assert np.array_equal(np.array(short.ancestors), [[1, 0, 0], [1, 1, 0], [1, 0, 1]])
