@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .decoding.loop import Ends, Progress, never, plain_decode, streaming_decode
 from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
-from .errors import InputError
+from .errors import require
 from .memory import Memory, memory_of
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
@@ -165,14 +164,13 @@ def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
         InputError: it is empty, or fills the context.
     """
     limit = model.backbone.context_length
-    if num_tokens == 0:
-        raise InputError("the prompt is empty", expected="a token or more", do="give a prompt")
-    if limit is not None and num_tokens >= limit:
-        raise InputError(
-            f"the prompt has {num_tokens} tokens",
-            expected=f"less than the model's context of {limit}",
-            do="shorten it",
-        )
+    require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
+    require(
+        limit is None or num_tokens < limit,
+        f"the prompt has {num_tokens} tokens",
+        expected=f"less than the model's context of {limit}",
+        do="shorten it",
+    )
 
 
 def end_token_ids(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> set[int]:
@@ -222,8 +220,7 @@ def stream_generate(
     budget = Budget(end_token_ids(model, tokenizer), config.max_tokens, room)
     plan = make_plan(model, config, draft_model=draft_model, heads=heads, context=num_prompt)
     steps = planned_steps(plan, model, tokens, cache, progress, context=context, ends=budget.ends)
-    loaded = [one for one in (draft_model, heads) if one is not None]
-    told = partial(memory_of, model, cache, plan.drafter, loaded)
+    told = partial(memory_of, model, cache, plan.drafter, plan.loaded)
     return _responses(model, tokenizer, steps, budget, num_prompt, num_cached, plan, told)
 
 
@@ -239,7 +236,7 @@ def _responses(
 ) -> Iterator[GenerationResponse]:
     detokenizer = tokenizer.detokenizer
     started = first_done = time.perf_counter()
-    with wired_memory(model):
+    with wired_limit(model.backbone.model):  # on macOS, as mlx-lm does
         for calls, step in enumerate(steps, 1):
             now = time.perf_counter()
             first_done = now if calls == 1 else first_done
@@ -266,13 +263,6 @@ def _responses(
             )
             if reason:
                 return
-
-
-@contextmanager
-def wired_memory(model: StreamFusedModel) -> Iterator[None]:
-    """Keep the weights wired while generating, as mlx-lm does on macOS."""
-    with wired_limit(model.backbone.model):
-        yield
 
 
 def generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from .drafters.head_drafter import DraftingHeads, HeadDrafter
 from .drafters.lookahead import LookaheadDrafter
 from .drafters.lookup import PromptLookupDrafter, WithLookup
 from .drafters.streams import StreamDrafter
-from .errors import InputError
+from .errors import require
 from .model.streams import StreamFusedModel
 from .settings import HEAD_DRAFTERS, TEXT_DRAFTERS, DrafterKind, GenerateConfig, PruneConfig
 from .tuning.cost import DraftShape
@@ -34,6 +35,7 @@ class Plan:
         kind: what drafts; None for plain decoding.
         drafter: it, ready to start; None for plain decoding.
         sampling: how the target decides.
+        loaded: the draft model and the heads that there are, whether or not they draft.
         pace: when drafting falls back to plain decoding.
         decision: what is done and why, in one line.
         is_tuned: whether a profile of this machine decided it.
@@ -43,6 +45,7 @@ class Plan:
     kind: DrafterKind | None
     drafter: Drafter | None
     sampling: Sampling
+    loaded: Sequence[DraftModel | DraftingHeads]
     pace: Pace
     decision: str
     is_tuned: bool = False
@@ -101,7 +104,11 @@ def make_plan(
     if tuning and config.leaves_all_open and not _drafting_pays(tuning, context):
         kind = None
     sampling = Sampling(config, model.backbone.vocab_size)
-    done = _shaped(config, tuning.best(context).shape) if tuning else config.with_default_shape()
+    done = (
+        replace(config, **vars(tuning.best(context).shape))
+        if tuning
+        else config.with_default_shape()
+    )
     drafter, pace = None, Pace()
     if kind is not None:
         _check_prune(model, done.prune or PruneConfig(), kind)
@@ -113,6 +120,7 @@ def make_plan(
         kind=kind,
         drafter=drafter,
         sampling=sampling,
+        loaded=[one for one in (draft_model, heads) if one is not None],
         pace=pace,
         decision=_decision(model, done, kind, drafter, tuning, context),
         is_tuned=tuning is not None,
@@ -122,16 +130,6 @@ def make_plan(
 def _drafting_pays(profile: Profile, context: int | None) -> bool:
     """Whether drafting is faster behind the contexts that were measured, and behind this one."""
     return profile.drafting_pays() and profile.drafting_pays(context)
-
-
-def _shaped(config: GenerateConfig, shape: DraftShape) -> GenerateConfig:
-    return replace(
-        config,
-        tree=shape.tree,
-        prune=shape.prune,
-        num_streams=shape.num_streams,
-        stream_schedule=shape.stream_schedule,
-    )
 
 
 def _shape_of(config: GenerateConfig, model: StreamFusedModel) -> DraftShape:
@@ -156,21 +154,34 @@ def _drafter_kind(
         return None
     own: DrafterKind | None = "streams" if model.num_streams else None
     kind = config.drafter or _kind_of(draft_model, heads) or own
-    if kind == "draft-model" and draft_model is None:
-        raise InputError(
-            "--drafter draft-model without a draft model",
-            expected="model=MODEL with it",
-            do='give --drafter "draft-model model=MODEL", or choose another',
-        )
+    require(
+        kind != "draft-model" or draft_model is not None,
+        "--drafter draft-model without a draft model",
+        expected="model=MODEL with it",
+        do='give --drafter "draft-model model=MODEL", or choose another',
+    )
     if kind in HEAD_DRAFTERS:
-        _check_heads(kind, heads)
-    if (kind == "streams" and own is None) or (kind is None and config.decoding):
-        asked = f"--drafter {kind}" if kind else "streaming"
-        raise InputError(
-            f"{asked} was asked for, but the model has no streams",
-            expected="an adapter",
-            do="give --adapter FOLDER, another --drafter, or --decoding plain",
+        require(
+            heads is not None,
+            f"--drafter {kind} without heads",
+            expected="heads=FOLDER with it",
+            do=f'give --drafter "{kind} heads=FOLDER", or choose another',
         )
+        assert heads is not None
+        require(
+            heads.drafter == kind,
+            f"--drafter {kind} with heads for another drafter",
+            expected=f"--drafter {heads.drafter} with them",
+            do="choose that drafter, or give other heads",
+        )
+    lacks_streams = own is None and (kind == "streams" or (kind is None and config.decoding))
+    require(
+        not lacks_streams,
+        f"{'--drafter streams' if kind else 'streaming'} was asked for, but the model has no "
+        "streams",
+        expected="an adapter",
+        do="give --adapter FOLDER, another --drafter, or --decoding plain",
+    )
     return kind
 
 
@@ -181,35 +192,20 @@ def _kind_of(draft_model: DraftModel | None, heads: DraftingHeads | None) -> Dra
     return None if heads is None else heads.drafter
 
 
-def _check_heads(kind: str, heads: DraftingHeads | None) -> None:
-    if heads is None:
-        raise InputError(
-            f"--drafter {kind} without heads",
-            expected="heads=FOLDER with it",
-            do=f'give --drafter "{kind} heads=FOLDER", or choose another',
-        )
-    if heads.drafter != kind:
-        raise InputError(
-            f"--drafter {kind} with heads for another drafter",
-            expected=f"--drafter {heads.drafter} with them",
-            do="choose that drafter, or give other heads",
-        )
-
-
 def _check_prune(model: StreamFusedModel, prune: PruneConfig, kind: DrafterKind) -> None:
-    if prune.kind != "off" and kind == "lookahead":
-        raise InputError(
-            f"--prune {prune.kind} with --drafter lookahead, "
-            "whose window must reach the target whole",
-            expected="--prune off",
-            do="drop --prune",
-        )
-    if prune.kind != "off" and (model.streams is None or model.streams.prune is None):
-        raise InputError(
-            f"--prune {prune.kind}, but the adapter has no pruning adapter",
-            expected="prune_adapter.* among its stream weights",
-            do="use --prune off, or train one",
-        )
+    off = prune.kind == "off"
+    require(
+        off or kind != "lookahead",
+        f"--prune {prune.kind} with --drafter lookahead, whose window must reach the target whole",
+        expected="--prune off",
+        do="drop --prune",
+    )
+    require(
+        off or (model.streams is not None and model.streams.prune is not None),
+        f"--prune {prune.kind}, but the adapter has no pruning adapter",
+        expected="prune_adapter.* among its stream weights",
+        do="use --prune off, or train one",
+    )
 
 
 def _make_drafter(
@@ -222,12 +218,12 @@ def _make_drafter(
 ) -> Drafter:
     """The drafter of settings that leave nothing open."""
     nodes = config.lookup_nodes
-    if nodes and kind in TEXT_DRAFTERS:
-        raise InputError(
-            f"lookup_nodes with --drafter {kind}",
-            expected="streams or heads, whose trees they go into",
-            do="drop one of the two",
-        )
+    require(
+        not nodes or kind not in TEXT_DRAFTERS,
+        f"lookup_nodes with --drafter {kind}",
+        expected="streams or heads, whose trees they go into",
+        do="drop one of the two",
+    )
     if kind == "prompt-lookup":
         return PromptLookupDrafter(config.prompt_lookup)
     if kind == "lookahead":

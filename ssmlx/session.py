@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -13,7 +14,7 @@ from .api import GenerationResponse, stream_generate
 from .decoding.loop import Progress
 from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
-from .errors import InputError
+from .errors import require
 from .loading.attach import swap_adapter
 from .memory import Memory, memory_of
 from .model.shapes import to_int
@@ -93,7 +94,7 @@ class ChatSession:
         system: str | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.draft_model, self.heads = draft_model, heads
+        self._drafts: dict[str, Any] = {"draft_model": draft_model, "heads": heads}
         self.config = config or GenerateConfig()
         self.totals = ChatTotals()
         self.plain_tps: float | None = None
@@ -127,7 +128,7 @@ class ChatSession:
         return self._plan_on(self.model)
 
     def _plan_on(self, model: StreamFusedModel) -> Plan:
-        return make_plan(model, self.config, draft_model=self.draft_model, heads=self.heads)
+        return make_plan(model, self.config, **self._drafts)
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
         """Go on with the same base model and conversation under another adapter.
@@ -149,8 +150,7 @@ class ChatSession:
     @property
     def memory(self) -> Memory:
         """Where the memory goes: at the end of the last whole answer, or now if there is none."""
-        loaded = [one for one in (self.draft_model, self.heads) if one is not None]
-        return self._memory or memory_of(self.model, self._cache, loaded=loaded)
+        return self._memory or memory_of(self.model, self._cache, loaded=self.plan.loaded)
 
     @property
     def cache_bytes(self) -> int:
@@ -176,11 +176,10 @@ class ChatSession:
             self.tokenizer,
             prompt[reused:],
             self.config,
-            draft_model=self.draft_model,
-            heads=self.heads,
             cache=self._cache,
             context=prompt[:reused],
             progress=progress,
+            **self._drafts,
         )
         return self._answer(question, prompt, reused, responses)
 
@@ -228,10 +227,12 @@ class ChatSession:
             InputError: nothing was said yet.
         """
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        if not users:
-            raise InputError(
-                "nothing was said yet", expected="a message to answer", do="say something first"
-            )
+        require(
+            bool(users),
+            "nothing was said yet",
+            expected="a message to answer",
+            do="say something first",
+        )
         prompt = chat_tokens(self.tokenizer, self.messages[: users[-1] + 1])
         # The same noise for both, or two samples would be compared.
         seed = self.config.seed
@@ -247,13 +248,6 @@ class ChatSession:
         self, prompt: list[int], config: GenerateConfig
     ) -> tuple[list[int], GenerationResponse]:
         responses = list(
-            stream_generate(
-                self.model,
-                self.tokenizer,
-                prompt,
-                config,
-                draft_model=self.draft_model,
-                heads=self.heads,
-            )
+            stream_generate(self.model, self.tokenizer, prompt, config, **self._drafts)
         )
         return [token for response in responses for token in response.tokens], responses[-1]

@@ -122,8 +122,8 @@ BAD_TREES = {
     "idle prune-to 2": (
         ("--prune", "threshold", "--prune-to", "4"), "--prune-to would do nothing here",
     ),
-    "threshold word": (("--prune", "threshold=few"), "--prune threshold=few; expected off"),
-    "budget number": (("--prune", "budget=4"), "--prune budget=4; expected off, budget"),
+    "threshold word": (("--prune", "threshold=few"), "--prune threshold=few; expected a number"),
+    "budget number": (("--prune", "budget=4"), "--prune budget=4; expected keys of --prune"),
     "idle tree": ((*PLAIN, "--tree", "best"), "--tree would do nothing here"),
     "idle streams": ((*PLAIN, "--num-streams", "1"), "--num-streams would do nothing here"),
     "idle prune": ((*PLAIN, "--prune", "budget"), "--prune would do nothing here"),

@@ -20,6 +20,7 @@ from .options import (
     PromptBar,
     add_decoding_options,
     add_model_options,
+    generate_config,
     load_all,
     make_parser,
     run,
@@ -82,13 +83,16 @@ class Screen:
         print(text, end="", flush=True)
 
     def ask(self) -> str | None:
-        """The next line that the user enters; None at the end of input."""
-        try:
-            return input("> " if self.interactive else "")
-        except EOFError:
-            if self.interactive:
-                print(file=sys.stderr)
-            return None
+        """The next line that the user enters; None at the end of input. Ctrl-C empties it."""
+        while True:
+            try:
+                return input("> " if self.interactive else "")
+            except KeyboardInterrupt:
+                print("^C  (/quit leaves)", file=sys.stderr)
+            except EOFError:
+                if self.interactive:
+                    print(file=sys.stderr)
+                return None
 
 
 @contextmanager
@@ -222,15 +226,12 @@ def current_adapter(chat: Chat) -> str:
         how = "the model was fine-tuned with them"
     drafts = f"{config.num_streams} streams draft"
     if drafter != "streams":
-        drafts = f"{drafter} drafts" if drafter else _why_plain(session)
+        asked = session.config.decoding == "plain"
+        why = "as --decoding says" if asked else "which is faster here"
+        drafts = f"{drafter} drafts" if drafter else f"plain decoding, {why}"
     if _trained_on_another_form(session):
         how += "; it was trained on prompts of another form than this chat's"
     return f"{name}: {drafts}; {how}"
-
-
-def _why_plain(session: ChatSession) -> str:
-    asked = session.config.decoding == "plain"
-    return "plain decoding, " + ("as --decoding says" if asked else "which is faster here")
 
 
 def _trained_on_another_form(session: ChatSession) -> bool:
@@ -256,32 +257,36 @@ def _available(session: ChatSession) -> str:
     return f"shipped with ssmlx: {names}; /adapter NAME, FOLDER or none takes another"
 
 
+def _reset(rest: str, chat: Chat) -> str:
+    chat.session.reset(chat.session.system)
+    return "the conversation is forgotten"
+
+
+def _system(rest: str, chat: Chat) -> str:
+    chat.session.reset(rest or None)
+    return f"a new conversation with {'that' if rest else 'no'} system prompt"
+
+
+COMMANDS: dict[str, Callable[[str, Chat], str]] = {
+    "/help": lambda rest, chat: HELP,
+    "/reset": _reset,
+    "/system": _system,
+    "/stats": lambda rest, chat: stats(chat.session),
+    "/memory": lambda rest, chat: chat.session.memory.table(),
+    "/compare": lambda rest, chat: compare(chat.session),
+    "/adapter": adapter,
+}
+
+
 def command(line: str, chat: Chat) -> bool:
     """Carry out a line that starts with a slash; False to leave."""
-    session, screen = chat.session, chat.screen
     name, _, rest = line.partition(" ")
     if name == "/quit":
         return False
-    if name == "/help":
-        screen.note(HELP)
-    elif name == "/reset":
-        session.reset(session.system)
-        screen.note("the conversation is forgotten")
-    elif name == "/system":
-        session.reset(rest.strip() or None)
-        screen.note(
-            "a new conversation with " + ("that" if rest.strip() else "no") + " system prompt"
-        )
-    elif name == "/stats":
-        screen.note(stats(session))
-    elif name == "/memory":
-        screen.note(session.memory.table())
-    elif name == "/compare":
-        screen.note(compare(session))
-    elif name == "/adapter":
-        screen.note(adapter(rest.strip(), chat))
-    else:
-        screen.note(f"no command {name}; /help lists them")
+    known = name in COMMANDS
+    chat.screen.note(
+        COMMANDS[name](rest.strip(), chat) if known else f"no command {name}; /help lists them"
+    )
     return True
 
 
@@ -300,6 +305,7 @@ def turn(line: str, chat: Chat) -> bool:
 
 
 def _main(args: argparse.Namespace) -> None:
+    generate_config(args)  # a bad option is told before anything else is
     screen = Screen()
     if not has_fast_blas:
         screen.note(HINT)
@@ -322,9 +328,10 @@ def _main(args: argparse.Namespace) -> None:
         screen.note(NO_DEFAULT)
     _note_tuning(chat)
     if screen.interactive:
-        screen.note(_greeting(args, chat))
+        dtype = str(ready.model.backbone.dtype).removeprefix("mlx.core.")
+        screen.note(f"{args.model}, {dtype}; {current_adapter(chat)}. /help lists the commands.")
     with history(cache_dir() / "chat_history", screen):
-        while (line := _ask(screen)) is not None:
+        while (line := screen.ask()) is not None:
             if not turn(line, chat):
                 break
 
@@ -334,20 +341,6 @@ def _note_tuning(chat: Chat) -> None:
     plan = chat.session.plan
     if plan.is_tuned:
         chat.screen.note(f"[{plan.decision}]")
-
-
-def _ask(screen: Screen) -> str | None:
-    """The next line; Ctrl-C at the prompt empties it."""
-    while True:
-        try:
-            return screen.ask()
-        except KeyboardInterrupt:
-            print("^C  (/quit leaves)", file=sys.stderr)
-
-
-def _greeting(args: argparse.Namespace, chat: Chat) -> str:
-    dtype = str(chat.session.model.backbone.dtype).removeprefix("mlx.core.")
-    return f"{args.model}, {dtype}; {current_adapter(chat)}. /help lists the commands."
 
 
 def main(argv: list[str] | None = None) -> int:

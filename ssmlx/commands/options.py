@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
-from ..errors import InputError, check_choice
+from ..errors import InputError, check_choice, require
 from ..loading.names import bundled_adapters
 from ..settings import (
     ACCEPTANCES,
@@ -26,6 +25,7 @@ from ..settings import (
     DTYPES,
     STREAM_SCHEDULES,
     Attention,
+    DrafterKind,
     GenerateConfig,
     PruneConfig,
     TreeConfig,
@@ -74,11 +74,7 @@ def template_text(text: str) -> str:
 # --- What a drafter is told, by `--drafter "NAME KEY=VALUE ..."` ---
 
 _KEYS = {
-    "streams": {
-        "schedule": "stream_schedule",
-        "lookup": "lookup_nodes",
-        "head": "draft_head",
-    },
+    "streams": {"schedule": "stream_schedule", "lookup": "lookup_nodes", "head": "draft_head"},
     "prompt-lookup": {
         "ngram": "prompt_lookup.ngram",
         "tokens": "prompt_lookup.num_draft_tokens",
@@ -105,13 +101,12 @@ _KEYS = {
 }
 """Each drafter's own keys, and where their values go: in `GenerateConfig`, or what is loaded."""
 
-_EVERY_DRAFTERS = {
+_SHARED_KEYS = {
     "acceptance": "acceptance.kind",
     "epsilon": "acceptance.epsilon",
     "delta": "acceptance.delta",
     "attention": "attention",
 }
-_PENALTIES = ("repetition", "presence", "frequency")
 _WORDS = {
     "schedule": "|".join(reversed(STREAM_SCHEDULES)),
     "head": "|".join(DRAFT_HEADS),
@@ -121,7 +116,13 @@ _WORDS = {
     "attention": "|".join(ATTENTIONS),
 }
 """Keys whose values are words, and what they may be; all others are numbers."""
-_FRACTIONS = ("epsilon", "delta", *_PENALTIES)
+_PENALTIES = ("repetition", "presence", "frequency")
+_FRACTIONS = ("epsilon", "delta", "threshold", *_PENALTIES)
+_LEGEND = """\
+schedule: streams of the accepted node alone, in a pass after the tree's, or of every node in it;
+lookup: nodes beside the tree, for what followed the same words earlier in the text; head: weights
+of the LM head's copy that guesses; attention: the fused Metal kernel, or never (mlx);
+acceptance=typical: LOSSY, accept what the model finds likely enough (Medusa)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +136,12 @@ class DrafterOption:
         draft_head, attention: as `ssmlx.load` and `ssmlx.model.metal.use` take them.
     """
 
-    kind: str | None = None
+    kind: DrafterKind | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     draft_model: str | None = None
     heads: str | None = None
     draft_head: str = DRAFT_HEADS[0]
     attention: Attention = ATTENTIONS[0]
-
-
-_LOADED = ("draft_model", "heads", "draft_head", "attention")
 
 
 def drafter_option(text: str | None) -> DrafterOption:
@@ -156,23 +154,20 @@ def drafter_option(text: str | None) -> DrafterOption:
         return DrafterOption()
     kind, *words = _split("--drafter", text) or [""]
     check_choice("--drafter", kind, DRAFTERS)
-    places = {**_KEYS[kind], **_EVERY_DRAFTERS}
-    given = _pairs(f"--drafter {kind}", words, [_shown(key, at) for key, at in places.items()])
+    given = _pairs(f"--drafter {kind}", words, _shown({**_KEYS[kind], **_SHARED_KEYS}))
     if given.get("acceptance") != "typical":
         for key in {"epsilon", "delta"} & set(given):
             _refuse(f"{key}=", "acceptance=typical beside it")
+    own = {one.name for one in fields(DrafterOption)}
     loaded: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for key, value in given.items():
-        place, _, inner = places[key].partition(".")
-        if place in _LOADED:
-            loaded[place] = value
-        elif inner:
+        place, _, inner = {**_KEYS[kind], **_SHARED_KEYS}[key].partition(".")
+        if inner:
             before = settings.get(place, getattr(_DEFAULTS, place))
-            settings[place] = replace(before, **{inner: value})
-        else:
-            settings[place] = value
-    return DrafterOption(kind=kind, settings=settings, **loaded)
+            value = replace(before, **{inner: value})
+        (loaded if place in own else settings)[place] = value
+    return DrafterOption(kind=cast("DrafterKind", kind), settings=settings, **loaded)
 
 
 def _split(option: str, text: str) -> list[str]:
@@ -184,61 +179,51 @@ def _split(option: str, text: str) -> list[str]:
         ) from error
 
 
-def _shown(key: str, place: str) -> str:
-    """A key with its default, or with what it may be."""
-    if key in _WORDS:
-        return f"{key}={_WORDS[key]}"
-    value = attrgetter(place)(_DEFAULTS)
-    return f"{key}={'N,N,...' if key == 'widths' else 'N' if value is None else value}"
+def _shown(keys: Mapping[str, str]) -> list[str]:
+    """Keys with their defaults, or with what they may be."""
+    texts = {**_WORDS, "widths": "N,N,..."}
+    for key, place in keys.items():
+        if key not in texts:
+            default = attrgetter(place)(_DEFAULTS)
+            texts[key] = "N" if default is None else str(default)
+    return [f"{key}={texts[key]}" for key in keys]
 
 
 def _pairs(option: str, words: Sequence[str], shown: Sequence[str]) -> dict[str, Any]:
     """The values of `key=value` words, each key once and one of those that are `shown`."""
-    known, found = [one.partition("=")[0] for one in shown], {}
+    found: dict[str, Any] = {}
     for word in words:
         key, _, value = word.partition("=")
-        if key not in known or not value or key in found:
-            raise InputError(
-                f"{option} {word}",
-                expected=f"keys of {option}, each once: {' '.join(shown)}",
-                do="correct or drop it",
-            )
+        known = [one.partition("=")[0] for one in shown]
+        require(
+            key in known and value != "" and key not in found,
+            f"{option} {word}",
+            expected=f"keys of {option}, each once: {' '.join(shown)}",
+            do="correct or drop it",
+        )
         found[key] = _value(f"{option} {word}", key, value)
     return found
 
 
 def _value(told: str, key: str, text: str) -> Any:
-    if key in _WORDS:
-        known = _WORDS[key].split("|")
-        if len(known) > 1 and text not in known:
-            raise InputError(told, expected=_WORDS[key], do="choose one of them")
+    known = _WORDS.get(key, "")
+    if known:
+        ok = "|" not in known or text in known.split("|")
+        require(ok, told, expected=f"one of {known}", do="choose one of them")
         return text
+    expected = "a number" if key in _FRACTIONS else "a whole number"
+    if key == "widths":
+        expected = "whole numbers with commas between"
     try:
         if key == "widths":
             return tuple(int(one) for one in text.split(","))
         return float(text) if key in _FRACTIONS else int(text)
     except ValueError:
-        kind = "a number" if key in _FRACTIONS else "a whole number"
-        expected = "whole numbers with commas between" if key == "widths" else kind
         raise InputError(told, expected=expected, do="correct it") from None
 
 
-def _drafter_help() -> str:
-    rows = [
-        f"  {name:15} {'  '.join(_shown(key, place) for key, place in keys.items())}"
-        for name, keys in {**_KEYS, "any of them": _EVERY_DRAFTERS}.items()
-    ]
-    return "\n".join(["What drafts, and its own settings with their defaults:", *rows, _LEGEND])
-
-
-_LEGEND = """\
-schedule: streams of the accepted node alone, in a pass after the tree's, or of every node in it;
-lookup: nodes beside the tree, for what followed the same words earlier in the text; head: weights
-of the LM head's copy that guesses; attention: the fused Metal kernel, or never (mlx);
-acceptance=typical: LOSSY, accept what the model finds likely enough (Medusa)"""
-
-
-# --- The options of a model, and of how it decodes ---
+# --- The options of a model, and of how it decodes; those that another one makes meaningless have
+# no default, so that they can be refused ---
 
 
 def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | None = None) -> None:
@@ -250,74 +235,38 @@ def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | No
     """
     bundled = ", ".join(bundled_adapters()) or "none in this installation"
     default = f"{default_adapter}, where it belongs to the model" if default_adapter else "none"
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", default=DEFAULT_MODEL,
-        help="a folder (mlx-lm or Hugging Face layout), a Hub name such as org/name or "
-        "org/name@revision, or an alias (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--adapter", metavar="NAME|FOLDER",
-        help=f"the streams that draft, and LoRA: one that ships with ssmlx ({bundled}), a folder "
-        f"that was trained, or none; a fused model brings its own (default: {default})",
-    )  # fmt: skip
-    group.add_argument(
-        "--dtype", choices=DTYPES, default="auto",
-        help="weights as stored, or unpacked and cast; auto: as stored on a GPU, float32 on "
-        "the CPU",
+    _add(
+        parser.add_argument_group("model"),
+        ("--model", "MODEL", "a folder (mlx-lm or Hugging Face layout), a Hub name such as "
+         "org/name or org/name@revision, or an alias (default: %(default)s)", DEFAULT_MODEL),
+        ("--adapter", "NAME|FOLDER", "the streams that draft, and LoRA: one that ships with ssmlx "
+         f"({bundled}), a folder that was trained, or none; a fused model brings its own "
+         f"(default: {default})", str),
+        ("--dtype", DTYPES, "weights as stored, or unpacked and cast; auto: as stored on a GPU, "
+         "float32 on the CPU", DTYPES[0]),
     )  # fmt: skip
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """How to decode. Options that another one makes meaningless have no default, see below."""
-    group = parser.add_argument_group("decoding")
-    group.add_argument(
-        "--decoding", choices=DECODINGS,
-        help="streaming: verify what a drafter proposes, the same answer in fewer forward passes; "
-        "plain: a token a pass (default: streaming with an adapter or a drafter, unless "
-        "`python -m ssmlx.calibrate` found plain decoding faster here)",
+    """How to decode, sample and draft."""
+    _add(
+        parser.add_argument_group("decoding"),
+        ("--decoding", DECODINGS, "streaming: verify what a drafter proposes, the same answer in "
+         "fewer forward passes; plain: a token a pass (default: streaming with an adapter or a "
+         "drafter, unless `python -m ssmlx.calibrate` found plain decoding faster here)", str),
+        ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
     )  # fmt: skip
-    group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N",
-        help="longest answer (default: %(default)s)",
-    )  # fmt: skip
-    _add_sampling_options(parser.add_argument_group("sampling (exact with every drafter)"))
-    add_drafting_options(parser)
-
-
-def add_drafting_options(parser: argparse.ArgumentParser) -> None:
-    """What drafts, and what its trees are."""
-    group = parser.add_argument_group("drafting (streaming only)", _drafter_help())
-    group.add_argument(
-        "--drafter", metavar='"NAME KEY=VALUE ..."',
-        help='such as "lookahead window=7" (default: streams, where there are any)',
-    )  # fmt: skip
-    add_tree_options(
-        parser.add_argument_group(
-            "draft tree",
-            "Without these, streams draft as `python -m ssmlx.calibrate` found fastest here, if it "
-            "was run.",
-        )
-    )
-
-
-def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
-    """How the target decides on tokens: mlx-lm's names."""
-    group.add_argument(
-        "--temp", type=float, default=0.0, metavar="T", help="temperature; 0 is greedy (default: 0)"
-    )
-    group.add_argument(
-        "--top-p", type=float, metavar="P",
-        help="sample from the likeliest tokens that together have probability P",
-    )  # fmt: skip
-    group.add_argument(
-        "--min-p", type=float, metavar="P",
-        help="sample from tokens with at least P of the likeliest one's probability",
-    )  # fmt: skip
-    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-    group.add_argument(
-        "--seed", type=int, metavar="N",
-        help="the same one gives the same answer plain and streaming, with any drafter, in float32",
+    group = parser.add_argument_group("sampling (exact with every drafter)")
+    _add(
+        group,
+        ("--temp", "T", "temperature; 0 is greedy (default: 0)", 0.0),
+        ("--top-p", "P", "sample from the likeliest tokens that together have probability P",
+         float),
+        ("--min-p", "P", "sample from tokens with at least P of the likeliest one's probability",
+         float),
+        ("--top-k", "K", "sample from the K likeliest tokens", int),
+        ("--seed", "N", "the same one gives the same answer plain and streaming, with any drafter, "
+         "in float32", int),
     )  # fmt: skip
     group.add_argument(
         "--penalty", action="append", metavar="NAME=X",
@@ -329,6 +278,7 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
         "--logit-bias", type=_token_bias, action="append", metavar="TOKEN=BIAS",
         help="add BIAS to the logit of the token with this id; repeatable",
     )  # fmt: skip
+    add_drafting_options(parser)
 
 
 def _token_bias(text: str) -> tuple[int, float]:
@@ -336,36 +286,51 @@ def _token_bias(text: str) -> tuple[int, float]:
     return int(token), float(bias)
 
 
+def add_drafting_options(parser: argparse.ArgumentParser) -> None:
+    """What drafts, and what its trees are."""
+    rows = [
+        f"  {name:15} {'  '.join(_shown(keys))}"
+        for name, keys in {**_KEYS, "any of them": _SHARED_KEYS}.items()
+    ]
+    title = "What drafts, and its own settings with their defaults:"
+    _add(
+        parser.add_argument_group("drafting (streaming only)", "\n".join([title, *rows, _LEGEND])),
+        ("--drafter", '"NAME KEY=VALUE ..."', 'such as "lookahead window=7" (default: streams, '
+         "where there are any)", str),
+    )  # fmt: skip
+    tuned = "Without these, streams draft as `python -m ssmlx.calibrate` found fastest here, if it"
+    add_tree_options(parser.add_argument_group("draft tree", f"{tuned} was run."))
+
+
 def add_tree_options(group: argparse._ArgumentGroup) -> None:
-    """What to draft. Options that another one makes meaningless have no default."""
+    """What to draft."""
     tree, prune = TreeConfig(), PruneConfig()
-    group.add_argument(
-        "--num-streams", type=int, metavar="G",
-        help="tokens that streams draft ahead (default: all that the adapter was trained with)",
+    _add(
+        group,
+        ("--num-streams", "G", "tokens that streams draft ahead (default: all that the adapter was "
+         "trained with)", int),
+        ("--tree", ("full", "best"), "of streams and Medusa heads. full: every combination of K "
+         "children a level; best: the N likeliest nodes (default: best)", str),
+        ("--tree-width", "K", f"children a level (default: {tree.full_width} for full, no limit "
+         "for best)", int),
+        ("--tree-size", "N", f"nodes of the best tree, the root included (default: {tree.size})",
+         int),
+        ("--prune", "off|budget|threshold[=P]", "drop unlikely nodes before the upper layers, by "
+         "early exit, of any drafter's tree but lookahead's: budget keeps the M likeliest, "
+         "threshold those with a probability of P given their parent (default: off; P: "
+         f"{prune.threshold})", str),
+        ("--prune-to", "M", f"nodes that a budget keeps (default: {prune.keep})", int),
     )  # fmt: skip
-    group.add_argument(
-        "--tree", choices=("full", "best"),
-        help="of streams and Medusa heads. full: every combination of K children a level; best: "
-        "the N likeliest nodes (default: best)",
-    )  # fmt: skip
-    group.add_argument(
-        "--tree-width", type=int, metavar="K",
-        help=f"children a level (default: {tree.full_width} for full, no limit for best)",
-    )  # fmt: skip
-    group.add_argument(
-        "--tree-size", type=int, metavar="N",
-        help=f"nodes of the best tree, the root included (default: {tree.size})",
-    )  # fmt: skip
-    group.add_argument(
-        "--prune", metavar="off|budget|threshold[=P]",
-        help="drop unlikely nodes before the upper layers, by early exit, of any drafter's tree "
-        "but lookahead's: budget keeps the M likeliest, threshold those with a probability of P "
-        f"given their parent (default: off; P: {prune.threshold})",
-    )  # fmt: skip
-    group.add_argument(
-        "--prune-to", type=int, metavar="M",
-        help=f"nodes that a budget keeps (default: {prune.keep})",
-    )  # fmt: skip
+
+
+def _add(group: argparse._ArgumentGroup, *rows: tuple[str, str | Sequence[str], str, Any]) -> None:
+    """Options: (flag, a word for its value or the values, help, default or else type) each."""
+    for flag, values, text, default in rows:
+        more: dict[str, Any] = {"type": default}
+        if not isinstance(default, type):
+            more = {"type": type(default), "default": default}
+        more["metavar" if isinstance(values, str) else "choices"] = values
+        group.add_argument(flag, help=text, **more)
 
 
 # --- From options to settings ---
@@ -387,16 +352,16 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
         InputError: a value is out of range, or an option could have no effect.
     """
     drafter = drafter_option(getattr(args, "drafter", None))
-    prune, _, threshold = (getattr(args, "prune", None) or "").partition("=")
+    prune, has_threshold, _ = (getattr(args, "prune", None) or "").partition("=")
     _reject_idle_options(args, drafter.kind, prune)
     tree = _taken(args, kind="tree", width="tree_width", size="tree_size")
     pruning = {**({"kind": prune} if prune else {}), **_taken(args, keep="prune_to")}
-    if threshold:
-        pruning["threshold"] = _threshold(args.prune, prune, threshold)
+    if has_threshold:
+        pruning |= _pairs("--prune", [args.prune], ["threshold=P"])
     bias = getattr(args, "logit_bias", None)
     names = ("decoding", "max_tokens", "num_streams", "temp", *_CHANCE_OPTIONS)
     return GenerateConfig(
-        drafter=drafter.kind,  # type: ignore[arg-type]
+        drafter=drafter.kind,
         tree=TreeConfig(**tree) if tree else None,
         prune=PruneConfig(**pruning) if pruning else None,
         logit_bias=dict(bias) if bias else None,
@@ -410,17 +375,6 @@ def _taken(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
     """The settings whose option is given."""
     found = {name: getattr(args, source, None) for name, source in sources.items()}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _threshold(given: str, kind: str, text: str) -> float:
-    try:
-        if kind == "threshold":
-            return float(text)
-    except ValueError:
-        pass
-    raise InputError(
-        f"--prune {given}", expected="off, budget, threshold or threshold=P", do="correct it"
-    )
 
 
 def _penalties(texts: Iterable[str]) -> dict[str, Any]:
@@ -583,20 +537,16 @@ class PromptBar:
     """A bar for a prompt that takes a while: appears after a second, and leaves when done."""
 
     def __init__(self) -> None:
-        self._started: float | None = None
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
         """Told (tokens processed, tokens in all)."""
         from huggingface_hub.utils import tqdm
 
-        if self._started is None or done == 0:
-            self._started = time.perf_counter()
-        late = time.perf_counter() - self._started > _PATIENCE_SECONDS
-        if self._bar is None and late and done < total:
-            self._bar = tqdm(total=total, desc="prompt", unit="token", disable=None, leave=False)
-        if self._bar is not None:
-            self._bar.update(done - self._bar.n)
-            if done >= total:
-                self._bar.close()
-                self._bar = None
+        if self._bar is None:
+            shown = {"unit": "token", "disable": None, "leave": False, "delay": _PATIENCE_SECONDS}
+            self._bar = tqdm(total=total, desc="prompt", **shown)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+            self._bar = None
