@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
-from ssmlx.drafters.head_drafter import HeadConfig
-from ssmlx.drafters.medusa import MedusaConfig
-from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
 from ssmlx.loading.files import folder_digest, make_folder
 from ssmlx.loading.names import resolve_model
-from ssmlx.prompts import read_lines
 from ssmlx.settings import check_settings, setting
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import Job, finish, prepare, read_base, run_to_end
@@ -25,6 +21,8 @@ from .installed import check_torch
 from .train import DEFAULTS, add_machine_options
 
 if TYPE_CHECKING:
+    from ssmlx.drafters.head_drafter import HeadConfig
+
     from .reference.heads import HeadReference
 
 PROG = "convert.train_heads"
@@ -206,6 +204,9 @@ def head_config(
     settings: HeadSettings, vocab_size: int, width: int, draft_vocab_size: int
 ) -> HeadConfig:
     """The settings of new heads for a model of V tokens and width D."""
+    from ssmlx.drafters.medusa import MedusaConfig
+    from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
+
     both = {"vocab_size": vocab_size, "draft_vocab_size": draft_vocab_size}
     if settings.kind == _MEDUSA:
         return MedusaConfig(
@@ -248,6 +249,8 @@ def check_continuations(path: Path) -> None:
     Raises:
         InputError: a line does not, or the file cannot be read.
     """
+    from ssmlx.prompts import read_lines
+
     for number, line in read_lines(path, "--data"):
         require(
             '"completion_tokens"' in line,
