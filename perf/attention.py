@@ -38,7 +38,7 @@ from ssmlx.model.metal.plan import (
 from ssmlx.tuning.machine import machine
 from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
 
-from .run.common import RESULTS
+from .run.results import RESULTS
 
 PROG = "perf.attention"
 EPILOG = """examples:

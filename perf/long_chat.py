@@ -16,15 +16,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ssmlx.calibration.timing import ssmlx_answer
 from ssmlx.commands.options import add_counts, make_parser, run
-from ssmlx.loading.load import load
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.prompts import read_prompts, user_text
+from ssmlx.prompts import user_text
 from ssmlx.session import ChatSession
 from ssmlx.settings import GenerateConfig, TreeConfig
 
-from .run.common import check_counts, save
-from .run.samples import sample_folders
-from .run.tasks import SAMPLE_PROMPTS
+from .run.options import check_counts
+from .run.results import save
+from .run.sample import sample_weights
+from .run.target import STREAMS, Target
+from .run.tasks import SQL, data_file, read_examples
 
 PROG = "perf.long_chat"
 TOPICS = (
@@ -52,31 +53,9 @@ def hold_chat(
     return answers, memory
 
 
-def long_prompt(tokenizer: TokenizerWrapper, length: int) -> list[int]:
-    """`length` tokens of the sample prompts, one after the other."""
-    text = "\n".join(map(user_text, read_prompts(SAMPLE_PROMPTS)))
-    return list(tokenizer.encode(text, add_special_tokens=False))[:length]
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, more)
-    add_counts(
-        parser,
-        ("turns", 20, "turns of the chat"),
-        ("max-tokens", 24, "longest answer"),
-        ("prompt-tokens", 2000, "tokens of the long prompt"),
-        metavar="N",
-    )
-    args = parser.parse_args(argv)
-    check_counts(parser, args, "turns", "max_tokens", "prompt_tokens")
-    return args
-
-
 def _main(args: argparse.Namespace) -> int:
-    with sample_folders("streams") as (path, adapter):
-        model, tokenizer = load(str(path), adapter=adapter, dtype="float32")
+    target = Target(sample_weights("streams"))
+    model, tokenizer = target.drafting(STREAMS).model, target.tokenizer
     tree = TreeConfig(kind="best", size=8)
     streaming = GenerateConfig(decoding="streaming", max_tokens=args.max_tokens, tree=tree)
     plain = replace(streaming, decoding="plain")
@@ -84,7 +63,8 @@ def _main(args: argparse.Namespace) -> int:
     answers, memory = hold_chat(model, tokenizer, streaming, args.turns)
     expected, _ = hold_chat(model, tokenizer, plain, args.turns)
     beside = [turn["beside_cache"] for turn in memory]
-    prompt = long_prompt(tokenizer, args.prompt_tokens)
+    text = "\n".join(user_text(one.asked) for one in read_examples(data_file(SQL, None), SQL))
+    prompt = list(tokenizer.encode(text, add_special_tokens=False))[: args.prompt_tokens]
     answer, oracle = (ssmlx_answer(model, tokenizer, prompt, c) for c in (streaming, plain))
     result: dict[str, Any] = {
         "turns": args.turns,
@@ -103,7 +83,17 @@ def _main(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point: exit code 1 if an answer differs or memory grows."""
-    args = parse_args(argv)
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = make_parser(PROG, description, more)
+    add_counts(
+        parser,
+        ("turns", 20, "turns of the chat"),
+        ("max-tokens", 24, "longest answer"),
+        ("prompt-tokens", 2000, "tokens of the long prompt"),
+        metavar="N",
+    )
+    args = parser.parse_args(argv)
+    check_counts(parser, args, "turns", "max_tokens", "prompt_tokens")
     return run(lambda: _main(args), PROG)
 
 

@@ -2,49 +2,47 @@
 
 Answers prompts by mlx-lm's `stream_generate`, by our plain decoding and by streaming with every
 kind of tree and pruning, greedy and in float32, and compares the tokens. The sample checkpoint is
-read in both adapter scopes. Half an hour or more on two CPU cores; `--count 10` for a look.
+read in both adapter scopes. Half an hour or more on two CPU cores; `--count 10` for a look. What
+was answered by this very code is kept: a run that was stopped goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from huggingface_hub.utils import tqdm
-
-from ssmlx.calibration.timing import Answer, ssmlx_answer
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.errors import require
+from ssmlx.loading.files import make_folder
 from ssmlx.settings import AdapterScope, GenerateConfig, PruneConfig, TreeConfig
 
-from .run.common import mlx_lm_answer, save
-from .run.samples import Sample, add_sample_options, load_sample
+from .run import results
+from .run.experiment import Measured, same_answers
+from .run.figures import task_result
+from .run.sample import add_sample_options, sample_experiment
+from .run.show import Columns, figure, number, table
+from .run.store import code_version
+from .run.target import MLX_LM, PLAIN, STREAMS, System
 
 PROG = "perf.lossless"
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to decode."""
+def variants(max_tokens: int, *, can_prune: bool = True) -> list[System]:
+    """mlx-lm, plain decoding, and streaming with each kind of tree and pruning."""
 
-    name: str
-    config: GenerateConfig
-
-
-def variants(max_tokens: int, *, can_prune: bool = True) -> list[Variant]:
-    """Plain decoding, and streaming with each kind of tree and pruning."""
-
-    def streaming(name: str, tree: TreeConfig, **prune: Any) -> Variant:
+    def streaming(name: str, tree: TreeConfig, **prune: Any) -> System:
         config = GenerateConfig(
             decoding="streaming", max_tokens=max_tokens, tree=tree, prune=PruneConfig(**prune)
         )
-        return Variant(name, config)
+        return System(name, STREAMS, config)
 
+    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     full, best = TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=16)
     whole = [
-        Variant("plain", GenerateConfig(decoding="plain", max_tokens=max_tokens)),
+        System(MLX_LM, MLX_LM, plain),
+        System(PLAIN, PLAIN, plain),
         streaming("full, 1 a level", TreeConfig(kind="full", width=1)),
         streaming("full, 2 a level", full),
         streaming("best 16", best),
@@ -57,72 +55,62 @@ def variants(max_tokens: int, *, can_prune: bool = True) -> list[Variant]:
     return whole + pruned if can_prune else whole
 
 
-def compare(sample: Sample, max_tokens: int) -> list[dict[str, Any]]:
+def rows_of(measured: Measured) -> list[dict[str, Any]]:
     """A row for each variant: answers equal to mlx-lm's, tokens, target calls."""
-    label = f"{sample.name}, scope {sample.scope}"
-    oracle = [
-        mlx_lm_answer(sample.mlx_model, sample.tokenizer, prompt, max_tokens)
-        for prompt in tqdm(sample.prompts, desc=f"{label}: mlx-lm", disable=None)
+    oracle = measured.first(MLX_LM)
+    found = task_result(measured)
+    return [
+        {
+            "scope": found["scope"],
+            "decoding": row["name"],
+            "same_as_mlx_lm": same_answers(measured.first(row["name"]), oracle),
+            "prompts": len(oracle),
+            **{name: row[name] for name in ("tokens", "target_calls", "tokens_per_call")},
+        }
+        for row in found["systems"][1:]
     ]
-    rows = []
-    for variant in variants(max_tokens, can_prune=sample.can_prune):
-        answers = [
-            ssmlx_answer(sample.model, sample.tokenizer, prompt, variant.config)
-            for prompt in tqdm(sample.prompts, desc=f"{label}: {variant.name}", disable=None)
-        ]
-        rows.append(row(sample.scope, variant.name, answers, oracle))
-        print(line(rows[-1]), flush=True)
-    return rows
 
 
-def row(scope: str, name: str, answers: list[Answer], oracle: list[Answer]) -> dict[str, Any]:
-    """What one variant's answers come to."""
-    tokens = sum(len(answer.tokens) for answer in answers)
-    calls = sum(answer.target_calls for answer in answers)
-    pairs = zip(answers, oracle, strict=True)
-    return {
-        "scope": scope,
-        "decoding": name,
-        "same_as_mlx_lm": sum(a.tokens == b.tokens for a, b in pairs),
-        "prompts": len(answers),
-        "tokens": tokens,
-        "target_calls": calls,
-        "tokens_per_call": round(tokens / calls, 3),
-    }
+COLUMNS: Columns = {
+    "decoding": lambda row: f"{row['scope']}: {row['decoding']}",
+    "same as mlx-lm": lambda row: f"{row['same_as_mlx_lm']} of {row['prompts']}",
+    "tokens": number("tokens"),
+    "target calls": number("target_calls"),
+    "tokens/call": figure("tokens_per_call"),
+}
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row as text."""
-    return (
-        f"{row['scope']:8} {row['decoding']:34} same as mlx-lm {row['same_as_mlx_lm']:3}/"
-        f"{row['prompts']:<4} {row['tokens']:5} tokens {row['target_calls']:5} calls "
-        f"{row['tokens_per_call']:5.2f} a call"
-    )
-
-
-def scopes_of(args: argparse.Namespace) -> tuple[AdapterScope, ...]:
-    """The scopes to read the sample checkpoint with; another adapter has its own.
-
-    Raises:
-        InputError: a scope is given beside an adapter.
-    """
+def _scopes(args: argparse.Namespace) -> tuple[AdapterScope, ...]:
+    """The scopes to read the sample checkpoint with; another adapter has its own."""
     if args.adapter is None:
         return (args.scope,) if args.scope else ("all", "streams")
-    if args.scope is not None:
-        raise InputError(
-            "--scope beside --adapter", expected="the adapter's own scope", do="drop --scope"
-        )
+    require(
+        args.scope is None,
+        "--scope beside --adapter", expected="the adapter's own scope", do="drop --scope",
+    )  # fmt: skip
     return ("all",)
 
 
 def _main(args: argparse.Namespace) -> int:
     variants(args.max_tokens)  # nonsense is refused before anything is loaded
     rows = []
-    for scope in scopes_of(args):
-        sample = load_sample(args, scope)
-        found = compare(sample, args.max_tokens)
+    for scope in _scopes(args):
+        sample = sample_experiment(args, scope)
+        adapter = sample.weights.adapter
+        assert adapter is not None
+        make_folder(results.RESULTS)
+        measured = replace(
+            sample,
+            # Other code may answer otherwise, which is what is asked here.
+            name=f"lossless-{sample.name}-{scope}-{code_version()}",
+            systems=variants(args.max_tokens, can_prune=adapter.streams.prune is not None),
+            warm_up=0,
+            out=results.RESULTS,
+        ).run()
+        found = rows_of(measured)
+        print("\n".join(table(COLUMNS, found)))
         name = sample.name if args.adapter else scope
-        print("saved", save(f"lossless-{name}", {"rows": found}), file=sys.stderr)
+        print("saved", results.save(f"lossless-{name}", {"rows": found}), file=sys.stderr)
         rows += found
     return 0 if all(row["same_as_mlx_lm"] == row["prompts"] for row in rows) else 1
 
@@ -132,7 +120,6 @@ def main(argv: list[str] | None = None) -> int:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     add_sample_options(parser, count=100)
-    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument(
         "--scope", choices=("all", "streams"), help="one scope of the sample checkpoint only"
     )

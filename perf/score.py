@@ -15,14 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
+from ssmlx.prompts import read_prompts, user_text
 from ssmlx.tuning.machine import machine
-from ssmlx.tuning.report import aligned, write_result
+from ssmlx.tuning.report import write_result
 
-from .run.common import RESULTS, split_name
-from .run.metrics import Scores, estimate, mean, paired_difference
-from .run.tasks import TASKS, Example, add_data_options, data_file, read_examples, score_texts
+from .run.options import add_out, split_name
+from .run.show import metrics, table
+from .run.statistics import estimate, mean, paired_difference
+from .run.tasks import (
+    TASKS,
+    Example,
+    Scores,
+    add_data_options,
+    data_file,
+    read_examples,
+    score_texts,
+)
 
 PROG = "perf.score"
 EPILOG = """examples:
@@ -42,10 +52,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "answers", nargs="+", metavar="NAME=FILE.jsonl",
         help="a JSON object a line: prompt and completion",
     )  # fmt: skip
-    add_data_options(parser.add_argument_group("data"))
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s"
-    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--task", choices=tuple(TASKS), required=True)
+    add_data_options(data)
+    add_out(parser)
     return parser.parse_args(argv)
 
 
@@ -58,11 +68,11 @@ def named_files(items: Sequence[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for item in items:
         name, file = split_name(item)
-        if not name or not file or name in found:
-            raise InputError(
-                item, expected="NAME=FILE.jsonl, each with a name of its own", do="correct it"
-            )
-        found[name] = Path(file).expanduser()
+        require(
+            bool(name and file) and name not in found,
+            item, expected="NAME=FILE.jsonl, each with a name of its own", do="correct it",
+        )  # fmt: skip
+        found[str(name)] = Path(file).expanduser()
     return found
 
 
@@ -72,24 +82,20 @@ def read_answers(path: Path, examples: Sequence[Example]) -> list[str]:
     Raises:
         InputError: the file is missing or broken, or lacks an answer.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line) for line in lines if line.strip()]
-        texts = {row["prompt"]: row["completion"] for row in rows}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path} cannot be read ({type(error).__name__})",
-            expected="a JSON object a line: prompt and completion",
-            do="check the file",
-        ) from error
-    lacking = [example.prompt for example in examples if example.prompt not in texts]
-    if lacking:
-        raise InputError(
-            f"{path} has no answer to {len(lacking)} of {len(examples)} prompts",
-            expected="one to each, such as to the prompt " + json.dumps(lacking[0][:60]),
-            do="answer the same data",
-        )
-    return [texts[example.prompt] for example in examples]
+    rows = read_prompts(path, "the files of answers")
+    texts = {user_text(row): row.get("completion") for row in rows}
+    answers = [texts.get(user_text(example.asked)) for example in examples]
+    lacking = [
+        user_text(e.asked) for e, text in zip(examples, answers, strict=True) if text is None
+    ]
+    require(
+        not lacking,
+        f"{path} has no answer to {len(lacking)} of {len(examples)} prompts",
+        expected="`prompt` and `completion` for each, such as for the prompt "
+        + json.dumps((lacking or [""])[0][:60]),
+        do="answer the same data",
+    )
+    return [str(text) for text in answers]
 
 
 def compare(figures: Sequence[str], scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
@@ -110,39 +116,37 @@ def compare(figures: Sequence[str], scores: Mapping[str, Scores]) -> list[dict[s
 
 def report(result: Mapping[str, Any]) -> str:
     """The result as text."""
-    figures = result["figures"]
-    table = [["answers", *(f"{name}, %" for name in figures)]]
-    for row in result["rows"]:
-        table.append([row["name"], *(estimate(row["figures"][f]).text(1) for f in figures)])
-    lines = [f"{result['task']}: {result['prompts']} prompts [95 % intervals]", "", *aligned(table)]
-    for row in result["rows"][1:]:
+    figures, rows = result["figures"], result["rows"]
+    columns = {"answers": lambda row: row["name"], **metrics(figures)}
+    lines = [f"{result['task']}: {result['prompts']} prompts [95 % intervals]", ""]
+    lines += table(columns, rows)
+    for row in rows[1:]:
         for figure in figures:
             gap = estimate(row["differences"][figure])
-            less = f"{row['name']} less {result['rows'][0]['name']}, {figure}:"
+            less = f"{row['name']} less {rows[0]['name']}, {figure}:"
             lines.append(f"{less} {gap.text(1, signed=True)}, {gap.verdict}")
     return "\n".join(lines)
 
 
 def _main(args: argparse.Namespace) -> int:
     task = TASKS[args.task]
-    examples = read_examples(data_file(task, args.data, args.data_dir), task, None)
-    scores: dict[str, Scores] = {}
-    for name, path in named_files(args.answers).items():
-        found = score_texts(task, examples, read_answers(path, examples))
-        if found is None:
-            raise InputError(
-                "some prompts have no reference",
-                expected="`completion` or `references` with each",
-                do="give other --data",
-            )
-        scores[name] = found
+    examples = read_examples(data_file(task, args.data, args.data_dir), task, args.count)
+    files = named_files(args.answers)
+    texts = {name: read_answers(path, examples) for name, path in files.items()}
+    require(
+        all(example.references for example in examples),
+        "some prompts have no reference",
+        expected="`completion` or `references` with each",
+        do="give other --data",
+    )
+    found = {name: score_texts(task, examples, own) for name, own in texts.items()}
+    scores = {name: own for name, own in found.items() if own is not None}
     make_folder(args.out)
-    rows = compare(task.figures, scores)
     result = {
         "task": task.name,
         "prompts": len(examples),
         "figures": list(task.figures),
-        "rows": rows,
+        "rows": compare(task.figures, scores),
         "machine": machine(),
     }
     write_result(result, args.out / f"score-{task.name}", report(result))

@@ -5,29 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from time import sleep
 
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model, quantize_model, save_config, save_model
-from real import one_line, words, write_base
-from tiny import make_lora, make_streams
+from real import one_line, words, write_base, write_tiny_adapter
 
 from perf.bench import __main__ as bench
 from perf.bench import energy as bench_energy
-from perf.bench import run as bench_run
+from perf.bench import measure as bench_measure
 from perf.bench.clock import Clock, rounds
+from perf.bench.measure import Part, Texts, answer_tokens, contexts_result, expected_seconds
 from perf.bench.report import line, report
-from perf.bench.run import contexts_result, expected_seconds
-from perf.bench.target import SYSTEMS, answer_tokens, endless, load_target, text_of_length
-from perf.run.tasks import TASKS, Example
-from ssmlx.api import end_token_ids
-from ssmlx.loading.adapter import Adapter, BaseIdentity, write_adapter
-from ssmlx.loading.load import load_base
-from ssmlx.settings import StreamConfig
-
-SCOPES = ("all", "streams", "task")
+from perf.run.tasks import TASKS, Example, data_file
 
 
 class FakeTime:
@@ -166,127 +155,74 @@ def test_energy_is_power_times_time_over_tokens():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A tiny base, the same one packed, an adapter of each scope, and prompts."""
+    """A tiny base, adapters of two scopes, and prompts."""
     root = tmp_path_factory.mktemp("bench")
-    base = write_base(root / "base", width=64)
-    for scope in SCOPES:
-        (root / scope).mkdir()
-        write_adapter(root / scope, adapter_of(base, scope))
-    model, config = load_model(base)
-    model, config = quantize_model(model, config, group_size=32, bits=4)
-    (root / "packed").mkdir()
-    save_model(root / "packed", model)
-    save_config(config, root / "packed" / "config.json")
-    for path in base.glob("*token*"):
-        (root / "packed" / path.name).write_bytes(path.read_bytes())
+    base = write_base(root / "base")
+    for name in ("all", "streams"):
+        write_tiny_adapter(root / name, base, scope=name)
     rows = [json.dumps({"prompt": words(5 + first, first)}) for first in range(2)]
     (root / "prompts.jsonl").write_text("\n".join(rows))
     return root
 
 
-def adapter_of(base, scope):
-    """Random streams and LoRA for `base`, whose answers end at token 3 too."""
-    backbone, _ = load_base(base, "float32")
-    config = StreamConfig(
-        num_streams=3, num_msa_layers=2, num_layers=4, hidden_size=64,
-        adapter_scope="all" if scope == "all" else "streams", end_token_ids=(3,),
-    )  # fmt: skip
-    lora = make_lora(backbone.model, config.insertion_layer, 1, scale=1.0)
-    task = make_lora(backbone.model, 1, 5, scale=1.0) if scope == "task" else {}
-    return Adapter(config, make_streams(config, 2), BaseIdentity.of(backbone), lora, task)
+def parts_of(folders):
+    data = folders / "prompts.jsonl"
+    return [Part(str(folders / name), "chat", 6, data) for name in ("all", "streams")]
 
 
-def target_of(folders, scope, base="base", dtype="float32"):
-    path = folders / "prompts.jsonl"
-    return load_target(str(folders / scope), folders / base, dtype, TASKS["chat"], path)
-
-
-@pytest.mark.parametrize("base, dtype", [("base", "float32"), ("packed", "stored")])
-@pytest.mark.parametrize("scope", SCOPES)
-def test_all_systems_write_the_same_with_the_same_arrays(folders, scope, base, dtype):
-    target = target_of(folders, scope, base, dtype)
-    ours = {id(array) for _, array in tree_flatten(target.model.backbone.model.parameters())}
-    theirs = tree_flatten(target.mlx_model.parameters())
-    assert all(id(array) in ours for _, array in theirs)
-    answers = {name: answer(target.prompts[1]) for name, answer in target.answerers(9).items()}
-    assert tuple(answers) == SYSTEMS
-    assert len({tuple(answer.tokens) for answer in answers.values()}) == 1
-    assert answers["streaming"].target_calls <= answers["plain"].target_calls
-    assert target.scope == scope
-    weights = [target.weight_bytes(name) for name in SYSTEMS]
-    assert weights[0] == weights[1] < weights[2]
-
-
-def test_no_token_ends_an_answer_inside_the_block_alone(folders):
-    target = target_of(folders, "streams")
-    before = end_token_ids(target.model, target.tokenizer)
-    assert {2, 3} <= before
-    with endless(target):
-        assert end_token_ids(target.model, target.tokenizer) == set()
-    assert end_token_ids(target.model, target.tokenizer) == before
+def loaded(folders):
+    experiment = bench_measure.experiment_of(parts_of(folders)[1], folders / "base", "float32")
+    return experiment, *experiment.load()
 
 
 def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):
-    prompts, answers = [[1, 2, 3], [4, 5], [6, 7]], [[8], [9, 10], []]
-    target = replace(target_of(folders, "streams"), prompts=prompts, answers=answers)
-    assert text_of_length(target, 2, 0) == [2, 3]
-    assert text_of_length(target, 6, 1) == [1, 2, 3, 8, 4, 5]
-    assert text_of_length(target, 9, 4) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
-
-
-def test_a_right_answer_is_tokens_with_their_end(folders):
-    target = target_of(folders, "streams")
-    example = Example((("user", "w1"),), ("w5 w6", "w7"))
-    *text, end = answer_tokens(example, target.tokenizer)
+    texts = Texts([[1, 2, 3], [4, 5], [6, 7]], [[8], [9, 10], []])
+    assert texts.of_length(2, 0) == [2, 3]
+    assert texts.of_length(6, 1) == [1, 2, 3, 8, 4, 5]
+    assert texts.of_length(9, 4) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
+    _, target, _ = loaded(folders)
+    *text, end = answer_tokens(Example({"prompt": "w1"}, ("w5 w6", "w7")), target)
     assert target.tokenizer.decode(text) == "w5 w6" and end == target.tokenizer.eos_token_id
-    assert answer_tokens(Example((("user", "w1"),), ()), target.tokenizer) == []
+    assert answer_tokens(Example({"prompt": "w1"}), target) == []
 
 
-def run_bench(folders, out, monkeypatch, *more, base="base"):
-    data = folders / "prompts.jsonl"
-    parts = [bench.Part(str(folders / scope), "chat", 6, data) for scope in ("all", "streams")]
-    monkeypatch.setattr(bench, "PARTS", parts)
+def run_bench(folders, out, monkeypatch, *more):
+    monkeypatch.setattr(bench, "PARTS", parts_of(folders))
     monkeypatch.setattr(bench, "WEIGHTS", {"sql": 1, "energy": 1})
     monkeypatch.setattr(bench, "context_weight", lambda length: 0.5)
     monkeypatch.setattr(bench, "RESERVED_SECONDS", 0.0)
     monkeypatch.setattr(bench_energy.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(bench_run, "MOST_ROUNDS", 2)
-    monkeypatch.setattr(bench_run, "CONTEXT_TOKENS", 8)
-    more = ("--contexts", "24", "8", *more)
-    return bench.main(["--model", str(folders / base), "--out", str(out), *more])
+    monkeypatch.setattr(bench_measure, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(bench_measure, "CONTEXT_TOKENS", 8)
+    argv = ["--model", str(folders / "base"), "--out", str(out), "--contexts", "24", "8", *more]
+    return bench.main(argv)
 
 
-def test_the_command_prints_saves_and_draws(folders, tmp_path, monkeypatch, capsys):
+def test_the_command_prints_saves_draws_and_adds_its_line(folders, tmp_path, monkeypatch, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "bench.jsonl").write_text("{}\n")  # of an earlier run
-    assert run_bench(folders, tmp_path / "out", monkeypatch, "--dtype", "float16") == 0
+    assert run_bench(folders, tmp_path / "out", monkeypatch) == 0
     said = capsys.readouterr().out
     result = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert (tmp_path / "out" / "bench.txt").read_text() == report(result) + "\n"
     assert report(result) in said and result["left_out"] == []
     assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
-    lines = (tmp_path / "out" / "bench.jsonl").read_text().splitlines()
-    assert len(lines) == 2 and lines[1] == line(result)
     assert [task["prompts"] for task in result["answers"]] == [2, 2]
     assert [task["scope"] for task in result["answers"]] == ["all", "streams"]
     assert [one["tokens"] for one in result["contexts"]] == [8, 24]
     assert result["energy"] == "not measured: needs macOS" and "energy: not measured" in said
-    assert result["seconds"] < 60
-
-
-def test_the_line_is_flat_and_says_what_was_measured(folders, tmp_path, monkeypatch, capsys):
-    assert run_bench(folders, tmp_path, monkeypatch, base="packed") == 0
-    (text,) = (tmp_path / "bench.jsonl").read_text().splitlines()
+    _, text = (tmp_path / "out" / "bench.jsonl").read_text().splitlines()
     values = json.loads(text)
-    assert not any(isinstance(value, dict | list) for value in values.values())
-    result = json.loads((tmp_path / "bench.json").read_text())
-    row = result["answers"][0]["systems"]["streaming"]
-    assert values["all_tps_streaming"] == round(row["tokens_per_second"]["value"], 1)
+    assert text == line(result) and not any(isinstance(v, dict | list) for v in values.values())
+    rows = result["answers"][0]["systems"]
+    assert [row["name"] for row in rows] == ["mlx-lm", "plain", "streaming"]
+    assert values["all_tps_streaming"] == round(rows[2]["tokens_per_second"], 1)
     assert values["all_same_tokens"] is True and values["all_prompts"] == 2
-    assert values["context24_prefill_mlx_lm"] > 0
-    assert values["joules_per_token_plain"] is None
+    assert values["context24_prefill_mlx_lm"] > 0 and values["context8_tps_streaming"] > 0
+    assert values["joules_per_token_plain"] is None and values["all_first_ms_plain"] > 0
     assert values["weights"] == "float32"  # auto on the CPU
     assert values["streams_peak_mib_streaming"] > values["streams_peak_mib_plain"] > 0
+    assert values["streams_tokens_per_call"] >= 1 and values["all_speedup_low"] > 0
 
 
 def test_what_there_is_no_time_for_is_left_out_and_told(folders, tmp_path, monkeypatch, capsys):
@@ -305,19 +241,28 @@ def test_what_there_is_no_time_for_is_left_out_and_told(folders, tmp_path, monke
 
 
 def test_a_longer_context_is_not_begun_where_a_shorter_one_was_too_long(folders, monkeypatch, time):
-    target = target_of(folders, "streams")
-    monkeypatch.setattr(bench_run, "CONTEXT_TOKENS", 4)
-    monkeypatch.setattr(bench_run, "MOST_ROUNDS", 1)
-    before = bench_run.answer_prompts(target, 6, 0.0, Clock(1, {}, now=lambda: 0.0))
+    experiment, target, prompts = loaded(folders)
+    monkeypatch.setattr(bench_measure, "CONTEXT_TOKENS", 4)
+    monkeypatch.setattr(bench_measure, "MOST_ROUNDS", 1)
+    one_round = bench_measure.round_of(target, experiment.systems)
+    before = rounds(prompts, one_round, 0.0, label="", now=lambda: 0.0)
     assert expected_seconds(before, 10) > expected_seconds(before, 1) > 0
-    monkeypatch.setattr(bench_run, "expected_seconds", lambda found, growth: 5 * growth)
+    monkeypatch.setattr(bench_measure, "expected_seconds", lambda found, growth: 5 * growth)
     clock = Clock(12, {"8": 1, "24": 1, "48": 1}, now=time)
-    found = contexts_result(target, before, clock, (8, 24, 48))
+    texts = Texts(prompts, [[], []])
+    found = contexts_result(experiment, target, texts, before, clock, (8, 24, 48))
     assert [one["tokens"] for one in found] == [8]  # 24 might take 15 s of the 12
 
 
+def test_what_ships_is_asked():
+    assert [data_file(TASKS[part.task], part.data).name for part in bench.PARTS] == [
+        "sql_test_100.jsonl",
+        "chat_test.jsonl",
+    ]
+
+
 @pytest.mark.parametrize(
-    "argv, said",
+    ("argv", "said"),
     [
         (["--minutes", "0"], "--minutes 0: expected more than 0"),
         (["--contexts", "64", "0"], "--contexts 0: expected 1 or more"),
@@ -334,7 +279,7 @@ def test_bad_input_is_one_line(argv, said, tmp_path, capsys):
 
 
 def test_another_models_adapter_is_refused(folders, tmp_path, monkeypatch, capsys):
-    other = write_base(tmp_path / "other", width=64, norm=2.0)
+    other = write_base(tmp_path / "other", norm=2.0)
     assert run_bench(folders, tmp_path / "out", monkeypatch, "--model", str(other)) == 2
     assert "belongs to another base model" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())

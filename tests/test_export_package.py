@@ -233,7 +233,7 @@ def test_the_folder_holds_all_that_a_host_needs(make_export):
 
 def test_the_check_compares_with_plain_decoding(make_export, tmp_path, monkeypatch, capsys):
     made = make_export(precision="float32", profile="gpu")
-    monkeypatch.setattr("perf.run.common.RESULTS", tmp_path)
+    monkeypatch.setattr("perf.run.results.RESULTS", tmp_path)
     monkeypatch.setattr(export_check, "load_exported", interpreted)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
@@ -492,7 +492,7 @@ def test_no_core_ml_state_in_float32():
 def test_a_package_of_the_real_model_writes_what_mlx_writes(changes, tmp_path, monkeypatch):
     settings = config(context=512, chunk=64, tree=TreeConfig(), **changes)
     export("smollm2-135m-q4_1", "sql", tmp_path / "sql", settings)
-    monkeypatch.setattr("perf.run.common.RESULTS", tmp_path)
+    monkeypatch.setattr("perf.run.results.RESULTS", tmp_path)
     monkeypatch.setattr(export_check, "load_exported", interpreted)
     asked = ("--count", "3", "--max-tokens", "32", "--name", "check")
     assert export_check.main([str(tmp_path / "sql"), *asked]) == 0

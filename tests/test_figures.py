@@ -9,7 +9,7 @@ import pytest
 from real import one_line, run_module
 
 from perf.compare import __main__ as compare
-from perf.compare.systems import parse_systems
+from perf.compare.plan import parse_systems
 from perf.paper import figures
 from perf.paper.figures import (
     Point,
@@ -20,7 +20,7 @@ from perf.paper.figures import (
     tree_curves,
 )
 from perf.paper.published import TABLE_1, TABLE_2, latencies, speeds
-from perf.run.metrics import Estimate
+from perf.run.statistics import Estimate
 from ssmlx.settings import PruneConfig, SamplingConfig, TreeConfig
 
 # ----------------------------------------------------------------------------------- eq. 6
@@ -111,7 +111,7 @@ def test_figure_4_needs_streams_and_a_draft_model():
 def test_the_curves_of_figure_5_are_full_trees():
     best = row("streams", options={"levels": 3, "tree": {"kind": "best"}})
     rows = [full_tree(1), full_tree(None), full_tree(2, "threshold"), best, row("mlx-lm")]
-    curves = tree_curves([result(*rows)], [])
+    curves = tree_curves([result(*rows)])
     plain = ("sql", "gamma = 3, without pruning")
     pruned = ("sql", "gamma = 3, pruned below 0.05")
     assert {curve: sorted(points) for curve, points in curves.items()} == {
@@ -120,26 +120,7 @@ def test_the_curves_of_figure_5_are_full_trees():
     }
     assert curves[pruned][2].speedup.value == 1.2
     newer = full_tree(1) | {"speedup": figure(9.0)}
-    assert tree_curves([result(*rows), result(newer)], [])[plain][1].speedup.value == 9.0
-
-
-def quality(*, with_mlx_lm: bool = True) -> dict:
-    def tree(label: str, speed: float) -> dict:
-        return {"tree": label, "tokens_per_second": figure(speed), "tokens_per_call": figure(2.0)}
-
-    prune = {"kind": "budget", "keep": 8, "threshold": 0.05}
-    own = {"role": "adapter", "num_streams": None, "prune": prune}
-    own["trees"] = [tree("full:2", 30.0), tree("best:16", 35.0)]
-    base = {"role": "mlx-lm", "tokens_per_second": figure(20.0)}
-    return {"task": "sql", "systems": [base, own] if with_mlx_lm else [own]}
-
-
-def test_figure_5_takes_the_trees_of_perf_quality():
-    curves = tree_curves([], [quality()])
-    (points,) = curves.values()
-    assert list(curves) == [("sql", "gamma = all, pruned to 8 nodes")]
-    assert list(points) == [2] and points[2].speedup.value == 1.5
-    assert tree_curves([], [quality(with_mlx_lm=False)]) == {}
+    assert tree_curves([result(*rows), result(newer)])[plain][1].speedup.value == 9.0
 
 
 def test_the_curves_of_figure_9b_are_of_sampling():
@@ -162,9 +143,8 @@ def draw(tmp_path, capsys):
     def draw(*results: dict, more: tuple[str, ...] = ()) -> tuple[int, str, str]:
         folder = tmp_path / "results"
         for number, one in enumerate(results):
-            name = "compare.json" if "tasks" in one else f"quality-{number}.json"
             (folder / str(number)).mkdir(parents=True)
-            (folder / str(number) / name).write_text(json.dumps(one))
+            (folder / str(number) / "compare.json").write_text(json.dumps(one))
         folder.mkdir(exist_ok=True)
         argv = ["--results", str(folder), "--out", str(tmp_path / "figures"), *more]
         return figures.main(argv), *capsys.readouterr()
@@ -179,9 +159,7 @@ def test_all_figures_are_drawn_from_their_results(draw, tmp_path):
         for k in (10, 20)
     ]
     trees = [full_tree(width, prune) for width in (1, 2) for prune in ("off", "budget")]
-    code, out, err = draw(
-        result(*draft_rows(), draft_call=0.002), result(*trees), quality(), *sampled
-    )
+    code, out, err = draw(result(*draft_rows(), draft_call=0.002), result(*trees), *sampled)
     assert (code, err) == (0, "")
     names = ["figure-4.png", "figure-5.png", "figure-9b.png"]
     assert out.split() == [str(tmp_path / "figures" / name) for name in names]
@@ -264,7 +242,6 @@ def test_bad_input_is_one_line(draw, tmp_path, capsys):
         ({"temp": 0, "tasks": [{"task": "sql"}]}, "no 'systems'"),
         ({"temp": 1, "tasks": [{"systems": [{"name": "streams"}]}]}, "no 'top_k'"),
         ({"temp": 0, "tasks": [1]}, "int"),
-        ({"systems": [{}]}, "no 'role'"),
     ],
 )
 def test_an_incomplete_result_is_told_in_one_line(draw, broken, lacking):

@@ -1,4 +1,4 @@
-"""perf.speed and perf.lossless on tiny adapters: each scope, a draft vocabulary, value rotation."""
+"""perf.speed, perf.lossless and perf.long_chat on tiny adapters: each scope, value rotation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
-from real import make_adapter, one_line, run_module, without_prune, words, write_base
+from real import make_adapter, one_line, without_prune, words, write_base
 from tiny import random_tree
 
-from perf import compiled, long_chat, lossless
-from perf.run import common
+from perf import long_chat, lossless
+from perf.run import results
+from perf.run.sample import sample_experiment
+from perf.run.target import STREAMS
 from perf.speed import __main__ as speed
 from perf.speed import step_cost
 from ssmlx.decoding.loop import prefill, step
@@ -53,8 +54,7 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def measure(folders, tmp_path, monkeypatch):
     """Run a command on a tiny adapter; gives its exit code."""
-    for module in (common, speed):
-        monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
 
     def run(command, name, *more):
         argv = ["--adapter", folders / name, "--model", folders / "base", "--max-tokens", 6]
@@ -71,30 +71,45 @@ def result(tmp_path, name):
 @pytest.mark.parametrize("name", ["tuned", "light", "turned"])
 def test_the_speed_of_an_adapter(measure, tmp_path, name):
     assert measure(speed, name, "--repeats", "2", "--tree-size", "6") == 0
-    summary = result(tmp_path, f"speed-{name}")["summary"]
-    assert summary["same_tokens"] and summary["prompts"] == 2
+    found = result(tmp_path, f"speed-{name}")
+    summary = found["summary"]
+    assert [row["name"] for row in summary["systems"]] == ["mlx-lm", "plain", "streams"]
+    assert [row["same_as_plain"] for row in summary["systems"]] == [2, 2, 2]
     assert (summary["adapter"], summary["data"]) == (name, "prompts.jsonl")
     assert summary["scope"] == ("streams" if name == "light" else "all")
+    assert found["step"]["tree_size"] == 6 and found["step"]["forward"] > 0
     assert (tmp_path / "results" / f"speed-{name}.png").exists()
 
 
 @pytest.mark.parametrize(("name", "variants"), [("tuned", 7), ("light", 7), ("turned", 4)])
-def test_an_adapter_is_lossless(measure, tmp_path, name, variants):
+def test_an_adapter_is_lossless(measure, tmp_path, name, variants, capsys):
     assert measure(lossless, name) == 0
     rows = result(tmp_path, f"lossless-{name}")["rows"]
     assert [row["same_as_mlx_lm"] for row in rows] == [2] * variants
+    assert "2 of 2" in capsys.readouterr().out
+
+
+def streams_of(folders, name):
+    """The model of a tiny adapter, and a prompt."""
+    args = Namespace(
+        adapter=str(folders / name),
+        model=str(folders / "base"),
+        prompts=folders / "prompts.jsonl",
+        count=1,
+    )
+    target, prompts = sample_experiment(args, "all").load()
+    return target.drafting(STREAMS).model, prompts[0]
 
 
 def test_the_timed_forward_drafts_as_the_runtime_does(folders, monkeypatch):
     """Among the tokens of the draft vocabulary, from the streams that a step would have."""
-    args = speed_args(folders, "turned")
-    sample = speed.load_sample(args, "all")
-    cache, tree = sample.model.make_cache(), random_tree(random.Random(0), 5, 50)
-    prefill(sample.model, sample.prompts[0], cache)
-    forward, seen = step_cost.bare_forward(sample.model, tree, cache, 2), []
+    model, prompt = streams_of(folders, "turned")
+    cache, tree = model.make_cache(), random_tree(random.Random(0), 5, 50)
+    prefill(model, prompt, cache)
+    forward, seen = step_cost.bare_forward(model, tree, cache, 2), []
     monkeypatch.setattr(step_cost.mx, "eval", lambda *arrays: seen.extend(arrays))
-    views, real = [], TreeCache.tree_view
-    monkeypatch.setattr(TreeCache, "tree_view", lambda *a: views.append(a[3:]) or real(*a))
+    views, real = [], TreeCache.view
+    monkeypatch.setattr(TreeCache, "view", lambda *a: views.append(a[3:]) or real(*a))
     forward()
     assert [array.shape for array in seen] == [(5, 64), (2, 20)]
     assert [bool(view and view[0]) for view in views] == [False, False, True, True]
@@ -103,8 +118,8 @@ def test_the_timed_forward_drafts_as_the_runtime_does(folders, monkeypatch):
 @pytest.mark.parametrize("name", ["light", "turned"])
 def test_the_rest_of_a_step_is_all_but_the_forward(folders, monkeypatch, name):
     """It goes on by what a whole step would, and runs no layer and no head."""
-    sample = speed.load_sample(speed_args(folders, name), "all")
-    model, steps = sample.model, step_cost.Steps(sample.model, sample.prompts[0], 6)
+    model, prompt = streams_of(folders, name)
+    steps = step_cost.Steps(model, prompt, 6)
     drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams)
     for _ in range(6):
         whole = step(model, steps.tree, steps.cache, drafter, PruneConfig())
@@ -123,65 +138,14 @@ def test_the_rest_of_a_step_is_all_but_the_forward(folders, monkeypatch, name):
         assert steps.tree.paths.tolist() == tree.paths.tolist()
 
 
-def speed_args(folders, name):
-    return Namespace(
-        adapter=str(folders / name),
-        model=str(folders / "base"),
-        prompts=folders / "prompts.jsonl",
-        count=1,
-    )
-
-
-def test_both_sides_share_merged_arrays(folders):
-    sample = speed.load_sample(speed_args(folders, "tuned"), "all")
-    ours = dict(tree_flatten(sample.model.backbone.model.parameters()))
-    theirs = dict(tree_flatten(sample.mlx_model.parameters()))
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name] is theirs[name] for name in ours)
-
-
 BAD = {
     "none": (("--adapter", "none"), "expected streams to measure"),
     "missing": (("--adapter", "nowhere"), "no adapter folder nowhere"),
     "model alone": (("--model", "x"), "--model would do nothing here"),
     "prompts": (("--prompts", "nowhere.jsonl"), "nowhere.jsonl"),
     "count": (("--count", "0"), "--count 0"),
-    "length": (("--max-tokens", "0"), "--max-tokens 0; expected 1 or more"),
+    "length": (("--max-tokens", "0"), "--max-tokens 0"),
 }
-
-
-@pytest.mark.parametrize(
-    ("command", "flag"),
-    [
-        (speed, "--repeats"),
-        (compiled, "--tree-size"),
-        *((long_chat, f"--{name}") for name in ("turns", "prompt-tokens")),
-    ],
-)
-def test_a_count_of_nothing_is_one_line(command, flag, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command.main([flag, "0"])
-    assert f"{flag} 0: expected 1 or more" in one_line(capsys.readouterr().err, command.PROG)
-
-
-def test_compiled_the_tail_of_a_step_gives_the_same(capsys):
-    config, vocab, sizes = TreeConfig(size=5), mx.arange(20), []
-    tail, inputs = compiled.make_tail(config, 2, vocab), compiled.random_inputs(config, 2, vocab)
-
-    def traced(*given):
-        sizes.append(given[0].shape)
-        return tail(*given)
-
-    fused = mx.compile(traced)
-    for _ in range(3):
-        results = fused(*inputs)
-    assert sizes == [(5,)]  # traced once
-    for found, expected in zip(results, tail(*inputs), strict=True):
-        assert mx.array_equal(found, expected)
-    sizes = ("--tree-size", "5", "--num-streams", "2", "--draft-vocab-size", "20")
-    assert compiled.main([*sizes, "--repeats", "2"]) == 0
-    head, plain, fused = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert head[-1] == "ms" and int(fused[1]) < int(plain[3])
 
 
 @pytest.mark.parametrize(("argv", "said"), BAD.values(), ids=BAD)
@@ -191,11 +155,16 @@ def test_bad_input_is_one_line(command, argv, said, capsys):
     assert said in one_line(capsys.readouterr().err, command.PROG)
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [(speed, "--repeats"), (long_chat, "--turns"), (long_chat, "--prompt-tokens")],
+)
+def test_a_count_of_nothing_is_one_line(command, flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main([flag, "0"])
+    assert f"{flag} 0: expected 1 or more" in one_line(capsys.readouterr().err, command.PROG)
+
+
 def test_a_scope_is_the_adapters_own(folders, capsys):
     assert lossless.main(["--adapter", str(folders / "tuned"), "--scope", "all"]) == 2
     assert "drop --scope" in one_line(capsys.readouterr().err, lossless.PROG)
-
-
-def test_the_command_as_users_run_it():
-    done = run_module("perf.speed", "--help")
-    assert done.returncode == 0 and "--adapter NAME|FOLDER" in done.stdout

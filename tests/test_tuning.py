@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from real import make_adapter, write_adapter, write_base, write_tiny_adapter
@@ -17,6 +18,7 @@ from ssmlx.decoding.pace import FIRST_WAIT, PATIENCE, TRIAL_PATIENCE
 from ssmlx.errors import InputError
 from ssmlx.plan import make_plan
 from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
+from ssmlx.tuning import machine
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning.cost import DraftShape, MeasuredShape, Surface
 from ssmlx.tuning.profile import (
@@ -489,3 +491,90 @@ def test_an_adapter_that_is_swapped_in_is_looked_up_under_its_own_name(base, ada
     assert profile_of(session.model) is None
     session.swap_adapter(adapter)
     assert profile_of(session.model).best().shape == SHAPE
+
+
+# --------------------------------------------------------------------------------- machine
+
+MAC = {
+    "sysctl -n machdep.cpu.brand_string": "Apple M2 Pro",
+    "sysctl -n hw.memsize": "17179869184",
+    "sw_vers": "ProductName:\t\tmacOS\nProductVersion:\t\t15.1\nBuildVersion:\t\t24B83",
+    "pmset -g batt": "Now drawing from 'Battery Power'\n -InternalBattery-0\t87%; discharging",
+}
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    """A Mac whose tools say what `said` holds."""
+    said = dict(MAC)
+    monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(machine.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(machine, "output_of", lambda *args: said.get(" ".join(args), ""))
+    return said
+
+
+def test_a_mac_is_described(mac):
+    found = machine.machine()
+    assert found["machine"] == "Darwin arm64, Apple M2 Pro"
+    assert (found["memory"], found["os"]) == ("16 GiB", "macOS 15.1 (24B83)")
+    assert found["power"] == "battery"
+    mac["pmset -g batt"] = "Now drawing from 'AC Power'"
+    assert machine.power_source() == "AC power"
+    mac.clear()
+    found = machine.machine()
+    assert found["machine"] == "Darwin arm64, unknown"
+    assert {found[name] for name in ("memory", "os", "power", "commit")} == {"unknown"}
+
+
+@pytest.fixture
+def linux(monkeypatch, tmp_path):
+    """A Linux machine whose files are in the folder that this gives."""
+    monkeypatch.setattr(machine.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(machine, "PROC", tmp_path)
+    monkeypatch.setattr(machine, "POWER_SUPPLY", tmp_path / "power")
+    monkeypatch.setattr(machine, "OS_RELEASE", tmp_path / "os-release")
+    return tmp_path
+
+
+def supply(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text + "\n")
+
+
+def test_a_linux_machine_is_described(linux):
+    (linux / "cpuinfo").write_text("model name\t: Fast 9000\nflags\t: a\nmodel name\t: Fast 9000\n")
+    (linux / "meminfo").write_text("MemTotal:       16777216 kB\nMemFree: 1 kB\n")
+    (linux / "os-release").write_text('ID=x\nPRETTY_NAME="Some Linux 12"\n')
+    found = machine.machine()
+    assert found["machine"].endswith(", Fast 9000") and found["memory"] == "16 GiB"
+    assert found["os"] == "Some Linux 12" and found["power"] == "unknown"
+    supply(linux / "power" / "BAT0", type="Battery", status="Discharging")
+    assert machine.power_source() == "battery"
+    supply(linux / "power" / "AC", type="Mains", online="1")
+    assert machine.power_source() == "AC power"
+
+
+def test_a_machine_that_tells_nothing_is_unknown(linux, monkeypatch):
+    monkeypatch.setattr(machine.platform, "processor", lambda: "")
+    assert (machine.chip(), machine.memory(), machine.power()) == ("unknown",) * 3
+    assert machine.os_version() == "Linux"
+    assert machine.output_of("no-such-command-here") == machine.output_of("false") == ""
+
+
+def test_the_commit_says_whether_files_were_changed(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "CHECKOUT", tmp_path)
+    assert machine.commit() == "unknown"
+    (tmp_path / ".git").mkdir()
+    said = {"rev-parse": "abc123", "status": " M a.py"}
+    monkeypatch.setattr(machine, "output_of", lambda *args: said[args[3]])
+    assert machine.commit() == "abc123, changed"
+    said["status"] = ""
+    assert machine.commit() == "abc123"
+
+
+def test_versions_of_everything_that_takes_part():
+    found = machine.machine()
+    assert {"mlx", "mlx-lm", "numpy", "ssmlx", "python", "blas", "device", "commit"} <= set(found)
+    assert found["ssmlx"] == ssmlx.__version__
+    assert machine.package_version("no-such-package-here") == "unknown"

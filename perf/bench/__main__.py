@@ -13,7 +13,6 @@ import gc
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,17 @@ import mlx.core as mx
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.loading.files import make_folder
-from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
 from ssmlx.settings import DTYPES
 from ssmlx.tuning.machine import machine
 from ssmlx.tuning.report import publish
 
-from ..run.common import BASE, RESULTS, check_counts
-from ..run.tasks import TASKS, data_file
+from ..run.options import add_base, add_out, check_counts
+from ..run.results import machine_load
 from .clock import Clock
-from .energy import measure_energy, unavailable
-from .picture import draw
-from .report import line, report
-from .run import CONTEXT_TOKENS, CONTEXTS, answer_prompts, answers_result, contexts_result
-from .target import Target, load_target
+from .energy import unavailable
+from .measure import CONTEXT_TOKENS, CONTEXTS, Part, measure_part
+from .report import draw, line, report
 
 PROG = "perf.bench"
 EPILOG = """examples:
@@ -46,25 +42,6 @@ EPILOG = """examples:
 Writes bench.json, .txt and .png into --out, and adds the line to bench.jsonl there. What there is
 no time for is left out, and the report says so."""
 RESERVED_SECONDS = 8.0  # for the picture
-
-
-@dataclass(frozen=True)
-class Part:
-    """An adapter to measure.
-
-    Attributes:
-        adapter: a bundled name, or a folder.
-        task: one of `TASKS`.
-        max_tokens: longest answer.
-        data: what to ask; None for what ships for the task.
-    """
-
-    adapter: str
-    task: str
-    max_tokens: int
-    data: Path | None = None
-
-
 PARTS = (Part("sql", "sql", 64), Part("chat", "chat", 96))
 # Shares of the time. The first adapter is also what contexts and energy are measured with.
 WEIGHTS = {"sql": 0.3, "energy": 0.08, "chat": 0.25}
@@ -82,11 +59,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=5.0, metavar="N", help="at most (default: %(default)g)"
     )
-    parser.add_argument(
-        "--model", default=BASE,
-        help="the base of the bundled adapters: a folder, a Hub name or an alias "
-        "(default: %(default)s)",
-    )  # fmt: skip
+    add_base(parser)
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto",
         help="as of python -m ssmlx.generate (default: %(default)s)",
@@ -95,9 +68,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="N",
         help="tokens of context (default: " + " ".join(map(str, CONTEXTS)) + ")",
     )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s"
-    )
+    add_out(parser)
     args = parser.parse_args(argv)
     args.contexts = sorted(set(args.contexts))
     check_counts(parser, args, "contexts")
@@ -106,23 +77,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def weights_text(target: Target) -> str:
-    """Such as `float32`, or `4-bit weights, float16`."""
-    backbone = target.model.backbone
-    dtype = str(backbone.dtype).removeprefix("mlx.core.")
-    if not is_quantised(backbone.model):
-        return dtype
-    bits = {m.bits for m in backbone.model.modules() if hasattr(m, "bits")}
-    return f"{'/'.join(map(str, sorted(bits)))}-bit weights, {dtype}"
-
-
 def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
     """All measurements, the first adapter's first."""
-    path = resolve_model(args.model)  # before the clock: a download is no measurement
+    base = resolve_model(args.model)  # before the clock: a download is no measurement
     started = time.perf_counter()
     clock = Clock(60 * args.minutes - RESERVED_SECONDS, weights_of(parts, args.contexts))
     result: dict[str, Any] = {
         "machine": machine(),
+        "load": machine_load(),
         "date": time.strftime("%Y-%m-%d"),
         "model": args.model,
         "minutes": args.minutes,
@@ -134,7 +96,11 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
         if result["answers"] and clock.left <= result["part_seconds"]:
             result["left_out"].append(part.adapter)
             continue
-        result |= measure_part(part, path, args, clock, result)
+        contexts = [] if result["answers"] else args.contexts
+        found = measure_part(part, base, args.dtype, clock, contexts)
+        result["answers"].append(found.pop("answers"))
+        if len(result["answers"]) == 1:
+            result |= found
         gc.collect()
         mx.clear_cache()
     return {**result, "seconds": time.perf_counter() - started}
@@ -150,44 +116,6 @@ def weights_of(parts: Sequence[Part], contexts: Sequence[int]) -> dict[str, floa
     return {first: adapters.pop(first), **between, **adapters}
 
 
-def measure_part(
-    part: Part, path: Path, args: argparse.Namespace, clock: Clock, result: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Measure an adapter; the first one also by context, and its energy."""
-    started = clock.now()
-    task = TASKS[part.task]
-    target = load_target(part.adapter, path, args.dtype, task, data_file(task, part.data))
-    load_seconds = clock.now() - started
-    found = answer_prompts(target, part.max_tokens, clock.deadline(part.adapter), clock)
-    answers = answers_result(target, part.max_tokens, found)
-    answers["memory"] = asdict(target.memory)
-    added: dict[str, Any] = {"answers": [*result["answers"], answers]}
-    if result["answers"]:
-        return added
-    contexts = contexts_result(target, found, clock, args.contexts)
-    missing = [n for n in args.contexts if n not in [one["tokens"] for one in contexts]]
-    return {
-        **added,
-        # What another adapter will take at least; its answers are longer.
-        "part_seconds": load_seconds + 2 * found.seconds,
-        "weights": weights_text(target),
-        "contexts": contexts,
-        "left_out": [*result["left_out"], *(f"{n} tokens of context" for n in missing)],
-        "energy": energy(target, part.max_tokens, clock),
-    }
-
-
-def energy(target: Target, max_tokens: int, clock: Clock) -> dict[str, Any] | str:
-    """Joules a token of each system, or why there are none."""
-    why = unavailable()
-    if why is not None:
-        return why
-    seconds = clock.deadline("energy") - clock.now()
-    if seconds < 3:
-        return "not measured: no time left"
-    return measure_energy(target.answerers(max_tokens), target.prompts, seconds)
-
-
 def add_line(result: Mapping[str, Any], path: Path) -> None:
     """Put the result's line behind those of earlier runs."""
     with path.open("a", encoding="utf-8") as file:
@@ -199,16 +127,15 @@ def _main(args: argparse.Namespace) -> int:
     result = measure(args, PARTS)
     publish(result, args.out / "bench", report(result), draw)
     add_line(result, args.out / "bench.jsonl")
-    differing = [task["adapter"] for task in result["answers"] if not all_same(task)]
+    differing = [
+        task["adapter"]
+        for task in result["answers"]
+        if any(row["same_as_plain"] < task["prompts"] for row in task["systems"])
+    ]
     if differing and result["weights"] == "float32":
         print(f"tokens differ from plain decoding's: {', '.join(differing)}", file=sys.stderr)
         return 1
     return 0
-
-
-def all_same(task: Mapping[str, Any]) -> bool:
-    """Whether every system wrote plain decoding's tokens."""
-    return all(count == task["prompts"] for count in task["same_tokens"].values())
 
 
 def main(argv: list[str] | None = None) -> int:

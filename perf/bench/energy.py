@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import IO, Any
 
+from ssmlx.calibration.timing import Answer
 from ssmlx.tuning.machine import output_of
 
-from .target import Answerer
+from .clock import Clock
 
 INTERVAL_MS = 250
 COMMAND = ("sudo", "-n", "powermetrics", "--samplers", "cpu_power,gpu_power", "-i")
@@ -21,6 +22,7 @@ NEEDS_MAC, NEEDS_SUDO = "not measured: needs macOS", "not measured: needs sudo"
 UNREADABLE = "not measured: powermetrics names no combined power"
 _POWER = re.compile(r"^Combined Power \(CPU \+ GPU \+ ANE\): *([\d.]+) *(m?)W", re.MULTILINE)
 
+Answerer = Callable[[list[int]], Answer]
 Sampler = Callable[[int, IO[str]], "subprocess.Popen[str]"]
 
 
@@ -82,13 +84,15 @@ def energy_of(
 
 
 def measure_energy(
-    answerers: Mapping[str, Answerer], prompts: Sequence[list[int]], seconds: float
+    answerers: Mapping[str, Answerer], prompts: Sequence[list[int]], clock: Clock
 ) -> dict[str, Any] | str:
-    """The energy of each system, `seconds` in all; or why there is none."""
+    """The energy of each system until its deadline; or why there is none."""
     why = unavailable()
     if why is not None:
         return why
-    share = seconds / len(answerers)
+    share = (clock.deadline("energy") - clock.now()) / len(answerers)
+    if share < 1:
+        return "not measured: no time left"
     found = {name: energy_of(answer, prompts, share) for name, answer in answerers.items()}
     measured = {name: values for name, values in found.items() if values is not None}
     return measured if len(measured) == len(found) else UNREADABLE

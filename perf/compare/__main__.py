@@ -8,32 +8,30 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from ssmlx.commands.options import make_parser, run
+from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
+from ssmlx.settings import read_json
 from ssmlx.tuning.report import publish
 
-from ..run.common import BASE, RESULTS
-from ..run.tasks import DATA_HELP, TASKS, add_data_dir
-from .bench import load_bench
+from ..run.figures import failures, result_of, task_result
+from ..run.options import add_base, add_fresh, add_max_tokens, check_counts
+from ..run.results import RESULTS, reading
+from ..run.target import CHECKPOINTS, DRAFT_MODEL
+from ..run.tasks import TASKS, add_data_options
 from .picture import draw
-from .plan import Plan, make_plan
-from .readme import check_markers, rewrite
-from .report import report
-from .run import measure
-from .saved import read_results
-from .summary import failures, result_of, task_result
-from .systems import CHECKPOINTS, SYSTEMS
+from .plan import SYSTEMS, make_plan
+from .report import check_markers, markdown, report, rewrite
 
 PROG = "perf.compare"
 EPILOG = """examples:
   python -m perf.compare --task sql --count 20 --systems streams lookahead prompt-lookup
-  python -m perf.compare --task sql e2e chat --data e2e=e2e.jsonl --adapter e2e=adapters/e2e \\
-      --medusa sql=heads/sql-medusa --draft-model org/small
+  python -m perf.compare --task e2e --data e2e.jsonl --adapter adapters/e2e \\
+      --medusa heads/e2e-medusa --draft-model org/small --out e2e
   python -m perf.compare --task sql --systems "streams --tree full --tree-width 2" \\
       "streams --tree full --tree-width 4" "medusa --tree-size 32"
   python -m perf.compare --from sql/compare.json e2e/compare.json --readme README.md
@@ -45,78 +43,55 @@ target of every system is the base with its LoRA merged; for scope "streams" it 
 Writes compare.json, .txt and .png. Every answer is kept in compare-TASK-*.part.jsonl as it comes:
 the same command goes on where a run was stopped, and another choice of systems is another run.
 Exit code 1: an answer that must be plain decoding's, token for token, is not."""
+_WHOLE = {"tasks", "machine", "repeats"}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--task", nargs="+", choices=tuple(TASKS), help="what to ask")
+    data = parser.add_argument_group("data")
+    source = data.add_mutually_exclusive_group(required=True)
+    source.add_argument("--task", choices=tuple(TASKS), help="what to ask")
     source.add_argument(
         "--from", dest="saved", type=Path, nargs="+", metavar="FILE.json",
         help="measure nothing; show the result of an earlier run again, or of several, each of "
-        "other tasks, as one (with --out, written there as well)",
+        "another task, as one (with --out, written there as well)",
     )  # fmt: skip
-    add_data_options(parser.add_argument_group("data"))
-    add_weights_options(parser.add_argument_group("weights"))
-    add_run_options(parser.add_argument_group("run"))
+    add_data_options(data)
+    _add_weights_options(parser.add_argument_group("weights"))
+    _add_run_options(parser.add_argument_group("run"))
     args = parser.parse_args(argv)
+    check_counts(parser, args, "repeats", "max_tokens")
     if args.task and args.out is None:
         args.out = RESULTS
     return args
 
 
-def add_data_options(data: argparse._ArgumentGroup) -> None:
-    """What is asked."""
-    data.add_argument(
-        "--data", action="append", default=[], metavar="[TASK=]FILE.jsonl", help=DATA_HELP
-    )
-    add_data_dir(data)
-    data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
-
-
-def add_weights_options(weights: argparse._ArgumentGroup) -> None:
-    """What answers."""
-    weights.add_argument(
-        "--model", default=BASE,
-        help="the base model: a local folder, a Hub name or an alias (default: %(default)s)",
-    )  # fmt: skip
+def _add_weights_options(weights: argparse._ArgumentGroup) -> None:
+    add_base(weights)
     weights.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
         help="of all weights; in half precision near ties may part (default: %(default)s)",
     )  # fmt: skip
     weights.add_argument(
-        "--adapter", action="append", default=[], metavar="[TASK=]NAME|FOLDER",
-        help="the task's streams and LoRA; `none` for the base alone (default: the bundled "
-        "adapter of the task's name, where there is one)",
+        "--adapter", metavar="NAME|FOLDER",
+        help="streams and LoRA; `none` for the base alone (default: the bundled adapter of the "
+        "task's name, where there is one)",
     )  # fmt: skip
     for kind in CHECKPOINTS:
-        is_model = kind == "draft-model"
-        weights.add_argument(
-            f"--{kind}", action="append", default=[],
-            metavar=f"[TASK=]{'MODEL' if is_model else 'FOLDER'}",
-            help=f"what `{kind}` drafts with",
-        )  # fmt: skip
+        metavar = "MODEL" if kind == DRAFT_MODEL else "FOLDER"
+        weights.add_argument(f"--{kind}", metavar=metavar, help=f"what `{kind}` drafts with")
 
 
-def add_run_options(group: argparse._ArgumentGroup) -> None:
-    """Who answers, how often, and where the results go."""
+def _add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--systems", nargs="+", default=list(SYSTEMS), metavar="SYSTEM",
         help=f"which of {', '.join(SYSTEMS)}; mlx-lm and plain always take part (default: all)",
     )  # fmt: skip
-    most = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
-    group.add_argument(
-        "--max-tokens", action="append", default=[], metavar="[TASK=]N",
-        help=f"longest answer (default: {most})",
-    )  # fmt: skip
+    add_max_tokens(group)
     group.add_argument(
         "--repeats", type=int, default=3, metavar="N",
         help="times that every prompt is answered (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--warm-up", type=int, default=1, metavar="N",
-        help="answers of each system before the first that counts (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--temp", type=float, default=0.0, metavar="X",
@@ -133,27 +108,78 @@ def add_run_options(group: argparse._ArgumentGroup) -> None:
         "--readme", type=Path, metavar="FILE",
         help="put the table between the marks <!-- perf.compare --> and <!-- /perf.compare -->",
     )  # fmt: skip
-    group.add_argument("--fresh", action="store_true", help="use no answers of an earlier run")
+    add_fresh(group)
 
 
-def run_plan(plan: Plan, *, fresh: bool) -> dict[str, Any]:
-    """Measure every task; later ones are checked before the first."""
-    for task in plan.tasks:
-        for name, why in task.left_out.items():
-            print(f"{task.task.name}: {name} is left out, {why}", file=sys.stderr)
-    for task in plan.tasks[1:]:
-        load_bench(plan, task)
-    results = []
-    for task in plan.tasks:
-        mx.clear_cache()
-        results.append(task_result(task, measure(plan, task, fresh=fresh)))
-    return result_of(plan, results)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the options ask for."""
+    plan = make_plan(args)
+    for name, why in plan.left_out.items():
+        print(f"{args.task}: {name} is left out, {why}", file=sys.stderr)
+    more = {"data": plan.data.name, "left_out": dict(plan.left_out)}
+    return result_of(plan.experiment, args.model, [task_result(plan.experiment.run(), **more)])
+
+
+def read_results(paths: Sequence[Path]) -> dict[str, Any]:
+    """One result of the tasks of all files, in their order.
+
+    Raises:
+        InputError: a file holds no result or not all that is shown of it, two hold the same task,
+            or they were measured in different ways.
+    """
+    first, *others = (_read_result(path) for path in paths)
+    tasks = list(first["tasks"])
+    for path, result in zip(paths[1:], others, strict=True):
+        _check_same_way(paths[0], first, path, result)
+        names = {task["task"] for task in tasks}
+        twice = [task["task"] for task in result["tasks"] if task["task"] in names]
+        require(
+            not twice,
+            f"{path} holds {', '.join(twice)}, and so does a file before it",
+            expected="every task once",
+            do="leave one of the files out",
+        )
+        tasks += result["tasks"]
+    return {**first, "tasks": tasks}
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    result = read_json(path, "a result of perf.compare")
+    require(
+        set(result) >= _WHOLE,
+        f"{path} holds something else",
+        expected="the compare.json of python -m perf.compare",
+        do="check --from",
+    )
+    with reading(path, PROG):
+        for show in (report, markdown, failures):
+            show(result)
+    return result
+
+
+def _check_same_way(
+    first_path: Path, first: Mapping[str, Any], path: Path, result: Mapping[str, Any]
+) -> None:
+    """One line above the tables says how all of them were measured."""
+    here, there = _settings(first), _settings(result)
+    for key, value in here.items():
+        require(
+            value == there.get(key),
+            f"{key} is {value} in {first_path} and {there.get(key)} in {path}",
+            expected="results that were measured in the same way",
+            do="show them one by one, or measure again",
+        )
+
+
+def _settings(result: Mapping[str, Any]) -> dict[str, Any]:
+    shared = {key: value for key, value in result.items() if key not in ("tasks", "machine")}
+    return {**shared, **result["machine"]}
 
 
 def _main(args: argparse.Namespace) -> int:
     if args.readme is not None:
         check_markers(args.readme)
-    result = run_plan(make_plan(args), fresh=args.fresh) if args.task else read_results(args.saved)
+    result = measure(args) if args.task else read_results(args.saved)
     if args.out is None:
         print(report(result))
     else:

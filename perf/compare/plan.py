@@ -1,62 +1,44 @@
-"""A run of `perf.compare`: tasks, the weights for them, and who can answer."""
+"""A run of `perf.compare`: what is asked, with which weights, and who can answer."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
-from ssmlx.errors import InputError
+from ssmlx.commands.options import Parser, add_tree_options, generate_config
+from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import bundled_adapters, resolve_adapter, resolve_model
-from ssmlx.settings import SamplingConfig
+from ssmlx.settings import GenerateConfig, SamplingConfig
 
-from ..run.common import split_name
-from ..run.samples import read_own_lora
-from ..run.tasks import TASKS, Example, Task, data_file, read_examples, scorer_of
-from .systems import CHECKPOINTS, DRAFT_ALONE, DecodingMethod, parse_systems, with_max_tokens
+from ..run.experiment import Experiment
+from ..run.target import (
+    CHECKPOINTS,
+    DRAFT_ALONE,
+    DRAFT_MODEL,
+    MLX_LM,
+    PLAIN,
+    STREAMS,
+    System,
+    Weights,
+    read_own_lora,
+)
+from ..run.tasks import TASKS, data_file, read_examples, scorer_of
 
-
-@dataclass(frozen=True)
-class TaskPlan:
-    """A task and who answers it.
-
-    Attributes:
-        adapter: its folder; None leaves the base model as it is.
-        checkpoints: what each of `CHECKPOINTS` drafts with, where it is given.
-        left_out: why a system does not take part, by its name.
-    """
-
-    task: Task
-    data: Path
-    examples: Sequence[Example]
-    adapter: Path | None
-    checkpoints: Mapping[str, Path]
-    systems: Sequence[DecodingMethod]
-    left_out: Mapping[str, str]
-    max_tokens: int
-
-    @property
-    def timed(self) -> list[DecodingMethod]:
-        """The systems, and the draft model by itself where there is one."""
-        kinds = [system.kind for system in self.systems]
-        alone = [DecodingMethod(DRAFT_ALONE, DRAFT_ALONE)] if "draft-model" in kinds else []
-        return [*self.systems, *alone]
+SYSTEMS = (MLX_LM, PLAIN, STREAMS, *CHECKPOINTS, "lookahead", "prompt-lookup")
+_RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attention")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run whose options are checked."""
+    """What is measured, and why a system does not take part, by its name."""
 
-    model: str
-    weights: Path
-    dtype: str
-    sampling: SamplingConfig
-    tasks: Sequence[TaskPlan]
-    repeats: int
-    warm_up: int
-    out: Path
+    experiment: Experiment
+    data: Path
+    left_out: Mapping[str, str]
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -65,125 +47,127 @@ def make_plan(args: argparse.Namespace) -> Plan:
     Raises:
         InputError: something is missing, broken, or does not fit the rest.
     """
-    for name, least in (("repeats", 1), ("warm_up", 0)):
-        value = getattr(args, name)
-        if value < least:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(
-                f"{flag} {value}", expected=f"{least} or more", do="give a larger value"
-            )
-    sampling = sampling_of(args)
-    systems = parse_systems(args.systems, sampling)
-    names = list(dict.fromkeys(args.task))
-    flags = ("data", "adapter", "max_tokens", *(kind.replace("-", "_") for kind in CHECKPOINTS))
-    given = {flag: by_task(flag, getattr(args, flag), names) for flag in flags}
-    tasks = [task_plan(args, TASKS[name], given, systems) for name in names]
-    weights = resolve_model(args.model)
+    task = TASKS[args.task]
+    systems = parse_systems(args.systems, _sampling_of(args), args.max_tokens or task.max_tokens)
+    data = data_file(task, args.data, args.data_dir)
+    examples = read_examples(data, task, args.count)
+    scorer_of(task)
+    weights = _weights_of(args)
+    lacking = _lacking(weights)
+    taking_part = [system for system in systems if system.kind not in lacking]
+    drafts = [system for system in taking_part if system.kind == DRAFT_MODEL]
+    alone = [System(DRAFT_ALONE, DRAFT_ALONE, one.config) for one in drafts[:1]]
     make_folder(args.out)
-    return Plan(
-        args.model, weights, args.dtype, sampling, tasks, args.repeats, args.warm_up, args.out
+    experiment = Experiment(
+        name=f"compare-{task.name}",
+        weights=weights,
+        systems=[*taking_part, *alone],
+        examples=examples,
+        task=task,
+        repeats=args.repeats,
+        out=args.out,
+        fresh=args.fresh,
     )
+    left_out = {one.name: lacking[one.kind] for one in systems if one.kind in lacking}
+    return Plan(experiment, data, left_out)
 
 
-def sampling_of(args: argparse.Namespace) -> SamplingConfig:
-    """Greedy, or top-k sampling under a seed, so that every drafter must write the same.
-
-    Raises:
-        InputError: a value is out of range, or would have no effect.
-    """
-    if args.temp == 0 and (args.top_k or args.seed):
-        flag = "--top-k" if args.top_k else "--seed"
-        raise InputError(f"{flag} would do nothing here", expected="--temp", do=f"drop {flag}")
+def _sampling_of(args: argparse.Namespace) -> SamplingConfig:
+    """Greedy, or top-k sampling under a seed, so that every drafter must write the same."""
+    for flag, value in (("--top-k", args.top_k), ("--seed", args.seed)):
+        require(
+            args.temp != 0 or not value,
+            f"{flag} would do nothing here", expected="--temp", do=f"drop {flag}",
+        )  # fmt: skip
     return SamplingConfig(temp=args.temp, top_k=args.top_k, seed=args.seed if args.temp else None)
 
 
-def by_task(flag: str, items: Sequence[str], tasks: Sequence[str]) -> dict[str, str]:
-    """Values by task, of `TASK=VALUE`, or of a VALUE for every task.
+def parse_systems(
+    texts: Sequence[str], sampling: SamplingConfig, max_tokens: int = 256
+) -> list[System]:
+    """The systems to run, mlx-lm and plain decoding always among them.
 
     Raises:
-        InputError: a task is not in this run, or a value is missing or given twice.
+        InputError: one is unknown, named twice, or its options are wrong.
     """
-    flag, found = "--" + flag.replace("_", "-"), dict[str, str]()
-    for item in items:
-        name, value = split_name(item)
-        names = tasks if name is None else [name]
-        if not value or not set(names) <= set(tasks) or set(names) & set(found):
-            raise InputError(
-                f"{flag} {item}",
-                expected=f"TASK=VALUE, once for each task of this run ({', '.join(tasks)})",
-                do="correct it, or name the task after --task",
-            )
-        found |= dict.fromkeys(names, value)
-    return found
+    missing = [kind for kind in (MLX_LM, PLAIN) if kind not in texts]
+    systems: dict[str, System] = {}
+    for text in (*missing, *texts):
+        name, kind, config = _parse_system(text)
+        require(
+            name not in systems,
+            f"--systems names {text!r} twice", expected="each once", do="drop one",
+        )  # fmt: skip
+        config = replace(
+            config, max_tokens=max_tokens,
+            temp=sampling.temp, top_k=sampling.top_k, seed=sampling.seed,
+        )  # fmt: skip
+        systems[name] = System(name, kind, config)
+    return list(systems.values())
 
 
-def task_plan(
-    args: argparse.Namespace,
-    task: Task,
-    given: Mapping[str, Mapping[str, str]],
-    systems: Sequence[DecodingMethod],
-) -> TaskPlan:
-    """A task with its data, its checkpoints, and the systems that have what they need.
+class _SystemParser(Parser):
+    """The drafting options of ssmlx.generate, whose mistakes are told as a system's."""
 
-    Raises:
-        InputError: the data or the adapter is missing or broken.
-    """
-    data = given["data"].get(task.name)
-    path = data_file(task, Path(data) if data else None, args.data_dir)
-    examples = read_examples(path, task, args.count)
-    scorer_of(task)
-    adapter = adapter_of(task, given["adapter"].get(task.name))
-    checkpoints = checkpoints_of(task, given)
-    most = most_tokens(task, given["max_tokens"].get(task.name))
-    lacking = left_out(task, adapter, checkpoints)
-    return TaskPlan(
-        task, path, examples, adapter, checkpoints,
-        [with_max_tokens(system, most) for system in systems if system.kind not in lacking],
-        {system.name: lacking[system.kind] for system in systems if system.kind in lacking},
-        most,
-    )  # fmt: skip
-
-
-def most_tokens(task: Task, given: str | None) -> int:
-    """The longest answer of a task: as given, or its own.
-
-    Raises:
-        InputError: it is no number of tokens.
-    """
-    if given is None:
-        return task.max_tokens
-    if not given.isdecimal() or int(given) < 1:
+    def error(self, message: str) -> NoReturn:
+        """Tell what was wrong."""
         raise InputError(
-            f"--max-tokens {given}", expected="a number of 1 or more", do="correct the option"
+            f"--systems: {self.prog} ({message})",
+            expected="a system, or in quotes a system and drafting options of ssmlx.generate",
+            do="see python -m ssmlx.generate --help",
         )
-    return int(given)
 
 
-def adapter_of(task: Task, given: str | None) -> Path | None:
-    """The folder of a task's adapter: as given, or the bundled one of the task's name."""
-    if given is not None:
-        return resolve_adapter(given)
-    return bundled_adapters().get(task.name)
+def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
+    """`streams lookup=8 --tree full`: a drafter with its keys, and options of ssmlx.generate."""
+    words = text.split()
+    kind, flags = next(iter(words), ""), [n for n, word in enumerate(words) if word[0] == "-"]
+    require(
+        kind in SYSTEMS and not (kind in (MLX_LM, PLAIN) and words[1:]),
+        f"--systems {text!r}",
+        expected="one of " + ", ".join(SYSTEMS) + "; those that draft with options, in quotes",
+        do='write such as --systems mlx-lm streams "streams --tree full"',
+    )
+    name = " ".join(words)
+    if kind == MLX_LM:
+        return name, kind, GenerateConfig(decoding="plain")
+    first = next(iter(flags), len(words))
+    parser = _SystemParser(prog=name, add_help=False, allow_abbrev=False)
+    add_tree_options(parser.add_argument_group())
+    for key in words[1:first]:
+        if key.partition("=")[0] in _RESERVED:
+            parser.error(f"{key} is not a system's to choose here")
+    args = parser.parse_args(words[first:])
+    args.decoding, args.drafter = PLAIN, None
+    if kind != PLAIN:
+        args.decoding, args.drafter = "streaming", " ".join(words[:first])
+    # What its name says, on every machine: no profile of this one decides.
+    return name, kind, generate_config(args).with_default_shape()
 
 
-def checkpoints_of(task: Task, given: Mapping[str, Mapping[str, str]]) -> dict[str, Path]:
-    """The folders that a task's systems draft with, by the kind of system."""
-    found = {}
-    for kind in CHECKPOINTS:
-        value = given[kind.replace("-", "_")].get(task.name)
-        if value is not None:
-            is_model = kind == "draft-model"
-            found[kind] = resolve_model(value) if is_model else Path(value).expanduser()
-    return found
+def _weights_of(args: argparse.Namespace) -> Weights:
+    """The target, by default with the bundled adapter of the task's name, and what drafts."""
+    folder = bundled_adapters().get(args.task)
+    if args.adapter is not None:
+        folder = resolve_adapter(args.adapter)
+    given = {kind: getattr(args, kind.replace("-", "_")) for kind in CHECKPOINTS}
+    checkpoints = {
+        kind: resolve_model(value) if kind == DRAFT_MODEL else Path(value).expanduser()
+        for kind, value in given.items()
+        if value is not None
+    }
+    adapter = None if folder is None else read_own_lora(folder)
+    base = resolve_model(args.model)
+    return Weights(base, args.dtype, adapter=adapter, folder=folder, checkpoints=checkpoints)
 
 
-def left_out(task: Task, adapter: Path | None, checkpoints: Mapping[str, Path]) -> dict[str, str]:
+def _lacking(weights: Weights) -> dict[str, str]:
     """Which kinds of systems lack their weights, and how to give them."""
     lacking = {
-        kind: f"no --{kind} {task.name}=FOLDER" for kind in CHECKPOINTS if kind not in checkpoints
+        kind: f"no --{kind} FOLDER" for kind in CHECKPOINTS if kind not in weights.checkpoints
     }
-    if adapter is None:
-        lacking["streams"] = f"no --adapter {task.name}=FOLDER"
-    elif not read_own_lora(adapter).config.num_streams:
-        lacking["streams"] = "the adapter has no streams"
+    if weights.adapter is None:
+        lacking[STREAMS] = "no --adapter FOLDER"
+    elif not weights.adapter.config.num_streams:
+        lacking[STREAMS] = "the adapter has no streams"
     return lacking

@@ -1,34 +1,96 @@
-"""What `perf.compare` says: tables 1 and 2 with the paper's lines below, memory, and notes."""
+"""What `perf.compare` says: tables 1 and 2 with the paper's lines below, memory, and notes.
+
+And the table of the README, which stands between two marks there; all of it from a result alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from ssmlx.tuning.report import aligned
+from ssmlx.errors import require
+from ssmlx.loading.files import write_whole
+from ssmlx.memory import MIB
 
 from ..paper.published import METHODS, Latency, Span, Speed, latencies, span, speeds
-from ..run.metrics import FEW, estimate
+from ..run.show import (
+    Cell,
+    Columns,
+    Row,
+    cells,
+    figure,
+    interval,
+    metrics,
+    notes_of,
+    number,
+    same_text,
+    table,
+)
 
-Row = Mapping[str, Any]
-MIB = 2**20
+FIRST, LAST = "<!-- perf.compare -->", "<!-- /perf.compare -->"
+NOTES = (
+    "speed-up: ratio of median decode tokens/s to mlx-lm's own stream_generate; "
+    "tokens/call: the paper's call reduction",
+    "latency: of whole answers, from the prompt to the last token; over mlx-lm: ratio of means",
+    "=: every token is plain decoding's, so the metric is that of the same answers",
+    "peak: most memory in use while answering, beside the target's weights; KV cache included",
+    "the paper: models of 1.3B to 7B on an A100, float16; least to most over models",
+)
 
 
-def report(result: Mapping[str, Any]) -> str:
+def report(result: Row) -> str:
     """The result as text."""
     blocks = [[heading(result)]]
     for task in result["tasks"]:
+        rows = task["systems"]
         blocks += [
-            [task_heading(task)],
-            speed_table(task),
-            latency_table(task),
-            memory_table(task),
-            task_notes(task),
+            [f"== {_task_heading(task)}"],
+            table(_speed_columns(task), rows, _paper_lines(task, speeds, _speed_cells)),
+            table(_latency_columns(task), rows, _paper_lines(task, latencies, _latency_cells)),
+            table(_memory_columns(task), rows),
+            _task_notes(task),
         ]
-    return "\n\n".join("\n".join(block) for block in [*blocks, notes(result)] if block)
+    blocks.append([_timing_text(result), *NOTES])
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def heading(result: Mapping[str, Any]) -> str:
+def markdown(result: Row) -> str:
+    """A table for each task, and how it was measured."""
+    lead = f"{heading(result)}. {_timing_text(result)}."
+    return "\n\n".join([lead, *(_task_markdown(task) for task in result["tasks"])])
+
+
+def check_markers(path: Path) -> None:
+    """Check that a file has the two marks, each once and in order.
+
+    Raises:
+        InputError: it has not.
+    """
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    counts = [text.count(mark) for mark in (FIRST, LAST)]
+    require(
+        counts == [1, 1] and text.find(FIRST) < text.find(LAST),
+        f"--readme {path} has no place for the table",
+        expected=f"a file with a line {FIRST} and, below it, a line {LAST}",
+        do="add the two lines where the table shall stand",
+    )
+
+
+def rewrite(path: Path, result: Row) -> None:
+    """Put the tables between the marks; the rest of the file stays as it is.
+
+    Raises:
+        InputError: the marks are missing.
+    """
+    check_markers(path)
+    # Bytes, so that line ends stay what they are.
+    before, rest = path.read_bytes().decode("utf-8").split(FIRST)
+    after = rest.split(LAST)[1]
+    write_whole(path, f"{before}{FIRST}\n{markdown(result)}\n{LAST}{after}".encode())
+
+
+def heading(result: Row) -> str:
     """What was measured, and on what."""
     machine = result["machine"]
     return (
@@ -38,7 +100,7 @@ def heading(result: Mapping[str, Any]) -> str:
     )
 
 
-def decoding_text(result: Mapping[str, Any]) -> str:
+def decoding_text(result: Row) -> str:
     """`greedy`, or how tokens were drawn."""
     if not result["temp"]:
         return "greedy"
@@ -46,8 +108,7 @@ def decoding_text(result: Mapping[str, Any]) -> str:
     return f"temperature {result['temp']:g}{top_k}, seed {result['seed']}"
 
 
-def task_heading(task: Row) -> str:
-    """What a task's answers were to."""
+def _task_heading(task: Row) -> str:
     target = {
         "all": f"the base with the LoRA of {task['adapter']} merged, for every system",
         "task": f"the base with the task's LoRA of {task['adapter']} merged, for every system",
@@ -55,42 +116,84 @@ def task_heading(task: Row) -> str:
         None: "the base as it is",
     }[task["scope"]]
     return (
-        f"== {task['task']}: {task['prompts']} prompts of {task['data']}, at most "
+        f"{task['task']}: {task['prompts']} prompts of {task['data']}, at most "
         f"{task['max_tokens']} tokens an answer; target: {target}"
     )
 
 
-def speed_table(task: Row) -> list[str]:
-    """Table 1."""
-    figures = [f"{name}, %" for name in task["figures"]]
-    head = ["table 1", "speed-up over mlx-lm", "tokens/call", *figures, "extra parameters"]
-    lines = [
-        [
-            row["name"],
-            speedup_text(row),
-            estimate(row["tokens_per_call"]).text(),
-            *figure_cells(task, row),
-            f"{row['extra_parameters']:,}" if row["extra_parameters"] else "-",
-        ]
-        for row in task["systems"]
-    ]
-    return aligned([head, *lines, *paper_lines(task, speeds, speed_cells)])
+def _task_markdown(task: Row) -> str:
+    columns = _markdown_columns(task)
+    rows = [list(columns), ["---"] * len(columns), *cells(columns, task["systems"])]
+    lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    missing = "; ".join(f"{name}: {why}" for name, why in task["left_out"].items())
+    blocks = [f"**{_task_heading(task)}**", lines, f"Left out: {missing}." if missing else ""]
+    return "\n\n".join(block for block in blocks if block)
 
 
-def figure_cells(task: Row, row: Row) -> list[str]:
-    """A system's metric, marked where it is plain decoding's since all tokens are the same."""
-    mark = " =" if row["figures_of"] != row["name"] else "  "
-    return [estimate(row["figures"][name]).text(1) + mark for name in task["figures"]]
+def _speed_columns(task: Row) -> Columns:
+    return {
+        "table 1": lambda row: row["name"],
+        "speed-up over mlx-lm": _speedup_text,
+        "tokens/call": figure("tokens_per_call"),
+        **{name: _marked(cell) for name, cell in metrics(task["figures"]).items()},
+        "extra parameters": number("extra_parameters"),
+    }
 
 
-def speedup_text(row: Row) -> str:
-    """A speed-up with its interval; a dash where there was nothing to time."""
+def _latency_columns(task: Row) -> Columns:
+    drafts = figure("draft_calls_per_answer", 1)
+    return {
+        "table 2": lambda row: row["name"],
+        "target calls": figure("target_calls_per_answer", 1),
+        "draft calls": lambda row: drafts(row) if row["draft_calls"] else "-",
+        "latency, ms": figure("latency_seconds", 0, 1e3),
+        "over mlx-lm": lambda row: _latency_speedup_text(task, row),
+        "first token, ms": figure("first_token_seconds", 0, 1e3),
+        "decode, ms": figure("decode_seconds", 0, 1e3),
+        "decode tokens/s": lambda row: f"{row['tokens_per_second']:.1f}",
+    }
+
+
+def _memory_columns(task: Row) -> Columns:
+    return {
+        "beside the target": lambda row: row["name"],
+        "weights, MiB": lambda row: _mib(row["weight_bytes"]) if row["weight_bytes"] else "-",
+        "peak, MiB": lambda row: _mib(row["peak_bytes"]),
+        "same tokens as plain": same_text(task["prompts"]),
+    }
+
+
+def _markdown_columns(task: Row) -> Columns:
+    return {
+        "system": lambda row: f"`{row['name']}`",
+        "speed-up over mlx-lm": _speedup_text,
+        "tokens per call": figure("tokens_per_call"),
+        "latency, ms (over mlx-lm)": lambda row: (
+            f"{1e3 * row['latency_seconds']['value']:.0f} ({_latency_speedup_text(task, row)})"
+        ),
+        **metrics(task["figures"][:1]),
+        "extra parameters": number("extra_parameters", "0"),
+        "peak memory beside the weights, MiB": lambda row: _mib(row["peak_bytes"]),
+        "same tokens as plain": same_text(task["prompts"]),
+    }
+
+
+def _marked(cell: Cell) -> Cell:
+    """A metric, marked where it is plain decoding's since all tokens are the same."""
+    return lambda row: cell(row) + (" =" if row["figures_of"] != row["name"] else "  ")
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.1f}"
+
+
+def _speedup_text(row: Row) -> str:
     if row["kind"] == "mlx-lm":
         return "1.00"
-    return "-" if row["speedup"] is None else estimate(row["speedup"]).text()
+    return "-" if row["speedup"] is None else interval(row["speedup"], 2)
 
 
-def latency_speedup_text(task: Row, row: Row) -> str:
+def _latency_speedup_text(task: Row, row: Row) -> str:
     """How much sooner whole answers are there than mlx-lm's, prompts and all.
 
     A result of before it was kept has no interval.
@@ -98,127 +201,67 @@ def latency_speedup_text(task: Row, row: Row) -> str:
     if row["kind"] == "mlx-lm":
         return "1.00"
     if "latency_speedup" in row:
-        return estimate(row["latency_speedup"]).text()
+        return interval(row["latency_speedup"], 2)
     base = next(one for one in task["systems"] if one["kind"] == "mlx-lm")
     return f"{base['latency_seconds']['value'] / row['latency_seconds']['value']:.2f}"
 
 
-def latency_table(task: Row) -> list[str]:
-    """Table 2, with what the latency is made of."""
-    head = [
-        "table 2",
-        "target calls",
-        "draft calls",
-        "latency, ms",
-        "over mlx-lm",
-        "first token, ms",
-        "decode, ms",
-        "decode tokens/s",
-    ]
-    lines = [
-        [
-            row["name"],
-            estimate(row["target_calls_per_answer"]).text(1),
-            estimate(row["draft_calls_per_answer"]).text(1) if row["draft_calls"] else "-",
-            milliseconds(row["latency_seconds"]),
-            latency_speedup_text(task, row),
-            *(milliseconds(row[f"{name}_seconds"]) for name in ("first_token", "decode")),
-            f"{row['tokens_per_second']:.1f}",
-        ]
-        for row in task["systems"]
-    ]
-    return aligned([head, *lines, *paper_lines(task, latencies, latency_cells)])
-
-
-def milliseconds(values: Mapping[str, float]) -> str:
-    """Seconds with their interval, as milliseconds."""
-    return estimate({name: 1e3 * value for name, value in values.items()}).text(0)
-
-
-def memory_table(task: Row) -> list[str]:
-    """Memory beside the target's weights, and how many answers are plain decoding's."""
-    head = ["beside the target", "weights, MiB", "peak, MiB", "same tokens as plain"]
-    lines = [
-        [
-            row["name"],
-            f"{row['weight_bytes'] / MIB:.1f}" if row["weight_bytes"] else "-",
-            f"{row['peak_bytes'] / MIB:.1f}",
-            same_text(row, task["prompts"]),
-        ]
-        for row in task["systems"]
-    ]
-    return aligned([head, *lines])
-
-
-def same_text(row: Row, prompts: int) -> str:
-    """How many answers are plain decoding's, token for token."""
-    count = row["same_as_plain"]
-    return "draws of its own" if count is None else f"{count} of {prompts}"
-
-
-def paper_lines(
+def _paper_lines(
     task: Row,
     rows_of: Callable[[str, str], Sequence[Any]],
-    cells: Callable[[Sequence[Any], int], list[str]],
+    cells_of: Callable[[Sequence[Any], int], list[str]],
 ) -> list[list[str]]:
     """The paper's figures for the same task, from least to most over its models."""
     kinds = {row["kind"] for row in task["systems"]}
     found = {kind: rows_of(task["task"], METHODS[kind]) for kind in METHODS if kind in kinds}
     return [
-        [f"  paper: {METHODS[kind]}", *cells(rows, len(task["figures"]))]
+        [f"  paper: {METHODS[kind]}", *cells_of(rows, len(task["figures"]))]
         for kind, rows in found.items()
         if rows
     ]
 
 
-def speed_cells(rows: Sequence[Speed], figures: int) -> list[str]:
+def _speed_cells(rows: Sequence[Speed], figures: int) -> list[str]:
     """The paper's cells of table 1; it has a single exact match, where we have two."""
-    metrics = [span_text(span(column)) for column in zip(*(r.metrics for r in rows), strict=True)]
+    found = [_span_text(span(column)) for column in zip(*(r.metrics for r in rows), strict=True)]
     return [
-        span_text(span(row.speedup for row in rows)),
-        span_text(span(row.call_reduction for row in rows)),
-        *(metrics + ["-"] * figures)[:figures],
-        span_text(span(row.extra_parameters for row in rows), ",.0f"),
+        _span_text(span(row.speedup for row in rows)),
+        _span_text(span(row.call_reduction for row in rows)),
+        *(found + ["-"] * figures)[:figures],
+        _span_text(span(row.extra_parameters for row in rows), ",.0f"),
     ]
 
 
-def latency_cells(rows: Sequence[Latency], figures: int) -> list[str]:
-    """The paper's cells of table 2."""
+def _latency_cells(rows: Sequence[Latency], figures: int) -> list[str]:
     columns = [[r.target_calls, r.draft_calls, r.milliseconds] for r in rows]
     target, draft, time = (span(column) for column in zip(*columns, strict=True))
-    return [
-        span_text(target),
-        span_text(draft) if draft[1] else "-",
-        span_text(time, ".0f"),
-        *["-"] * 4,
-    ]
+    drafts = _span_text(draft) if draft[1] else "-"
+    return [_span_text(target), drafts, _span_text(time, ".0f"), *["-"] * 4]
 
 
-def span_text(values: Span, form: str = ".2f") -> str:
-    """`2.39 to 3.14`."""
+def _span_text(values: Span, form: str = ".2f") -> str:
     low, high = values
     return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
 
 
-def task_notes(task: Row) -> list[str]:
+def _task_notes(task: Row) -> list[str]:
     """What the tables of a task do not show."""
+    rows = task["systems"]
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
-    for row in task["systems"]:
-        lines += [f"{row['name']}: {difference_text(one)}" for one in row["differences"]]
-    for row in task["systems"]:
+    for row in rows:
+        lines += [f"{row['name']}: {_difference_text(one)}" for one in row["differences"]]
+    for row in rows:
         over = row.get("speedup_over_draft_model")
         if over:
-            lines.append(f"{row['name']}: {estimate(over).text()} over the draft model's tokens/s")
+            lines.append(f"{row['name']}: {interval(over, 2)} over the draft model's tokens/s")
     if task["draft_call_seconds"]:
         lines.append(f"draft model: {1e3 * task['draft_call_seconds']:.1f} ms a call")
-    if task["prompts"] < FEW:
-        lines.append(f"fewer than {FEW} prompts: the intervals are narrower than they should be")
-    cut = {row["name"]: row["cut_at_max_tokens"] for row in task["systems"]}
-    lines.append(f"cut at {task['max_tokens']} tokens: {cut['plain']} of plain's answers")
-    return lines
+    cut = next(row["cut_at_max_tokens"] for row in rows if row["name"] == "plain")
+    last = f"cut at {task['max_tokens']} tokens: {cut} of plain's answers"
+    return [*lines, *notes_of(task), last]
 
 
-def difference_text(one: Mapping[str, Any]) -> str:
+def _difference_text(one: Row) -> str:
     """Where an answer parts from plain decoding's, and how sure the target was there."""
     place = f"prompt {one['prompt'] + 1} parts from plain at token {one['token'] + 1}"
     if one["gap"] is None:
@@ -227,23 +270,9 @@ def difference_text(one: Mapping[str, Any]) -> str:
     return f"{place}; the target's two logits are {one['gap']:.2g} apart{tie}"
 
 
-def timing_text(result: Mapping[str, Any]) -> str:
-    """What intervals and times are."""
+def _timing_text(result: Row) -> str:
     many = "s" if result["repeats"] > 1 else ""
     return (
         f"[95 % bootstrap intervals over prompts]; times are medians of {result['repeats']} "
         f"repeat{many} an answer, systems taking turns"
     )
-
-
-def notes(result: Mapping[str, Any]) -> list[str]:
-    """What the columns mean."""
-    return [
-        timing_text(result),
-        "speed-up: ratio of median decode tokens/s to mlx-lm's own stream_generate; "
-        "tokens/call: the paper's call reduction",
-        "latency: of whole answers, from the prompt to the last token; over mlx-lm: ratio of means",
-        "=: every token is plain decoding's, so the metric is that of the same answers",
-        "peak: most memory in use while answering, beside the target's weights; KV cache included",
-        "the paper: models of 1.3B to 7B on an A100, float16; least to most over models",
-    ]

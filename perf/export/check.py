@@ -36,8 +36,8 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import Prompt, read_prompts
 from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 
-from ..run.common import save
-from ..run.tasks import SAMPLE_PROMPTS
+from ..run.results import save
+from ..run.tasks import SQL
 
 PROG = "perf.export.check"
 TIE = 1e-4
@@ -321,7 +321,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--adapter", default="sql", help="that was exported (default: %(default)s)")
     parser.add_argument(
-        "--prompts", type=Path, default=SAMPLE_PROMPTS, metavar="FILE",
+        "--prompts", type=Path, default=SQL.test, metavar="FILE",
         help='objects with a "prompt"',
     )  # fmt: skip
     parser.add_argument("--count", type=int, default=20, help="prompts (default: %(default)s)")

@@ -24,7 +24,7 @@ from ssmlx.loading.load import load
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import GenerateConfig
 
-from ..run.common import save
+from ..run.results import save
 from .check import Answer, add_source_options, exported_answer, mlx_answer, mlx_config
 
 PROG = "perf.export.mac"

@@ -25,7 +25,7 @@ from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
 
-from ..run.common import RESULTS, ROOT
+from ..run.results import RESULTS, ROOT
 from .learning import validations
 
 PROG = "perf.paper.ablation"

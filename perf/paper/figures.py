@@ -1,7 +1,7 @@
 """Figures 4, 5 and 9b of the paper, ours beside what its text gives in numbers.
 
-Ours are drawn from the results of perf.compare (and, for figure 5, of perf.quality with --trees
-and --with-mlx-lm). Figures 6 and 9a come from `python -m perf.paper.ablation draw`.
+Ours are drawn from the results of perf.compare and perf.quality. Figures 6
+and 9a come from `python -m perf.paper.ablation draw`.
 
 Figure 4 is eq. 6 (section 4.1.2), streams against a separate draft model. A token costs what a
 verification step costs, over the tokens that the step advances by:
@@ -31,9 +31,9 @@ from ssmlx.loading.files import make_folder
 from ssmlx.settings import TreeConfig, read_json
 from ssmlx.tuning.report import every_pair, finish, new_figure
 
-from ..run.common import RESULTS, ROOT, reading
-from ..run.metrics import Estimate, estimate
-from ..run.pictures import PAPER_COLOUR, PAPER_TEXT
+from ..run.results import RESULTS, ROOT, reading
+from ..run.show import PAPER_COLOUR, PAPER_TEXT
+from ..run.statistics import Estimate, estimate
 from .published import E2E, MEDUSA, OPT, STREAMS, TABLE_1
 
 PROG = "perf.paper.figures"
@@ -117,34 +117,27 @@ Curve = tuple[str, str]
 Curves = Mapping[Curve, Mapping[int, Point]]
 
 
-def read_results(folders: Sequence[Path], pattern: str, key: str) -> list[Result]:
-    """The results in `folders` and below, the newest last; each has a list `key`.
+def read_results(folders: Sequence[Path]) -> list[Result]:
+    """The results of perf.compare and perf.quality in `folders` and below, the newest last.
 
     Raises:
         InputError: a file is broken, incomplete, or holds something else.
     """
-    paths = {path for folder in folders for path in folder.rglob(pattern)}
+    patterns = ("compare.json", "quality-*.json")
+    paths = {path for folder in folders for one in patterns for path in folder.rglob(one)}
     results: list[Result] = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         result, command = read_json(path, "a result"), f"perf.{path.stem.partition('-')[0]}"
-        if not isinstance(result.get(key), list):
+        if not isinstance(result.get("tasks"), list):
             raise InputError(
                 f"{path} holds no result of {command}",
-                expected=f"an entry {key!r}",
+                expected="an entry 'tasks'",
                 do="move it elsewhere, or measure again",
             )
         with reading(path, command):
-            _read_all(result)
+            parity_points([result]), sampling_curves([result]), tree_curves([result])
         results.append(result)
     return results
-
-
-def _read_all(result: Result) -> None:
-    """Read all that the figures take from a result; KeyError and the like where it lacks some."""
-    if "tasks" in result:
-        parity_points([result]), sampling_curves([result]), tree_curves([result], [])
-    else:
-        list(quality_points(result))
 
 
 def tasks_of(results: Sequence[Result], *, greedy: bool) -> Iterator[tuple[Result, Result]]:
@@ -179,12 +172,9 @@ def parity_points(results: Sequence[Result]) -> list[Parity]:
     return list(points.values())
 
 
-def tree_curves(results: Sequence[Result], quality: Sequence[Result]) -> Curves:
+def tree_curves(results: Sequence[Result]) -> Curves:
     """Figure 5: full trees of streams by k, the children a level, pruned and not."""
     curves: dict[Curve, dict[int, Point]] = defaultdict(dict)
-    for result in quality:
-        for curve, k, point in quality_points(result):
-            curves[curve][k] = point
     for _, task in tasks_of(results, greedy=True):
         for row in task["systems"]:
             options, tree = row["options"], row["options"].get("tree", {})
@@ -200,21 +190,6 @@ def tree_curve(task: str, streams: int | None, prune: Mapping[str, Any]) -> Curv
     how = {"off": "without pruning", "budget": f"pruned to {prune['keep']} nodes",
            "threshold": f"pruned below {prune['threshold']:g}"}[prune["kind"]]  # fmt: skip
     return task, f"gamma = {streams or 'all'}, {how}"
-
-
-def quality_points(result: Result) -> Iterator[tuple[Curve, int, Point]]:
-    """The full trees that a run of perf.quality tried, where mlx-lm was in it."""
-    rows = result["systems"]
-    base = next((row["tokens_per_second"]["value"] for row in rows if row["role"] == "mlx-lm"), 0)
-    for row in rows if base else ():
-        for tree in row.get("trees", ()):
-            kind, _, width = tree["tree"].partition(":")
-            if kind == "full" and "prune" in row:
-                curve = tree_curve(result["task"], row["num_streams"], row["prune"])
-                ratio = tree["tokens_per_second"]["value"] / base
-                # The file holds no interval of this ratio.
-                point = Point(Estimate(ratio, ratio, ratio), estimate(tree["tokens_per_call"]))
-                yield curve, int(width), point
 
 
 def sampling_curves(results: Sequence[Result]) -> Curves:
@@ -344,8 +319,8 @@ def commands() -> dict[str, str]:
         "4": f"{compare} --task sql --draft-model MODEL --systems streams draft-model "
         f"--out {out}/figure-4",
         "5": f"{compare} --task sql --systems {trees} --out {out}/figure-5",
-        "9b": f"for k in 10 20 30 40 50; do {compare} --task e2e --adapter e2e=FOLDER --medusa "
-        f"e2e=FOLDER --systems streams medusa --temp 1 --top-k $k --out {out}/top-k-$k; done",
+        "9b": f"for k in 10 20 30 40 50; do {compare} --task e2e --adapter FOLDER --medusa "
+        f"FOLDER --systems streams medusa --temp 1 --top-k $k --out {out}/top-k-$k; done",
     }
 
 
@@ -355,12 +330,11 @@ def draw_all(folders: Sequence[Path], wanted: Sequence[str], out: Path) -> list[
     Raises:
         InputError: a result is broken.
     """
-    compared = read_results(folders, "compare.json", "tasks")
-    rated = read_results(folders, "quality-*.json", "systems")
+    found = read_results(folders)
     figures: dict[str, tuple[Any, Callable[[Any, str, Path], None], str]] = {
-        "4": (parity_points(compared), draw_parity, CAPTION_4),
-        "5": (tree_curves(compared, rated), draw_trees, CAPTION_5),
-        "9b": (sampling_curves(compared), draw_sampling, CAPTION_9B),
+        "4": (parity_points(found), draw_parity, CAPTION_4),
+        "5": (tree_curves(found), draw_trees, CAPTION_5),
+        "9b": (sampling_curves(found), draw_sampling, CAPTION_9B),
     }
     missing = []
     for name in wanted:

@@ -18,7 +18,8 @@ from ssmlx.settings import read_json
 from ssmlx.training.record import LOG_FILE, read_record
 from ssmlx.tuning.report import aligned, finish, new_figure, publish
 
-from ..run.common import RESULTS, ROOT, split_name
+from ..run.options import split_name
+from ..run.results import RESULTS, ROOT
 
 PROG = "perf.paper.learning"
 COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")

@@ -27,8 +27,8 @@ from ssmlx.settings import from_json, read_json
 from ssmlx.tuning.cost import DraftShape
 from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
 
-from ..run.common import RESULTS
-from ..run.pictures import PAPER_COLOUR
+from ..run.results import RESULTS
+from ..run.show import PAPER_COLOUR
 from .roofline import CHIPS, Bound, Chip, Decoder, Work, call_work, costs
 
 PROG = "perf.predict"

@@ -1,32 +1,46 @@
 """Table 1 of the paper: what the streams cost in quality, and what they save in target calls.
 
-Every system answers the same prompts, greedily and in float32. An adapter of scope "all" is
-compared with --baseline, the same LoRA trained without streams; an adapter of scope "streams" with
-the untouched base, token for token. Each figure has a 95 % bootstrap interval over prompts.
+Every system answers the same prompts, greedily and in float32; mlx-lm's own stream_generate too,
+on the adapter's weights. An adapter of scope "all" is compared with --baseline, the same LoRA
+trained without streams; an adapter of scope "streams" with the untouched base, token for token.
+Each figure has a 95 % bootstrap interval over prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-import mlx.core as mx
-
-from ssmlx.commands.options import add_drafting_options, make_parser, run, template_text
-from ssmlx.tuning.machine import machine
+from ssmlx.commands.options import (
+    add_drafting_options,
+    generate_config,
+    make_parser,
+    run,
+    template_text,
+)
+from ssmlx.errors import InputError, require
+from ssmlx.loading.adapter import read_lora
+from ssmlx.loading.files import make_folder
+from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
+from ssmlx.settings import GenerateConfig, TreeConfig, read_json
 from ssmlx.tuning.report import publish
 
-from ..run.common import BASE, RESULTS
-from ..run.tasks import TASKS, add_data_options
-from .answers import answer_system
-from .plan import make_plan
-from .report import draw, report
-from .summary import is_lossless, result_of
+from ..run.experiment import Experiment
+from ..run.figures import failures, result_of, task_result
+from ..run.options import add_base, add_fresh, add_max_tokens, add_out, check_counts, split_name
+from ..run.statistics import paired_difference
+from ..run.store import Kept
+from ..run.target import MLX_LM, PLAIN, STREAMS, System, Weights, read_own_lora
+from ..run.tasks import TASKS, add_data_options, data_file, read_examples, scorer_of
+from .report import BASELINE, draw, report
 
 PROG = "perf.quality"
 EPILOG = """examples:
   python -m perf.quality --task sql --data-dir data --adapter sql=adapters/sql \\
-      --baseline adapters/sql-lora --trees "full:2,full:4,best:16,best:32,best:64" --with-mlx-lm
+      --baseline adapters/sql-lora --trees "full:2,full:4,best:16,best:32,best:64"
   python -m perf.quality --task chat --data chat.jsonl --adapter adapters/chat-streams
 
 Exact match: the answer is a reference once every run of white space is one space. ROUGE: F1 by
@@ -40,79 +54,179 @@ Exit code 1: answers that must be the same are not."""
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
-    description = (__doc__ or "").partition("\n")[0]
-    parser = make_parser(PROG, description, EPILOG)
+    parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     data = parser.add_argument_group("data")
+    data.add_argument("--task", choices=tuple(TASKS), required=True)
     add_data_options(data)
-    data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
-    add_system_options(parser.add_argument_group("systems"))
+    systems = parser.add_argument_group("systems")
+    add_base(systems)
+    systems.add_argument(
+        "--adapter", required=True, metavar="[NAME=]FOLDER", help="an adapter with streams"
+    )
+    systems.add_argument(
+        "--baseline", type=Path, metavar="FOLDER",
+        help="the same LoRA trained without streams, as mlx-lm reads it (adapters.safetensors and "
+        "adapter_config.json); decoded plainly",
+    )  # fmt: skip
+    systems.add_argument(
+        "--template", type=template_text, metavar="chat|raw|TEXT",
+        help="for every system; \\n is a new line (default: each one's own; the adapter's for a "
+        "baseline that has none)",
+    )  # fmt: skip
     add_drafting_options(parser)
     parser.add_argument(
-        "--trees",
-        metavar="KIND:N,...",
+        "--trees", metavar="KIND:N,...",
         help='several trees on the same prompts, such as "full:2,best:16" (K children a level, or '
         "N nodes); the one with the most tokens per call is reported",
-    )
-    defaults = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
-    parser.add_argument("--max-tokens", type=int, help=f"longest answer (default: {defaults})")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s"
-    )
-    parser.add_argument("--fresh", action="store_true", help="use no answers of an earlier run")
+    )  # fmt: skip
+    add_max_tokens(parser)
+    add_out(parser)
+    add_fresh(parser)
     parser.set_defaults(decoding="streaming", temp=0.0, seed=None)
     args = parser.parse_args(argv)
-    args.max_tokens = TASKS[args.task].max_tokens if args.max_tokens is None else args.max_tokens
+    check_counts(parser, args, "max_tokens")
+    args.max_tokens = args.max_tokens or TASKS[args.task].max_tokens
     return args
 
 
-def add_system_options(systems: argparse._ArgumentGroup) -> None:
-    """Who is asked."""
-    systems.add_argument(
-        "--model",
-        default=BASE,
-        help="the base model: a local folder, a Hub name or an alias (default: %(default)s)",
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The adapter's figures, and beside them the baseline's.
+
+    Raises:
+        InputError: something is missing, broken, or does not fit the rest.
+    """
+    task = TASKS[args.task]
+    trees = tree_systems(args)
+    name, folder = named_adapter(args.adapter)
+    data = data_file(task, args.data, args.data_dir)
+    config = GenerateConfig(decoding="plain", max_tokens=args.max_tokens)
+    plain = [System(MLX_LM, MLX_LM, config), System(PLAIN, PLAIN, config)]
+    scorer_of(task)
+    adapter = read_own_lora(folder)
+    own = Experiment(
+        name=f"quality-{task.name}",
+        weights=Weights(resolve_model(args.model), adapter=adapter, folder=folder),
+        systems=[*plain, *trees],
+        examples=read_examples(data, task, args.count),
+        task=task,
+        template=args.template or adapter.config.prompt_template,
+        out=args.out,
+        fresh=args.fresh,
     )
-    systems.add_argument(
-        "--adapter",
-        action="append",
-        required=True,
-        metavar="[NAME=]FOLDER",
-        help="an adapter with streams; may be given several times",
+    make_folder(args.out)
+    baseline = None
+    if args.baseline is not None:
+        baseline = replace(_baseline(args.baseline.expanduser(), own), systems=plain)
+        baseline.load()  # its mistakes are told before the first answer
+    measured = own.run()
+    parts = [task_result(measured, data=data.name, adapter=name)]
+    if baseline is not None:
+        other = baseline.run()
+        parts.append(task_result(other, data=data.name, adapter=BASELINE))
+        gaps = differences(own, measured.first(PLAIN), other.first(PLAIN))
+        parts[0]["differences"] = gaps
+    return result_of(own, args.model, parts)
+
+
+def differences(of: Experiment, ours: Sequence[Kept], theirs: Sequence[Kept]) -> dict[str, Any]:
+    """The adapter's metric less the baseline's; none where there are no references."""
+    pair = [of.scores(ours), of.scores(theirs)]
+    if of.task is None or pair[0] is None or pair[1] is None:
+        return {}
+    gaps = [paired_difference(a, b) for a, b in zip(*pair, strict=True)]
+    return {n: asdict(gap) for n, gap in zip(of.task.figures, gaps, strict=True)}
+
+
+def named_adapter(item: str) -> tuple[str, Path]:
+    """`NAME=FOLDER`, or a folder or bundled adapter whose own name will do.
+
+    Raises:
+        InputError: the name is taken, or it is no adapter's.
+    """
+    name, given = split_name(item)
+    name = Path(item).expanduser().resolve().name if name is None else name
+    require(
+        name not in ("", "base", "baseline", MLX_LM),
+        f"--adapter {item}: the name {name!r} is empty or taken",
+        expected="a name of its own",
+        do="write --adapter NAME=FOLDER",
     )
-    systems.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="FOLDER",
-        help="the same LoRA trained without streams, as mlx-lm reads it (adapters.safetensors and "
-        "adapter_config.json); decoded plainly",
-    )
-    systems.add_argument(
-        "--with-mlx-lm",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="mlx-lm's own stream_generate too, on the weights of adapter NAME (default: the "
-        "first), or of `baseline`",
-    )
-    systems.add_argument(
-        "--template",
-        type=template_text,
-        metavar="chat|raw|TEXT",
-        help="for every system; \\n is a new line (default: each adapter's own; the first "
-        "adapter's for a baseline that has none)",
-    )
+    folder = resolve_adapter(given)
+    if folder is None:
+        raise InputError(
+            f"--adapter {item}", expected="an adapter", do="give a folder or a bundled name"
+        )
+    return name, folder
+
+
+def _baseline(folder: Path, first: Experiment) -> Experiment:
+    """LoRA without streams; template and end tokens are its own where it has them."""
+    lora, own = read_lora(folder, "--baseline"), dict[str, Any]()
+    if (folder / CONFIG_FILE).exists():
+        own = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
+    assert first.weights.adapter is not None
+    ends = tuple(own.get("end_token_ids") or first.weights.adapter.config.end_token_ids)
+    weights = Weights(first.weights.base, lora=lora, end_tokens=ends, folder=folder)
+    return replace(first, weights=weights, template=own.get("prompt_template") or first.template)
+
+
+def tree_systems(args: argparse.Namespace) -> list[System]:
+    """The trees to try, by label.
+
+    Raises:
+        InputError: an option is out of range, or could have no effect.
+    """
+    config = generate_config(args).with_default_shape()
+    require(
+        config.drafter in (None, STREAMS),
+        f"--drafter {args.drafter}", expected="streams, alone or with its keys", do="drop it",
+    )  # fmt: skip
+    looked_up = f" + {config.lookup_nodes} looked up" if config.lookup_nodes else ""
+    trees: Sequence[Any] = [config.tree]
+    if args.trees is not None:
+        for name in ("tree", "tree_width", "tree_size"):
+            flag = "--" + name.replace("_", "-")
+            require(
+                getattr(args, name) is None,
+                f"{flag} beside --trees", expected="one of them", do=f"drop {flag}",
+            )  # fmt: skip
+        trees = parse_trees(args.trees)
+    return [
+        System(tree_label(tree) + looked_up, STREAMS, replace(config, tree=tree)) for tree in trees
+    ]
+
+
+def parse_trees(text: str) -> list[TreeConfig]:
+    """`full:2,best:16` as trees.
+
+    Raises:
+        InputError: a tree is not KIND:N.
+    """
+    trees = []
+    for item in text.split(","):
+        kind, _, number = item.strip().partition(":")
+        require(
+            kind in ("full", "best") and number.isdigit(),
+            f"--trees {item.strip()!r}",
+            expected="full:K (children a level) or best:N (nodes), with commas between",
+            do='write such as --trees "full:2,best:16"',
+        )
+        size: Mapping[str, Any] = {"width" if kind == "full" else "size": int(number)}
+        trees.append(TreeConfig(kind="full" if kind == "full" else "best", **size))
+    return trees
+
+
+def tree_label(tree: TreeConfig) -> str:
+    """`full:2`, `best:16`, or `best:16, 3 a level`."""
+    if tree.kind == "full":
+        return f"full:{tree.full_width}"
+    return f"best:{tree.size}" + (f", {tree.width} a level" if tree.width else "")
 
 
 def _main(args: argparse.Namespace) -> int:
-    plan = make_plan(args)
-    answers = {}
-    for system in plan.systems:
-        answers[system.name] = answer_system(plan, system, fresh=args.fresh)
-        mx.clear_cache()
-    result = result_of(plan, answers)
-    target = plan.out / f"quality-{plan.task.name}"
-    publish({"machine": machine(), **result}, target, report(result), draw)
-    return 0 if is_lossless(result) else 1
+    result = measure(args)
+    publish(result, args.out / f"quality-{args.task}", report(result), draw)
+    return 1 if failures(result) else 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,15 +8,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ssmlx.calibration.timing import Answer
-from ssmlx.loading.adapter import LORA_FILES, LORA_SETTINGS, STREAMS_FILE
-from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.tuning.machine import machine
+from ssmlx.tuning.machine import machine, power_source
 
-from .common import ROOT
+from .results import ROOT
 
 _ANSWER = [field.name for field in fields(Answer)]
 _TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
@@ -35,47 +34,45 @@ class AnswerStore:
     """Answers on disk, one line each as they come: a run that is stopped goes on from there.
 
     Args:
-        folder: where the file lies.
+        folder: where the file lies; None keeps answers in memory alone.
         name: what its name begins with.
         settings: everything that an answer depends on, beside its key; other settings have
             another file.
     """
 
-    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path | None, name: str, settings: Mapping[str, Any]) -> None:
         # As it will be read again: JSON has no tuples.
         self._settings = json.loads(json.dumps(settings))
-        self.path = folder / f"{name}-{digest(self._settings)}.part.jsonl"
+        own = f"{name}-{digest(self._settings)}.part.jsonl"
+        self.path = None if folder is None else folder / own
         self._kept: dict[str, Kept] = {}
-        self._read()
+        if self.path is not None and self.path.exists():
+            self._read(self.path)
 
-    def __contains__(self, prompt: list[int]) -> bool:
+    def __contains__(self, prompt: Sequence[int]) -> bool:
         return digest(prompt) in self._kept
 
-    def __getitem__(self, prompt: list[int]) -> Kept:
+    def __getitem__(self, prompt: Sequence[int]) -> Kept:
         return self._kept[digest(prompt)]
 
     def forget(self) -> None:
         """Forget every answer."""
         self._kept = {}
-        self.path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
-    def keep(self, prompt: list[int], kept: Kept) -> None:
+    def keep(self, prompt: Sequence[int], kept: Kept) -> None:
         """Add an answer; it is on disk when this returns."""
-        if not self.path.exists():
-            self.path.write_text(json.dumps({"settings": self._settings}) + "\n")
         self._kept[digest(prompt)] = kept
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(self._line(digest(prompt), kept))
-
-    @staticmethod
-    def _line(prompt: str, kept: Kept) -> str:
-        values = {"prompt": prompt, "text": kept.text, "code": kept.code, **asdict(kept.answer)}
-        return json.dumps(values, ensure_ascii=False) + "\n"
-
-    def _read(self) -> None:
-        if not self.path.exists():
+        if self.path is None:
             return
-        text = self.path.read_bytes().decode("utf-8", errors="replace")
+        with self.path.open("a", encoding="utf-8") as file:
+            if not file.tell():
+                file.write(json.dumps({"settings": self._settings}) + "\n")
+            file.write(_line(digest(prompt), kept))
+
+    def _read(self, path: Path) -> None:
+        text = path.read_bytes().decode("utf-8", errors="replace")
         first, *lines = text.split("\n")
         for line in lines if self._are_ours(first) else ():
             # A run that was killed while it wrote leaves half a line.
@@ -85,7 +82,11 @@ class AnswerStore:
                 self._kept[row["prompt"]] = Kept(answer, row["text"], row["code"])
             except (json.JSONDecodeError, KeyError, TypeError):
                 continue
-        self._write_again()
+        whole = [json.dumps({"settings": self._settings}) + "\n"]
+        whole += [_line(prompt, kept) for prompt, kept in self._kept.items()]
+        work = path.with_suffix(f".{os.getpid()}.new")
+        work.write_text("".join(whole), encoding="utf-8")
+        work.replace(path)
 
     def _are_ours(self, first_line: str) -> bool:
         try:
@@ -93,11 +94,10 @@ class AnswerStore:
         except json.JSONDecodeError:
             return False
 
-    def _write_again(self) -> None:
-        lines = [self._line(prompt, kept) for prompt, kept in self._kept.items()]
-        work = self.path.with_suffix(f".{os.getpid()}.new")
-        work.write_text(json.dumps({"settings": self._settings}) + "\n" + "".join(lines))
-        work.replace(self.path)
+
+def _line(prompt: str, kept: Kept) -> str:
+    values = {"prompt": prompt, "text": kept.text, "code": kept.code, **asdict(kept.answer)}
+    return json.dumps(values, ensure_ascii=False) + "\n"
 
 
 def tell_kept(name: str, kept: Sequence[Kept], code: str) -> None:
@@ -109,32 +109,30 @@ def tell_kept(name: str, kept: Sequence[Kept], code: str) -> None:
     print(f"{name}: {len(kept)} answers of an earlier run{note}", file=sys.stderr)
 
 
+@lru_cache(maxsize=1)
 def timed_on() -> dict[str, str]:
     """What of the machine moves a time or a token."""
     found = machine()
-    return {name: found[name] for name in _TIMED_ON}
+    return {**{name: found[name] for name in _TIMED_ON}, "power": power_source()}
 
 
-def weights_version(path: Path, folder: Path | None) -> list[Any]:
-    """Tells one base model and adapter from another: a model by its files, LoRA by its bytes."""
-    base = files_version(path)
-    names = (CONFIG_FILE, STREAMS_FILE, LORA_SETTINGS, *LORA_FILES.values())
-    files = [folder / name for name in names if (folder / name).is_file()] if folder else []
-    return [base, digest([hashlib.sha256(file.read_bytes()).hexdigest() for file in files])]
-
-
-def files_version(path: Path) -> str:
+def files_version(folder: Path | None) -> str | None:
     """Tells one folder's files from another's, by name, size and date."""
-    stats = [(file.name, file.stat()) for file in sorted(path.iterdir()) if file.is_file()]
+    if folder is None:
+        return None
+    stats = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
     return digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 def code_version() -> str:
     """Tells one state of the package's sources from another."""
-    files = sorted((ROOT / "ssmlx").rglob("*.py"))
-    return digest([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
+    return digest([_sha256(path) for path in sorted((ROOT / "ssmlx").rglob("*.py"))])
 
 
 def digest(value: Any) -> str:
     """A short name of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

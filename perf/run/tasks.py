@@ -1,23 +1,27 @@
-"""What is asked: tasks, examples with the answers that would be right, and their scores."""
+"""What is asked: tasks, their examples, and what answers to them are worth.
+
+Scores are percentages, one for each prompt.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+import numpy as np
+from numpy.typing import NDArray
 
-from ssmlx.errors import InputError
-from ssmlx.model.streams import StreamFusedModel
-from ssmlx.prompts import as_messages, encode_prompt, read_prompts
+from ssmlx.errors import InputError, require
+from ssmlx.prompts import Prompt, read_prompts
 
-from .common import ROOT
-from .metrics import Scorer, Scores, exact_match, rouge_scorer, score_all
+from .results import ROOT
 
 EXAMPLES = ROOT / "examples" / "data"
-SAMPLE_PROMPTS = EXAMPLES / "sql_test_100.jsonl"
+Scores = NDArray[np.float64]
+Scorer = Callable[[str, Sequence[str]], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -29,24 +33,22 @@ class Task:
         max_tokens: longest answer.
         figures: the names of its scores.
         test: the data that ships for it, if any.
-        valid: data that ships beside `test`, to choose settings with.
+        is_judged: whether examples must have right answers.
     """
 
     name: str
     max_tokens: int
     figures: tuple[str, str] = ("ROUGE-1", "ROUGE-LSum")
     test: Path | None = None
-    valid: Path | None = None
+    is_judged: bool = True
 
 
-TASKS = {
-    "sql": Task("sql", 64, ("exact match", "exact match, any case"), test=SAMPLE_PROMPTS),
-    "e2e": Task("e2e", 96, test=EXAMPLES / "e2e_test_100.jsonl"),
-    "dialogsum": Task("dialogsum", 128),
-    "chat": Task(
-        "chat", 160, test=EXAMPLES / "chat_test.jsonl", valid=EXAMPLES / "chat_valid.jsonl"
-    ),
-}
+SQL = Task(
+    "sql", 64, ("exact match", "exact match, any case"), test=EXAMPLES / "sql_test_100.jsonl"
+)
+CHAT = Task("chat", 160, test=EXAMPLES / "chat_test.jsonl", is_judged=False)
+_OTHERS = (Task("e2e", 96, test=EXAMPLES / "e2e_test_100.jsonl"), Task("dialogsum", 128))
+TASKS = {task.name: task for task in (SQL, *_OTHERS, CHAT)}
 DATA_HELP = (
     "a JSON object a line: prompt, and completion or references (default: the task's test.jsonl "
     "in --data-dir, or without it what ships in examples/data)"
@@ -58,41 +60,19 @@ class Example:
     """What is asked, and the answers that would be right; none where only tokens are counted.
 
     Attributes:
-        turns: role and text of each turn of a chat, the user's last; mostly one.
+        asked: with "prompt", or the "messages" of a chat, the user's last.
         references: right answers.
     """
 
-    turns: tuple[tuple[str, str], ...]
-    references: tuple[str, ...]
-
-    @property
-    def prompt(self) -> str:
-        """The user's last turn."""
-        return self.turns[-1][1]
-
-    def tokens(
-        self, model: StreamFusedModel, tokenizer: TokenizerWrapper, template: str | None
-    ) -> list[int]:
-        """Under a template; a chat of several turns under the model's own chat template."""
-        messages = [{"role": role, "content": text} for role, text in self.turns]
-        return encode_prompt({"messages": messages}, model, tokenizer, template)
+    asked: Prompt
+    references: tuple[str, ...] = ()
 
 
 def add_data_options(data: argparse._ArgumentGroup) -> None:
-    """The task and its data."""
-    data.add_argument("--task", choices=tuple(TASKS), required=True)
-    data.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE.jsonl",
-        help=DATA_HELP,
-    )
-    add_data_dir(data)
-
-
-def add_data_dir(data: argparse._ArgumentGroup) -> None:
-    """Where whole data sets are."""
+    """The examples of a task."""
+    data.add_argument("--data", type=Path, metavar="FILE.jsonl", help=DATA_HELP)
     data.add_argument("--data-dir", type=Path, metavar="FOLDER", help="holds TASK/test.jsonl")
+    data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
 
 
 def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
@@ -111,27 +91,67 @@ def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path
     return path
 
 
-def read_examples(path: Path, task: Task, count: int | None) -> list[Example]:
+def read_examples(path: Path, task: Task, count: int | None = None) -> list[Example]:
     """The first `count` examples of a data file; all for None.
 
     Raises:
         InputError: a line is broken, or lacks what answers are judged by.
     """
-    if count is not None and count < 1:
-        raise InputError(f"--count {count}", expected="1 or more", do="give a larger number")
+    require(
+        count is None or count > 0,
+        f"--count {count}", expected="1 or more", do="give a larger number",
+    )  # fmt: skip
     examples = []
     for number, row in enumerate(read_prompts(path, "--data"), 1):
         references = row.get("references") or [row.get("completion")]
         bad = not isinstance(references, list) or not all(isinstance(r, str) for r in references)
-        if bad and (task.name != "chat" or references != [None]):
-            raise InputError(
-                f"{path}, object {number}, has no answer to compare with",
-                expected="`completion`, a text, or `references`, a list of texts",
-                do="correct the line",
-            )
-        turns = tuple((turn["role"], turn["content"]) for turn in as_messages(row))
-        examples.append(Example(turns, () if bad else tuple(references)))
+        require(
+            not bad or (not task.is_judged and references == [None]),
+            f"{path}, object {number}, has no answer to compare with",
+            expected="`completion`, a text, or `references`, a list of texts",
+            do="correct the line",
+        )
+        examples.append(Example(row, () if bad else tuple(references)))
     return examples[:count]
+
+
+def normalise_sql(text: str) -> str:
+    """Every run of white space is one space, and none stands at the ends; nothing else changes."""
+    return " ".join(text.split())
+
+
+def exact_match(answer: str, references: Sequence[str]) -> tuple[float, float]:
+    """(100 or 0, the same in any case): is the answer one of the references?"""
+    found, expected = normalise_sql(answer), [normalise_sql(text) for text in references]
+    any_case = found.casefold() in [text.casefold() for text in expected]
+    return 100.0 * (found in expected), 100.0 * any_case
+
+
+def rouge_scorer() -> Scorer:
+    """ROUGE-1 and ROUGE-LSum F1 by `rouge_score`, with its stemmer.
+
+    Each is the best over the references. ROUGE-LSum takes lines for sentences, as `rouge_score`
+    does by default: on texts of one line it is ROUGE-L.
+
+    Raises:
+        InputError: `rouge_score` is not installed.
+    """
+    try:
+        from rouge_score import rouge_scorer as rouge  # type: ignore
+    except ImportError as error:
+        raise InputError(
+            "rouge-score is not installed",
+            expected="it, for every task but sql",
+            do='pip install -e ".[quality]"',
+        ) from error
+    names = ("rouge1", "rougeLsum")
+    scorer: Any = rouge.RougeScorer(list(names), use_stemmer=True)
+
+    def score(answer: str, references: Sequence[str]) -> tuple[float, ...]:
+        best = scorer.score_multi(list(references), answer)
+        return tuple(100.0 * best[name].fmeasure for name in names)
+
+    return score
 
 
 def scorer_of(task: Task) -> Scorer:
@@ -140,12 +160,14 @@ def scorer_of(task: Task) -> Scorer:
     Raises:
         InputError: what it needs is not installed.
     """
-    return exact_match if task.name == "sql" else rouge_scorer()
+    return exact_match if task is SQL else rouge_scorer()
 
 
 def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> Scores | None:
     """[figures, prompts] what answers are worth; None where not all examples have references."""
-    references = [example.references for example in examples]
-    if not all(references):
+    if not all(example.references for example in examples):
         return None
-    return score_all(scorer_of(task), [text.strip() for text in texts], references)
+    scorer = scorer_of(task)
+    pairs = zip(texts, examples, strict=True)
+    rows = [scorer(text.strip(), example.references) for text, example in pairs]
+    return np.array(rows, np.float64).T

@@ -8,105 +8,57 @@ the model's forward alone, and all else that a step does. Writes JSON and a pict
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub.utils import tqdm
-
-from ssmlx.calibration.timing import Answer, in_turns, ssmlx_answer
 from ssmlx.commands.options import make_parser, run
+from ssmlx.loading.files import make_folder
 from ssmlx.settings import GenerateConfig, TreeConfig
 from ssmlx.tuning.machine import machine
+from ssmlx.tuning.report import new_figure, publish
 
-from ..run.common import RESULTS, check_counts, mlx_lm_answer, save
-from ..run.metrics import ratio_interval
-from ..run.samples import Sample, add_sample_options, load_sample
+from ..run import results
+from ..run.figures import task_result
+from ..run.options import check_counts
+from ..run.sample import add_sample_options, sample_experiment
+from ..run.show import COLOURS, Columns, Row, bars, figure, interval, notes_of, same_text, table
+from ..run.target import MLX_LM, PLAIN, STREAMS, System
 from .step_cost import step_cost
 
 PROG = "perf.speed"
-Answerer = Callable[[list[int]], Answer]
-COLOURS = {"streaming": "#0b6e4f", "plain": "#8d99ae", "mlx-lm": "#2b2d42"}
 
 
-def answerers(sample: Sample, max_tokens: int, tree_size: int) -> dict[str, Answerer]:
+def systems(max_tokens: int, tree_size: int) -> list[System]:
     """The systems to time, each greedy and with the same `max_tokens`."""
-    model, tokenizer = sample.model, sample.tokenizer
-    tree = TreeConfig(kind="best", size=tree_size)
-    streaming = GenerateConfig(decoding="streaming", max_tokens=max_tokens, tree=tree)
     plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
-    return {
-        "streaming": lambda prompt: ssmlx_answer(model, tokenizer, prompt, streaming),
-        "plain": lambda prompt: ssmlx_answer(model, tokenizer, prompt, plain),
-        "mlx-lm": lambda prompt: mlx_lm_answer(sample.mlx_model, tokenizer, prompt, max_tokens),
-    }
+    tree = TreeConfig(kind="best", size=tree_size)
+    streaming = replace(plain, decoding="streaming", tree=tree)
+    return [
+        System(MLX_LM, MLX_LM, plain),
+        System(PLAIN, PLAIN, plain),
+        System(STREAMS, STREAMS, streaming),
+    ]
 
 
-def time_all(systems: dict[str, Answerer], prompts: list[list[int]]) -> dict[str, list[Answer]]:
-    """Each system's answers; the order of systems rotates from prompt to prompt."""
-    names = list(systems)
-    for name in names:
-        systems[name](prompts[0])
-    answers: dict[str, list[Answer]] = {name: [] for name in names}
-    for prompt, name in in_turns(tqdm(prompts, desc="prompts", disable=None), names):
-        answers[name].append(systems[name](prompt))
-    return answers
-
-
-def draw(summary: dict[str, Any], path: Path) -> None:
-    """A picture of the tokens/s."""
-    import matplotlib.pyplot as plt
-
-    names = list(COLOURS)
-    figure, axes = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
-    speeds = [summary["tokens_per_second"][name] for name in names]
-    bars = axes.barh(names, speeds, color=[COLOURS[name] for name in names])
-    axes.bar_label(bars, fmt="%.1f", padding=4)
-    axes.invert_yaxis()
-    axes.set_xlabel("decode tokens/s (median over prompts)")
-    axes.set_title(
-        f"{summary['prompts']} prompts of {summary['data']}, {summary['adapter']}, float32, "
-        f"{summary['tokens_per_call']:.2f} tokens a call\n{machine()['machine']}",
-        fontsize=8,
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.12)
-    figure.savefig(path, dpi=150)
-
-
-def summarise(answers: dict[str, list[Answer]]) -> dict[str, Any]:
-    """Speeds, ratios, and whether all systems gave the same tokens."""
-    speeds = {name: [a.tokens_per_second for a in row] for name, row in answers.items()}
-    streaming = answers["streaming"]
-    tokens = [[a.tokens for a in row] for row in answers.values()]
-    return {
-        "prompts": len(streaming),
-        "same_tokens": all(row == tokens[0] for row in tokens),
-        "tokens_per_second": {name: statistics.median(row) for name, row in speeds.items()},
-        "tokens_per_call": sum(len(a.tokens) for a in streaming)
-        / sum(a.target_calls for a in streaming),
-        "streaming_over_mlx_lm": ratio_interval(speeds["streaming"], speeds["mlx-lm"]),
-        "streaming_over_plain": ratio_interval(speeds["streaming"], speeds["plain"]),
-        "plain_over_mlx_lm": ratio_interval(speeds["plain"], speeds["mlx-lm"]),
-    }
-
-
-def report(summary: dict[str, Any], cost: dict[str, Any]) -> str:
+def report(summary: Row, cost: Row) -> str:
     """The result as text."""
-    lines = [f"{name:10} {v:6.1f} tokens/s" for name, v in summary["tokens_per_second"].items()]
-    lines.append(f"tokens per target call {summary['tokens_per_call']:.2f}")
-    for name in ("streaming_over_mlx_lm", "streaming_over_plain", "plain_over_mlx_lm"):
-        ratio, low, high = summary[name]
-        lines.append(f"{name.replace('_', ' '):22} {ratio:.2f}x  [{low:.2f}, {high:.2f}]")
-    lines.append(f"same tokens everywhere: {summary['same_tokens']}")
+    columns: Columns = {
+        "system": lambda row: row["name"],
+        "decode tokens/s": figure("decode_rate", 1),
+        "over mlx-lm": lambda row: interval(row["speedup"], 2) if row["speedup"] else "-",
+        "tokens/call": figure("tokens_per_call"),
+        "same tokens as plain": same_text(summary["prompts"]),
+    }
+    streams = summary["systems"][-1]
+    lines = [*table(columns, summary["systems"]), *notes_of(summary)]
     low, high = cost["interval"]
-    allowed = summary["tokens_per_call"] * cost["one_row"] / cost["forward"]
-    reached = summary["streaming_over_mlx_lm"][0] / allowed
+    allowed = streams["tokens_per_call"]["value"] * cost["one_row"] / cost["forward"]
     lines.append(
-        f"one row takes {cost['one_row'] * 1e3:.1f} ms: the forward allows {allowed:.2f}x, "
-        f"of which {reached:.2f} was reached"
+        f"one row takes {cost['one_row'] * 1e3:.1f} ms: the forward allows {allowed:.2f}x"
+        + (
+            f", {streams['speedup']['value'] / allowed:.2f} of it reached"
+            * bool(streams["speedup"])
+        )
     )
     forward, rest = (f"{cost[name] * 1e3:.1f} ms" for name in ("forward", "rest"))
     lines.append(
@@ -116,21 +68,36 @@ def report(summary: dict[str, Any], cost: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def draw(result: Row, path: Path) -> None:
+    """A picture of the tokens/s."""
+    summary = result["summary"]
+    rows = summary["systems"]
+    picture = new_figure(6.4, 2.6)
+    axes = picture.subplots()
+    label = "decode tokens/s (median over prompts)"
+    colours = [COLOURS[row["kind"]] for row in rows]
+    bars(axes, [row["decode_rate"] for row in rows], label, 1, color=colours)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.invert_yaxis()
+    calls = rows[-1]["tokens_per_call"]["value"]
+    axes.set_title(
+        f"{summary['prompts']} prompts of {summary['data']}, {summary['task']}, float32, "
+        f"{calls:.2f} tokens a call\n{result['machine']['machine']}",
+        fontsize=8,
+    )
+    picture.savefig(path, dpi=150)
+
+
 def _main(args: argparse.Namespace) -> int:
-    # Nonsense is refused before anything is loaded.
-    GenerateConfig(max_tokens=args.max_tokens, tree=TreeConfig(size=args.tree_size))
-    sample = load_sample(args, "all")
-    systems = answerers(sample, args.max_tokens, args.tree_size)
-    cost = step_cost(sample.model, sample.prompts[0], args.tree_size, args.repeats)
-    what = {"adapter": sample.name, "scope": sample.scope, "data": args.prompts.name}
-    summary = {**what, **summarise(time_all(systems, sample.prompts))}
-    print(report(summary, cost))
-    name = f"speed-{sample.name}" if args.adapter else "speed"
-    print("saved", save(name, {"summary": summary, "step": cost}), file=sys.stderr)
-    try:
-        draw(summary, RESULTS / f"{name}.png")
-    except ImportError:
-        print("no picture: pip install matplotlib", file=sys.stderr)
+    three = systems(args.max_tokens, args.tree_size)  # nonsense is refused before loading
+    measured = replace(sample_experiment(args, "all"), systems=three).run()
+    model = measured.target.drafting(STREAMS).model
+    cost = step_cost(model, measured.prompts[0], args.tree_size, args.repeats)
+    summary = task_result(measured, data=args.prompts.name)
+    make_folder(results.RESULTS)
+    name = f"speed-{measured.experiment.name}" if args.adapter else "speed"
+    result = {"machine": machine(), "summary": summary, "step": cost}
+    publish(result, results.RESULTS / name, report(summary, cost), draw)
     return 0
 
 
@@ -139,7 +106,6 @@ def main(argv: list[str] | None = None) -> int:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     add_sample_options(parser, count=20)
-    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--tree-size", type=int, default=TreeConfig().size, metavar="N")
     parser.add_argument("--repeats", type=int, default=40, help="steps that are taken apart")
     args = parser.parse_args(argv)

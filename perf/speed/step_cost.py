@@ -16,10 +16,12 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import Tree, root_tree
 from ssmlx.settings import PruneConfig, TreeConfig
 
-from ..run.metrics import ratio_interval
+from ..run.statistics import median_ratio
 
 WARM_UP = 3
 """Steps before those that are timed."""
+FORWARDS = ("lower", "upper", "second_pass", "logits", "draft_logits")
+"""What the model computes in a step."""
 
 
 class ForwardDone:
@@ -34,9 +36,6 @@ class ForwardDone:
         self._found: dict[str, mx.array] = {}
         self.backbone = self
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
     def forget(self) -> None:
         """Run what is asked for next, and keep that."""
         self._found = {}
@@ -47,25 +46,11 @@ class ForwardDone:
             mx.eval(self._found[name])
         return self._found[name]
 
-    def lower(self, *given: Any) -> mx.array:
-        """See `StreamFusedModel.lower`."""
-        return self._once("lower", lambda: self._model.lower(*given))
-
-    def upper(self, *given: Any) -> mx.array:
-        """See `StreamFusedModel.upper`."""
-        return self._once("upper", lambda: self._model.upper(*given))
-
-    def second_pass(self, *given: Any) -> mx.array:
-        """See `StreamFusedModel.second_pass`."""
-        return self._once("second pass", lambda: self._model.second_pass(*given))
-
-    def logits(self, *given: Any) -> mx.array:
-        """See `Backbone.logits`."""
-        return self._once("logits", lambda: self._model.backbone.logits(*given))
-
-    def draft_logits(self, *given: Any) -> mx.array:
-        """See `StreamFusedModel.draft_logits`."""
-        return self._once("draft logits", lambda: self._model.draft_logits(*given))
+    def __getattr__(self, name: str) -> Any:
+        if name not in FORWARDS:
+            return getattr(self._model, name)
+        own = self._model.backbone if name == "logits" else self._model
+        return lambda *given: self._once(name, lambda: getattr(own, name)(*given))
 
 
 def bare_forward(
@@ -166,6 +151,6 @@ def step_cost(
         steps.run_forward()
         times["rest"].append(seconds_of(steps.rest))
     seconds = {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
-    share, low, high = ratio_interval(times["rest"][WARM_UP:], times["forward"][WARM_UP:])
-    beside = {"beside_forward": share, "interval": [low, high]}
+    share = median_ratio(times["rest"][WARM_UP:], times["forward"][WARM_UP:])
+    beside = {"beside_forward": share.value, "interval": [share.low, share.high]}
     return {**seconds, **beside, "tree_size": steps.tree.num_nodes, "repeats": repeats}

@@ -1,0 +1,109 @@
+"""How sure a figure is: 95 % intervals by resampling prompts.
+
+A percentile bootstrap, seeded: the same prompts are drawn for every figure of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+RESAMPLES, SEED = 5000, 0
+FEW = 30  # prompts below which an interval says too little
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def text(self, digits: int = 2, *, signed: bool = False) -> str:
+        """`1.23 [1.10, 1.40]`."""
+        form = f"{'+' if signed else ''}.{digits}f"
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+    @property
+    def verdict(self) -> str:
+        """For a difference: whether it is more than the noise of these prompts."""
+        if self.low <= 0.0 <= self.high:
+            return "within noise"
+        return f"not within noise: {'higher' if self.value > 0 else 'lower'}"
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """How far the interval reaches below and above; with very few prompts it may miss it."""
+        return max(0.0, self.value - self.low), max(0.0, self.high - self.value)
+
+
+def estimate(values: Mapping[str, float]) -> Estimate:
+    """A figure of a saved result."""
+    return Estimate(values["value"], values["low"], values["high"])
+
+
+@lru_cache(maxsize=1)
+def _picks(num_prompts: int) -> NDArray[np.int64]:
+    """[RESAMPLES, prompts] the prompts that each resample draws."""
+    return np.random.default_rng(SEED).integers(0, num_prompts, (RESAMPLES, num_prompts))
+
+
+def _bootstrap(statistic: Callable[[Any], Any], *rows: ArrayLike) -> Estimate:
+    """`statistic` makes of [rows, resamples, prompts] a figure for each resample."""
+    drawn = np.array(rows, np.float64)
+    found = statistic(drawn[:, _picks(drawn.shape[1])])
+    low, high = np.quantile(found, [0.025, 0.975])
+    return Estimate(float(statistic(drawn[:, None])[0]), float(low), float(high))
+
+
+def _ratio_of_sums(pair: Any) -> Any:
+    above, below = pair.sum(axis=-1)
+    return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+
+
+def _ratio_of_medians(pair: Any) -> Any:
+    above, below = np.median(pair, axis=-1)
+    return above / below
+
+
+def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Estimate:
+    """Sum over sum, each [prompts], resampled together; 0 where nothing is below the line."""
+    return _bootstrap(_ratio_of_sums, numerator, denominator)
+
+
+def mean(values: ArrayLike) -> Estimate:
+    """The mean of [prompts]."""
+    return ratio(values, np.ones(len(np.asarray(values))))
+
+
+def paired_difference(ours: ArrayLike, theirs: ArrayLike) -> Estimate:
+    """Mean of ours - theirs, prompt by prompt."""
+    return mean(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
+
+
+def median(values: Sequence[float]) -> Estimate:
+    """The median of [prompts]."""
+    return median_ratio(values, [1.0] * len(values))
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    """Ratio of the medians of [prompts], resampled together."""
+    return _bootstrap(_ratio_of_medians, ours, theirs)
+
+
+def speedup(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float] | None:
+    """Ratio of the medians of tokens/s, [prompts] each, as JSON values.
+
+    An answer of a single token has none, which is 0 here: such prompts do not count. None where
+    no other is left.
+    """
+    pairs = [pair for pair in zip(ours, theirs, strict=True) if all(pair)]
+    if not pairs:
+        return None
+    return asdict(median_ratio([pair[0] for pair in pairs], [pair[1] for pair in pairs]))

@@ -1,0 +1,299 @@
+"""One model, and all that decodes it: mlx-lm's own loop, plain decoding, and every drafter.
+
+All run on the very same arrays: where a copy happens to lie in memory alone moved tokens/s by
+some 3 %. The target is the base with the LoRA that acts on every row: for an adapter of scope
+"all" its own, for scope "streams" that of a task, or none.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ssmlx.calibration.timing import Answer, ssmlx_answer
+from ssmlx.decoding.drafter import Drafter
+from ssmlx.drafters.draft_model import DraftModel, load_draft_model
+from ssmlx.drafters.heads import load_heads
+from ssmlx.errors import require
+from ssmlx.loading.adapter import Adapter, load_adapter
+from ssmlx.loading.attach import check_base, check_lora
+from ssmlx.loading.load import load_tokenizer, load_weights, resolve_draft_bits
+from ssmlx.memory import Memory, memory_of
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.lora import LoraWeights, RowScope, attach_lora
+from ssmlx.model.shapes import arrays_in
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.plan import make_plan
+from ssmlx.settings import HEAD_DRAFTERS, GenerateConfig
+
+MLX_LM, PLAIN, STREAMS = "mlx-lm", "plain", "streams"
+DRAFT_MODEL, DRAFT_ALONE = "draft-model", "draft model alone"
+CHECKPOINTS = (*HEAD_DRAFTERS, DRAFT_MODEL)
+"""Kinds of systems that draft with weights of their own."""
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to answer, on weights that all share.
+
+    Attributes:
+        name: as in the tables.
+        kind: `MLX_LM`, its own stream_generate; `PLAIN`; a drafter; or `DRAFT_ALONE`, the draft
+            model by itself in mlx-lm's loop, to time its calls.
+        config: its settings; of those mlx-lm's loop has max_tokens, temp, top_k and seed.
+    """
+
+    name: str
+    kind: str
+    config: GenerateConfig
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a target is loaded from.
+
+    Attributes:
+        base: the base model's folder.
+        dtype: as `ssmlx.load` takes it.
+        draft_head: as `ssmlx.load` takes it.
+        adapter: streams and LoRA; None for the base alone, or with `lora`.
+        lora: LoRA on every row where there is no adapter.
+        end_tokens: what ends answers beside the tokenizer's own and the adapter's.
+        folder: of the adapter or LoRA, where it comes from one.
+        checkpoints: what each of `CHECKPOINTS` drafts with, where it is given.
+    """
+
+    base: Path
+    dtype: str = "float32"
+    draft_head: str = "stored"
+    adapter: Adapter | None = None
+    lora: Mapping[str, LoraWeights] = field(default_factory=dict)
+    end_tokens: tuple[int, ...] = ()
+    folder: Path | None = None
+    checkpoints: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def scope(self) -> str | None:
+        """The scope of the streams; "task" where they draft for a fine-tuned model."""
+        if self.adapter is None:
+            return None
+        return "task" if self.adapter.task_lora else self.adapter.config.adapter_scope
+
+
+@dataclass(frozen=True, eq=False)
+class Drafting:
+    """What systems of one kind draft with, loaded.
+
+    Attributes:
+        model: the target, with streams for those that need them.
+        loaded: the draft model or the heads, as `ssmlx.stream_generate` takes them.
+    """
+
+    model: StreamFusedModel
+    loaded: Mapping[str, Any] = field(default_factory=dict)
+
+    def for_one(self) -> dict[str, Any]:
+        """What is loaded, for one answer: a draft model starts each with an empty cache."""
+        draft = self.loaded.get("draft_model")
+        return {"draft_model": DraftModel(draft.model, draft.name)} if draft else {**self.loaded}
+
+
+class Target:
+    """A loaded model with what decodes it.
+
+    Args:
+        weights: what to load.
+
+    Raises:
+        InputError: something is missing, broken, or does not fit the rest.
+
+    Attributes:
+        mlx_model: mlx-lm's own, as its loader made it.
+        plain: ssmlx's, without streams.
+        tokenizer: stops where the adapter's answers end.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights, adapter = weights, weights.adapter
+        model, settings = load_weights(
+            weights.base, weights.dtype, f"{weights.base} cannot be loaded as a model"
+        )
+        self.tokenizer = load_tokenizer(weights.base, settings)
+        backbone = Backbone(on_same_arrays(model))
+        if adapter is not None:
+            check_base(adapter, backbone)
+        lora = weights.lora if adapter is None else adapter.every_row_lora
+        source = weights.folder or Path("the adapter")
+        for every in (lora, adapter.stream_lora if adapter else {}):
+            check_lora(model, every, source)
+        attach_lora(model, lora, RowScope(0), merge=True, dtype=backbone.dtype)
+        mx.eval(model.parameters())
+        ends = (*weights.end_tokens, *(adapter.config.end_token_ids if adapter else ()))
+        self.tokenizer.eos_token_ids = {*self.tokenizer.eos_token_ids, *ends}
+        self.mlx_model = model
+        self.plain = StreamFusedModel(self._backbone())
+        self._drafting: dict[str, Drafting] = {}
+
+    def drafting(self, kind: str) -> Drafting:
+        """What systems of `kind` draft with, loaded when it is first asked for.
+
+        Raises:
+            InputError: it is broken, or another model's.
+        """
+        if kind not in self._drafting:
+            self._drafting[kind] = self._load(kind)
+        return self._drafting[kind]
+
+    def memory(self, kind: str = PLAIN) -> Memory:
+        """What systems of `kind` keep in memory, part by part."""
+        own = self.drafting(kind)
+        return memory_of(own.model, own.model.make_cache(), loaded=own.loaded.values())
+
+    def drafter(self, system: System) -> Drafter | None:
+        """What drafts for a system, made once more; None for plain decoding.
+
+        Raises:
+            InputError: the system's settings do not fit the model.
+        """
+        if system.kind in (MLX_LM, DRAFT_ALONE):
+            return None
+        own = self.drafting(system.kind)
+        return make_plan(own.model, system.config, **own.loaded).drafter
+
+    def extra_parameters(self, system: System) -> int:
+        """Trained numbers that a system needs beside the target's."""
+        if system.kind == STREAMS and self.weights.adapter is not None:
+            return added_parameters(self.weights.adapter)
+        drafter = self.drafter(system)
+        return drafter.num_parameters if drafter else 0
+
+    def answer(self, system: System, prompt: list[int]) -> Answer:
+        """An answer, with the most memory that it took on top of what was in use before."""
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        found = self._answer(system, prompt)
+        return replace(found, peak_bytes=max(0, mx.get_peak_memory() - before))
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of an answer, without its end token."""
+        words = self.tokenizer.detokenizer
+        for token in tokens:
+            if token not in self.tokenizer.eos_token_ids:
+                words.add_token(token)
+        words.finalize()
+        return words.text
+
+    @contextmanager
+    def endless(self) -> Iterator[None]:
+        """No token ends an answer inside the block, so that all answers are equally long."""
+        streams, ends = self.drafting(STREAMS).model, self.tokenizer.eos_token_ids
+        config = streams.config
+        assert config is not None
+        streams.config, self.tokenizer.eos_token_ids = replace(config, end_token_ids=()), set()
+        try:
+            yield
+        finally:
+            streams.config, self.tokenizer.eos_token_ids = config, ends
+
+    def _answer(self, system: System, prompt: list[int]) -> Answer:
+        if system.kind == MLX_LM:
+            return mlx_lm_answer(self.mlx_model, self.tokenizer, prompt, system.config)
+        if system.kind == DRAFT_ALONE:
+            model = self.drafting(DRAFT_MODEL).loaded["draft_model"].model
+            return mlx_lm_answer(model, self.tokenizer, prompt, system.config)
+        own = self.drafting(system.kind)
+        return ssmlx_answer(own.model, self.tokenizer, prompt, system.config, **own.for_one())
+
+    def _backbone(self) -> Backbone:
+        bits = resolve_draft_bits(self.weights.draft_head)
+        return Backbone(on_same_arrays(self.mlx_model), None, bits)
+
+    def _load(self, kind: str) -> Drafting:
+        if kind == STREAMS:
+            return Drafting(self._with_streams())
+        if kind not in CHECKPOINTS:
+            return Drafting(self.plain)
+        folder = self.weights.checkpoints[kind]
+        if kind == DRAFT_MODEL:
+            size, dtype = self.plain.backbone.vocab_size, self.weights.dtype
+            draft = load_draft_model(str(folder), self.tokenizer, size, dtype=dtype)
+            return Drafting(self.plain, {"draft_model": draft})
+        heads = load_heads(folder, self.plain)
+        require(
+            heads.drafter == kind,
+            f"--{kind} {folder} holds heads for {heads.drafter}",
+            expected=f"heads for {kind}",
+            do=f"give it as --{heads.drafter}",
+        )
+        return Drafting(self.plain, {"heads": heads})
+
+    def _with_streams(self) -> StreamFusedModel:
+        """The adapter's streams, with its LoRA unless that is in the target."""
+        adapter, backbone = self.weights.adapter, self._backbone()
+        assert adapter is not None
+        streams = adapter.streams.astype(backbone.dtype)
+        scope = RowScope(0) if adapter.config.adapter_scope == "all" else RowScope()
+        fused = StreamFusedModel(backbone, adapter.config, streams, scope)
+        own = adapter.stream_lora
+        attach_lora(backbone.model, own, scope, merge=False, dtype=backbone.dtype)
+        mx.eval(backbone.model.parameters(), streams.trained)
+        return fused
+
+
+def on_same_arrays(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules, whose arrays are the very arrays of `model`."""
+    return copy.deepcopy(model, {id(array): array for array in arrays_in(model.parameters())})
+
+
+def added_parameters(adapter: Adapter) -> int:
+    """Trained numbers that drafting adds to a model: the streams', and those of the LoRA that acts
+    on their rows alone. LoRA on every row is the target's."""
+    lora = adapter.stream_lora.values()
+    return adapter.streams.num_parameters + sum(one.a.size + one.b.size for one in lora)
+
+
+def read_own_lora(folder: Path) -> Adapter:
+    """An adapter that stands beside its base model.
+
+    Raises:
+        InputError: it is broken, or a fused model.
+    """
+    adapter = load_adapter(folder)
+    require(
+        bool(adapter.lora),
+        f"{folder} has no LoRA of its own: it is a fused model",
+        expected="an adapter folder",
+        do="convert without --fuse",
+    )
+    return adapter
+
+
+def mlx_lm_answer(
+    model: Any, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
+) -> Answer:
+    """Answer with mlx-lm's own `stream_generate`; where it samples, from the seed on."""
+    sampler = None
+    if config.temp:
+        mx.random.seed(config.seed or 0)
+        sampler = make_sampler(config.temp, top_k=config.top_k)
+    tokens, times = [], [time.perf_counter()]
+    responses = mlx_lm.stream_generate(
+        model, tokenizer, prompt, max_tokens=config.max_tokens, sampler=sampler
+    )
+    for response in responses:
+        times.append(time.perf_counter())
+        tokens.append(response.token)
+    started, first, last = times[0], times[1], times[-1]
+    return Answer(tokens, len(tokens), last - first, first - started)

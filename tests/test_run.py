@@ -1,0 +1,345 @@
+"""perf.run: metrics by hand, intervals, kept answers, and all that decodes one target."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+from real import make_adapter, write_base, write_tiny_adapter
+from tiny import make_lora
+
+from perf.run.figures import speedups
+from perf.run.results import machine_load
+from perf.run.statistics import (
+    Estimate,
+    mean,
+    median_ratio,
+    paired_difference,
+    ratio,
+    speedup,
+)
+from perf.run.store import AnswerStore, Kept, files_version
+from perf.run.target import (
+    MLX_LM,
+    PLAIN,
+    STREAMS,
+    System,
+    Target,
+    Weights,
+    added_parameters,
+    read_own_lora,
+)
+from perf.run.tasks import (
+    SQL,
+    TASKS,
+    Example,
+    data_file,
+    exact_match,
+    normalise_sql,
+    read_examples,
+    rouge_scorer,
+    score_texts,
+)
+from ssmlx.calibration.timing import Answer
+from ssmlx.commands import calibrate
+from ssmlx.errors import InputError
+from ssmlx.loading.load import load_base
+from ssmlx.loading.names import bundled_adapters
+from ssmlx.prompts import as_messages, read_prompts
+from ssmlx.settings import GenerateConfig
+
+# -------------------------------------------------------------------------------- metrics
+
+
+def test_sql_is_matched_up_to_white_space():
+    assert normalise_sql("  SELECT a\n\tFROM  t ") == "SELECT a FROM t"
+    assert exact_match("SELECT  a\nFROM t ", ["SELECT a FROM t"]) == (100, 100)
+    assert exact_match("select a from T", ["SELECT a FROM t"]) == (0, 100)
+    assert exact_match("SELECT a FROM t;", ["SELECT a FROM t"]) == (0, 0)
+    assert exact_match("SELECT a,b", ["SELECT a, b"]) == (0, 0)
+    assert exact_match("B", ["a", "B"]) == (100, 100)
+
+
+@pytest.mark.parametrize(
+    ("answer", "references", "found"),
+    [
+        # 3 of 3 words right, 3 of 4 found: F1 = 2 * 1 * 0.75 / 1.75.
+        ("the cat sat", ["the cat sat down"], (600 / 7, 600 / 7)),
+        # The longest common subsequence is "the cat": 2 of 3 and 2 of 4.
+        ("sat the cat", ["the cat sat down"], (600 / 7, 400 / 7)),
+        ("dog", ["cat"], (0, 0)),
+        ("", ["cat"], (0, 0)),
+        # Stemmed, and without case or punctuation.
+        ("Dogs, running!", ["dog runs"], (100, 100)),
+        # ROUGE-LSum takes lines for sentences.
+        ("three four\none two", ["one two\nthree four"], (100, 100)),
+        ("three four one two", ["one two three four"], (100, 50)),
+        # The best over references, figure by figure.
+        ("one two three four", ["four three two one", "one two three six"], (100, 75)),
+    ],
+)
+def test_rouge_against_figures_worked_by_hand(answer, references, found):
+    assert rouge_scorer()(answer, references) == pytest.approx(found)
+
+
+def test_scores_come_figure_by_figure():
+    examples = [Example({}, ("a",)), Example({}, ("b",)), Example({}, ("x",))]
+    found = score_texts(SQL, examples, ["a ", "B", "c"])
+    assert found is not None and found.tolist() == [[100, 0, 0], [100, 100, 0]]
+    assert score_texts(SQL, [*examples, Example({})], ["a"] * 4) is None
+
+
+def test_rouge_that_is_not_installed_is_told(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "rouge_score", None)
+    with pytest.raises(InputError, match=r"rouge-score is not installed.*\[quality\]"):
+        rouge_scorer()
+
+
+# ----------------------------------------------------------------------------------- data
+
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.test])
+def test_what_ships_is_asked_where_no_data_is_named(name):
+    path = data_file(TASKS[name], None)
+    assert (
+        path.parts[-3:-1] == ("examples", "data") and len(read_examples(path, TASKS[name], 2)) == 2
+    )
+
+
+def test_prompts_to_calibrate_with_are_not_the_chats_test():
+    def turns(path: Path) -> set[str]:
+        return {json.dumps(as_messages(row)) for row in read_prompts(path)}
+
+    for name, task in TASKS.items():
+        if task.test:
+            path = calibrate.prompts_of(Namespace(adapter=name, model=""))
+            assert path.parent.name == name and len(turns(path)) > 30
+            assert name != "chat" or not turns(path) & turns(task.test)
+
+
+def test_a_folder_that_is_named_must_have_the_data(tmp_path):
+    with pytest.raises(InputError, match=r"no data file .*test\.jsonl"):
+        data_file(SQL, None, tmp_path)
+    with pytest.raises(InputError, match="no data ships for the task dialogsum"):
+        data_file(TASKS["dialogsum"], None)
+
+
+def test_examples_take_references_before_the_completion(tmp_path):
+    path = tmp_path / "d.jsonl"
+    rows = [{"prompt": "p", "completion": "c"}, {"prompt": "q", "references": ["r", "s"]}]
+    path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    examples = read_examples(path, TASKS["e2e"])
+    assert [example.references for example in examples] == [("c",), ("r", "s")]
+    assert len(read_examples(path, TASKS["e2e"], 1)) == 1
+    path.write_text('{"prompt": "p"}\n')
+    assert read_examples(path, TASKS["chat"])[0].references == ()
+    with pytest.raises(InputError, match="object 1, has no answer to compare with"):
+        read_examples(path, TASKS["e2e"])
+
+
+# ------------------------------------------------------------------------------ intervals
+
+
+def test_an_interval_has_the_width_that_theory_gives_and_is_the_same_in_every_run():
+    values = np.random.default_rng(1).normal(10, 3, 400)
+    found = mean(values)
+    half = 1.96 * values.std() / 20
+    assert found == mean(values.copy()) and found.value == pytest.approx(values.mean())
+    assert found.high - found.value == pytest.approx(half, rel=0.1)
+    assert found.value - found.low == pytest.approx(half, rel=0.1)
+
+
+@pytest.mark.slow
+def test_intervals_hold_the_truth_about_95_times_in_100():
+    rng = np.random.default_rng(2)
+    found = [mean(100 * (rng.random(100) < 0.4)) for _ in range(300)]
+    held = sum(one.low <= 40 <= one.high for one in found)
+    assert 0.91 * 300 <= held <= 0.98 * 300
+
+
+def test_a_ratio_is_of_sums():
+    assert ratio([10, 30], [5, 5]).value == 4.0
+    assert ratio([6, 9, 12], [2, 3, 4]) == Estimate(3, 3, 3)
+    assert ratio([1, 2], [0, 0]) == Estimate(0, 0, 0)
+    assert mean([7.0]) == Estimate(7, 7, 7)
+
+
+def test_a_paired_difference_sees_what_two_intervals_do_not():
+    rng = np.random.default_rng(3)
+    theirs = rng.normal(50, 20, 200)
+    ours = theirs + rng.normal(2, 3, 200)
+    gap = paired_difference(ours, theirs)
+    assert mean(ours).low < mean(theirs).high
+    assert gap.low > 0 and gap.verdict == "not within noise: higher"
+    assert paired_difference(theirs, ours).verdict == "not within noise: lower"
+    assert paired_difference(theirs, theirs).verdict == "within noise"
+
+
+def test_an_estimate_as_text():
+    assert Estimate(1.234, 1.1, 1.456).text() == "1.23 [1.10, 1.46]"
+    assert Estimate(0.5, -1.0, 2.0).text(1, signed=True) == "+0.5 [-1.0, +2.0]"
+    assert Estimate(1.0, 1.5, 2.0).errors == (0.0, 1.0)
+
+
+def test_a_speed_up_is_a_ratio_of_medians_over_prompts():
+    assert median_ratio([4 / 1.0, 4 / 2.0, 1.0], [2.0, 4 / 3, 0.5]).value == pytest.approx(1.5)
+    # A single token takes no time to decode: such an answer says nothing of speed.
+    assert speedup([0.0], [0.0]) is None
+    assert speedup([0.0, 3.0], [1.0, 2.0])["value"] == 1.5
+
+
+def test_speed_ups_are_of_the_median_repeat():
+    def kept(seconds: float) -> Kept:
+        return Kept(Answer([0] * 5, 5, seconds), "", "")
+
+    ours = [[kept(1.0), kept(9.0), kept(1.0)], [kept(2.0)] * 3, [kept(4.0)] * 3]
+    theirs = [[kept(2.0)] * 3, [kept(3.0)] * 3, [kept(8.0)] * 3]
+    system = System(STREAMS, STREAMS, GenerateConfig())
+    found = speedups(system, {STREAMS: ours, MLX_LM: theirs})
+    assert found["speedup"]["value"] == pytest.approx((4 / 2.0) / (4 / 3.0))
+    assert found["latency_speedup"]["value"] == pytest.approx(13 / 7)
+
+
+def test_the_machines_load_is_told():
+    assert machine_load().endswith("cores busy when it began")
+
+
+# --------------------------------------------------------------------------- kept answers
+
+KEPT = Kept(Answer([1, 2], 1, 0.5), "a “b”", "v1")
+
+
+def test_kept_answers_come_back(tmp_path):
+    store = AnswerStore(tmp_path, "sql", {"a": (1, 2)})
+    store.keep([5, 6], KEPT)
+    again = AnswerStore(tmp_path, "sql", {"a": (1, 2)})
+    assert [5, 6] in again and [5] not in again
+    assert again[[5, 6]] == KEPT
+    alone = AnswerStore(None, "sql", {})
+    alone.keep([1], KEPT)
+    assert [1] in alone and [1] not in AnswerStore(None, "sql", {})
+
+
+def test_a_line_that_was_cut_short_is_dropped(tmp_path):
+    store = AnswerStore(tmp_path, "sql", {})
+    store.keep([1], KEPT)
+    store.keep([2], KEPT)
+    whole = store.path.read_bytes()
+    for cut in (1, 30, len(whole) // 3):
+        store.path.write_bytes(whole[:-cut])
+        again = AnswerStore(tmp_path, "sql", {})
+        assert [1] in again
+        again.keep([3], KEPT)
+        assert [3] in AnswerStore(tmp_path, "sql", {})
+
+
+def test_answers_of_other_settings_are_not_mixed_in(tmp_path):
+    one, two = ({"max_tokens": n} for n in (8, 9))
+    first = AnswerStore(tmp_path, "sql", one)
+    first.keep([1], KEPT)
+    second = AnswerStore(tmp_path, "sql", two)
+    assert [1] not in second and first.path != second.path
+    # Nor where a file with the right name says otherwise inside.
+    second.path.write_text(first.path.read_text())
+    assert [1] not in AnswerStore(tmp_path, "sql", two)
+    first.forget()
+    assert [1] not in AnswerStore(tmp_path, "sql", one)
+
+
+def test_a_folder_whose_files_changed_is_another(tmp_path):
+    (tmp_path / "a").write_text("1")
+    first = files_version(tmp_path)
+    (tmp_path / "a").write_text("12")
+    assert files_version(tmp_path) != first and files_version(None) is None
+
+
+# ---------------------------------------------------------------------- on the same arrays
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny base, the same one packed, and an adapter of each scope."""
+    root = tmp_path_factory.mktemp("run")
+    base = write_base(root / "base", width=64)
+    model, config = quantize_model(*load_model(base), group_size=32, bits=4)
+    (root / "packed").mkdir()
+    save_model(root / "packed", model)
+    save_config(config, root / "packed" / "config.json")
+    for path in base.glob("*token*"):
+        (root / "packed" / path.name).write_bytes(path.read_bytes())
+    return root
+
+
+def adapter_of(base: Path, scope: str):
+    """Random streams and LoRA for `base`; of the scope "task", with LoRA on every row besides."""
+    adapter = make_adapter(base, scope="all" if scope == "all" else "streams")
+    backbone, _ = load_base(base, "float32")
+    lora = make_lora(backbone.model, 2, 1, scale=1.0)
+    task = make_lora(backbone.model, 1, 5, scale=1.0) if scope == "task" else {}
+    config = replace(adapter.config, hidden_size=64, prune_rank=0, end_token_ids=(3,))
+    embeddings = 0.3 * mx.random.normal((config.num_streams, 64), key=mx.random.key(2))
+    streams = replace(adapter.streams, embeddings=embeddings, prune=None)
+    return replace(adapter, config=config, streams=streams, lora=lora, task_lora=task)
+
+
+@pytest.mark.parametrize(("base", "dtype"), [("base", "float32"), ("packed", "stored")])
+@pytest.mark.parametrize("scope", ["all", "streams", "task"])
+def test_all_systems_write_the_same_with_the_same_arrays(folders, scope, base, dtype):
+    adapter = adapter_of(folders / "base", scope)
+    target = Target(Weights(folders / base, dtype, adapter=adapter))
+    streams = target.drafting(STREAMS).model
+    ours = {id(array) for _, array in tree_flatten(target.mlx_model.parameters())}
+    for model in (target.plain, streams):
+        arrays = dict(tree_flatten(model.backbone.model.parameters()))
+        own = [name for name, array in arrays.items() if id(array) not in ours]
+        # LoRA on stream rows stands beside the very arrays.
+        assert all(name.endswith((".lora_a", ".lora_b")) for name in own)
+        assert bool(own) == (model is streams and scope != "all")
+    plain = GenerateConfig(decoding="plain", max_tokens=9)
+    systems = [
+        System(MLX_LM, MLX_LM, plain),
+        System(PLAIN, PLAIN, plain),
+        System(STREAMS, STREAMS, replace(plain, decoding="streaming")),
+    ]
+    answers = [target.answer(system, [9, 8, 7, 30]) for system in systems]
+    assert len({tuple(answer.tokens) for answer in answers}) == 1
+    assert answers[2].target_calls <= answers[1].target_calls == len(answers[1].tokens)
+    assert target.weights.scope == scope and {2, 3} <= target.tokenizer.eos_token_ids
+    with target.endless():
+        assert target.tokenizer.eos_token_ids == set() and not streams.config.end_token_ids
+    assert streams.config.end_token_ids == (3,)
+
+
+def test_what_drafting_adds_is_counted_once(tmp_path):
+    base = write_base(tmp_path / "base")
+    for scope in ("all", "streams"):
+        adapter = make_adapter(base, scope=scope)
+        lora = sum(one.a.size + one.b.size for one in adapter.lora.values())
+        streams = adapter.streams.num_parameters
+        assert added_parameters(adapter) == streams + (lora if scope == "streams" else 0)
+        target = Target(Weights(base, adapter=adapter))
+        system = System(STREAMS, STREAMS, GenerateConfig(decoding="streaming"))
+        assert target.extra_parameters(system) == added_parameters(adapter)
+
+
+def test_the_parameters_of_the_bundled_adapters_are_those_of_the_readme():
+    found = {
+        name: added_parameters(read_own_lora(path)) for name, path in bundled_adapters().items()
+    }
+    assert (found["sql"], found["chat"]) == (1_351_488, 1_350_912)
+
+
+def test_an_adapter_without_lora_of_its_own_is_refused(tmp_path):
+    base = write_base(tmp_path / "base")
+    folder = write_tiny_adapter(tmp_path / "x", base)
+    settings = json.loads((folder / "streams_config.json").read_text())
+    (folder / "streams_config.json").write_text(json.dumps({**settings, "fused": True}))
+    with pytest.raises(InputError, match="has no LoRA of its own: it is a fused model"):
+        read_own_lora(folder)
