@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from ssmlx.errors import InputError
 
-from ..reference.model import LoraLinear, LowRank, StreamFusedReference
-from .parts import Head, RowCount, Rows, draft_head, query_groups, wrap_lora
+from ..reference.model import LowRank, StreamFusedReference
+from .parts import Profile, Rows
 from .settings import GraphSizes
 
 # The Neural Engine takes no wider tensor.
@@ -69,22 +69,6 @@ def turn_values(values: torch.Tensor, heads: int, num_streams: int, step: float)
     return turned.reshape(values.shape)
 
 
-class ChannelsLora(nn.Module):
-    """LoRA on stream rows alone, [1, in, 1, R] to [1, out, 1, R]."""
-
-    def __init__(self, wrapped: LoraLinear, count: RowCount) -> None:
-        super().__init__()
-        self.linear, self.adapter, self.scale = wrapped.linear, wrapped.adapter, wrapped.scale
-        self._count = count
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        nodes, y = self._count.nodes, convolve(self.linear, x)
-        if x.shape[3] == nodes:
-            return y
-        delta = self.scale * low_rank(self.adapter, x[..., nodes:])
-        return torch.cat([y[..., :nodes], y[..., nodes:] + delta], dim=3)
-
-
 class OneHotSlots:
     """Where the node rows of a call go, as matrices.
 
@@ -125,44 +109,31 @@ def attend(
     return mixed.reshape(1, heads * width, 1, rows)
 
 
-class AneProfile(nn.Module):
+class AneProfile(Profile):
     """A regular decoder in channels-first layout, on the reference's weights.
-
-    Args:
-        model: the reference; it is used up, as its LoRA is merged or wrapped anew.
-        sizes: of the graph.
 
     Raises:
         InputError: the layers are not those that this profile writes out, or the cache's sizes
             are none that the Neural Engine takes.
     """
 
-    name = "ane"
+    name, axis, piece = "ane", 3, HEAD_PIECE
+    apply = staticmethod(convolve)
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        super().__init__()
-        self.base, self.config, self.sizes = model.base, model.config, sizes
-        self.decoder, self._reference = model.decoder, model
         _check_layers(model)
-        self._count = RowCount()
-        wrap_lora(model, lambda wrapped: ChannelsLora(wrapped, self._count))
+        super().__init__(model, sizes)
         self._heads = model.base.config.num_attention_heads
-        self._kv_heads = self._heads // query_groups(model)
+        self._kv_heads = self._heads // self.groups
         self._width = self.decoder.layers[0].self_attn.head_dim
         self._check_sizes()
-        tables = self.decoder.rotary(torch.arange(sizes.num_positions)[None])
-        assert tables is not None
-        self._rotary = tuple(table[0].t().contiguous() for table in tables)
-        head = model.base.lm_head
-        self.head = Head(head.weight, head.bias, channels_first=True, piece=HEAD_PIECE)
-        self.draft_head = draft_head(model, self.head, channels_first=True, piece=HEAD_PIECE)
+        assert self.rotary is not None
+        self._tables = tuple(table.t().contiguous() for table in self.rotary)
 
     def cache_shape(self) -> tuple[int, ...]:
-        """Of one layer's keys, and of its values."""
         return 1, self._kv_heads * self._width, 1, self.sizes.num_slots
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[1, D, 1, R] of tokens [R]."""
         return self.decoder.embed(tokens[None], positions[None]).transpose(1, 2)[:, :, None]
 
     def run(
@@ -173,10 +144,9 @@ class AneProfile(nn.Module):
         rows: Rows,
         caches: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Layers `first` to `last` - 1; they write into their `caches`."""
-        cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._rotary)
+        cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._tables)
         slots = OneHotSlots(rows.slots, self.sizes.num_slots, rows.mask)
-        self._count.nodes = rows.slots.shape[0]
+        self.count.nodes = rows.slots.shape[0]
         for index in range(first, last):
             layer: Any = self.decoder.layers[index]
             normed = rms_norm(layer.input_layernorm, hidden, 1)
@@ -226,17 +196,8 @@ class AneProfile(nn.Module):
             torch.cat([value_cache, behind], dim=3),
         )
 
-    def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The hidden states of `rows` [m]."""
-        return hidden[..., rows]
-
-    def join(self, nodes: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-        """Stream rows behind node rows."""
-        return torch.cat([nodes, streams], dim=3)
-
     def start_streams(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Eq. 3: the M * G stream rows of M nodes."""
-        model, started = self._reference, nodes
+        model, started = self.reference, nodes
         if model.stream_init is not None:
             started = low_rank(model.stream_init, nodes)
         if self.config.stream_init == "residual":
@@ -250,16 +211,13 @@ class AneProfile(nn.Module):
         return spread.reshape(1, width, 1, -1)
 
     def exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Nodes as the early exit's head takes them (section 3.2.3)."""
-        assert self._reference.prune_adapter is not None
-        return self.norm(nodes + low_rank(self._reference.prune_adapter, nodes))
+        assert self.reference.prune_adapter is not None
+        return self.norm(nodes + low_rank(self.reference.prune_adapter, nodes))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm."""
         return rms_norm(self.decoder.module.norm, hidden, 1)
 
     def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, D]."""
         return hidden[0, :, 0].t()
 
     def _check_sizes(self) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..reference.model import LoraLinear, StreamFusedReference, rotate_values
-from .parts import Head, RowCount, Rows, draft_head, query_groups, wrap_lora
+from ..reference.model import StreamFusedReference, rotate_values
+from .parts import Profile, Rows
 from .settings import GraphSizes
 
 ATTENTION = "ssmlx_export"
@@ -92,53 +92,21 @@ class _SlotKeys:
         )
 
 
-class StreamRowsLora(nn.Module):
-    """LoRA on stream rows alone, where they stand behind the nodes in one call."""
+class GpuProfile(Profile):
+    """The reference's parts, called on a cache of slots."""
 
-    def __init__(self, wrapped: LoraLinear, count: RowCount) -> None:
-        super().__init__()
-        self.linear, self.adapter, self.scale = wrapped.linear, wrapped.adapter, wrapped.scale
-        self._count = count
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        nodes, y = self._count.nodes, self.linear(x)
-        if x.shape[1] == nodes:
-            return y
-        delta = self.scale * self.adapter(x[:, nodes:])
-        return torch.cat([y[:, :nodes], y[:, nodes:] + delta], dim=1)
-
-
-class GpuProfile(nn.Module):
-    """The reference's parts, called on a cache of slots.
-
-    Args:
-        model: the reference; it is used up, as its LoRA is merged or wrapped anew.
-        sizes: of the graph.
-    """
-
-    name = "gpu"
+    name, axis = "gpu", 1
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
-        super().__init__()
-        self.base, self.config, self.sizes = model.base, model.config, sizes
-        self.decoder, self._reference = model.decoder, model
-        self._count = RowCount()
-        wrap_lora(model, lambda wrapped: StreamRowsLora(wrapped, self._count))
+        super().__init__(model, sizes)
         use_grouped_attention(model.base)
-        self.groups = query_groups(model)
-        tables = self.decoder.rotary(torch.arange(sizes.num_positions)[None])
-        self._rotary = None if tables is None else tuple(table[0] for table in tables)
-        self.head = Head(self.base.lm_head.weight, self.base.lm_head.bias, channels_first=False)
-        self.draft_head = draft_head(model, self.head, channels_first=False)
 
     def cache_shape(self) -> tuple[int, ...]:
-        """Of one layer's keys, and of its values."""
         width = self.decoder.layers[0].self_attn.head_dim
         heads = self.base.config.num_attention_heads // self.groups
         return 1, heads, self.sizes.num_slots, width
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[1, R, D] of tokens [R] at positions [R]."""
         return self.decoder.embed(tokens[None], positions[None])
 
     def run(
@@ -149,13 +117,12 @@ class GpuProfile(nn.Module):
         rows: Rows,
         caches: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Layers `first` to `last` - 1; they write into their `caches`."""
         rotary = {}
-        if self._rotary is not None:
-            tables = tuple(table[rows.positions][None].to(hidden.dtype) for table in self._rotary)
+        if self.rotary is not None:
+            tables = tuple(table[rows.positions][None].to(hidden.dtype) for table in self.rotary)
             rotary = {"position_embeddings": tables}
         mask = rows.mask.repeat(1, 1, self.groups, 1)
-        self._count.nodes = rows.slots.shape[0]
+        self.count.nodes = rows.slots.shape[0]
         for layer in range(first, last):
             keys, values = caches[2 * layer : 2 * layer + 2]
             slots = _SlotKeys(keys, values, rows, self.config.rotation_step)
@@ -170,26 +137,14 @@ class GpuProfile(nn.Module):
             hidden = found[0] if isinstance(found, tuple) else found
         return hidden
 
-    def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The hidden states of `rows` [m]."""
-        return hidden[:, rows]
-
-    def join(self, nodes: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-        """Stream rows behind node rows."""
-        return torch.cat([nodes, streams], dim=1)
-
     def start_streams(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Eq. 3: the M * G stream rows of M nodes."""
-        return self._reference.insert_streams(nodes)
+        return self.reference.insert_streams(nodes)
 
     def exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Nodes as the early exit's head takes them (section 3.2.3)."""
-        return self._reference.early_exit_states(nodes)
+        return self.reference.early_exit_states(nodes)
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm."""
         return self.decoder.norm(hidden)
 
     def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, D]."""
         return hidden[0]

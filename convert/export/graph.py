@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import nn
@@ -38,36 +38,11 @@ from ssmlx.exported.backends import DECODE, PREFILL
 from ssmlx.exported.decode import MASKED
 from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
-from .parts import Head, Rows
+from .parts import Profile, Rows
 from .settings import GraphSizes
 
 # Below every path that exists: less than any depth times the least edge, and a float16.
 _IMPOSSIBLE = -1e4
-
-
-class Profile(Protocol):
-    """How a model's parts are laid out: `gpu.GpuProfile` or `ane.AneProfile`."""
-
-    sizes: GraphSizes
-    head: Head
-    draft_head: Head
-
-    def cache_shape(self) -> tuple[int, ...]: ...
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
-    def run(
-        self,
-        hidden: torch.Tensor,
-        first: int,
-        last: int,
-        rows: Rows,
-        caches: Sequence[torch.Tensor],
-    ) -> torch.Tensor: ...
-    def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor: ...
-    def join(self, nodes: torch.Tensor, streams: torch.Tensor) -> torch.Tensor: ...
-    def start_streams(self, nodes: torch.Tensor) -> torch.Tensor: ...
-    def exit_states(self, nodes: torch.Tensor) -> torch.Tensor: ...
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor: ...
-    def as_rows(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ probability of a drafted token, and each stream's likeliest tokens do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from ..reference.checkpoint import merge_lora
 from ..reference.model import LoraLinear, StreamFusedReference
+from .settings import GraphSizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,24 +42,6 @@ class RowCount:
     """Rows in front of a call's stream rows, shared by its LoRA modules."""
 
     nodes: int = 0
-
-
-def query_groups(model: StreamFusedReference) -> int:
-    """H / Hkv; attention modules that do not name it have a KV head for every query head."""
-    return getattr(model.decoder.layers[0].self_attn, "num_key_value_groups", 1)
-
-
-def wrap_lora(model: StreamFusedReference, wrap: Callable[[LoraLinear], nn.Module]) -> None:
-    """Make LoRA free where it acts on every row; else let `wrap` apply it to stream rows."""
-    if model.config.adapter_scope == "all":
-        merge_lora(model)
-        return
-    for path, adapted in model.adapters.items():
-        _, index, place = path.split(".", 2)
-        parent, _, name = place.rpartition(".")
-        layer: Any = model.decoder.layers[int(index)]
-        setattr(layer.get_submodule(parent), name, wrap(adapted))
-    model.adapters = {}
 
 
 class Head(nn.Module):
@@ -133,13 +117,130 @@ class Head(nn.Module):
         return tokens, logprobs - self.log_total(hidden)[:, None]
 
 
-def draft_head(
-    model: StreamFusedReference, head: Head, *, channels_first: bool, piece: int | None = None
-) -> Head:
-    """The head of the draft vocabulary; `head` itself where streams draft from all tokens."""
-    vocab = model.draft_vocab
-    if vocab is None:
-        return head
-    bias = None if head.bias is None else head.bias[vocab]
-    weight = head.weight[vocab].detach()
-    return Head(weight, bias, channels_first=channels_first, piece=piece)
+def columns(x: torch.Tensor, axis: int, first: int | None, last: int | None = None) -> torch.Tensor:
+    """Rows `first` to `last` - 1 of hidden states, which stand along `axis`."""
+    return x[:, first:last] if axis == 1 else x[..., first:last]
+
+
+class StreamRowsLora(nn.Module):
+    """LoRA on stream rows alone, where they stand behind the nodes in one call.
+
+    Args:
+        wrapped: the reference's.
+        count: of the call.
+        axis: of the rows.
+        apply: a linear module on the profile's layout.
+    """
+
+    def __init__(self, wrapped: LoraLinear, count: RowCount, axis: int, apply: Any) -> None:
+        super().__init__()
+        self.linear, self.adapter, self.scale = wrapped.linear, wrapped.adapter, wrapped.scale
+        self._count, self._axis, self._apply = count, axis, apply
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nodes, axis, y = self._count.nodes, self._axis, self._apply(self.linear, x)
+        if x.shape[axis] == nodes:
+            return y
+        pair, own = self.adapter, columns(x, axis, nodes)
+        delta = self.scale * self._apply(pair.lora_B, self._apply(pair.lora_A, own))
+        return torch.cat([columns(y, axis, None, nodes), columns(y, axis, nodes) + delta], axis)
+
+
+class Profile(nn.Module, ABC):
+    """How a model's parts are laid out; `gpu.py` and `ane.py` have one each.
+
+    Args:
+        model: the reference; it is used up, as its LoRA is merged or wrapped anew.
+        sizes: of the graph.
+
+    Attributes:
+        name: of --profile.
+        axis: of the rows in hidden states.
+        piece: most rows of a matrix of an LM head.
+        groups: H / Hkv.
+        rotary: cosines and sines [positions, width]; None where the model has none.
+        count: rows in front of a call's stream rows.
+    """
+
+    name: str
+    axis: int
+    piece: int | None = None
+
+    def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
+        super().__init__()
+        self.base, self.config, self.sizes = model.base, model.config, sizes
+        self.decoder, self.reference, self.count = model.decoder, model, RowCount()
+        self._wrap_lora(model)
+        # Attention modules that do not name it have a KV head for every query head.
+        self.groups = getattr(self.decoder.layers[0].self_attn, "num_key_value_groups", 1)
+        tables = self.decoder.rotary(torch.arange(sizes.num_positions)[None])
+        self.rotary = None if tables is None else tuple(table[0] for table in tables)
+        head = self.base.lm_head
+        self.head = self.draft_head = self._head(head.weight, head.bias)
+        if (vocab := model.draft_vocab) is not None:
+            bias = None if head.bias is None else head.bias[vocab]
+            self.draft_head = self._head(head.weight[vocab].detach(), bias)
+
+    def _head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
+        return Head(weight, bias, channels_first=self.axis == 3, piece=self.piece)
+
+    def _wrap_lora(self, model: StreamFusedReference) -> None:
+        """Make LoRA free where it acts on every row; else apply it to stream rows."""
+        if model.config.adapter_scope == "all":
+            merge_lora(model)
+            return
+        for path, adapted in model.adapters.items():
+            _, index, place = path.split(".", 2)
+            parent, _, name = place.rpartition(".")
+            layer: Any = model.decoder.layers[int(index)]
+            wrapped = StreamRowsLora(adapted, self.count, self.axis, self.apply)
+            setattr(layer.get_submodule(parent), name, wrapped)
+        model.adapters = {}
+
+    @staticmethod
+    def apply(linear: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """A linear module on hidden states of this layout."""
+        return linear(x)
+
+    def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The hidden states of `rows` [m]."""
+        return hidden[:, rows] if self.axis == 1 else hidden[..., rows]
+
+    def join(self, nodes: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+        """Stream rows behind node rows."""
+        return torch.cat([nodes, streams], dim=self.axis)
+
+    @abstractmethod
+    def cache_shape(self) -> tuple[int, ...]:
+        """Of one layer's keys, and of its values."""
+
+    @abstractmethod
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states of tokens [R] at positions [R]."""
+
+    @abstractmethod
+    def run(
+        self,
+        hidden: torch.Tensor,
+        first: int,
+        last: int,
+        rows: Rows,
+        caches: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Layers `first` to `last` - 1; they write into their `caches`."""
+
+    @abstractmethod
+    def start_streams(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Eq. 3: the M * G stream rows of M nodes."""
+
+    @abstractmethod
+    def exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
+        """Nodes as the early exit's head takes them (section 3.2.3)."""
+
+    @abstractmethod
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm."""
+
+    @abstractmethod
+    def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, D]."""
