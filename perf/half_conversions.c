@@ -4,7 +4,7 @@
  * conversion: 95 % of its time. These give the same bits four times as fast:
  *
  *     cc -O2 -shared -fPIC -o half_conversions.so perf/half_conversions.c
- *     LD_PRELOAD=$PWD/half_conversions.so python -m perf.export.check exported/ai
+ *     LD_PRELOAD=$PWD/half_conversions.so python -m perf.export exported/ai
  *
  * A processor without F16C (before 2012) stops at an illegal instruction.
  */

@@ -7,7 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +25,7 @@ from convert.export import compression
 from convert.export.coreml import convert_graph, import_coremltools, merge_functions
 from convert.export.export import Report, build_graphs, export
 from convert.export.settings import ExportConfig
-from perf.export import check as export_check
-from perf.export import mac as export_mac
+from perf.export import __main__ as perf_export
 from ssmlx import exported
 from ssmlx.api import stream_generate
 from ssmlx.export import main
@@ -231,79 +230,32 @@ def test_the_folder_holds_all_that_a_host_needs(make_export):
 # --- The commands that measure ---
 
 
+def interpreted(folder: Path, units: str | None = None) -> exported.ExportedModel:
+    """What `perf.export` runs a package with, but without a Mac."""
+    return exported.load(folder, backend=interpreted_backend)
+
+
+def measured(folder: Path, results: Path, monkeypatch, *more: str) -> dict:
+    monkeypatch.setattr("perf.run.results.RESULTS", results)
+    monkeypatch.setattr(perf_export, "load_exported", interpreted)
+    asked = ("--name", "check", "--compute-units", "cpu-only", *more)
+    assert perf_export.main([str(folder), *asked]) == 0
+    (row,) = json.loads((results / "check.json").read_text())["rows"]
+    return row
+
+
 def test_the_check_compares_with_plain_decoding(make_export, tmp_path, monkeypatch, capsys):
     made = make_export(precision="float32", profile="gpu")
-    monkeypatch.setattr("perf.run.results.RESULTS", tmp_path)
-    monkeypatch.setattr(export_check, "load_exported", interpreted)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
-    base, adapter = made.folders.base, made.folders.adapter
-    arguments = [str(made.out), "--model", str(base), "--adapter", str(adapter)]
-    arguments += ["--prompts", str(prompts), "--max-tokens", "12", "--name", "check"]
-    assert export_check.main(arguments) == 0
-    (row,) = json.loads((tmp_path / "check.json").read_text())["rows"]
+    source = ("--model", str(made.folders.base), "--adapter", str(made.folders.adapter))
+    asked = ("--prompts", str(prompts), "--max-tokens", "12")
+    row = measured(made.out, tmp_path, monkeypatch, *source, *asked)
     assert (row["prompts"], row["same_tokens"], row["same_calls"]) == (3, 3, 3)
-    assert row["tokens_per_call"] == row["mlx_tokens_per_call"] > 1
+    mine, mlx, plain = row["tokens_per_call"]
+    assert mine == mlx > plain == 1
     assert row["megabytes"] == round(made.report.package_bytes / 1e6, 1)
     assert "same tokens 3/3" in capsys.readouterr().out
-
-
-def interpreted(folder: Path) -> tuple[exported.ExportedModel, str]:
-    """What `perf.export.check` runs a package with, but without a Mac."""
-    return exported.load(folder, backend=interpreted_backend), "interpreter"
-
-
-class Nudged:
-    """A backend whose second draft ranks other tokens."""
-
-    def __init__(self, backend):
-        self.backend, self.drafts = backend, 0
-
-    def make_state(self):
-        self.drafts = 0
-        return self.backend.make_state()
-
-    def predict(self, function, inputs, state):
-        found = dict(self.backend.predict(function, inputs, state))
-        self.drafts += function == "decode"
-        if self.drafts == 2:
-            found["candidate_tokens"] = (found["candidate_tokens"] + 1) % 64
-        return found
-
-
-def test_the_check_tells_a_tie_from_another_draft(make_export, monkeypatch):
-    """Calls that differ are forgiven where two nodes are equally likely, and only there."""
-    made = make_export(precision="float32", profile="gpu")
-    package, _ = interpreted(made.out)
-    worse = replace(package, backend=Nudged(package.backend))
-    prompt = exported.prompt_tokens(package, PROMPTS[0])
-    mine, theirs = (export_check.exported_answer(m, prompt, 12) for m in (worse, package))
-    assert mine.tokens == theirs.tokens and mine.target_calls > theirs.target_calls
-    call = export_check.parting_call(mine.advances, theirs.advances)
-    assert call == 2 and mine.advances[:2] == theirs.advances[:2]
-    recorder = export_check.Recorder(package.backend)
-    export_check.exported_answer(replace(package, backend=recorder), prompt, 12)
-    expected = export_check.margin(recorder.logprobs[1], package.manifest.tree)
-    assert export_check.deciding_margin(worse, prompt, call, 12) == expected > 0
-
-    monkeypatch.setattr(export_check, "load_exported", lambda folder: (worse, "nudged"))
-    model = made.folders.mlx()
-    row = export_check.check(made.out, model, PROMPTS[:1], 12)
-    assert (row.same_tokens, row.same_calls) == (1, 0) and row.tree_margin == expected
-    assert not row.is_exact
-    assert replace(row, tree_margin=0.0).is_exact and replace(row, tree_margin=9e-5).is_exact
-    assert not replace(row, same_tokens=0, tree_margin=0.0).is_exact
-
-
-def test_the_margin_of_a_tree():
-    tables = TreeTables.of(draft_topology(TreeConfig(size=3), 2), 3)
-    logprobs = np.log(np.array([[0.5, 0.25], [0.5, 0.1]], np.float32))
-    # Below the root: 0.5, then 0.25 and 0.5 * 0.5 for the one place that is left.
-    assert export_check.margin(logprobs, tables) == pytest.approx(0, abs=1e-6)
-    logprobs[0, 1] = np.log(0.2)
-    assert export_check.margin(logprobs, tables) == pytest.approx(np.log(0.25 / 0.2), abs=1e-6)
-    whole = TreeTables.of(draft_topology(TreeConfig(kind="full", width=2), 2), 7)
-    assert export_check.margin(logprobs, whole) == float("inf")
 
 
 def test_the_check_knows_the_tree_of_a_package():
@@ -313,7 +265,7 @@ def test_the_check_knows_the_tree_of_a_package():
         manifest = SimpleNamespace(
             tree=tables, num_streams=3, num_nodes=tables.size, num_kept=tables.size - 1
         )
-        found = export_check.mlx_config(manifest, 5)
+        found = perf_export.mlx_config(manifest, 5)
         same = draft_topology(found.tree, 3)
         assert same.num_candidates == topology.num_candidates
         for name in ("slots", "depths", "paths"):
@@ -321,7 +273,7 @@ def test_the_check_knows_the_tree_of_a_package():
         assert found.prune == PruneConfig(kind="budget", keep=tables.size - 1)
 
 
-def test_the_macs_report_counts_operations_and_cost_by_device():
+def test_operations_and_cost_are_counted_by_device():
     class ANEComputeDevice:
         pass
 
@@ -330,21 +282,19 @@ def test_the_macs_report_counts_operations_and_cost_by_device():
             None if op == "const" else SimpleNamespace(preferred_compute_device=ANEComputeDevice())
         )
     )
-    assert export_mac._device(plan, "const") is None
-    assert export_mac._device(plan, "conv") == "ANE"
-    placed = export_mac.placement([("GPU", 3.0), ("CPU", 1.0), ("GPU", None), (None, None)])
-    assert placed.operations == {"GPU": 2, "CPU": 1}
-    assert placed.cost == {"GPU": 0.75, "CPU": 0.25}
-    answers = [export_check.Answer(tokens=(1, 2, 3), target_calls=2, seconds=0.5)]
-    row = export_mac.speed("x", answers, answers, placed)
-    assert (row.tokens_per_second, row.tokens_per_call, row.call_ms) == (6.0, 1.5, 250.0)
-    assert row.same_tokens == 1 and "GPU 2 operations (75%)" in str(row)
+    assert perf_export.device_of(plan, "const") is None
+    assert perf_export.device_of(plan, "conv") == "ANE"
+    costs = [("GPU", 3.0), ("CPU", 1.0), ("GPU", None), (None, None)]
+    expected = ({"GPU": 2, "CPU": 1}, {"GPU": 0.75, "CPU": 0.25})
+    assert perf_export.placement(costs) == expected
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is there")
-def test_the_macs_report_needs_a_mac(tmp_path, capsys):
-    assert export_mac.main([str(tmp_path)]) == 2
-    assert "run this on a Mac" in one_line(capsys.readouterr().err, "perf.export.mac")
+def test_core_ml_needs_a_mac(make_export, capsys):
+    made = make_export(precision="float32", profile="gpu")
+    source = ("--model", str(made.folders.base), "--adapter", str(made.folders.adapter))
+    assert perf_export.main([str(made.out), *source]) == 2
+    assert "Core ML runs on macOS alone" in one_line(capsys.readouterr().err, "perf.export")
 
 
 # --- Compression ---
@@ -492,9 +442,6 @@ def test_no_core_ml_state_in_float32():
 def test_a_package_of_the_real_model_writes_what_mlx_writes(changes, tmp_path, monkeypatch):
     settings = config(context=512, chunk=64, tree=TreeConfig(), **changes)
     export("smollm2-135m-q4_1", "sql", tmp_path / "sql", settings)
-    monkeypatch.setattr("perf.run.results.RESULTS", tmp_path)
-    monkeypatch.setattr(export_check, "load_exported", interpreted)
-    asked = ("--count", "3", "--max-tokens", "32", "--name", "check")
-    assert export_check.main([str(tmp_path / "sql"), *asked]) == 0
-    (row,) = json.loads((tmp_path / "check.json").read_text())["rows"]
+    asked = ("--count", "3", "--max-tokens", "32")
+    row = measured(tmp_path / "sql", tmp_path, monkeypatch, *asked)
     assert row["same_tokens"] >= (3 if settings.precision == "float32" else 2)  # near-ties flip

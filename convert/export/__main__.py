@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.settings import DEFAULT_MODEL, PruneConfig, TreeConfig
 
 from ..installed import check_installed
+from .settings import ExportConfig
 
 if TYPE_CHECKING:
     from .export import Report
-    from .settings import ExportConfig
 
 PROG = "ssmlx.export"
 _NEEDED = {
@@ -46,67 +47,40 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="the streams that draft, and LoRA: a bundled adapter's name or a folder (default: "
         "those of a fused model folder)",
     )  # fmt: skip
-    _add_asset_options(parser.add_argument_group("asset"))
-    _add_shape_options(parser.add_argument_group("shapes, which are fixed in the asset"))
+    asset = parser.add_argument_group("asset")
+    shapes = parser.add_argument_group("shapes, which are fixed in the asset")
+    for one in _options():
+        allowed, default = one.metadata["allowed"], one.default
+        text = one.metadata["help"] + ("" if default is None else f" (default: {default})")
+        flag = allowed.option or "--" + one.name.replace("_", "-")
+        if allowed.choices:
+            asset.add_argument(
+                flag, dest=one.name, choices=allowed.choices, default=default, help=text
+            )
+        else:
+            shapes.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    _add_tree_options(shapes)
     return parser.parse_args(argv)
 
 
-def _add_asset_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--target", choices=("coreml", "coreai"), default="coreml",
-        help="coreml: an .mlpackage for iOS 18, macOS 15 and later; coreai: an .aimodel for OS 27 "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--profile", choices=("gpu", "ane"), default="gpu",
-        help="gpu: fused attention, scattered cache writes; ane: for the Neural Engine, "
-        "channels first, one-hot cache writes (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--compress", choices=("none", "int8", "int4", "palettised"), default="none",
-        help="weights of layers and LM head: int8 a row; int4 in blocks of 32, for gpu; "
-        "palettised, 4 bits, for ane (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--dtype", choices=("float16", "float32"), default="float16",
-        help="of weights and arithmetic; float32 is for checking tokens, and in Core ML makes the "
-        "cache inputs and outputs, as its state is float16 alone (default: %(default)s)",
-    )  # fmt: skip
+def _options() -> list[Field[Any]]:
+    return [one for one in fields(ExportConfig) if one.metadata.get("help")]
 
 
-def _add_shape_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--context", type=int, default=1024, metavar="S",
-        help="tokens that the cache has room for (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--chunk", type=int, default=64, metavar="T",
-        help="prompt tokens a call of prefill (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--num-streams",
-        type=int,
-        metavar="G",
-        help="tokens that streams draft ahead (default: all)",
-    )
+def _add_tree_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tree", choices=("full", "best"), default="best",
         help="full: every combination of K children a level; best: the N likeliest nodes "
         "(default: %(default)s)",
     )  # fmt: skip
-    group.add_argument(
-        "--tree-width", type=int, metavar="K",
-        help="children a level (default: 3 for full, no limit for best)",
-    )  # fmt: skip
-    group.add_argument(
-        "--tree-size", type=int, default=TreeConfig().size, metavar="N",
-        help="nodes of the best tree, the root included (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--prune-to", type=int, metavar="M",
-        help="nodes that pass the upper layers, chosen by early exit inside the graph "
-        "(default: all)",
-    )  # fmt: skip
+    size = TreeConfig().size
+    for flag, metavar, default, text in (
+        ("--tree-width", "K", None, "children a level (default: 3 for full, no limit for best)"),
+        ("--tree-size", "N", size, f"nodes of the best tree, the root included (default: {size})"),
+        ("--prune-to", "M", None, "nodes that pass the upper layers, chosen by early exit inside "
+         "the graph (default: all)"),
+    ):  # fmt: skip
+        group.add_argument(flag, type=int, metavar=metavar, default=default, help=text)
 
 
 def export_config(args: argparse.Namespace) -> ExportConfig:
@@ -115,19 +89,11 @@ def export_config(args: argparse.Namespace) -> ExportConfig:
     Raises:
         InputError: one is out of range.
     """
-    from .settings import ExportConfig
-
     pruned = args.prune_to is not None
     return ExportConfig(
-        target=args.target,
-        profile=args.profile,
-        compression=args.compress,
-        precision=args.dtype,
         tree=TreeConfig(kind=args.tree, width=args.tree_width, size=args.tree_size),
         prune=PruneConfig(kind="budget", keep=args.prune_to) if pruned else PruneConfig(),
-        num_streams=args.num_streams,
-        context=args.context,
-        chunk=args.chunk,
+        **{one.name: getattr(args, one.name) for one in _options()},
     )
 
 

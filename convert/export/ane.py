@@ -28,9 +28,9 @@ _PARTS = (
 )  # fmt: skip
 
 
-def convolve(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def convolve(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """A linear module on [1, in, 1, R]: [1, out, 1, R]."""
-    return functional.conv2d(x, linear.weight[:, :, None, None], linear.bias)
+    return functional.conv2d(x, module.weight[:, :, None, None], module.bias)
 
 
 def low_rank(pair: LowRank, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class AneProfile(Profile):
     """
 
     name, axis, piece = "ane", 3, HEAD_PIECE
-    apply = staticmethod(convolve)
+    linear_of = staticmethod(convolve)
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
         _check_layers(model)

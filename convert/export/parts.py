@@ -129,20 +129,20 @@ class StreamRowsLora(nn.Module):
         wrapped: the reference's.
         count: of the call.
         axis: of the rows.
-        apply: a linear module on the profile's layout.
+        linear: a linear module on the profile's layout.
     """
 
-    def __init__(self, wrapped: LoraLinear, count: RowCount, axis: int, apply: Any) -> None:
+    def __init__(self, wrapped: LoraLinear, count: RowCount, axis: int, linear: Any) -> None:
         super().__init__()
         self.linear, self.adapter, self.scale = wrapped.linear, wrapped.adapter, wrapped.scale
-        self._count, self._axis, self._apply = count, axis, apply
+        self._count, self._axis, self._of = count, axis, linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        nodes, axis, y = self._count.nodes, self._axis, self._apply(self.linear, x)
+        nodes, axis, y = self._count.nodes, self._axis, self._of(self.linear, x)
         if x.shape[axis] == nodes:
             return y
         pair, own = self.adapter, columns(x, axis, nodes)
-        delta = self.scale * self._apply(pair.lora_B, self._apply(pair.lora_A, own))
+        delta = self.scale * self._of(pair.lora_B, self._of(pair.lora_A, own))
         return torch.cat([columns(y, axis, None, nodes), columns(y, axis, nodes) + delta], axis)
 
 
@@ -193,14 +193,14 @@ class Profile(nn.Module, ABC):
             _, index, place = path.split(".", 2)
             parent, _, name = place.rpartition(".")
             layer: Any = model.decoder.layers[int(index)]
-            wrapped = StreamRowsLora(adapted, self.count, self.axis, self.apply)
+            wrapped = StreamRowsLora(adapted, self.count, self.axis, self.linear_of)
             setattr(layer.get_submodule(parent), name, wrapped)
         model.adapters = {}
 
     @staticmethod
-    def apply(linear: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def linear_of(module: Any, x: torch.Tensor) -> torch.Tensor:
         """A linear module on hidden states of this layout."""
-        return linear(x)
+        return module(x)
 
     def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The hidden states of `rows` [m]."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from ssmlx.errors import check_choice, require
-from ssmlx.exported.manifest import TARGETS
-from ssmlx.model.tree import Topology, draft_topology
-from ssmlx.settings import MAX_TREE_NODES, PruneConfig, StreamConfig, TreeConfig
+from ssmlx.errors import require
+from ssmlx.settings import (
+    MAX_TREE_NODES,
+    PruneConfig,
+    StreamConfig,
+    TreeConfig,
+    check_settings,
+    setting,
+)
 
-Target = Literal["coreml", "coreai"]
-ProfileName = Literal["gpu", "ane"]
 Compression = Literal["none", "int8", "int4", "palettised"]
-Precision = Literal["float32", "float16"]
-PROFILES: tuple[ProfileName, ...] = ("gpu", "ane")
-COMPRESSIONS: tuple[Compression, ...] = ("none", "int8", "int4", "palettised")
-PRECISIONS: tuple[Precision, ...] = ("float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,44 +53,50 @@ class GraphSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """How to export.
+    """How to export; what has a help is an option of the command.
 
     Attributes:
-        target: "coreml" or "coreai".
-        profile: "gpu" or "ane".
-        compression: how weights are stored.
-        precision: of weights and arithmetic.
         tree: the trees that the streams draft.
         prune: off or by budget; a threshold has no fixed shape.
-        num_streams: G, the streams to use; None for all that were trained.
-        context: S, tokens that the cache has room for.
-        chunk: T, tokens of a prompt chunk; it divides `context`.
     """
 
-    target: Target = "coreml"
-    profile: ProfileName = "gpu"
-    compression: Compression = "none"
-    precision: Precision = "float16"
+    target: Literal["coreml", "coreai"] = setting(
+        "coreml",
+        "coreml: an .mlpackage for iOS 18, macOS 15 and later; coreai: an .aimodel for OS 27",
+        choices=("coreml", "coreai"),
+    )
+    profile: Literal["gpu", "ane"] = setting(
+        "gpu",
+        "gpu: fused attention, scattered cache writes; ane: for the Neural Engine, channels first, "
+        "one-hot cache writes",
+        choices=("gpu", "ane"),
+    )
+    compression: Compression = setting(
+        "none",
+        "weights of layers and LM head: int8 a row; int4 in blocks of 32, for gpu; palettised, 4 "
+        "bits, for ane",
+        choices=("none", "int8", "int4", "palettised"),
+        option="--compress",
+    )
+    precision: Literal["float16", "float32"] = setting(
+        "float16",
+        "of weights and arithmetic; float32 is for checking tokens, and in Core ML makes the cache "
+        "inputs and outputs, as its state is float16 alone",
+        choices=("float16", "float32"),
+        option="--dtype",
+    )
     tree: TreeConfig = field(default_factory=TreeConfig)
     prune: PruneConfig = field(default_factory=PruneConfig)
-    num_streams: int | None = None
-    context: int = 1024
-    chunk: int = 64
+    num_streams: int | None = setting(None, "tokens that streams draft ahead (default: all)")
+    context: int = setting(1024, "S, tokens that the cache has room for", least=1)
+    chunk: int = setting(64, "T, prompt tokens a call of prefill", least=1, most=MAX_TREE_NODES)
 
     def __post_init__(self) -> None:
-        for flag, value, known in (
-            ("--target", self.target, TARGETS),
-            ("--profile", self.profile, PROFILES),
-            ("--compress", self.compression, COMPRESSIONS),
-            ("--dtype", self.precision, PRECISIONS),
-        ):
-            check_choice(flag, value, known)
+        check_settings(self)
         require(
-            self.context >= self.chunk >= 1
-            and self.chunk <= MAX_TREE_NODES
-            and not self.context % self.chunk,
+            self.context % self.chunk == 0,
             f"--context {self.context} with --chunk {self.chunk}",
-            expected=f"whole chunks of 1 to {MAX_TREE_NODES} tokens",
+            expected="whole chunks",
             do="choose a multiple",
         )
         require(
@@ -114,8 +119,10 @@ class ExportConfig:
             do="drop one of them",
         )
 
-    def topology(self, config: StreamConfig, vocab_size: int) -> Topology:
+    def topology(self, config: StreamConfig, vocab_size: int) -> Any:
         """All nodes that the drafted trees can have; as `StreamDrafter` chooses it."""
+        from ssmlx.model.tree import draft_topology
+
         most = config.draft_vocab_size or vocab_size
         streams = config.usable_streams(self.num_streams)
         return draft_topology(self.tree.no_wider_than(most), streams)
