@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 from .decoding.drafter import Drafter
@@ -12,12 +13,18 @@ from .decoding.pace import Pace
 from .decoding.sampling import Sampling
 from .drafters.draft_model import DraftModel, DraftModelDrafter
 from .drafters.head_drafter import DraftingHeads, HeadDrafter
-from .drafters.lookahead import LookaheadDrafter
-from .drafters.lookup import PromptLookupDrafter, WithLookup
+from .drafters.lookup import WithLookup
 from .drafters.streams import StreamDrafter
 from .errors import require
 from .model.streams import StreamFusedModel
-from .settings import HEAD_DRAFTERS, TEXT_DRAFTERS, DrafterKind, GenerateConfig, PruneConfig
+from .settings import (
+    FREE_DRAFTERS,
+    HEAD_DRAFTERS,
+    TEXT_DRAFTERS,
+    DrafterKind,
+    GenerateConfig,
+    PruneConfig,
+)
 from .tuning.cost import DraftShape
 from .tuning.profile import Profile, profile_of
 
@@ -224,10 +231,10 @@ def _make_drafter(
         expected="streams or heads, whose trees they go into",
         do="drop one of the two",
     )
-    if kind == "prompt-lookup":
-        return PromptLookupDrafter(config.prompt_lookup)
-    if kind == "lookahead":
-        return LookaheadDrafter(config.lookahead)
+    if kind in FREE_DRAFTERS:
+        module, _, name = FREE_DRAFTERS[kind].partition(".")
+        home = import_module(f".drafters.{module}", __package__)
+        return getattr(home, name)(getattr(config, kind.replace("-", "_")))
     if draft_model is not None and kind == "draft-model":
         return DraftModelDrafter(draft_model, config.draft, sampling)
     assert config.tree and config.stream_schedule

@@ -33,7 +33,13 @@ STREAM_DESIGNS = get_args(StreamDesign)
 ADAPTER_SCOPES = get_args(AdapterScope)
 STREAM_SCHEDULES = get_args(StreamSchedule)
 DRAFTERS = get_args(DrafterKind)
-TEXT_DRAFTERS = ("prompt-lookup", "lookahead", "draft-model")  # those that read the text
+FREE_DRAFTERS = {
+    "prompt-lookup": "lookup.PromptLookupDrafter",
+    "lookahead": "lookahead.LookaheadDrafter",
+}
+"""Drafters that need nothing loaded, and their classes in `ssmlx.drafters`: each is made of the
+field of `GenerateConfig` that has its name, whose own fields are what `--drafter` takes."""
+TEXT_DRAFTERS = (*FREE_DRAFTERS, "draft-model")  # those that read the text
 HEAD_DRAFTERS = ("medusa", "mlp-speculator")
 ACCEPTANCES = get_args(AcceptanceKind)
 ATTENTIONS = get_args(Attention)

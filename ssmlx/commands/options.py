@@ -23,6 +23,7 @@ from ..settings import (
     DRAFT_HEADS,
     DRAFTERS,
     DTYPES,
+    FREE_DRAFTERS,
     STREAM_SCHEDULES,
     Attention,
     DrafterKind,
@@ -73,18 +74,18 @@ def template_text(text: str) -> str:
 
 # --- What a drafter is told, by `--drafter "NAME KEY=VALUE ..."` ---
 
+
+def _own_keys(kind: str) -> dict[str, str]:
+    """The keys of a drafter's settings, which their own `Allowed.option` tells."""
+    place = kind.replace("-", "_")
+    told = {one.name: one.metadata for one in fields(getattr(_DEFAULTS, place))}
+    options = {name: more["allowed"].option for name, more in told.items() if "allowed" in more}
+    return {option.partition("=")[0]: f"{place}.{name}" for name, option in options.items()}
+
+
 _KEYS = {
     "streams": {"schedule": "stream_schedule", "lookup": "lookup_nodes", "head": "draft_head"},
-    "prompt-lookup": {
-        "ngram": "prompt_lookup.ngram",
-        "tokens": "prompt_lookup.num_draft_tokens",
-        "size": "prompt_lookup.size",
-    },
-    "lookahead": {
-        "window": "lookahead.window",
-        "ngram": "lookahead.ngram",
-        "guesses": "lookahead.guesses",
-    },
+    **{kind: _own_keys(kind) for kind in FREE_DRAFTERS},
     "draft-model": {
         "model": "draft_model",
         "tokens": "draft.num_draft_tokens",
