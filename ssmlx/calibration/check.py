@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -18,49 +18,13 @@ from .timing import Answer, in_turns, progress, ssmlx_answer
 PLAIN, CHOSEN = "plain", "chosen"
 
 
-@dataclass(frozen=True)
-class Checked:
-    """One way of decoding, as expected and as measured; speeds are after the prompt's call.
-
-    Attributes:
-        name: "chosen", "plain", or what it is beside them.
-        what: in words.
-        expected, measured: tokens/s.
-        expected_per_call, per_call: tokens per call.
-        expected_seconds, seconds: of a call.
-        expected_speedup, speedup: over plain decoding.
-        same_tokens: whether its answers are plain decoding's.
-    """
-
-    name: str
-    what: str
-    expected: float
-    measured: float
-    expected_per_call: float
-    per_call: float
-    expected_seconds: float
-    seconds: float
-    expected_speedup: float
-    speedup: float
-    same_tokens: bool
-
-    @property
-    def ratio(self) -> float:
-        """Expected over measured tokens/s."""
-        return self.expected / self.measured
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return {**asdict(self), "ratio": self.ratio}
-
-
 def check(
     model: StreamFusedModel,
     tokenizer: TokenizerWrapper,
     prompts: Sequence[list[int]],
     choice: Choice,
     max_tokens: int,
-) -> list[Checked]:
+) -> list[dict[str, Any]]:
     """Decode `prompts` in several ways, and set what was expected beside what came."""
     shapes = shapes_to_check(choice.chosen, choice.candidates)
     configs = {name: config_of(one.shape, max_tokens=max_tokens) for name, one in shapes.items()}
@@ -105,9 +69,11 @@ def answer_all(
 
 def compare(
     shapes: Mapping[str, PricedShape], answers: Mapping[str, Sequence[Answer]]
-) -> list[Checked]:
-    """Expected beside measured, of each of `shapes` and of plain decoding.
+) -> list[dict[str, Any]]:
+    """Expected beside measured, of each of `shapes` and of plain decoding, as JSON values.
 
+    `expected` and `measured` are tokens/s after the prompt's call, `ratio` the one over the other;
+    tokens per call, seconds of a call and the speed-up over plain decoding are told likewise.
     Empty where one has nothing to time: every answer is a single token.
     """
     totals = {name: _totals(own) for name, own in answers.items()}
@@ -121,20 +87,23 @@ def compare(
         priced = shapes.get(name)
         per_call = priced.tokens_per_call if priced else 1.0
         call_seconds = priced.step_seconds if priced else plain_seconds
+        expected, measured = per_call / call_seconds, tokens / seconds
         found.append(
-            Checked(
-                name=name,
-                what=priced.shape.text() if priced else "plain decoding",
-                expected=per_call / call_seconds,
-                measured=tokens / seconds,
-                expected_per_call=per_call,
-                per_call=tokens / calls,
-                expected_seconds=call_seconds,
-                seconds=seconds / calls,
-                expected_speedup=per_call / call_seconds * plain_seconds,
-                speedup=tokens / seconds / (plain_tokens / plain_took),
-                same_tokens=[one.tokens for one in answers[name]] == said,
-            )
+            {
+                "name": name,
+                "what": priced.shape.text() if priced else "plain decoding",
+                "nodes": priced.shape.num_nodes if priced else 1,
+                "expected": expected,
+                "measured": measured,
+                "ratio": expected / measured,
+                "expected_per_call": per_call,
+                "per_call": tokens / calls,
+                "expected_seconds": call_seconds,
+                "seconds": seconds / calls,
+                "expected_speedup": expected * plain_seconds,
+                "speedup": measured / (plain_tokens / plain_took),
+                "same_tokens": [one.tokens for one in answers[name]] == said,
+            }
         )
     return found
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..model.streams import StreamFusedModel
@@ -19,18 +20,14 @@ FULL_WIDTHS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PricedShape:
+class PricedShape(MeasuredShape):
     """A shape to draft in, and what is expected of it.
 
     Attributes:
-        shape: what streams draft, and when.
-        tokens_per_call: of the replayed answers, after the prompt's call.
         step_seconds: of one call.
         plain_seconds: of one call of plain decoding.
     """
 
-    shape: DraftShape
-    tokens_per_call: float
     step_seconds: float
     plain_seconds: float
 
@@ -62,64 +59,43 @@ class PricedShape:
         return {**asdict(self), **more, "options": self.shape.options()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What shapes are judged by.
-
-    Attributes:
-        costs: of this machine.
-        context: committed tokens that steps are priced behind.
-        guesses: along answers.
-    """
-
-    costs: StepCosts
-    context: float
-    guesses: Sequence[Guesses]
-
-    @property
-    def num_streams(self) -> int:
-        """G as trained."""
-        return int(self.guesses[0].tokens.shape[1])
-
-    def price(self, shape: DraftShape, tokens_per_call: float) -> PricedShape:
-        """`shape`, priced."""
-        return PricedShape.of(shape, tokens_per_call, self.costs, self.context)
+Price = Callable[[DraftShape, float], PricedShape]
+"""Of a shape and its tokens per call."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Choice:
     """All that was thought about, and what is fastest of it.
 
     Attributes:
-        evidence: what it was judged by.
-        candidates: every shape.
-        chosen: the fastest behind the answers' own context.
-        by_context: and behind each that forwards were timed behind.
+        costs: of this machine.
+        context: committed tokens that the answers had, half-way through.
+        guesses: along the answers.
+        candidates: every shape, priced behind `context`.
+        chosen: the fastest of them.
+        by_context: the fastest behind each context that forwards were timed behind.
     """
 
-    evidence: Evidence
+    costs: StepCosts
+    context: int
+    guesses: list[Guesses]
     candidates: list[PricedShape]
     chosen: PricedShape
     by_context: dict[int, PricedShape]
 
-    @property
-    def measured_shapes(self) -> tuple[MeasuredShape, ...]:
-        """What was chosen, as a profile keeps it."""
-        every = (self.chosen, *self.by_context.values())
-        found = {one.shape: one.tokens_per_call for one in every}
-        return tuple(
-            MeasuredShape(shape=shape, tokens_per_call=one) for shape, one in found.items()
-        )
-
     def profile(self, model: StreamFusedModel) -> Profile:
         """What is kept of it for the runtime."""
+        every = (self.chosen, *self.by_context.values())
+        found = {one.shape: one.tokens_per_call for one in every}
         return Profile(
             key=ProfileKey.of(model),
             made=time.strftime("%Y-%m-%d"),
             mlx=mlx_version(),
-            context=int(self.evidence.context),
-            shapes=self.measured_shapes,
-            costs=self.evidence.costs,
+            context=self.context,
+            shapes=tuple(
+                MeasuredShape(shape=shape, tokens_per_call=one) for shape, one in found.items()
+            ),
+            costs=self.costs,
         )
 
 
@@ -132,15 +108,21 @@ def choose(
     """The fastest way to draft these answers: trees first, then what pruning adds to them."""
     context = round(sum(one.middle for one in answers) / len(answers))
     guesses = [one.guesses for one in answers]
-    evidence = Evidence(costs=costs, context=context, guesses=guesses)
-    candidates = unpruned(evidence, sizes)
+    price = partial(PricedShape.of, costs=costs, context=context)
+    candidates = unpruned(guesses, sizes, price)
     if costs.early_exit is not None:
         streams = best(candidates).shape.num_streams
         small = [size for size in sizes if size <= EXIT_TREE]
         exits = record_exits(model, answers, streams)
-        candidates += pruned(evidence, exits, candidates, streams, small)
-    by_context = best_by_context(costs, candidates, costs.lower.contexts)
-    return Choice(evidence, candidates, best(candidates), by_context)
+        candidates += pruned(candidates, exits, streams, small, price)
+    return Choice(
+        costs=costs,
+        context=context,
+        guesses=guesses,
+        candidates=candidates,
+        chosen=best(candidates),
+        by_context=best_by_context(candidates, costs, costs.lower.contexts),
+    )
 
 
 def best(candidates: Sequence[PricedShape]) -> PricedShape:
@@ -151,7 +133,7 @@ def best(candidates: Sequence[PricedShape]) -> PricedShape:
 
 
 def best_by_context(
-    costs: StepCosts, candidates: Sequence[PricedShape], contexts: Sequence[int]
+    candidates: Sequence[PricedShape], costs: StepCosts, contexts: Sequence[int]
 ) -> dict[int, PricedShape]:
     """The fastest of the candidates behind each context, as if they guessed as well behind any.
 
@@ -166,14 +148,12 @@ def best_by_context(
     }
 
 
-def unpruned(evidence: Evidence, sizes: Sequence[int]) -> list[PricedShape]:
+def unpruned(guesses: Sequence[Guesses], sizes: Sequence[int], price: Price) -> list[PricedShape]:
     """Best trees of `sizes` and full trees no larger, with every number of streams."""
     return [
-        evidence.price(
-            DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule), per_call
-        )
-        for streams in range(1, evidence.num_streams + 1)
-        for tree, per_call in _trees(evidence.guesses, streams, sizes)
+        price(DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule), per_call)
+        for streams in range(1, guesses[0].tokens.shape[1] + 1)
+        for tree, per_call in _trees(guesses, streams, sizes)
         for schedule in SCHEDULES
     ]
 
@@ -194,36 +174,30 @@ def _trees(
 
 
 def pruned(
-    evidence: Evidence,
-    exits: Sequence[Exits],
     candidates: Sequence[PricedShape],
+    exits: Sequence[Exits],
     streams: int,
     sizes: Sequence[int],
+    price: Price,
 ) -> list[PricedShape]:
-    """Best trees that early exit prunes to a budget, of `streams` streams.
+    """The best trees among `candidates` of `streams` streams, pruned by early exit to a budget.
 
     Early exit may have been replayed for fewer answers than drafts were: what pruning loses of
-    the tokens per call is taken from those, and applied to what all answers say.
-
-    Args:
-        evidence: what shapes are judged by.
-        exits: of some of the answers.
-        candidates: the same trees, not pruned.
-        streams: G.
-        sizes: N and M, no larger than the trees in `exits`.
+    the tokens per call is taken from those, and applied to what all answers say. N and M are of
+    `sizes`, no larger than the trees in `exits`.
     """
+
+    def advanced(nodes: int, keep: int) -> float:
+        return advance([one.depths(nodes, keep) for one in exits]).tokens_per_call
+
     found = []
     for one in candidates:
         shape, nodes = one.shape, one.shape.num_nodes
         if (shape.tree.kind, shape.num_streams) != ("best", streams) or nodes not in sizes:
             continue
-        whole = _advance_pruned(exits, nodes, nodes)
+        whole = advanced(nodes, nodes)
         for keep in (size for size in sizes if size < nodes):
             budget = replace(shape, prune=PruneConfig(kind="budget", keep=keep))
-            left = _advance_pruned(exits, nodes, keep) / whole
-            found.append(evidence.price(budget, one.tokens_per_call * left))
+            left = advanced(nodes, keep) / whole
+            found.append(price(budget, one.tokens_per_call * left))
     return found
-
-
-def _advance_pruned(exits: Sequence[Exits], nodes: int, keep: int) -> float:
-    return advance([one.depths(nodes, keep) for one in exits]).tokens_per_call

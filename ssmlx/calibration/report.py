@@ -10,10 +10,9 @@ from ..model.streams import StreamFusedModel
 from ..settings import from_json, to_json
 from ..tuning.cost import DraftShape, StepCosts
 from ..tuning.machine import machine
-from ..tuning.profile import Profile
+from ..tuning.profile import FORMAT, Profile
 from ..tuning.report import Columns, every_pair, finish, new_figure, table
 from . import BUSY
-from .check import Checked
 from .choice import Choice
 from .guesses import rank_table
 
@@ -27,12 +26,11 @@ _SHOWN_SHAPES = 6
 
 
 def result_of(
-    model: StreamFusedModel, profile: Profile, choice: Choice, checks: Sequence[Checked]
+    model: StreamFusedModel, profile: Profile, choice: Choice, checks: Sequence[Result]
 ) -> dict[str, Any]:
     """What was found, as JSON values."""
     assert model.config is not None
-    key, guesses = profile.key, choice.evidence.guesses
-    nodes = {one.shape.text(): one.shape.num_nodes for one in choice.candidates}
+    key, guesses = profile.key, choice.guesses
     return {
         "machine": machine(),
         "where": f"{key.machine} ({key.backend}), mlx {profile.mlx}, {profile.made}",
@@ -48,8 +46,8 @@ def result_of(
         "by_context": [
             {"context": context, **one.to_dict()} for context, one in choice.by_context.items()
         ],
-        "checks": [{**one.to_dict(), "nodes": nodes.get(one.what, 1)} for one in checks],
-        "profile": to_json(profile),
+        "checks": list(checks),
+        "profile": {"format": FORMAT, **to_json(profile)},
     }
 
 

@@ -45,11 +45,11 @@ def power_source() -> str:
 
 def output_of(*command: str) -> str:
     """What a command prints; nothing where it is missing or fails."""
-    environment = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True, env=environment
-        )
+            command, capture_output=True, text=True, timeout=10, check=True,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
@@ -63,7 +63,7 @@ def mac_chip() -> str:
 def mac_memory() -> str:
     """Such as "16 GiB"."""
     size = output_of("sysctl", "-n", "hw.memsize")
-    return gibibytes(int(size)) if size.isdigit() else UNKNOWN
+    return _gibibytes(int(size)) if size.isdigit() else UNKNOWN
 
 
 def mac_version() -> str:
@@ -79,53 +79,45 @@ def mac_version() -> str:
 def mac_power() -> str:
     """What `pmset` says that power is drawn from."""
     found = re.search(r"drawing from '(AC|Battery) Power'", output_of("pmset", "-g", "batt"))
-    if found is None:
-        return UNKNOWN
-    return AC if found[1] == "AC" else BATTERY
+    return {"AC": AC, "Battery": BATTERY}[found[1]] if found else UNKNOWN
 
 
 def chip() -> str:
     """The processor's name, from /proc."""
-    lines = read(PROC / "cpuinfo").splitlines()
-    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    names = set(re.findall(r"^model name\s*:\s*(.+)$", _read(PROC / "cpuinfo"), re.MULTILINE))
     return ", ".join(sorted(names)) or platform.processor() or UNKNOWN
 
 
 def memory() -> str:
     """All memory, from /proc."""
-    found = re.search(r"^MemTotal:\s+(\d+) kB", read(PROC / "meminfo"), re.MULTILINE)
-    return gibibytes(1024 * int(found[1])) if found else UNKNOWN
+    found = re.search(r"^MemTotal:\s+(\d+) kB", _read(PROC / "meminfo"), re.MULTILINE)
+    return _gibibytes(1024 * int(found[1])) if found else UNKNOWN
 
 
 def os_version() -> str:
     """Such as "Debian GNU/Linux 12 (bookworm)"."""
-    found = re.search(r'^PRETTY_NAME="?([^"\n]+)', read(OS_RELEASE), re.MULTILINE)
+    found = re.search(r'^PRETTY_NAME="?([^"\n]+)', _read(OS_RELEASE), re.MULTILINE)
     return found[1] if found else platform.system()
 
 
 def power() -> str:
     """The mains or the battery, from /sys."""
-    if not POWER_SUPPLY.is_dir():
-        return UNKNOWN
-    supplies = list(POWER_SUPPLY.iterdir())
-    if any(read(supply / "online").strip() == "1" for supply in supplies):
+    supplies = list(POWER_SUPPLY.iterdir()) if POWER_SUPPLY.is_dir() else []
+    if any(_read(supply / "online").strip() == "1" for supply in supplies):
         return AC
-    return BATTERY if any(is_draining(supply) for supply in supplies) else UNKNOWN
-
-
-def is_draining(supply: Path) -> bool:
-    """Whether a power supply is a battery that is being emptied."""
-    kind, status = read(supply / "type").strip(), read(supply / "status").strip()
-    return (kind, status) == ("Battery", "Discharging")
+    drained = [
+        supply for supply in supplies
+        if (_read(supply / "type").strip(), _read(supply / "status").strip())
+        == ("Battery", "Discharging")
+    ]  # fmt: skip
+    return BATTERY if drained else UNKNOWN
 
 
 def commit() -> str:
     """The checkout's git commit, and whether tracked files differ from it."""
-    if not (CHECKOUT / ".git").exists():
-        return UNKNOWN
     git = ("git", "-C", str(CHECKOUT))
     name = output_of(*git, "rev-parse", "--short=12", "HEAD")
-    if not name:
+    if not (CHECKOUT / ".git").exists() or not name:
         return UNKNOWN
     changed = output_of(*git, "status", "--porcelain", "--untracked-files=no")
     return f"{name}, changed" if changed else name
@@ -139,7 +131,7 @@ def package_version(name: str) -> str:
         return __version__ if name == "ssmlx" else UNKNOWN
 
 
-def read(path: Path) -> str:
+def _read(path: Path) -> str:
     """A small text file; nothing where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
@@ -147,6 +139,5 @@ def read(path: Path) -> str:
         return ""
 
 
-def gibibytes(size: int) -> str:
-    """`17179869184` as "16 GiB"."""
+def _gibibytes(size: int) -> str:
     return f"{size / 2**30:.3g} GiB"
