@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import shlex
-from argparse import Namespace
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, product
@@ -32,8 +30,6 @@ from tiny import (
 )
 
 from ssmlx.api import stream_generate, summary, token_steps
-from ssmlx.commands import chat, generate
-from ssmlx.commands.options import generate_config
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import Acceptance, accept, accept_typical
 from ssmlx.decoding.loop import plain_decode, streaming_decode
@@ -886,60 +882,3 @@ def test_settings_out_of_range(settings, said):
 def test_a_bias_of_an_unknown_token():
     with pytest.raises(InputError, match="--logit-bias of token 13; expected ids below"):
         Sampling(SamplingConfig(logit_bias={13: 1.0}), VOCAB)
-
-
-IDLE = (
-    ("--seed 1", "--temp above 0"),
-    ("--top-k 5", "--temp above 0"),
-    ("--top-p 0.5 --temp 0", "--temp above 0"),
-    ("--penalty context=9", "repetition=X, presence=X or frequency=X in it"),
-    ("--drafter 'streams epsilon=0.1' --temp 1", "acceptance=typical beside it"),
-    ("--drafter lookahead --tree full", "--drafter streams or medusa"),
-    ("--drafter 'draft-model model=x' --tree-size 4", "--drafter streams or medusa"),
-    ("--drafter lookahead --num-streams 1", "--drafter streams"),
-    (
-        "--drafter lookahead --prune budget",
-        "--drafter streams or prompt-lookup or draft-model or medusa or mlp-speculator",
-    ),
-    ("--decoding plain --drafter lookahead", "streaming decoding"),
-)
-
-
-@pytest.mark.parametrize(("options", "needs"), IDLE)
-@pytest.mark.parametrize("command", [generate, chat])
-def test_an_option_that_could_change_nothing_is_refused(command, options, needs):
-    ask = ["--prompt", "w1"] if command is generate else []
-    args = command.parse_args([*ask, *shlex.split(options)])
-    with pytest.raises(InputError, match="would do nothing here") as caught:
-        generate_config(args)
-    assert caught.value.expected == needs
-
-
-MANY_OPTIONS = """
-    --drafter "prompt-lookup tokens=5 ngram=4 size=9 acceptance=typical delta=0.2"
-    --temp 0.7 --top-k 10 --top-p 0.9 --min-p 0.05 --seed 3 --logit-bias 5=-2 --logit-bias 6=1.5
-    --penalty "repetition=1.1 context=30" --penalty presence=0.5
-"""
-
-
-def test_options_become_settings():
-    config = generate_config(chat.parse_args(shlex.split(MANY_OPTIONS)))
-    assert (config.drafter, config.acceptance.kind, config.acceptance.delta) == (
-        "prompt-lookup", "typical", 0.2,
-    )  # fmt: skip
-    lookup = config.prompt_lookup
-    assert (lookup.num_draft_tokens, lookup.ngram, lookup.size) == (5, 4, 9)
-    assert config.logit_bias == {5: -2.0, 6: 1.5}
-    assert (config.temp, config.top_k, config.top_p, config.min_p) == (0.7, 10, 0.9, 0.05)
-    assert (config.seed, config.repetition_penalty, config.context_size) == (3, 1.1, 30)
-    assert (config.presence_penalty, config.presence_context_size) == (0.5, 20)
-    lookahead = generate_config(chat.parse_args(["--drafter", "lookahead ngram=3"]))
-    assert (lookahead.lookahead.ngram, lookahead.lookahead.window) == (3, 5)
-
-
-def test_a_command_need_not_have_every_option():
-    args = Namespace(
-        decoding="streaming", max_tokens=9, temp=0.0, seed=None, num_streams=None, tree=None,
-        tree_width=None, tree_size=4, prune=None, prune_to=None,
-    )  # fmt: skip
-    assert generate_config(args).tree.size == 4

@@ -1,0 +1,544 @@
+"""The commands: options, bad input, output, `--help`; and the chat's lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+
+import pytest
+from real import (
+    CHAT_TEMPLATE,
+    CONTEXT,
+    ROOT,
+    one_line,
+    run_module,
+    words,
+    write_base,
+    write_tiny_adapter,
+)
+
+import ssmlx
+from perf.quality import __main__ as quality
+from ssmlx.commands import chat, generate
+from ssmlx.commands.options import generate_config
+from ssmlx.errors import InputError
+from ssmlx.loading import load as loading
+
+PROG = "ssmlx.generate"
+KEYS = [
+    "prompt", "text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens",
+    "target_calls", "tokens_per_call", "prefill_seconds", "decode_seconds", "draft_calls", "lossy",
+    "memory",
+]  # fmt: skip
+ASK, PLAIN, LENGTH = ("--prompt", "w1 w2"), ("--decoding", "plain"), 12
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("commands") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base):
+    return write_tiny_adapter(base.parent / "adapter", base, template="user: {prompt} | model:")
+
+
+@pytest.fixture(scope="module")
+def loaded(base, adapter):
+    """The tiny model, loaded once; the commands below are given it for speed."""
+    return {
+        None: ssmlx.load(str(base), dtype="float32"),
+        str(adapter): ssmlx.load(str(base), adapter=adapter, dtype="float32"),
+    }
+
+
+@pytest.fixture
+def run(base, loaded, monkeypatch, capsys):
+    """Run a command on the tiny model; gives (exit code, stdout, stderr)."""
+    real = loading.load
+
+    def load(model, *, adapter, **more):
+        known = model == str(base) and adapter in loaded
+        return loaded[adapter] if known else real(model, adapter=adapter, **more)
+
+    monkeypatch.setattr(loading, "load", load)
+
+    def run(*args, model=str(base), command=generate):
+        try:
+            code = command.main(["--model", model, *map(str, args)])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def refusal(result, prog=PROG) -> str:
+    code, out, err = result
+    assert (code, out) == (2, "")
+    return one_line(err, prog)
+
+
+def records(result) -> list[dict]:
+    code, out, _ = result
+    assert code == 0
+    return [json.loads(line) for line in out.splitlines()]
+
+
+# --- Bad input ---
+
+BAD = {
+    "unknown model": (("--model", "no-such-model"), "no model is called 'no-such-model'"),
+    "missing model folder": (("--model", "./no/such/folder"), "no/such/folder does not exist"),
+    "missing adapter": (("--adapter", "nowhere"), "no adapter folder nowhere"),
+    "missing prompts": (("--prompts", "nowhere.jsonl"), "nowhere.jsonl does not exist"),
+    "both prompts": ((*ASK, "--prompts", "x"), "not allowed with argument"),
+    "neither": ((), "one of the arguments --prompt --prompts is required"),
+    "stray byte": (("--prompt", "w1 \udcff"), "the text is not Unicode: '\\udcff' at 3"),
+    "stray byte as it is": (
+        ("--prompt", "\ud800", "--template", "raw"), "the text is not Unicode: '\\ud800' at 0",
+    ),
+    "empty prompt": (("--prompt", " "), "the prompt is empty"),
+    "long prompt": (
+        ("--prompt", words(300), "--template", "raw"),
+        f"the prompt has 300 tokens; expected less than the model's context of {CONTEXT}",
+    ),
+    "max-tokens": ((*ASK, "--max-tokens", "0"), "--max-tokens 0; expected 1 or more"),
+    "max-tokens word": ((*ASK, "--max-tokens", "many"), "invalid int value: 'many'"),
+    "temp nan": ((*ASK, "--temp", "nan"), "--temp nan; expected 0 or more"),
+    "template": ((*ASK, "--template", "no place"), "--template 'no place'; expected chat, raw"),
+    "dtype": ((*ASK, "--dtype", "int3"), "invalid choice: 'int3'"),
+    "unknown option": ((*ASK, "--trees", "3"), "unrecognized arguments: --trees 3"),
+    "streaming without adapter": (
+        (*ASK, "--decoding", "streaming"),
+        "the model has no streams; expected an adapter; give --adapter FOLDER",
+    ),
+    "drafter": ((*ASK, "--drafter", "oak"), "--drafter oak; expected one of streams, prompt-"),
+    "drafter key": (
+        (*ASK, "--drafter", "lookahead size=4"),
+        "--drafter lookahead size=4; expected keys of --drafter lookahead, each once: window=5 "
+        "ngram=4 guesses=5 acceptance=exact|typical",
+    ),
+    "drafter key twice": ((*ASK, "--drafter", "lookahead window=4 window=5"), "window=5; expected"),
+    "drafter number": (
+        (*ASK, "--drafter", "lookahead window=five"), "window=five; expected a whole number",
+    ),
+    "drafter range": (
+        (*ASK, "--drafter", "lookahead window=0"),
+        '--drafter "lookahead window=0"; expected 1 to 128; choose a whole number in that range',
+    ),
+    "drafter word": (
+        (*ASK, "--drafter", "streams schedule=late"),
+        "--drafter streams schedule=late; expected one of second-pass|fused",
+    ),
+    "drafter quotes": ((*ASK, "--drafter", 'medusa heads="a'), "close the quotation mark"),
+    "penalty": ((*ASK, "--penalty", "presence=much"), "presence=much; expected a number"),
+}  # fmt: skip
+
+BAD_TREES = {
+    "num-streams 0": (("--num-streams", "0"), "--num-streams 0; expected 1 to 2"),
+    "num-streams 9": (("--num-streams", "9"), "--num-streams 9; expected 1 to 2"),
+    "tree-width": (("--tree-width", "0"), "--tree-width 0; expected 1 or more"),
+    "tree-size": (("--tree-size", "5000"), "--tree-size 5000; expected 1 to 1024"),
+    "full tree": (("--tree", "full", "--tree-width", "40"), "has 1641 nodes; expected at most"),
+    "tree kind": (("--tree", "oak"), "invalid choice: 'oak'"),
+    "prune kind": (("--prune", "oak"), "--prune oak; expected one of off, budget, threshold"),
+    "threshold": (("--prune", "threshold=2"), "--prune threshold=2.0; expected 0 to 1"),
+    "threshold nan": (("--prune", "threshold=nan"), "--prune threshold=nan; expected 0 to 1"),
+    "threshold word": (("--prune", "threshold=few"), "--prune threshold=few; expected a number"),
+    "budget number": (("--prune", "budget=4"), "--prune budget=4; expected keys of --prune"),
+    "prune-to 0": (("--prune", "budget", "--prune-to", "0"), "--prune-to 0; expected 1 or"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line(run, case, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    args, said = BAD[case]
+    if "model" in case or case == "missing adapter":
+        args = (*ASK, *args)
+    assert said in refusal(run(*args))
+
+
+@pytest.mark.parametrize("case", BAD_TREES)
+def test_bad_tree_options_are_one_line(run, adapter, case):
+    args, said = BAD_TREES[case]
+    assert said in refusal(run(*ASK, "--adapter", adapter, *args))
+
+
+def test_chat_options_fail_in_one_line(run):
+    said = refusal(run("--tree-size", "0", command=chat), "ssmlx.chat")
+    assert "--tree-size 0" in said
+
+
+def test_the_fused_attention_needs_metal(run, monkeypatch):
+    monkeypatch.setattr("ssmlx.model.metal.hook.is_available", lambda: False)
+    asked = (*ASK, "--drafter", "prompt-lookup attention=fused")
+    assert "MLX has no Metal device here" in refusal(run(*asked))
+    assert run(*ASK, "--drafter", "prompt-lookup attention=mlx")[0] == 0
+
+
+@pytest.mark.parametrize("flag", ["--tree", "--num-streams", "--prune", "--tree-width"])
+def test_tree_options_without_an_adapter_are_refused(run, flag):
+    value = {"--tree": "best", "--prune": "budget"}.get(flag, "2")
+    message = refusal(run(*ASK, flag, value))
+    assert f"{flag} would do nothing here; expected a model with streams" in message
+
+
+IDLE = (
+    ("--seed 1", "--temp above 0"),
+    ("--top-k 5", "--temp above 0"),
+    ("--top-p 0.5 --temp 0", "--temp above 0"),
+    ("--penalty context=9", "repetition=X, presence=X or frequency=X in it"),
+    ("--drafter 'streams epsilon=0.1' --temp 1", "acceptance=typical beside it"),
+    ("--drafter lookahead --tree full", "--drafter streams or medusa"),
+    ("--drafter 'draft-model model=x' --tree-size 4", "--drafter streams or medusa"),
+    ("--drafter lookahead --num-streams 1", "--drafter streams"),
+    (
+        "--drafter lookahead --prune budget",
+        "--drafter streams or prompt-lookup or draft-model or medusa or mlp-speculator",
+    ),
+    ("--tree full --tree-size 8", "--tree best"),
+    ("--prune-to 4", "--prune budget"),
+    ("--prune threshold --prune-to 4", "--prune budget"),
+    *((f"--decoding plain {option}", "streaming decoding") for option in (
+        "--drafter lookahead", "--tree best", "--num-streams 1", "--prune budget",
+    )),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "needs"), IDLE)
+@pytest.mark.parametrize("command", [generate, chat])
+def test_an_option_that_could_change_nothing_is_refused(command, options, needs):
+    ask = ["--prompt", "w1"] if command is generate else []
+    args = command.parse_args([*ask, *shlex.split(options)])
+    with pytest.raises(InputError, match="would do nothing here") as caught:
+        generate_config(args)
+    assert caught.value.expected == needs
+
+
+MANY_OPTIONS = """
+    --drafter "prompt-lookup tokens=5 ngram=4 size=9 acceptance=typical delta=0.2"
+    --temp 0.7 --top-k 10 --top-p 0.9 --min-p 0.05 --seed 3 --logit-bias 5=-2 --logit-bias 6=1.5
+    --penalty "repetition=1.1 context=30" --penalty presence=0.5
+"""
+
+
+def test_options_become_settings():
+    config = generate_config(chat.parse_args(shlex.split(MANY_OPTIONS)))
+    acceptance, lookup = config.acceptance, config.prompt_lookup
+    assert (config.drafter, acceptance.kind, acceptance.delta) == ("prompt-lookup", "typical", 0.2)
+    assert (lookup.num_draft_tokens, lookup.ngram, lookup.size) == (5, 4, 9)
+    assert config.logit_bias == {5: -2.0, 6: 1.5}
+    assert (config.temp, config.top_k, config.top_p, config.min_p) == (0.7, 10, 0.9, 0.05)
+    assert (config.seed, config.repetition_penalty, config.context_size) == (3, 1.1, 30)
+    assert (config.presence_penalty, config.presence_context_size) == (0.5, 20)
+    lookahead = generate_config(chat.parse_args(["--drafter", "lookahead ngram=3"])).lookahead
+    assert (lookahead.ngram, lookahead.window) == (3, 5)
+    asked = [
+        "--drafter",
+        "mlp-speculator heads='a b' widths=4,3 lookup=2",
+        "--prune",
+        "threshold=.1",
+    ]
+    config = generate_config(chat.parse_args(asked))
+    assert (config.speculator_tree.widths, config.lookup_nodes) == ((4, 3), 2)
+    assert (config.prune.kind, config.prune.threshold) == ("threshold", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"prompt": "w1"}\n\n{"question": "w2"}\n', "line 3, has no prompt"),
+        ('{"prompt": "w1"}\nnot JSON\n', "line 2, is not JSON"),
+        ("\n", "holds no prompts"),
+        (json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"prompt": words(300)}), "has 30"),
+    ],
+)
+def test_a_bad_line_is_told_before_anything_is_answered(run, tmp_path, text, said):
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    assert said in refusal(run("--prompts", path, "--jsonl"))
+
+
+def test_a_model_without_chat_template_or_tokenizer(run, tmp_path):
+    folder = write_base(tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    message = refusal(run(*ASK, "--template", "chat", model=str(folder)))
+    assert "the model's tokenizer has no chat template" in message
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert "has no tokenizer that can be loaded" in refusal(run(*ASK, model=str(folder)))
+    path = folder / "model.safetensors"
+    for cut in (2000, 20, 0):
+        path.write_bytes(path.read_bytes()[:cut])
+        assert f"{folder} cannot be loaded as a model (" in refusal(run(*ASK, model=str(folder)))
+
+
+# --- Output ---
+
+
+def test_jsonl_holds_one_record_a_prompt(run, loaded, adapter, tmp_path):
+    tokenizer = loaded[None][1]
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "w1 w2"}\n{"prompt": "w3", "other": 1}\n')
+    args = ("--prompts", path, "--jsonl", "--max-tokens", LENGTH, "--adapter", adapter)
+    streamed, plain = records(run(*args)), records(run(*args, *PLAIN))
+    assert [r["prompt"] for r in streamed] == ["w1 w2", "w3"]
+    for one, other in zip(streamed, plain, strict=True):
+        assert list(one) == list(other) == KEYS
+        assert (one["tokens"], one["text"]) == (other["tokens"], other["text"])
+        assert one["generation_tokens"] == len(one["tokens"]) == LENGTH
+        assert one["finish_reason"] == "length"
+        assert one["tokens_per_call"] == round(LENGTH / one["target_calls"], 4)
+        assert one["text"] == tokenizer.decode(one["tokens"])
+        assert (other["target_calls"], other["tokens_per_call"]) == (LENGTH, 1.0)
+        assert one["prefill_seconds"] > 0 and one["decode_seconds"] > 0
+
+
+def test_text_goes_to_stdout_and_the_quiet_line_to_stderr(run, adapter):
+    args = (*ASK, "--adapter", adapter, "--max-tokens", 9)
+    (record,) = records(run(*args, "--jsonl"))
+    code, out, err = run(*args)
+    assert (code, out) == (0, record["text"] + "\n")
+    assert err.startswith("[9 tokens · ") and err.count("\n") == 1
+    assert "tokens per target call" in err and "cut at --max-tokens" in err
+    how, quiet, memory = run(*args, "--verbose")[2].splitlines()
+    assert how == "[streams draft: best tree of 16 nodes, 2 streams, second pass]"
+    assert quiet.startswith("[9 tokens") and memory.startswith("[memory: ")
+
+
+def test_an_answer_ends_where_the_context_does(run):
+    args = ("--prompt", words(CONTEXT - 5), "--template", "raw", "--jsonl")
+    (record,) = records(run(*args))
+    assert (record["finish_reason"], record["generation_tokens"]) == ("context", 5)
+
+
+@pytest.mark.parametrize(
+    ("template", "whole"),
+    [
+        ("raw", "w1 w2"),
+        ("chat", "user: w1 w2 | model:"),
+        ("w9 {prompt} w8", "w9 w1 w2 w8"),
+        (None, "user: w1 w2 | model:"),
+    ],
+)
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_templates(run, loaded, adapter, template, whole, with_adapter):
+    tokenizer = loaded[None][1]
+    args = [*ASK, "--jsonl", "--max-tokens", 4]
+    args += ["--template", template] if template else []
+    args += ["--adapter", adapter] if with_adapter else []
+    (record,) = records(run(*args))
+    expected = tokenizer.encode(whole)
+    assert record["prompt_tokens"] == len(expected)
+    model = loaded[str(adapter) if with_adapter else None][0]
+    tokens = ssmlx.stream_generate(model, tokenizer, expected, max_tokens=4)
+    assert record["tokens"] == [token for response in tokens for token in response.tokens]
+
+
+def test_a_new_line_in_a_template_is_written_as_the_trainers_take_it():
+    for command, more in ((generate, ASK), (quality, ("--task", "sql", "--adapter", "x"))):
+        args = command.parse_args([*more, "--template", r"Q: {prompt}\nA:"])
+        assert args.template == "Q: {prompt}\nA:"
+
+
+def test_the_adapters_template_comes_before_the_models(run, base, tmp_path):
+    own = write_tiny_adapter(tmp_path / "own", base, template="w5 {prompt}")
+    (record,) = records(run(*ASK, "--jsonl", "--max-tokens", 1, "--adapter", own))
+    assert record["prompt_tokens"] == 3
+
+
+def test_a_seed_repeats_the_samples(run, adapter):
+    args = (*ASK, "--adapter", adapter, "--jsonl", "--max-tokens", 16, "--temp", 1.5)
+    tokens = [records(run(*args, "--seed", seed))[0]["tokens"] for seed in (1, 1, 2)]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+def test_every_tree_option_leaves_the_answer_as_it_is(run, adapter):
+    args = (*ASK, "--adapter", adapter, "--jsonl", "--max-tokens", 24)
+    (plain,) = records(run(*args, *PLAIN))
+    for options in (
+        "--tree full --tree-width 2", "--tree-size 6 --tree-width 3 --num-streams 1",
+        "--prune budget --prune-to 3", "--prune threshold=0.02",
+        "--drafter 'streams schedule=fused lookup=4'",
+    ):  # fmt: skip
+        (streamed,) = records(run(*args, *shlex.split(options)))
+        assert streamed["tokens"] == plain["tokens"] and streamed["target_calls"] <= 24, options
+
+
+@pytest.mark.parametrize(
+    "given, expected", [((), "auto"), (("--drafter", "streams head=8bit"), "8bit")]
+)
+def test_the_draft_head_is_loaded_as_asked(monkeypatch, given, expected):
+    """Its name reaches the loader, which is followed from there elsewhere."""
+    seen = {}
+
+    def load(model, **settings):
+        seen.update(settings)
+        raise InputError("enough", expected="nothing more", do="stop")
+
+    monkeypatch.setattr(loading, "load", load)
+    assert generate.main(["--prompt", "w1", "--model", "anything", *given]) == 2
+    assert seen["draft_head"] == expected
+
+
+# --- The chat's lines ---
+
+
+@pytest.fixture
+def talk(base, loaded, monkeypatch, capsys):
+    """Pipe lines through the chat command with the adapter; gives (code, stdout, stderr)."""
+    pair = next(pair for name, pair in loaded.items() if name)
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pair)
+
+    def talk(lines, *args):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        code = chat.main(["--model", str(base), "--max-tokens", str(LENGTH), *args])
+        return code, *capsys.readouterr()
+
+    return talk
+
+
+def replies(loaded, *texts):
+    """What a session says to `texts`, a line each."""
+    pair = next(pair for name, pair in loaded.items() if name)
+    session = ssmlx.ChatSession(*pair, ssmlx.GenerateConfig(max_tokens=LENGTH))
+    return "".join("".join(r.text for r in session.reply(text)) + "\n" for text in texts)
+
+
+def test_replies_on_stdout_the_rest_on_stderr(talk, loaded):
+    code, out, err = talk("w1 w2\n\n/stats\nw3\n/quit\nw4\n")
+    assert (code, out) == (0, replies(loaded, "w1 w2", "w3"))
+    quiet, stats, context, last = err.splitlines()
+    for line in (quiet, last):
+        assert line.startswith(f"[{LENGTH} tokens · ") and "tokens per target call" in line
+    assert stats.startswith(f"1 answers · {LENGTH} tokens in ")
+    assert context.startswith("context: ") and "prompt tokens came from the cache" in context
+    assert talk("") == (0, "", "")  # the end of input leaves
+
+
+def test_slash_commands(talk):
+    lines = ["/stats", "/compare", "/help", "/nonsense", "w1", "/reset", "w1", "/system w9"]
+    more = ["w1", "/system", "w1", "/compare", "/memory", "/adapter"]
+    code, out, err = talk("\n".join([*lines, *more]) + "\n")
+    assert code == 0
+    one, again, system, none = out.splitlines()
+    assert one == again == none != system
+    for said in (
+        "nothing was said yet\n", "nothing was said yet; expected a message", "/reset",
+        "no command /nonsense; /help lists them", "the conversation is forgotten",
+        "a new conversation with that system prompt", "a new conversation with no system prompt",
+        "the same tokens", "base model", "shipped with ssmlx: ",
+    ):  # fmt: skip
+        assert said in err
+
+
+def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded):
+    code, out, err = talk(f"{words(300)}\nw1\n")
+    assert (code, out) == (0, replies(loaded, "w1"))
+    first = err.splitlines()[0]
+    assert "expected less than the model's context of 256" in first
+    assert first.endswith("; /reset starts anew")
+
+
+def test_a_stray_byte_spoils_its_message_alone(talk, loaded):
+    code, out, err = talk("w1 \udcff\n/system \udcff\nw1\n")
+    assert (code, out) == (0, replies(loaded, "w1"))
+    first, second, _ = err.splitlines()
+    assert first.startswith("the text is not Unicode: '\\udcff' at 3; expected UTF-8 text; ")
+    assert second.startswith("the text is not Unicode")
+
+
+def test_a_template_without_a_system_role_is_told(talk, loaded, monkeypatch):
+    refusal = "{{ raise_exception('System role not supported') }}"
+    template = f"{{% if messages[0].role == 'system' %}}{refusal}{{% endif %}}{CHAT_TEMPLATE}"
+    for _, tokenizer in loaded.values():
+        monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
+    code, out, err = talk("w1\n/system\nw1\n", "--system", "w9")
+    assert (code, out.count("\n")) == (0, 1)
+    told = "the model's chat template refuses these turns (System role not supported); expected"
+    assert err.startswith(told) and "Traceback" not in err
+
+
+# --- Real processes ---
+
+HELP = """
+import sys, importlib
+main = importlib.import_module({module!r}).main
+try: main(['--help'])
+except SystemExit as stop: assert stop.code == 0, stop.code
+slow = {{'mlx', 'mlx.core', 'mlx_lm', 'torch', 'transformers', 'huggingface_hub'}}
+assert not slow & set(sys.modules), slow & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize("module", [PROG, "ssmlx.chat", "ssmlx.train", "convert.__main__"])
+def test_help_does_not_wait_for_mlx_and_fits_two_screens(module):
+    done = subprocess.run(
+        [sys.executable, "-c", HELP.format(module=module)], capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, "COLUMNS": "100"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    name, lines = module.removesuffix(".__main__"), done.stdout.splitlines()
+    assert lines[0].startswith(f"usage: python -m {name} ")
+    options = [line for line in lines if line.startswith("  --")]
+    assert name != PROG or (len(lines) <= 96 and len(options) <= 24)
+
+
+def test_a_real_process_prints_json_lines_alone(base, adapter):
+    more = ("--jsonl", "--max-tokens", "5")
+    done = run_module(PROG, "--model", str(base), "--adapter", str(adapter), *ASK, *more)
+    assert done.stderr == ""
+    (record,) = records((done.returncode, done.stdout, done.stderr))
+    assert list(record) == KEYS and len(record["tokens"]) == 5
+
+
+@pytest.mark.parametrize("command", [PROG, "ssmlx.chat"])
+def test_a_real_process_fails_in_one_line(base, command):
+    ask = ASK if command == PROG else ()
+    done = run_module(command, "--model", str(base), *ask, "--decoding", "streaming")
+    said = refusal((done.returncode, done.stdout, done.stderr), command)
+    assert "the model has no streams" in said
+
+
+def test_a_chat_is_piped_and_a_stray_byte_does_not_end_it(base):
+    command = [sys.executable, "-m", "ssmlx.chat", "--model", str(base), *PLAIN]
+    done = subprocess.run(
+        [*command, "--max-tokens", "8"], input=b"w1 \xff\nw1\n/stats\n/quit\n", cwd=ROOT,
+        capture_output=True, env={**os.environ, "LC_ALL": "C"}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, len(done.stdout.split()), done.stdout.count(b"\n")) == (0, 8, 1)
+    stray, quiet, stats, context = done.stderr.decode().splitlines()
+    assert "the text is not Unicode" in stray
+    assert quiet.startswith("[8 tokens · ") and quiet.endswith(" · cut at --max-tokens]")
+    assert stats.startswith("1 answers · 8 tokens in 8 target calls (1.00 a call)")
+    assert "context: " in context
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_stops_the_reply_and_not_the_chat(tmp_path):
+    endless = write_base(tmp_path / "base", context=10**6)
+    command = [sys.executable, "-m", "ssmlx.chat", "--model", str(endless), "--adapter", "none"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*command, "--max-tokens", "1000000"],
+        stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, bufsize=0,
+    ) as process:  # fmt: skip
+        try:
+            process.stdin.write(b"w1 w2\n")
+            assert process.stdout.read(1)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(b"/stats\n/quit\n", timeout=60)
+        finally:
+            process.kill()
+    quiet, stats, _ = err.decode().splitlines()
+    assert process.returncode == 0
+    assert quiet.endswith(" · stopped]")
+    assert stats.startswith("1 answers · ")
+    assert out.endswith(b"\n") and out.count(b"\n") == 1

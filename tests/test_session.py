@@ -1,0 +1,168 @@
+"""Chats of many turns: the cache that is kept, and what may go wrong."""
+
+from __future__ import annotations
+
+import pytest
+from real import (
+    answer,
+    words,
+    write_base,
+    write_tiny_adapter,
+)
+
+import ssmlx
+from ssmlx.errors import InputError
+from ssmlx.prompts import chat_tokens
+
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("chat") / "base")
+
+
+@pytest.fixture(scope="module")
+def loaded(base):
+    adapter = write_tiny_adapter(base.parent / "adapter", base)
+    return ssmlx.load(str(base), adapter=adapter, dtype="float32")
+
+
+@pytest.fixture
+def make_session(loaded):
+    def make_session(decoding="streaming", system=None):
+        config = ssmlx.GenerateConfig(decoding=decoding, max_tokens=LENGTH)
+        return ssmlx.ChatSession(*loaded, config, system=system)
+
+    return make_session
+
+
+@pytest.fixture
+def processed(loaded, monkeypatch):
+    """Lengths of what is put into the cache outside of trees."""
+    backbone, lengths = loaded[0].backbone, []
+    append = backbone.append
+
+    def spy(tokens, cache):
+        lengths.append(tokens.shape[0])
+        return append(tokens, cache)
+
+    monkeypatch.setattr(backbone, "append", spy)
+    return lengths
+
+
+def tokens_of(responses):
+    return [token for response in responses for token in response.tokens]
+
+
+def expected(session, decoding):
+    """The answer to the last message by a model that starts from nothing."""
+    last = max(i for i, m in enumerate(session.messages) if m["role"] == "user")
+    prompt = chat_tokens(session.tokenizer, session.messages[: last + 1])
+    model, tokenizer = session.model, session.tokenizer
+    return answer(model, tokenizer, prompt, decoding=decoding, max_tokens=LENGTH)[0]
+
+
+@pytest.mark.parametrize("decoding", ["streaming", "plain"])
+def test_turns_reuse_the_cache_and_answer_as_if_they_did_not(make_session, processed, decoding):
+    session = make_session(decoding)
+    reused = []
+    for text in ("w1 w2", words(9, 20), "w5"):
+        before = session.totals.reused_tokens
+        tokens = tokens_of(session.reply(text))
+        reused.append(session.totals.reused_tokens - before)
+        assert tokens == expected(session, "plain") == expected(session, "streaming")
+        assert session.messages[-1] == {
+            "role": "assistant",
+            "content": session.tokenizer.decode(tokens),
+        }
+    # user: w1 w2 | model:  -> 5 tokens, then the answer but for its last token or so
+    assert reused[0] == 0
+    assert reused[1] >= 5 + LENGTH - 1
+    assert reused[2] >= reused[1] + 9 + LENGTH
+    processed.clear()
+    turn = list(session.reply("w6 w7"))
+    new = turn[-1].prompt_tokens - (session.totals.reused_tokens - sum(reused))
+    assert new <= 8  # the end of the last answer, | user: w6 w7 | model:
+    prompt_part = processed[: len(processed) - (LENGTH + 1 if decoding == "plain" else 0)]
+    assert sum(prompt_part) == new - 1
+    assert turn[-1].prompt_tokens == len(chat_tokens(session.tokenizer, session.messages[:-1]))
+    # What came from the cache took no time.
+    assert turn[-1].prompt_tps == pytest.approx(new / turn[-1].prefill_seconds)
+
+
+def test_progress_tells_only_what_is_processed(make_session):
+    session, told = make_session(), []
+    list(session.reply(words(40)))
+    list(session.reply("w3", progress=lambda done, total: told.append((done, total))))
+    assert told[0][0] == 0 and told[-1][0] == told[-1][1] < 10
+
+
+@pytest.mark.parametrize("decoding", ["streaming", "plain"])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_a_reply_closed_halfway_is_kept(make_session, decoding, segments):
+    session = make_session(decoding)
+    list(session.reply("w1 w2"))
+    responses = session.reply("w8")
+    heard = [next(responses) for _ in range(segments)]
+    responses.close()
+    assert session.messages[-1]["content"] == "".join(r.text for r in heard)
+    assert session.totals.answers == 2
+    assert tokens_of(session.reply("w9")) == expected(session, "plain")
+
+
+def test_an_overflowing_turn_is_taken_back(make_session):
+    session = make_session()
+    list(session.reply("w1 w2"))
+    messages = list(session.messages)
+    with pytest.raises(InputError, match="less than the model's context of 256") as caught:
+        list(session.reply(words(300)))
+    assert "\n" not in str(caught.value)
+    assert session.messages == messages and session.totals.answers == 1
+    assert tokens_of(session.reply("w5")) == expected(session, "plain")
+
+
+def test_a_chat_goes_on_until_the_context_is_full(make_session):
+    session, reasons = make_session(), []
+    with pytest.raises(InputError, match="context"):
+        for turn in range(40):
+            reasons.append(list(session.reply(words(9, turn)))[-1].finish_reason)
+    assert set(reasons) <= {"length", "context"} and len(reasons) > 8
+    session.reset()
+    assert tokens_of(session.reply("w1")) == expected(session, "plain")
+
+
+def test_reset_and_system_start_anew(make_session):
+    session = make_session()
+    first = tokens_of(session.reply("w1 w2"))
+    session.reset()
+    assert (session.messages, session.context_tokens) == ([], 0)
+    assert tokens_of(session.reply("w1 w2")) == first
+    session.reset("w30 w31 w32")
+    assert session.messages == [{"role": "system", "content": "w30 w31 w32"}]
+    told = tokens_of(session.reply("w1 w2"))
+    assert told == expected(session, "plain") != first
+    assert told == tokens_of(make_session(system="w30 w31 w32").reply("w1 w2"))
+
+
+def test_compare_answers_twice_beside_the_chat(make_session):
+    session = make_session()
+    with pytest.raises(InputError, match="nothing was said yet"):
+        session.compare()
+    list(session.reply("w1 w2"))
+    held, messages = session.context_tokens, list(session.messages)
+    result = session.compare()
+    assert result.same_tokens
+    assert result.plain.target_calls == LENGTH >= result.streaming.target_calls
+    assert (session.context_tokens, session.messages) == (held, messages)
+    assert session.plain_tps == result.plain.generation_tps
+
+
+def test_totals_add_up(make_session):
+    session = make_session("plain")
+    for text in ("w1", "w2"):
+        list(session.reply(text))
+    totals = session.totals
+    assert (totals.answers, totals.tokens, totals.target_calls) == (2, 2 * LENGTH, 2 * LENGTH)
+    assert totals.decode_tokens == 2 * (LENGTH - 1) and totals.decode_seconds > 0
+    assert session.cache_bytes > 0
