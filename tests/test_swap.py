@@ -1,45 +1,40 @@
-"""Adapters by name, and another adapter on a base that is loaded already."""
+"""Adapters by name, alone and beside a task's LoRA, and exchanged on a base that is loaded."""
 
 from __future__ import annotations
 
 import io
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-import ssmlx  # first: it prefers OpenBLAS
-
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+import pytest
 from mlx.utils import tree_flatten
-from real import (
-    ROOT,
-    answer,
-    make_adapter,
-    one_line,
-    run_module,
-    words,
-    write_base,
-    write_tiny_adapter,
-)
-from tiny import LAYERS, WIDTH, make_base, make_lora, make_streams, make_tokenizer
+from real import answer, make_adapter, write_base, write_tiny_adapter
+from tiny import LAYERS, WIDTH, first_tokens, make_base, make_lora, make_streams, make_tokenizer
 
+import ssmlx
 from ssmlx.commands import chat, generate
+from ssmlx.decoding.loop import plain_decode, streaming_decode
+from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.loading import load as loading
 from ssmlx.loading import names as naming
-from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter, write_adapter
-from ssmlx.loading.attach import adapters_for, fuse_streams
+from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter, read_lora, write_adapter
+from ssmlx.loading.attach import adapters_for, fuse_streams, unfuse_streams
 from ssmlx.loading.names import bundled_adapters, resolve_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.settings import StreamConfig
+from ssmlx.model.tree import root_tree
+from ssmlx.settings import STREAM_SCHEDULES, StreamConfig, TreeConfig
+
+# --- swapping, on models in memory ---
+
 
 LENGTH = 16
 PROMPT = [1, 5, 2, 7]
@@ -51,9 +46,6 @@ def refusal(function, *args, **kwargs) -> str:
         function(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-# --- Swapping, on models in memory ---
 
 
 def is_packable(path, module):
@@ -196,17 +188,6 @@ def test_merging_by_half_precision_is_undone_bit_for_bit():
     assert now == bits
 
 
-def test_originals_are_kept_only_while_they_are_replaced():
-    backbone = make_backbone(MERGED)
-    first, second = make(backbone, "all", seed=1), make(backbone, "all", seed=2)
-    model = ssmlx.swap_adapter(StreamFusedModel(backbone), first)
-    assert len(backbone.replaced) == len(first.lora) > len(second.lora)
-    model = ssmlx.swap_adapter(model, second)
-    assert backbone.replaced.keys() == second.lora.keys()
-    ssmlx.swap_adapter(model, None)
-    assert backbone.replaced == {}
-
-
 BAD = {
     "another base": "belongs to another base model: this one has vocab_size 13 instead of 99",
     "other weights": "belongs to another base model: this one has other weights",
@@ -250,16 +231,6 @@ def test_a_bad_adapter_leaves_the_model_as_it_was(case, kind, scope, monkeypatch
     assert answers(model) == said
 
 
-def test_streams_that_do_not_fit_their_settings_leave_the_model_as_it_was():
-    backbone = make_backbone(MERGED)
-    good, other = make(backbone, "all", seed=1), make(backbone, "all", seed=12, num_streams=2)
-    model = ssmlx.swap_adapter(StreamFusedModel(backbone), good)
-    said = answers(model)
-    with pytest.raises(ValueError, match="stream embeddings"):
-        ssmlx.swap_adapter(model, replace(good, streams=other.streams))
-    assert answers(model) == said
-
-
 @pytest.mark.parametrize("name", ["all 2", "none"])
 def test_a_check_may_refuse_the_swap(name):
     backbone = make_backbone(MERGED)
@@ -287,9 +258,6 @@ def test_a_model_that_was_swapped_answers_no_more():
     assert "given to `swap_adapter`" in refusal(list, running)
     assert "given to `swap_adapter`" in refusal(ssmlx.swap_adapter, old, None)
     assert len(tokens_of(new, "streaming")) == LENGTH
-
-
-# --- Names and folders ---
 
 
 @pytest.fixture(scope="module")
@@ -358,6 +326,7 @@ def test_a_bare_name_is_a_folder_here_or_else_a_bundled_adapter(
     assert resolve_adapter("sql") == shelf / "sql"
     assert resolve_adapter(Path("sql")) == Path("sql")
     assert resolve_adapter("./sql") == Path("sql")
+    assert resolve_adapter("none") is None and resolve_adapter("./none") == Path("none")
     assert resolve_adapter("some/where") == Path("some/where")
     assert resolve_adapter("~/x") == Path.home() / "x"
     assert resolve_adapter("~no-such-user-here/x") == Path("~no-such-user-here/x")
@@ -373,25 +342,12 @@ def test_a_bare_name_is_a_folder_here_or_else_a_bundled_adapter(
     assert "adapter chat: the folder of that name in the working directory, not the bund" in err
 
 
-def test_none_is_always_no_adapter(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "none").mkdir()
-    assert resolve_adapter("none") is None
-    assert resolve_adapter("./none") == Path("none") == resolve_adapter(Path("none"))
-
-
 @pytest.mark.parametrize("name", ["sqll", "notes.txt", "half-written", "", "SQL", "SQ\u200bL"])
 def test_an_unknown_name_is_told_with_those_that_there_are(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     message = refusal(resolve_adapter, name)
     assert message.startswith(f"no adapter folder {name}, and no bundled adapter of that name; ")
     assert "or a bundled adapter (chat, e2e, foreign, sql); check --adapter" in message
-
-
-def test_an_unknown_name_where_none_ship(monkeypatch, tmp_path):
-    monkeypatch.setattr(naming, "ADAPTERS_FOLDER", tmp_path)
-    message = refusal(resolve_adapter, "chatt")
-    assert "expected a folder that `python -m convert` wrote; check" in message
 
 
 def test_a_name_loads_what_its_folder_does(base, shelf):
@@ -518,9 +474,6 @@ def test_adapters_of_a_model_are_known_from_their_settings_alone(base, shelf, mo
     shutil.rmtree(copy)
 
 
-# --- A chat that goes on ---
-
-
 def chat_session(base, adapter=None, **settings):
     config = ssmlx.GenerateConfig(max_tokens=LENGTH, **settings)
     return ssmlx.ChatSession(*ssmlx.load(str(base), adapter=adapter, dtype="float32"), config)
@@ -530,11 +483,11 @@ def said(session, text) -> str:
     return "".join(response.text for response in session.reply(text))
 
 
-@pytest.mark.parametrize("decoding", [None, "plain"])
+@pytest.mark.parametrize("decoding", [None, pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_conversation_goes_on_under_another_adapter(base, loads, decoding):
     session = chat_session(base, "e2e", decoding=decoding)
     said(session, "w1 w2")
-    for name, text in (("chat", "w3"), ("sql", "w4 w5"), (None, "w6"), ("e2e", "w7")):
+    for name, text in (("chat", "w3"), ("sql", "w4 w5"), (None, "w6")):
         reused, messages = session.totals.reused_tokens, list(session.messages)
         session.swap_adapter(name)
         assert (session.messages, session.context_tokens) == (messages, 0)
@@ -547,7 +500,7 @@ def test_a_conversation_goes_on_under_another_adapter(base, loads, decoding):
         before = session.totals.reused_tokens
         said(session, "w8")
         assert session.totals.reused_tokens > before
-    assert session.totals.answers == 9
+    assert session.totals.answers == 7
 
 
 def test_settings_that_the_next_adapter_cannot_follow_refuse_it(base, shelf, tmp_path):
@@ -567,9 +520,6 @@ def test_settings_that_the_next_adapter_cannot_follow_refuse_it(base, shelf, tmp
     streaming = chat_session(base, "chat", decoding="streaming")
     assert "the model has no streams" in refusal(streaming.swap_adapter, "none")
     assert said(streaming, "w1 w2")
-
-
-# --- The commands ---
 
 
 @pytest.fixture
@@ -637,13 +587,6 @@ def test_what_was_asked_for_is_what_runs(run, args, current):
     assert code == 0 and err.splitlines()[0] == current
 
 
-def test_tree_options_reach_the_default_adapter(run):
-    code, _, err = run(["w1"], "--tree-size", "4", "--num-streams", "1")
-    assert code == 0 and err.count("\n") == 1
-    code, _, err = run(["w1"], "--tree-size", "4", "--adapter", "none")
-    assert code == 2 and "--tree-size would do nothing here" in err
-
-
 def test_a_fused_model_keeps_its_own_streams(base, run, tmp_path):
     fused = fuse(base, tmp_path / "fused")
     code, _, err = run(["/adapter", "/adapter none", f"/adapter {fused}"], model=fused)
@@ -680,17 +623,6 @@ def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
     assert "/adapter NAME " in err and len(told) == 5
 
 
-def test_a_template_that_is_the_chat_s_own_is_no_other_form(base, run, tmp_path):
-    write_tiny_adapter(tmp_path / "mine", base, template="user: {prompt} | model: ")
-    code, _, err = run(["/adapter mine"])
-    assert (code, err) == (0, "adapter mine: 2 streams draft; the adapter is part of the model\n")
-
-
-def test_no_wrong_advice_about_a_folder_s_name(run):
-    code, _, err = run(["/adapter in/the/context"])
-    assert code == 0 and err.endswith("convert a checkpoint\n")
-
-
 def test_generate_has_no_default_adapter(base, capsys):
     ask = ["--model", str(base), "--prompt", "w1", "--jsonl", "--max-tokens", "8"]
     for adapter, calls in ((None, 8), ("none", 8), ("chat", None)):
@@ -698,39 +630,94 @@ def test_generate_has_no_default_adapter(base, capsys):
         assert generate.main([*ask, *more]) == 0
         record = json.loads(capsys.readouterr().out)
         assert calls is None or record["target_calls"] == calls
-    with pytest.raises(SystemExit):
-        generate.main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "ships with ssmlx (chat, e2e, foreign, sql)" in text and "(default: none;" in text
 
 
-def run_on_the_shelf(shelf, command, *args, stdin=""):
-    """A real process whose package has the adapters of `shelf`."""
-    code = (
-        "import sys; from pathlib import Path; from ssmlx.loading import names; "
-        f"names.ADAPTERS_FOLDER = Path({str(shelf)!r}); from ssmlx.commands import {command}; "
-        f"sys.exit({command}.main(sys.argv[1:]))"
-    )
-    call = [sys.executable, "-c", code, *args]
-    return subprocess.run(
-        call, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+# --- streams that draft for a fine-tuned model: two LoRAs ---
+
+
+TREE = TreeConfig(kind="full", width=2)
+
+
+def with_task(backbone, *, seed=4):
+    """An adapter of scope "streams" with the LoRA of a task, on layers above and below."""
+    return replace(
+        make(backbone, "streams", seed=seed), task_lora=make_lora(backbone.model, 0, seed + 9)
     )
 
 
-def test_a_real_chat_is_piped(base, shelf):
-    lines = f"w1\n/adapter sql\n{words(3)}\n/adapter nope\n/quit\n"
-    args = ("--model", str(base), "--max-tokens", "4")
-    result = run_on_the_shelf(shelf, "chat", *args, stdin=lines)
-    assert (result.returncode, result.stdout.count("\n")) == (0, 2)
-    first, swapped, second, unknown = result.stderr.splitlines()
-    assert first.startswith("[4 tokens") and second.startswith("[4 tokens")
-    assert swapped.startswith("adapter sql: 2 streams draft; the adapter is part of the model; ")
-    assert unknown.startswith("no adapter folder nope, and no bundled adapter of that name")
+def plain(model, count=LENGTH):
+    return first_tokens(plain_decode(model, PROMPT, model.make_cache()), count)[0]
 
 
-@pytest.mark.parametrize("command", ["ssmlx.chat", "ssmlx.generate"])
-def test_a_real_process_tells_an_unknown_name_in_one_line(command):
-    ask = ("--prompt", "w1") if command == "ssmlx.generate" else ()
-    result = run_module(command, "--adapter", "no-such-adapter", *ask)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "no adapter folder no-such-adapter, and" in one_line(result.stderr, command)
+def streamed(model, schedule):
+    drafter = StreamDrafter(model, TREE, model.num_streams, schedule)
+    steps = streaming_decode(model, PROMPT, model.make_cache(64), drafter=drafter)
+    return first_tokens(steps, LENGTH)
+
+
+@pytest.mark.parametrize("kind", [MERGED, APART, PACKED])
+def test_answers_are_those_of_the_tasks_lora_alone(kind):
+    backbone = make_backbone(kind)
+    adapter = with_task(backbone)
+    alone = replace(make(backbone, "all", seed=4), lora=adapter.task_lora)
+    expected = plain(fuse_streams(backbone, alone, merge_lora=kind == MERGED))
+    unfuse_streams(backbone)
+    untouched = plain(fuse_streams(backbone, replace(adapter, task_lora={}), merge_lora=False))
+    assert untouched != expected
+    model = fuse_streams(backbone, adapter, merge_lora=kind == MERGED)
+    assert model.is_fine_tuned
+    assert plain(model) == expected
+    lengths = {}
+    for schedule in STREAM_SCHEDULES:
+        tokens, lengths[schedule] = streamed(model, schedule)
+        assert tokens == expected
+    assert lengths["fused"] == lengths["second-pass"]
+
+
+@pytest.mark.parametrize("kind", [MERGED, PACKED])
+def test_the_streams_own_lora_acts_on_their_rows(kind):
+    """Without it the drafts are others, and the answers the same."""
+    backbone = make_backbone(kind)
+    adapter = with_task(backbone)
+    drafts = []
+    for lora in (adapter.lora, {path: replace(w, b=w.b * 0) for path, w in adapter.lora.items()}):
+        model = fuse_streams(backbone, replace(adapter, lora=lora), merge_lora=kind == MERGED)
+        hidden = mx.ones((1, 2, model.backbone.hidden_size))
+        cache = model.make_cache(16)
+        cache.reserve(tokens=4, scratch=8)
+        rows = model.upper(model.insert(hidden[:, :1], 2), root_tree(mx.array([1])), cache, 2)
+        drafts.append(np.array(rows))
+    assert np.array_equal(drafts[0][:, :1], drafts[1][:, :1])
+    assert not np.allclose(drafts[0][:, 1:], drafts[1][:, 1:])
+
+
+def test_a_folder_holds_both_and_mlx_lm_finds_the_tasks(tmp_path):
+    backbone = make_backbone(MERGED)
+    adapter = with_task(backbone)
+    write_adapter(tmp_path, adapter)
+    again = load_adapter(tmp_path)
+    for mine, theirs in ((adapter.lora, again.lora), (adapter.task_lora, again.task_lora)):
+        assert mine.keys() == theirs.keys()
+        for path, weights in mine.items():
+            assert weights.scale == theirs[path].scale
+            assert mx.array_equal(weights.a, theirs[path].a)
+            assert mx.array_equal(weights.b, theirs[path].b)
+    mlx_lm_file = mx.load(str(tmp_path / "adapters.safetensors"))
+    path = next(iter(adapter.task_lora))
+    assert mx.array_equal(mlx_lm_file[f"{path}.lora_a"], adapter.task_lora[path].a)
+
+
+def test_a_task_beside_lora_on_every_row_is_refused(tmp_path):
+    backbone = make_backbone(MERGED)
+    write_adapter(tmp_path, make(backbone, "all", seed=4))
+    file = tmp_path / "streams_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "task_lora_scale": 2.0}))
+    assert "task_lora_scale beside LoRA of scope 'all'" in refusal(load_adapter, tmp_path)
+
+
+def test_a_lora_without_weights_is_refused(tmp_path):
+    settings = {"fine_tune_type": "lora", "lora_parameters": {"scale": 2.0}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {})
+    said = refusal(read_lora, tmp_path, "--task-lora")
+    assert "adapters.safetensors is empty; expected pairs of lora_a and lora_b" in said
