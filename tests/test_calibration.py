@@ -11,8 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from real import one_line, write_base, write_tiny_adapter
-from test_cost import COSTS, flat
-from tiny import best_rank_paths, first_tokens, make_model
+from tiny import COSTS, best_rank_paths, first_tokens, flat, make_model
 
 from ssmlx.api import token_steps
 from ssmlx.calibration import check as calibrate_check

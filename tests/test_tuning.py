@@ -1,37 +1,242 @@
-"""Profiles on disk, what makes one unfit, and what the runtime does with one that fits."""
+"""The cost of a step, when drafting pays, and profiles on disk: made-up costs, no clock."""
 
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from real import make_adapter, write_adapter, write_base, write_tiny_adapter
-from test_cost import COSTS, flat
-from tiny import first_tokens, make_model
+from tiny import COSTS, flat, make_model, make_profile, measured
 
-import ssmlx
-from ssmlx.api import token_steps
-from ssmlx.commands import chat, generate
-from ssmlx.decoding.pace import FIRST_WAIT, PATIENCE, TRIAL_PATIENCE
+from ssmlx.decoding.pace import FIRST_WAIT, LONGEST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
 from ssmlx.errors import InputError
 from ssmlx.plan import make_plan
-from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
-from ssmlx.tuning import machine
+from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig, from_json, to_json
 from ssmlx.tuning import profile as tuning
-from ssmlx.tuning.cost import DraftShape, MeasuredShape, Surface
-from ssmlx.tuning.profile import (
-    Profile,
-    ProfileKey,
-    mlx_version,
-    profile_of,
-    store_profile,
+from ssmlx.tuning.cost import DraftShape, StepCosts, interpolate
+from ssmlx.tuning.profile import ProfileKey, profile_of, store_profile
+
+SECOND = DraftShape(tree=TreeConfig(size=16), num_streams=5)
+FUSED = replace(SECOND, stream_schedule="fused")
+PRUNED = replace(FUSED, prune=PruneConfig(kind="budget", keep=4))
+
+
+def test_a_step_of_two_passes_is_the_sum_of_its_parts():
+    layers = (6 + 1.6 + 0.2) + (2 + 0.8 + 0.1) + (2 + 0.25 + 0.1)
+    heads, beside = (1 + 0.32) + (0.5 + 0.05), 0.2 + 0.016
+    assert COSTS.step_seconds(SECOND, 100) == pytest.approx(layers + heads + beside)
+
+
+def test_a_fused_step_pays_for_every_nodes_streams_once():
+    layers = (6 + 1.6 + 0.2) + (2 + 0.04 * 96 + 0.1)
+    assert COSTS.step_seconds(FUSED, 100) == pytest.approx(layers + 1.32 + 0.55 + 0.1)
+
+
+def test_pruning_pays_for_the_early_exit_and_spares_rows_above_it():
+    layers = (6 + 1.6) + (0.8 + 0.03 * 16) + (2 + 0.04 * 24)
+    heads = (1 + 0.02 * 4) + 0.55
+    assert COSTS.step_seconds(PRUNED, 0) == pytest.approx(layers + heads + 0.1)
+
+
+def test_noise_does_not_make_a_step_cheaper_than_its_forwards():
+    noisy = replace(COSTS, overhead={"fused": flat(-100.0, 0.0), "second-pass": flat(-0.1, 0.0)})
+    assert noisy.step_seconds(FUSED, 0) == 0.75 * noisy.forward_seconds(FUSED, 0)
+    assert noisy.step_seconds(SECOND, 0) == noisy.forward_seconds(SECOND, 0) - 0.1
+
+
+def test_a_budget_that_drops_nothing_costs_nothing():
+    whole = replace(FUSED, prune=PruneConfig(kind="budget", keep=16))
+    assert not whole.is_pruned
+    assert COSTS.step_seconds(whole, 0) == COSTS.step_seconds(FUSED, 0)
+
+
+def test_pruning_that_nobody_measured_has_no_price():
+    with pytest.raises(ValueError, match="pruning"):
+        replace(COSTS, early_exit=None).step_seconds(PRUNED, 0)
+
+
+def test_the_breakeven_is_what_a_call_costs_in_plain_calls():
+    assert COSTS.breakeven(SECOND, 500) == pytest.approx(COSTS.step_seconds(SECOND, 500) / 10.5)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [(0, 10), (1, 10), (2, 20), (2.5, 25), (4, 40), (5, 50), (0.5, 10)]
 )
+def test_lines_run_through_what_was_measured_and_on(place, value):
+    """Beyond the last point the last line goes on; before the first, nothing gets cheaper."""
+    assert interpolate([1, 2, 4], [10, 20, 40], place) == value
+
+
+def test_no_rows_cost_nothing():
+    assert COSTS.lower.at(0, 500) == 0
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"rows": (4, 1)}, {"contexts": (1000, 0)}, {"rows": (1, 1, 16, 64)}, {"rows": ()},
+        {"seconds": ((1.0,) * 4,)}, {"seconds": ((1.0,) * 4, (1.0,) * 3)},
+    ],
+)  # fmt: skip
+def test_a_surface_with_holes_is_refused(broken):
+    with pytest.raises(ValueError, match="ascending"):
+        replace(COSTS.lower, **broken)
+
+
+@pytest.mark.parametrize("costs", [COSTS, replace(COSTS, early_exit=None, overhead=None)])
+def test_costs_survive_json(costs):
+    assert from_json(StepCosts, json.loads(json.dumps(to_json(costs)))) == costs
+
+
+@pytest.mark.parametrize("shape", [SECOND, FUSED, PRUNED], ids=DraftShape.text)
+def test_shapes_survive_json(shape):
+    assert from_json(DraftShape, json.loads(json.dumps(to_json(shape)))) == shape
+
+
+def test_shapes_are_told_in_words_and_options():
+    full = DraftShape(tree=TreeConfig(kind="full", width=2), num_streams=1)
+    assert SECOND.text() == "best tree of 16 nodes, 5 streams, second pass"
+    assert PRUNED.text() == "best tree of 16 nodes, pruned to 4, 5 streams, fused"
+    assert full.text() == "full tree of 2 a level, 3 nodes, 1 stream, second pass"
+    assert full.options() == (
+        '--drafter "streams schedule=second-pass" --tree full --tree-width 2 --num-streams 1'
+    )
+    assert PRUNED.options() == (
+        '--drafter "streams schedule=fused" --tree best --tree-size 16 --prune budget --prune-to 4 '
+        "--num-streams 5"
+    )
+
+
+BREAKEVEN = 1.5
+
+
+def decode(pace: Pace, tokens_of_draft, calls: int) -> tuple[int, float, list[bool]]:
+    """Tokens, plain calls' time that they took, and whether each call drafted."""
+    tokens, time, drafted, fresh = 0, 0.0, [], True
+    for _ in range(calls):
+        drafted.append(pace.drafting)
+        has_draft = pace.drafting and not fresh
+        num, cost = (tokens_of_draft(tokens), BREAKEVEN) if has_draft else (1, 1.0)
+        fresh = not pace.drafting
+        pace.observe(num, drafted=has_draft)
+        tokens, time = tokens + num, time + cost
+    return tokens, time, drafted
+
+
+def test_without_a_measurement_drafting_never_stops():
+    pace = Pace()
+    for _ in range(1000):
+        assert pace.drafting
+        pace.observe(1)
+
+
+def test_drafting_goes_on_where_it_pays():
+    assert all(decode(Pace(BREAKEVEN), lambda at: 2, 2000)[2])
+
+
+def test_what_pays_on_average_is_rarely_stopped_by_chance():
+    rng = random.Random(0)
+    _, _, drafted = decode(Pace(BREAKEVEN), lambda at: rng.choice([1, 1, 2, 4]), 4000)
+    assert sum(drafted) / len(drafted) > 0.95
+
+
+def test_drafting_stops_after_its_patience_is_lost_and_waits_longer_each_time():
+    """Each call loses half a plain call: 16 lose `PATIENCE`, and then 6 a trial's."""
+    _, _, drafted = decode(Pace(BREAKEVEN), lambda at: 1, 300)
+    runs = [(drafted[0], 0)]
+    for one in drafted:
+        runs = [*runs[:-1], (one, runs[-1][1] + 1)] if one == runs[-1][0] else [*runs, (one, 1)]
+    first, trial = 1 + int(PATIENCE / 0.5), 1 + int(TRIAL_PATIENCE / 0.5)
+    waits = [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, LONGEST_WAIT]
+    expected = [(True, first), (False, waits[0])]
+    for wait in waits[1:3]:
+        expected += [(True, trial), (False, wait)]
+    assert runs[:6] == expected
+    assert runs[7] == (False, LONGEST_WAIT), "no longer than that"
+
+
+def test_on_trial_drafting_stops_sooner_from_the_first_call_on():
+    _, _, drafted = decode(Pace(BREAKEVEN, on_trial=True), lambda at: 1, 300)
+    assert drafted.index(False) == 1 + int(TRIAL_PATIENCE / 0.5)
+
+
+def test_a_call_without_a_draft_says_nothing():
+    """Such as a spell's first: it always advances by one token."""
+    pace = Pace(20.0)
+    for _ in range(3):
+        pace.observe(1, drafted=False)
+    assert pace.drafting and pace.tokens_per_call is None
+    pace.observe(1)
+    assert not pace.drafting and pace.tokens_per_call == 1
+
+
+def test_a_draft_that_comes_after_the_end_of_its_spell_shortens_the_wait():
+    pace = Pace(20.0)
+    pace.observe(1)
+    pace.observe(5, drafted=True)
+    for _ in range(FIRST_WAIT - 5):
+        assert not pace.drafting
+        pace.observe(1, drafted=False)
+    assert pace.drafting
+
+
+def test_an_unpredictable_text_costs_little():
+    tokens, time, _ = decode(Pace(BREAKEVEN), lambda at: 1, 2000)
+    assert time / tokens < 1.06, "where drafting throughout costs 1.5"
+
+
+def test_drafting_returns_when_the_text_gets_predictable():
+    pace = Pace(BREAKEVEN)
+    _, _, drafted = decode(pace, lambda at: 1 if at < 100 else 3, 400)
+    assert not all(drafted) and all(drafted[-200:])
+
+
+def test_after_a_long_good_spell_all_patience_is_back():
+    pace = Pace(BREAKEVEN)
+    decode(pace, lambda at: 1, 200)
+    while not pace.drafting:
+        pace.observe(1)
+    pace.observe(1)
+    for _ in range(40):
+        pace.observe(3)
+    for _ in range(int(PATIENCE / 0.5) - 1):
+        pace.observe(1)
+    assert pace.drafting
+    pace.observe(1)
+    assert not pace.drafting
+    for _ in range(FIRST_WAIT):
+        assert not pace.drafting
+        pace.observe(1)
+    assert pace.drafting
+
+
+def test_a_spell_that_does_not_pay_does_not_win_back_patience():
+    """However long it is: at a twentieth of a loss a call, a trial takes 60 of them."""
+    pace = Pace(1.05)
+    for _ in range(1000):
+        pace.observe(1)
+        if not pace.drafting:
+            break
+    for _ in range(FIRST_WAIT + 1):
+        pace.observe(1)
+    calls = 0
+    while pace.drafting:
+        pace.observe(1)
+        calls += 1
+    assert calls == pytest.approx(TRIAL_PATIENCE / 0.05, abs=1)
+
+
+@pytest.mark.parametrize("breakeven", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_breakeven_is_a_number_above_zero(breakeven):
+    with pytest.raises(ValueError, match="breakeven"):
+        Pace(breakeven)
+
+
+# --- Profiles on disk ---
 
 SHAPE = DraftShape(tree=TreeConfig(size=7), num_streams=2, stream_schedule="fused")
 SMALL = DraftShape(tree=TreeConfig(size=2), num_streams=1)
-OPEN = GenerateConfig()
 
 
 @pytest.fixture(autouse=True)
@@ -45,22 +250,8 @@ def model():
     return make_model(seed=2)
 
 
-def profile(model, **changes) -> Profile:
-    """One that says that drafting pays."""
-    values = {
-        "key": ProfileKey.of(model), "made": "2026-08-02", "mlx": mlx_version(), "context": 100,
-        "shapes": (best(),), "costs": COSTS, **changes,
-    }  # fmt: skip
-    return Profile(**values)
-
-
-def best(tokens_per_call=9.0, shape=SHAPE) -> MeasuredShape:
-    return MeasuredShape(shape=shape, tokens_per_call=tokens_per_call)
-
-
-def slow(model, **changes) -> Profile:
-    """One that says that it does not."""
-    return profile(model, shapes=(best(1.01),), **changes)
+def profile(model, *shapes):
+    return make_profile(model, shapes=shapes or (measured(SHAPE, 9.0),))
 
 
 def test_profiles_lie_in_the_cache_folder(model, tmp_path, monkeypatch):
@@ -78,9 +269,9 @@ def test_a_profile_is_found_again_as_it_was(model):
 
 def test_a_new_profile_takes_the_place_of_the_old_one(model):
     store_profile(profile(model))
-    assert profile_of(model).best() == best(9.0)
-    store_profile(profile(model, shapes=(best(8.0),)))
-    assert profile_of(model).best() == best(8.0)
+    assert profile_of(model).best() == measured(SHAPE, 9.0)
+    store_profile(profile(model, measured(SHAPE, 8.0)))
+    assert profile_of(model).best() == measured(SHAPE, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -172,18 +363,13 @@ BROKEN = {
 
 @pytest.mark.parametrize("spoil, reason", BROKEN.values(), ids=BROKEN.keys())
 def test_a_profile_that_does_not_fit_is_ignored_in_one_line(model, capsys, spoil, reason):
-    path = store_profile(profile(model, shapes=(best(), best(2.0, SMALL))))
+    path = store_profile(profile(model, measured(SHAPE, 9.0), measured(SMALL, 2.0)))
     spoil(path)
-    assert make_plan(model).config == OPEN.with_default_shape()
+    assert make_plan(model).config == GenerateConfig().with_default_shape()
     assert profile_of(model) is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ssmlx: {path} is ignored") and reason in line
     assert line.endswith("python -m ssmlx.calibrate makes a new one")
-
-
-def test_where_there_is_none_nothing_is_said(model, capsys):
-    assert profile_of(model) is None and not make_plan(model).is_tuned
-    assert capsys.readouterr().err == ""
 
 
 def test_a_profile_that_cannot_be_written_leaves_the_old_one(model, monkeypatch):
@@ -195,386 +381,6 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(model, monkeypatch)
 
     monkeypatch.setattr("pathlib.Path.replace", full)
     with pytest.raises(InputError, match="No space left on device"):
-        store_profile(slow(model))
+        store_profile(profile(model, measured(SMALL, 2.0)))
     assert path.read_text() == before
     assert len(list(path.parent.iterdir())) == 1
-
-
-def test_what_is_not_asked_for_is_as_the_profile_says(model):
-    store_profile(profile(model))
-    plan = make_plan(model, max_tokens=5)
-    config, drafter = plan.config, plan.drafter
-    assert (config.tree, config.num_streams) == (SHAPE.tree, 2)
-    assert (config.stream_schedule, config.prune) == ("fused", PruneConfig())
-    assert config.max_tokens == 5
-    assert (drafter.max_nodes, drafter.num_levels, drafter.num_streams) == (7, 2, 2)
-
-
-ASKED = {
-    "tree": TreeConfig(size=4),
-    "prune": PruneConfig(),
-    "num_streams": 1,
-    "stream_schedule": "second-pass",
-}
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_whoever_asks_for_any_of_it_gets_the_defaults_beside_it(model, name):
-    store_profile(profile(model))
-    asked = GenerateConfig(**{name: ASKED[name]})
-    plan = make_plan(model, asked)
-    assert plan.config == asked.with_default_shape()
-    assert not plan.is_tuned
-
-
-def test_the_defaults_are_the_same_on_every_machine():
-    config = OPEN.with_default_shape()
-    assert (config.tree, config.prune) == (TreeConfig(), PruneConfig())
-    assert (config.num_streams, config.stream_schedule) == (None, "second-pass")
-
-
-def test_a_tuned_pruning_budget_reaches_the_loop(model, monkeypatch):
-    budget = PruneConfig(kind="budget", keep=3)
-    store_profile(profile(model, shapes=(best(shape=replace(SHAPE, prune=budget)),)))
-    seen = []
-    monkeypatch.setattr(ssmlx.api, "streaming_decode", lambda *a, **k: seen.append(k["prune"]))
-    token_steps(model, [1], model.make_cache(), OPEN)
-    assert seen == [budget]
-
-
-def test_tuned_decoding_says_what_plain_decoding_says(model):
-    store_profile(profile(model))
-    plain = GenerateConfig(decoding="plain")
-    answers = [
-        first_tokens(token_steps(model, [3, 1], model.make_cache(), config), 30)[0]
-        for config in (OPEN, plain)
-    ]
-    assert answers[0] == answers[1]
-
-
-def test_plain_decoding_is_taken_where_it_is_faster(model):
-    store_profile(slow(model))
-    plan = make_plan(model)
-    assert plan.kind is None and plan.drafter is None and plan.is_tuned
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"decoding": "streaming"}, {"drafter": "streams"}, {"tree": TreeConfig()},
-        {"num_streams": 2}, {"lookup_nodes": 8},
-        {"acceptance": AcceptanceConfig(kind="typical"), "temp": 1.0},
-    ],
-    ids=lambda asked: next(iter(asked)),
-)  # fmt: skip
-def test_whoever_asks_for_drafting_gets_it(model, asked):
-    store_profile(slow(model))
-    assert make_plan(model, **asked).kind == "streams"
-
-
-def test_streaming_that_is_asked_for_is_still_tuned(model):
-    store_profile(slow(model))
-    assert make_plan(model, decoding="streaming").config.tree == SHAPE.tree
-
-
-def test_another_drafter_has_nothing_to_do_with_it(model):
-    store_profile(slow(model))
-    plan = make_plan(model, drafter="prompt-lookup")
-    assert plan.kind == "prompt-lookup" and not plan.is_tuned
-    assert plan.config.tree == TreeConfig()
-
-
-def test_the_line_says_what_is_done(model):
-    store_profile(profile(model))
-    assert make_plan(model).decision == (
-        "tuned for this machine: best tree of 7 nodes, 2 streams, fused "
-        "(ssmlx.calibrate, 2026-08-02)"
-    )
-    plain = make_plan(model, decoding="plain")
-    assert (plain.decision, plain.is_tuned) == ("plain decoding, as --decoding says", False)
-    store_profile(slow(model))
-    assert make_plan(model).decision == (
-        "tuned for this machine: plain decoding, which is faster (ssmlx.calibrate, 2026-08-02)"
-    )
-
-
-ROW_BY_CONTEXT = Surface.of(
-    {
-        (rows, context): 6 + rows / 10 + rows * context / 1000
-        for rows in (1, 64)
-        for context in (0, 1000)
-    }
-)
-"""Milliseconds of rows that cost the more the more they see."""
-
-
-def by_context(model) -> Profile:
-    """A small tree is faster from some 940 tokens on, and plain decoding from some 7,400."""
-    costs = replace(COSTS, lower=ROW_BY_CONTEXT)
-    return profile(model, shapes=(best(3.0), best(2.4, SMALL)), costs=costs)
-
-
-def test_the_longer_the_context_the_smaller_the_tree(model):
-    found = by_context(model)
-    assert found.best() == found.best(0) == found.best(300) == best(3.0)
-    assert found.best(2000) == best(2.4, SMALL)
-    assert found.drafting_pays() and found.drafting_pays(2000) and not found.drafting_pays(9000)
-    for context in (0, 300, 2000, 9000):
-        speeds = [
-            one.tokens_per_call / found.costs.breakeven(one.shape, context) for one in found.shapes
-        ]
-        assert found.speedup(context) == max(speeds)
-
-
-def test_of_equal_ways_the_first_is_taken(model):
-    other = replace(SHAPE, stream_schedule="second-pass")
-    gain = COSTS.breakeven(other, 50) / COSTS.breakeven(SHAPE, 50)
-    for more, expected in ((1.005, SHAPE), (1.02, other)):
-        found = profile(model, shapes=(best(3.0), best(3.0 * gain * more, other)))
-        assert found.best(50).shape == expected
-
-
-def test_an_answer_is_drafted_as_its_context_says(model, monkeypatch):
-    store_profile(by_context(model))
-    seen = []
-
-    def streaming_decode(*args, drafter, pace, **more):
-        seen.append((drafter.max_nodes, pace._breakeven))
-
-    monkeypatch.setattr(ssmlx.api, "streaming_decode", streaming_decode)
-    monkeypatch.setattr(ssmlx.api, "plain_decode", lambda *args, **more: seen.append("plain"))
-    cache = model.make_cache()
-    token_steps(model, [1] * 10, cache, OPEN)
-    monkeypatch.setattr(type(cache), "offset", 1990)
-    token_steps(model, [1] * 10, cache, OPEN)
-    token_steps(model, [1] * 10, cache, replace(OPEN, tree=TreeConfig(size=5)))
-    monkeypatch.setattr(type(cache), "offset", 9000)
-    token_steps(model, [1] * 10, cache, OPEN)
-    token_steps(model, [1] * 10, cache, replace(OPEN, decoding="streaming"))
-    costs = by_context(model).costs
-    asked = DraftShape(tree=TreeConfig(size=5), num_streams=model.num_streams)
-    assert seen == [
-        (7, costs.breakeven(SHAPE, 10)),
-        (2, costs.breakeven(SMALL, 2000)),
-        (5, costs.breakeven(asked, 2000)),
-        "plain",
-        (2, None),
-    ]
-
-
-def test_the_line_says_where_it_depends_on_the_context(model):
-    store_profile(by_context(model))
-    assert "fused, other trees behind other contexts (ssmlx.calibrate" in make_plan(model).decision
-
-
-def breakeven(model, **settings) -> float | None:
-    return make_plan(model, **settings).pace._breakeven
-
-
-def test_the_pace_knows_what_a_call_costs(model):
-    store_profile(profile(model))
-    assert breakeven(model) == pytest.approx(COSTS.breakeven(SHAPE, 100))
-    other = DraftShape(tree=TreeConfig(size=4), num_streams=3)
-    assert breakeven(model, tree=TreeConfig(size=4)) == pytest.approx(COSTS.breakeven(other, 100))
-
-
-def test_behind_contexts_that_nobody_measured_streams_are_on_trial(model):
-    store_profile(profile(model))
-    patience = [make_plan(model, context=c).pace._patience for c in (None, 400, 401)]
-    assert patience == [PATIENCE, PATIENCE, TRIAL_PATIENCE]
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [{"decoding": "streaming"}, {"drafter": "prompt-lookup"},
-     {"prune": PruneConfig(kind="threshold")}],
-    ids=["asked for", "another drafter", "no fixed cost"],
-)  # fmt: skip
-def test_the_pace_never_stops_what_it_cannot_price(model, asked):
-    store_profile(profile(model))
-    assert breakeven(model, **asked) is None
-
-
-def test_without_a_profile_the_pace_never_stops(model):
-    assert breakeven(model) is None
-
-
-def test_decoding_falls_back_and_returns_and_says_the_same(model):
-    """Drafts of a tiny random model do not pay where a call costs three plain ones."""
-    dear = replace(COSTS, lower=flat(27.0, 0.0))
-    store_profile(profile(model, costs=dear))
-    length = 120
-    answers, lengths = {}, {}
-    for config in (OPEN, GenerateConfig(decoding="streaming"), GenerateConfig(decoding="plain")):
-        steps = token_steps(model, [3, 1], model.make_cache(), config)
-        answers[config.decoding], lengths[config.decoding] = first_tokens(steps, length)
-    assert answers[None] == answers["streaming"] == answers["plain"]
-    paused = lengths[None]
-    assert len(lengths["streaming"]) < len(paused) < length
-    ones = "".join(str(num) for num in paused).split("1" * (FIRST_WAIT - 2))
-    assert len(ones) > 1, "it fell back"
-    assert any(num > 1 for num in paused[60:]), "and returned"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("tuning") / "base")
-
-
-@pytest.fixture(scope="module")
-def adapter(base):
-    return write_tiny_adapter(base.parent / "adapter", base)
-
-
-def store_for(base, adapter, make=profile):
-    loaded, _ = ssmlx.load(str(base), adapter=adapter, dtype="float32")
-    store_profile(make(loaded))
-
-
-def ask(base, adapter, *more):
-    common = ("--prompt", "w1 w2 w3", "--max-tokens", "12", "--dtype", "float32")
-    return generate.main(["--model", str(base), "--adapter", str(adapter), *common, *more])
-
-
-def test_generate_is_tuned_and_says_so_in_one_line(base, adapter, capsys):
-    assert ask(base, adapter, "--jsonl") == 0
-    before = json.loads(capsys.readouterr().out)
-    store_for(base, adapter)
-    assert ask(base, adapter, "--jsonl") == 0
-    out, err = capsys.readouterr()
-    tuned = [line for line in err.splitlines() if "tuned" in line]
-    assert tuned == [
-        "[tuned for this machine: best tree of 7 nodes, 2 streams, fused "
-        "(ssmlx.calibrate, 2026-08-02)]"
-    ]
-    assert json.loads(out)["tokens"] == before["tokens"]
-
-
-def test_generate_decodes_plainly_where_that_is_faster(base, adapter, capsys):
-    store_for(base, adapter, slow)
-    assert ask(base, adapter, "--jsonl") == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["tokens_per_call"] == 1
-    assert "[tuned for this machine: plain decoding, which is faster" in err
-    assert ask(base, adapter, "--tree", "best") == 0
-    assert "tuned" not in capsys.readouterr().err
-
-
-def test_chat_is_tuned_and_says_so(base, adapter, capsys, monkeypatch):
-    store_for(base, adapter, slow)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    lines = iter(["/adapter"])
-
-    def read(prompt):
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", read)
-    argv = ["--model", str(base), "--adapter", str(adapter), "--dtype", "float32"]
-    assert chat.main(argv) == 0
-    err = capsys.readouterr().err
-    assert "[tuned for this machine: plain decoding, which is faster" in err
-    assert "plain decoding, which is faster here" in err
-    assert "ships no chat adapter" not in err
-
-
-def test_an_adapter_that_is_swapped_in_is_looked_up_under_its_own_name(base, adapter):
-    """Its profile is asked for before the old adapter's LoRA has left the layers."""
-    streams = base.parent / "streams"
-    streams.mkdir()
-    write_adapter(streams, make_adapter(base, scope="streams"))
-    store_for(base, adapter)
-    model, tokenizer = ssmlx.load(str(base), adapter=streams, dtype="float32")
-    session = ssmlx.ChatSession(model, tokenizer, GenerateConfig(max_tokens=5))
-    assert profile_of(session.model) is None
-    session.swap_adapter(adapter)
-    assert profile_of(session.model).best().shape == SHAPE
-
-
-# --------------------------------------------------------------------------------- machine
-
-MAC = {
-    "sysctl -n machdep.cpu.brand_string": "Apple M2 Pro",
-    "sysctl -n hw.memsize": "17179869184",
-    "sw_vers": "ProductName:\t\tmacOS\nProductVersion:\t\t15.1\nBuildVersion:\t\t24B83",
-    "pmset -g batt": "Now drawing from 'Battery Power'\n -InternalBattery-0\t87%; discharging",
-}
-
-
-@pytest.fixture
-def mac(monkeypatch):
-    """A Mac whose tools say what `said` holds."""
-    said = dict(MAC)
-    monkeypatch.setattr(machine.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(machine.platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(machine, "output_of", lambda *args: said.get(" ".join(args), ""))
-    return said
-
-
-def test_a_mac_is_described(mac):
-    found = machine.machine()
-    assert found["machine"] == "Darwin arm64, Apple M2 Pro"
-    assert (found["memory"], found["os"]) == ("16 GiB", "macOS 15.1 (24B83)")
-    assert found["power"] == "battery"
-    mac["pmset -g batt"] = "Now drawing from 'AC Power'"
-    assert machine.power_source() == "AC power"
-    mac.clear()
-    found = machine.machine()
-    assert found["machine"] == "Darwin arm64, unknown"
-    assert {found[name] for name in ("memory", "os", "power", "commit")} == {"unknown"}
-
-
-@pytest.fixture
-def linux(monkeypatch, tmp_path):
-    """A Linux machine whose files are in the folder that this gives."""
-    monkeypatch.setattr(machine.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(machine, "PROC", tmp_path)
-    monkeypatch.setattr(machine, "POWER_SUPPLY", tmp_path / "power")
-    monkeypatch.setattr(machine, "OS_RELEASE", tmp_path / "os-release")
-    return tmp_path
-
-
-def supply(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True)
-    for name, text in files.items():
-        (folder / name).write_text(text + "\n")
-
-
-def test_a_linux_machine_is_described(linux):
-    (linux / "cpuinfo").write_text("model name\t: Fast 9000\nflags\t: a\nmodel name\t: Fast 9000\n")
-    (linux / "meminfo").write_text("MemTotal:       16777216 kB\nMemFree: 1 kB\n")
-    (linux / "os-release").write_text('ID=x\nPRETTY_NAME="Some Linux 12"\n')
-    found = machine.machine()
-    assert found["machine"].endswith(", Fast 9000") and found["memory"] == "16 GiB"
-    assert found["os"] == "Some Linux 12" and found["power"] == "unknown"
-    supply(linux / "power" / "BAT0", type="Battery", status="Discharging")
-    assert machine.power_source() == "battery"
-    supply(linux / "power" / "AC", type="Mains", online="1")
-    assert machine.power_source() == "AC power"
-
-
-def test_a_machine_that_tells_nothing_is_unknown(linux, monkeypatch):
-    monkeypatch.setattr(machine.platform, "processor", lambda: "")
-    assert (machine.chip(), machine.memory(), machine.power()) == ("unknown",) * 3
-    assert machine.os_version() == "Linux"
-    assert machine.output_of("no-such-command-here") == machine.output_of("false") == ""
-
-
-def test_the_commit_says_whether_files_were_changed(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "CHECKOUT", tmp_path)
-    assert machine.commit() == "unknown"
-    (tmp_path / ".git").mkdir()
-    said = {"rev-parse": "abc123", "status": " M a.py"}
-    monkeypatch.setattr(machine, "output_of", lambda *args: said[args[3]])
-    assert machine.commit() == "abc123, changed"
-    said["status"] = ""
-    assert machine.commit() == "abc123"
-
-
-def test_versions_of_everything_that_takes_part():
-    found = machine.machine()
-    assert {"mlx", "mlx-lm", "numpy", "ssmlx", "python", "blas", "device", "commit"} <= set(found)
-    assert found["ssmlx"] == ssmlx.__version__
-    assert machine.package_version("no-such-package-here") == "unknown"
