@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from oracle import tree_inputs
-from tiny import first_tokens, make_lora
+from tiny import first_tokens, make_lora, tree_from_parents
 from tiny_export import (
     CHUNK,
     CONTEXT,
@@ -30,7 +30,6 @@ from convert.export.settings import ExportConfig
 from convert.export.source import build_reference
 from ssmlx.errors import InputError
 from ssmlx.exported.decode import SlotCache, prefill, step_inputs
-from ssmlx.exported.tree import DraftTree
 from ssmlx.loading import load as loading
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.settings import PruneConfig, TreeConfig
@@ -128,12 +127,8 @@ def test_a_tasks_lora_acts_on_every_row_beside_the_streams_own(profile, tmp_path
 
 # --- One step, number by number ---
 
-TREE = DraftTree(
-    np.array([7, 1, 6, 3], np.int32),
-    np.array([0, 1, 1, 2], np.int32),
-    np.array([[0, 0, 0], [0, 1, 1], [0, 2, 2], [0, 1, 3]], np.int32),
-)
 PARENTS = [-1, 0, 0, 1]
+TREE = tree_from_parents([7, 1, 6, 3], PARENTS)
 
 
 @torch.no_grad()
@@ -160,7 +155,7 @@ def test_a_step_is_the_references(scope, profile, tmp_path):
     targets, logprobs = expected_step(folders, profile)
     assert found["target_tokens"][:4].tolist() == targets.tolist()
     last = int(found["last"][0])
-    values, tokens = logprobs[last].topk(manifest.tree.num_candidates)
+    values, tokens = logprobs[last].topk(manifest.tree.topology.num_candidates)
     assert found["candidate_tokens"].tolist() == tokens.tolist()
     assert np.allclose(found["candidate_logprobs"], values.numpy(), atol=1e-4)
 

@@ -29,7 +29,7 @@ from perf.export import __main__ as perf_export
 from ssmlx import exported
 from ssmlx.api import stream_generate
 from ssmlx.export import main
-from ssmlx.exported.tree import TreeTables
+from ssmlx.exported.manifest import TreeTables
 from ssmlx.model.tree import draft_topology
 from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 
@@ -261,7 +261,7 @@ def test_the_check_compares_with_plain_decoding(make_export, tmp_path, monkeypat
 def test_the_check_knows_the_tree_of_a_package():
     for tree in (TREE, TreeConfig(kind="full", width=2), TreeConfig(size=9, width=3)):
         topology = draft_topology(tree, 3)
-        tables = TreeTables.of(topology, tree.num_nodes(3))
+        tables = TreeTables(topology, tree.num_nodes(3))
         manifest = SimpleNamespace(
             tree=tables, num_streams=3, num_nodes=tables.size, num_kept=tables.size - 1
         )

@@ -12,23 +12,15 @@ import pytest
 from tiny import make_tokenizer
 
 from ssmlx import exported
-from ssmlx.decoding.accept import accept
 from ssmlx.errors import InputError
 from ssmlx.exported.api import ExportedModel, stream_generate
 from ssmlx.exported.backends import CarriedCache, CoreMLState, coreml_backend
 from ssmlx.exported.decode import MASKED, SlotCache, step_inputs, streaming_decode
-from ssmlx.exported.manifest import Manifest, package_digest
-from ssmlx.exported.tree import TreeTables, accepted_path, grow_tree, root_tree
-from ssmlx.model import tree as device_tree
+from ssmlx.exported.manifest import Manifest, TreeTables, package_digest
+from ssmlx.model.tree import draft_topology, root_tree
 from ssmlx.settings import TreeConfig
 
 STREAMS, NODES, SLOTS, CHUNK, VOCAB = 3, 6, 40, 4, 50
-TREES = (TreeConfig(kind="full", width=2), TreeConfig(size=NODES), TreeConfig(size=9, width=3))
-
-
-def make_tables(config: TreeConfig, streams: int = STREAMS) -> TreeTables:
-    topology = device_tree.draft_topology(config, streams)
-    return TreeTables.of(topology, config.num_nodes(streams))
 
 
 def make_manifest(**changes) -> Manifest:
@@ -44,7 +36,7 @@ def make_manifest(**changes) -> Manifest:
         "num_nodes": NODES,
         "num_kept": NODES,
         "num_streams": STREAMS,
-        "tree": make_tables(TreeConfig(size=NODES)),
+        "tree": TreeTables(draft_topology(TreeConfig(size=NODES), STREAMS), NODES),
         "prompt_template": None,
         "end_token_ids": (),
         "digest": "",
@@ -94,7 +86,7 @@ class Counting:
         return int(np.where(whole, inputs["depths"], -1).argmax())
 
     def _draft(self, root):
-        ranks = np.arange(self.manifest.tree.num_candidates)
+        ranks = np.arange(self.manifest.tree.topology.num_candidates)
         ahead = np.arange(1, STREAMS + 1)[:, None]
         tokens = (root + ahead + ranks + (ahead > self.right)) % VOCAB
         logprobs = np.broadcast_to(-0.1 - ranks * 3.0, tokens.shape).astype(np.float32)
@@ -104,32 +96,6 @@ class Counting:
 def make_model(right: int = STREAMS, **changes) -> ExportedModel:
     manifest = make_manifest(**changes)
     return ExportedModel(Counting(manifest, right), manifest, make_tokenizer(VOCAB))
-
-
-# --- Trees ---
-
-
-@pytest.mark.parametrize("config", TREES)
-def test_trees_grow_as_on_the_device(config):
-    rng = np.random.default_rng(0)
-    tables = make_tables(config)
-    for _ in range(20):
-        logits = rng.normal(0, 3, (STREAMS, VOCAB)).astype(np.float32)
-        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        tokens = np.argsort(-logprobs)[:, : tables.num_candidates].astype(np.int32)
-        logprobs = np.take_along_axis(logprobs, tokens, axis=1)
-        found = grow_tree(7, tokens, logprobs, tables)
-        expected = device_tree.grow_tree(
-            mx.array([7]), mx.array(tokens), mx.array(logprobs), config
-        )
-        for name in ("tokens", "depths", "paths", "parents", "ancestors"):
-            assert np.array_equal(getattr(found, name), np.array(getattr(expected, name))), name
-        targets = rng.integers(0, VOCAB, len(found.tokens)).astype(np.int32)
-        for node in rng.permutation(len(found.tokens))[:3]:
-            targets[found.parents[node]] = found.tokens[node]
-        walked = accept(expected, mx.array(targets))
-        count = int(walked.num_accepted.item()) + 1
-        assert accepted_path(found, targets).tolist() == walked.path.tolist()[:count]
 
 
 # --- Slots ---
@@ -165,7 +131,7 @@ def test_a_row_sees_what_is_committed_and_its_ancestors():
 
 def test_nodes_that_fill_up_see_themselves_alone_and_have_no_depth():
     cache = SlotCache(None, SLOTS)
-    inputs = step_inputs(root_tree(9), cache.free(NODES), cache, make_manifest())
+    inputs = step_inputs(root_tree(mx.array([9])), cache.free(NODES), cache, make_manifest())
     assert inputs["tokens"].tolist() == [9, 0, 0, 0, 0, 0]
     assert inputs["depths"].tolist() == [0, -1, -1, -1, -1, -1]
     assert np.array_equal(inputs["ancestors"], np.eye(NODES))
@@ -307,7 +273,9 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
     same = replace(read, tree=expected.tree)
     assert same == expected
     for name in ("slots", "depths", "paths"):
-        assert np.array_equal(getattr(read.tree, name), getattr(expected.tree, name))
+        assert np.array_equal(
+            getattr(read.tree.topology, name), getattr(expected.tree.topology, name)
+        )
     assert read.package(folder) == folder / "model.mlpackage"
 
 

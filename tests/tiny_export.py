@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from real import write_tokenizer
 from test_reference import make_base
@@ -18,8 +17,7 @@ from convert.formats.adapter import read_checkpoint, write_adapter
 from convert.reference.checkpoint import save_reference
 from ssmlx.api import token_steps
 from ssmlx.exported.decode import SlotCache, streaming_decode
-from ssmlx.exported.manifest import Manifest
-from ssmlx.exported.tree import TreeTables
+from ssmlx.exported.manifest import Manifest, TreeTables
 from ssmlx.loading.adapter import Adapter, load_adapter
 from ssmlx.loading.load import load, load_base
 from ssmlx.settings import GenerateConfig
@@ -96,7 +94,7 @@ def make_manifest(graph: Graph, adapter: Adapter, config: ExportConfig, **change
         "num_nodes": sizes.num_nodes,
         "num_kept": sizes.num_kept,
         "num_streams": sizes.num_streams,
-        "tree": TreeTables.of(topology, sizes.num_nodes),
+        "tree": TreeTables(topology, sizes.num_nodes),
         "prompt_template": None,
         "end_token_ids": (),
         "digest": "",
@@ -123,9 +121,3 @@ def mlx_steps(folders: Folders, config: ExportConfig, prompt: list[int]):
     model, _ = folders.mlx()
     settings = GenerateConfig(tree=config.tree, prune=config.prune, num_streams=config.num_streams)
     return token_steps(model, prompt, model.make_cache(), settings)
-
-
-def tables(depths: list[int], paths: list[list[int]], slots: list[int], **sizes) -> TreeTables:
-    """Tree tables from lists."""
-    arrays = (np.array(values, np.int32) for values in (slots, depths, paths))
-    return TreeTables(*arrays, **sizes)

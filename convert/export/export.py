@@ -24,8 +24,7 @@ from typing import Any
 
 from ssmlx import __version__
 from ssmlx.errors import InputError
-from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, package_digest
-from ssmlx.exported.tree import TreeTables
+from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, TreeTables, package_digest
 from ssmlx.loading.adapter import Adapter, load_adapter
 from ssmlx.loading.files import new_folder
 from ssmlx.loading.load import load_tokenizer
@@ -233,7 +232,7 @@ def _manifest(
         num_nodes=sizes.num_nodes,
         num_kept=sizes.num_kept,
         num_streams=sizes.num_streams,
-        tree=TreeTables.of(topology, sizes.num_nodes),
+        tree=TreeTables(topology, sizes.num_nodes),
         prompt_template=adapter.config.prompt_template,
         end_token_ids=tuple(end_token_ids),
         digest=package_digest(package),

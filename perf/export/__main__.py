@@ -154,13 +154,14 @@ def _cost(plan: Any, operation: Any) -> float | None:
 def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
     """MLX's settings for the trees of an exported model."""
     tree, streams = manifest.tree, manifest.num_streams
-    full = sum(tree.num_candidates**level for level in range(streams + 1)) == manifest.num_nodes
+    most = tree.topology.num_candidates
+    full = sum(most**level for level in range(streams + 1)) == manifest.num_nodes
     pruned = manifest.num_kept < manifest.num_nodes
     return GenerateConfig(
         decoding="streaming",
         max_tokens=max_tokens,
         num_streams=streams,
-        tree=TreeConfig(kind="full" if full else "best", width=tree.num_candidates, size=tree.size),
+        tree=TreeConfig(kind="full" if full else "best", width=most, size=tree.size),
         prune=PruneConfig(kind="budget", keep=manifest.num_kept) if pruned else PruneConfig(),
     )
 

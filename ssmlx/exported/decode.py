@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
+from ..decoding.accept import accept
 from ..errors import InputError
+from ..model.tree import Tree, best_tree, root_tree
 from .backends import DECODE, PREFILL, Backend
 from .manifest import Manifest
-from .tree import DraftTree, accepted_path, grow_tree, root_tree
 
 MASKED = -1e4
 """What is added to the score of a slot that a row does not see. Not minus infinity: on the Neural
@@ -120,7 +122,7 @@ def prefill(
 
 
 def step_inputs(
-    tree: DraftTree, slots: np.ndarray, cache: SlotCache, manifest: Manifest
+    tree: Tree, slots: np.ndarray, cache: SlotCache, manifest: Manifest
 ) -> dict[str, np.ndarray]:
     """What the function "decode" takes; nodes that the tree lacks see themselves alone.
 
@@ -130,7 +132,7 @@ def step_inputs(
         cache: holds what is committed.
         manifest: of the exported model.
     """
-    size, count = manifest.num_nodes, len(tree.tokens)
+    size, count = manifest.num_nodes, tree.num_nodes
     own = np.arange(size, dtype=np.int32)
     tokens, depths = np.zeros(size, np.int32), np.full(size, -1, np.int32)
     parents, ancestors = own.copy(), np.eye(size, dtype=bool)
@@ -153,23 +155,35 @@ def _positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
 
 
 def step(
-    backend: Backend, manifest: Manifest, tree: DraftTree, cache: SlotCache
-) -> tuple[list[int], DraftTree]:
-    """One target call: the tokens that it advances by, and the next tree."""
+    backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache
+) -> tuple[list[int], Tree]:
+    """One target call: the tokens that it advances by, and the next tree.
+
+    The tree is small: what is done with it stays on the CPU, away from the exported model.
+    """
+    with mx.stream(mx.cpu):
+        return _step(backend, manifest, tree, cache)
+
+
+def _step(
+    backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache
+) -> tuple[list[int], Tree]:
     slots = cache.free(manifest.num_nodes)
     found = backend.predict(DECODE, step_inputs(tree, slots, cache, manifest), cache.state)
-    kept = np.arange(len(tree.tokens))
+    kept = np.arange(tree.num_nodes)
     if "kept" in found:
         # Rows that fill up may be kept where the tree is small; they stand behind its nodes.
-        kept = found["kept"][found["kept"] < len(tree.tokens)]
-    verified = tree.select(kept)
+        kept = found["kept"][found["kept"] < tree.num_nodes]
+        tree = tree.select(mx.array(kept))
     targets = found["target_tokens"][: len(kept)]
-    path = accepted_path(verified, targets)
+    accepted = accept(tree, mx.array(targets))
+    path = np.array(accepted.path)[: int(np.array(accepted.num_accepted)[0]) + 1]
     _check_agreement(int(path[-1]), found["last"])
     cache.commit(slots[kept[path]])
     tokens = [int(token) for token in targets[path]]
-    candidates, logprobs = found["candidate_tokens"], found["candidate_logprobs"]
-    return tokens, grow_tree(tokens[-1], candidates, logprobs, manifest.tree)
+    root, tables = mx.array(tokens[-1:]), manifest.tree
+    candidates, logprobs = (mx.array(found[f"candidate_{n}"]) for n in ("tokens", "logprobs"))
+    return tokens, best_tree(root, candidates, logprobs, tables.topology, tables.size)
 
 
 def _check_agreement(last: int, found: np.ndarray) -> None:
@@ -197,7 +211,7 @@ def streaming_decode(
         progress: told (prompt tokens processed, prompt tokens in all).
     """
     prefill(backend, manifest, prompt[:-1], cache, progress)
-    tree = root_tree(prompt[-1])
+    tree = root_tree(mx.array(prompt[-1:]))
     while cache.offset + manifest.num_nodes <= manifest.num_slots:
         tokens, tree = step(backend, manifest, tree, cache)
         yield tokens

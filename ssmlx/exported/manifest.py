@@ -9,17 +9,44 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from ..errors import InputError
+from ..model.tree import Topology
 from ..settings import read_json
-from .tree import TreeTables
 
 FORMAT = "ssmlx-export/1"
 MANIFEST, REPORT = "manifest.json", "report.json"
 TARGETS = ("coreml", "coreai")
 PACKAGES = {"coreml": "model.mlpackage", "coreai": "model.aimodel"}
+_TABLES = ("slots", "depths", "paths")
 _DO = "export it again with this version of ssmlx"
+
+
+@dataclass(frozen=True)
+class TreeTables:
+    """The fixed part of the trees, so that a host in any language need not work it out.
+
+    Attributes:
+        topology: all nodes that there can be, breadth first.
+        size: nodes of a tree, the likeliest of these where there are more.
+    """
+
+    topology: Topology
+    size: int
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TreeTables:
+        """The tables of a manifest."""
+        slots, depths, paths = (mx.array(values[name], mx.int32) for name in _TABLES)
+        topology = Topology(slots, depths, paths, values["num_candidates"], len(depths))
+        return cls(topology, values["size"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The tables as JSON values."""
+        arrays = {name: getattr(self.topology, name).tolist() for name in _TABLES}
+        return {**arrays, "num_candidates": self.topology.num_candidates, "size": self.size}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +142,7 @@ class Manifest:
         Raises:
             InputError: they do not.
         """
-        tree = self.tree
-        count = min(tree.size, len(tree.depths))
+        tree, count = self.tree.topology, min(self.tree.size, self.tree.topology.num_nodes)
         faults = {
             f"target {self.target!r}": self.target not in TARGETS,
             f"cache {self.cache!r}": self.cache not in ("state", "arrays"),
@@ -127,7 +153,7 @@ class Manifest:
                 len(tree.slots) + 1 != len(tree.depths) or len(tree.paths) != len(tree.depths)
             ),
             f"a tree deeper than {self.num_streams} streams": (
-                int(tree.depths.max()) > self.num_streams
+                np.array(tree.depths).max() > self.num_streams
             ),
         }
         for fault, found in faults.items():

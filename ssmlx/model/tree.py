@@ -209,10 +209,18 @@ def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: Tree
     is the product of its streams' probabilities along the path.
     """
     topology = draft_topology(config, tokens.shape[0])
+    size = topology.num_nodes if config.kind == "full" else config.size
+    return best_tree(root, tokens, logprobs, topology, size)
+
+
+def best_tree(
+    root: mx.array, tokens: mx.array, logprobs: mx.array, topology: Topology, size: int
+) -> Tree:
+    """The `size` likeliest nodes of a topology, as `grow_tree`; all where there are no more."""
     expect_shape("candidates", tokens, tokens.shape[0], topology.num_candidates)
     node_tokens = mx.concatenate([root, tokens.flatten()[topology.slots]])
     tree = Tree(node_tokens, topology.depths, topology.paths, topology.num_internal, topology)
-    if config.kind == "full" or topology.num_nodes <= config.size:
+    if topology.num_nodes <= size:
         return tree
     edges = mx.concatenate([mx.zeros(1), clip_edges(logprobs).flatten()[topology.slots]])
-    return tree.select(top_nodes(tree.path_sums(edges), config.size))
+    return tree.select(top_nodes(tree.path_sums(edges), size))

@@ -1,6 +1,6 @@
 import Foundation
 
-/// A draft tree, breadth first; node 0 is the newest token. The twin of `ssmlx/exported/tree.py`.
+/// A draft tree, breadth first; node 0 is the newest token. The twin of `ssmlx/model/tree.py`.
 struct DraftTree {
     var tokens: [Int32]
     var depths: [Int]
