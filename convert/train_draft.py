@@ -8,11 +8,9 @@ from pathlib import Path
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
 from ssmlx.errors import require
-from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import resolve_model
 from ssmlx.settings import MAX_DRAFT_TOKENS, DraftModelConfig
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.job import finish, prepare, read_base, run_to_end
 
 from .installed import check_torch
 from .train import DEFAULTS, add_machine_options
@@ -57,6 +55,8 @@ def draft_train_config(args: argparse.Namespace) -> TrainConfig:
     Raises:
         InputError: an option makes no sense, or the model has fewer layers.
     """
+    from ssmlx.training.job import read_base
+
     most = read_base(resolve_model(args.model))["num_hidden_layers"]
     for flag, value, limit, of in (
         ("--layers", args.layers, most, f", the layers of {args.model}"),
@@ -81,6 +81,9 @@ def _check_out(out: Path) -> None:
 def _main(args: argparse.Namespace) -> None:
     check_torch()
     import torch
+
+    from ssmlx.loading.files import make_folder
+    from ssmlx.training.job import finish, prepare, run_to_end
 
     from .training.draft import DraftObjective, build_draft, trained_weights, write_draft
     from .training.run import TorchTrainer, choose_device, freeze_base

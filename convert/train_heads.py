@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
 from ssmlx.errors import require
-from ssmlx.loading.files import folder_digest, make_folder
 from ssmlx.loading.names import resolve_model
 from ssmlx.settings import check_settings, setting
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.job import Job, finish, prepare, read_base, run_to_end
 
 from .installed import check_torch
 from .train import DEFAULTS, add_machine_options
 
 if TYPE_CHECKING:
     from ssmlx.drafters.head_drafter import HeadConfig
+    from ssmlx.training.job import Job
 
     from .reference.heads import HeadReference
 
@@ -266,6 +265,8 @@ def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadRefere
     Raises:
         InputError: they are broken, or do not fit each other.
     """
+    from ssmlx.training.job import prepare, read_base
+
     options = run_options(args)
     init = read_init(args, read_base(resolve_model(options.model))["vocab_size"])
     settings = head_settings(args, init)
@@ -280,6 +281,9 @@ def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadRefere
 def _main(args: argparse.Namespace) -> None:
     check_torch()
     import torch
+
+    from ssmlx.loading.files import folder_digest, make_folder
+    from ssmlx.training.job import finish, run_to_end
 
     from .formats.heads import check_base_sizes, save_published
     from .training.heads import HeadObjective, build_heads, load_frozen
