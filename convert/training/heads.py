@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorRefer
 from ..reference.losses import IGNORED, linear_cross_entropy, mean_scales
 from ..reference.model import StreamFusedReference
 from .run import TorchObjective, freeze_base, precision
+
+_Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def build_heads(
@@ -58,20 +60,6 @@ def load_frozen(path: Path, lora: Path | None) -> StreamFusedReference:
         hidden_size=base.config.hidden_size,
     )
     return StreamFusedReference(base, config)
-
-
-class _Head(NamedTuple):
-    """One head's rows of a batch.
-
-    Attributes:
-        states: [B, K, W] what its matrix is given.
-        weight: [Vd, W] the matrix, which learns if it is the head's own.
-        bias: [Vd] or None.
-    """
-
-    states: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
 
 
 class HeadObjective(TorchObjective):
@@ -122,26 +110,29 @@ class HeadObjective(TorchObjective):
         total = torch.zeros((), device=self.device)
         parts: dict[str, float] = {}
         heads = zip(self._heads(batch, lower), self.train.alphas, strict=True)
-        for number, (head, alpha) in enumerate(heads, 1):
+        for number, ((states, weight, bias), alpha) in enumerate(heads, 1):
             targets = self.tensor(draft_indices(batch.targets(number), self.draft_vocab))
             there = targets != IGNORED
-            rows, wanted = head.states[there].to(self.dtype), targets[there]
-            weight = head.weight.to(self.dtype)
+            rows, wanted = states[there].to(self.dtype), targets[there]
             scales = mean_scales(wanted, alpha)
-            term, losses = linear_cross_entropy(rows, weight, head.bias, wanted, scales)
+            term, losses = linear_cross_entropy(rows, weight, bias, wanted, scales)
             total = total + term
             parts[f"head_{number}_loss"] = float(losses.mean()) if len(wanted) else 0.0
         return total, parts
 
     def _heads(self, batch: Batch, lower: torch.Tensor) -> Iterator[_Head]:
-        """Every head's rows of a batch, K carriers wide."""
+        """Every head's rows of a batch [B, K, W], and the matrix and bias that they are given to.
+
+        A matrix learns where it is the head's own.
+        """
         hidden, model = self._carried(batch, lower), self.model
         if isinstance(model, MedusaReference):
             with precision(self.device, self.dtype):
                 states = model.states(hidden)
             for index, state in enumerate(states):
                 own = model.matrix(index)
-                yield _Head(state, *self._lm_heads[STREAM]) if own is None else _Head(state, own)
+                weight, bias = self._lm_heads[STREAM] if own is None else (own, None)
+                yield state, weight.to(self.dtype), bias
             return
         state = model.first_state(hidden)
         for stage in range(model.config.n_predict):
@@ -149,7 +140,7 @@ class HeadObjective(TorchObjective):
             tokens = self.tensor(batch.targets(stage)).clamp(min=0)
             with precision(self.device, self.dtype):
                 state = model.next_state(stage, state, tokens)
-            yield _Head(state, model.head[stage].weight)
+            yield state, model.head[stage].weight.to(self.dtype), None
 
     def _carried(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
         """[B, K, D] the states that heads guess from."""
@@ -161,9 +152,8 @@ class HeadObjective(TorchObjective):
     ) -> tuple[np.ndarray, np.ndarray]:
         """[B, K, G, count] the likeliest tokens of every Medusa head, and log probabilities."""
         found: list[Any] = []
-        for head in self._heads(batch, lower):
-            weight = head.weight.to(self.dtype)
-            logits = nn.functional.linear(head.states.to(self.dtype), weight, head.bias)
+        for states, weight, bias in self._heads(batch, lower):
+            logits = nn.functional.linear(states.to(self.dtype), weight, bias)
             found.append(logits.float().log_softmax(-1).topk(count))
         tokens = torch.stack([best.indices for best in found], dim=2)
         logprobs = torch.stack([best.values for best in found], dim=2)

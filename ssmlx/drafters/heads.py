@@ -20,7 +20,7 @@ from ..loading.adapter import BaseIdentity, check_draft_vocab
 from ..loading.files import account_for, read_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
-from ..settings import DrafterKind, read_json
+from ..settings import read_json
 from .head_drafter import DraftingHeads, HeadConfig, HeadKind, num_trained
 from .medusa import MedusaConfig, MedusaHeads
 from .mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
@@ -82,23 +82,26 @@ def read_heads(folder: Path) -> Heads:
     Raises:
         InputError: a file is missing, truncated, of another format, or does not fit the rest.
     """
-    kind, values = _read_settings(folder)
+    require(
+        folder.is_dir(),
+        f"no heads folder {folder}",
+        expected="a folder that `python -m convert --heads` wrote",
+        do="check the path, or convert published heads",
+    )
+    values = read_json(folder / CONFIG_FILE, "the settings of drafting heads")
+    kind: Any = values.get("kind")
+    require(
+        values.get("format") == FORMAT and kind in _KINDS,
+        f"{folder} has the format {values.get('format')!r} and kind {kind!r}",
+        expected=f"{FORMAT}, {' or '.join(_KINDS)}",
+        do="convert the published heads with `python -m convert --heads` first",
+    )
     config = _KINDS[kind][0].read(folder / CONFIG_FILE, values)
     base = BaseIdentity.read(folder / CONFIG_FILE, values)
     path = folder / WEIGHTS_FILE
     tensors = read_tensors(path, "drafting heads")
     check_heads(config, tensors, path)
     return Heads(config, tensors, base, str(values.get("base_model", "")))
-
-
-def read_drafter(folder: str | Path) -> DrafterKind:
-    """The drafter that a heads folder serves, from its settings alone.
-
-    Raises:
-        InputError: the settings are missing or of another format.
-    """
-    kind, _ = _read_settings(Path(folder))
-    return _KINDS[kind][1].drafter
 
 
 def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> DraftingHeads:
@@ -151,21 +154,3 @@ def cast_heads(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx
         name: array if name == "draft_vocab" else array.astype(dtype)
         for name, array in tensors.items()
     }
-
-
-def _read_settings(folder: Path) -> tuple[HeadKind, dict[str, Any]]:
-    require(
-        folder.is_dir(),
-        f"no heads folder {folder}",
-        expected="a folder that `python -m convert --heads` wrote",
-        do="check the path, or convert published heads",
-    )
-    values = read_json(folder / CONFIG_FILE, "the settings of drafting heads")
-    kind = values.get("kind")
-    require(
-        values.get("format") == FORMAT and kind in _KINDS,
-        f"{folder} has the format {values.get('format')!r} and kind {kind!r}",
-        expected=f"{FORMAT}, {' or '.join(_KINDS)}",
-        do="convert the published heads with `python -m convert --heads` first",
-    )
-    return cast("HeadKind", kind), values
