@@ -1,0 +1,736 @@
+"""The trainers of drafters, heads and draft models: losses, replay, resuming, what they write."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import ssmlx  # first: it prefers OpenBLAS
+
+import mlx.core as mx  # isort: skip
+import mlx_lm
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+from real import (
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    answer,
+    kill_once_there,
+    one_line,
+    words,
+    write_base,
+    write_nested_base,
+    write_tokenizer,
+)
+from tiny_heads import converted
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from safetensors.torch import load_file
+from test_reference import make_base
+from torch.nn import functional as F
+
+from convert import train_draft, train_heads
+from convert.__main__ import main as convert
+from convert.base import load_base
+from convert.formats.heads import DRAFT_VOCAB_FILE, load_published
+from convert.reference.checkpoint import load_reference
+from convert.reference.heads import MlpSpeculatorReference
+from convert.reference.losses import linear_cross_entropy, mean_scales
+from convert.train import main as train_streams
+from convert.train_draft import MODEL_FOLDER
+from convert.train_heads import STATE_FILE, STORE_FILE, HeadSettings, head_config
+from convert.training.draft import (
+    DraftObjective,
+    build_draft,
+    chain_calls,
+    trained_weights,
+    write_draft,
+)
+from convert.training.heads import HeadObjective, accepted_depth, build_heads, load_frozen
+from convert.training.run import TorchTrainer, freeze_base
+from ssmlx.commands.generate import main as generate
+from ssmlx.drafters.heads import load_heads
+from ssmlx.errors import InputError
+from ssmlx.loading.load import load_base as load_mlx_base
+from ssmlx.loading.load import load_weights
+from ssmlx.settings import DraftModelConfig, SpeculatorTreeConfig, StreamConfig, TreeConfig
+from ssmlx.training.batches import BatchPlan, collate
+from ssmlx.training.config import TrainConfig
+from ssmlx.training.data import Example
+from ssmlx.training.record import LOG_FILE, read_record
+
+KEPT = 2
+SMALL = (
+    "--batch-size", "8", "--device", "cpu", "--dtype", "float32", "--template", "{prompt}",
+    "--save-every", "3", "--valid-every", "50", "--learning-rate", "0.01",
+)  # fmt: skip
+OWN = {
+    "medusa": ("--kind", "medusa", "--num-heads", "2", "--valid-count", "4"),
+    "mlp_speculator": ("--kind", "mlp_speculator", "--num-heads", "2", "--valid-count", "4"),
+    "draft": ("--layers", str(KEPT), "--valid-count", "16"),
+}
+KINDS = ("medusa", "mlp_speculator")
+PROMPTS = [words(1 + i % 3, first=3 * i) for i in range(16)]
+UNSEEN = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("drafters") / "base")
+
+
+def write_data(folder, train, valid):
+    folder.mkdir(exist_ok=True)
+    for name, lines in (("train", train), ("valid", valid)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Four questions, each answered by the five words after it, six times over."""
+    lines = [
+        {"prompt": words(1 + i % 3, first=i), "completion": words(5, first=i + i % 3 + 1)}
+        for i in [0, 1, 2, 3] * 6
+    ]
+    return write_data(tmp_path_factory.mktemp("data"), lines, lines)
+
+
+@pytest.fixture(scope="module")
+def own_answers(base, tmp_path_factory):
+    """Prompts and the base model's own greedy answers; held out are those and four more."""
+    model, tokenizer = ssmlx.load(str(base), dtype="float32")
+    lines = []
+    for prompt in map(tokenizer.encode, PROMPTS):
+        tokens, _ = answer(model, tokenizer, prompt, decoding="plain", max_tokens=10)
+        lines.append({"prompt_tokens": prompt, "completion_tokens": tokens})
+    return write_data(tmp_path_factory.mktemp("own"), lines[:-UNSEEN], lines)
+
+
+def command_of(kind):
+    return train_draft if kind == "draft" else train_heads
+
+
+def argv(kind, base, data, out, *more):
+    where = ["--model", str(base), "--data", str(data), "--out", str(out)]
+    return [*where, *SMALL, *OWN[kind], *more]
+
+
+def run_trainer(kind, *where_and_more):
+    """The exit code of a trainer."""
+    return command_of(kind).main(argv(kind, *where_and_more))
+
+
+def train_lora(base, data, out, *more):
+    options = ["--model", base, "--data", data, "--out", out, "--device", "cpu"]
+    options += ["--template", "{prompt}", "--num-msa-layers", "2", *more]
+    assert train_streams([str(option) for option in options]) == 0
+
+
+@pytest.fixture
+def refused(capsys):
+    """The line that a trainer prints when it refuses to run."""
+
+    def refused(kind, *where_and_more):
+        capsys.readouterr()
+        assert run_trainer(kind, *where_and_more) == 2
+        return one_line(capsys.readouterr().err, command_of(kind).PROG)
+
+    return refused
+
+
+def weights(out):
+    if (out / MODEL_FOLDER).exists():
+        return load_file(out / MODEL_FOLDER / "model.safetensors")
+    return dict(load_published(out).named_parameters())
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+def near(found, expected, rel=1e-5):
+    """Whether two tensors differ by no more than a part of the largest number."""
+    expected = torch.as_tensor(np.asarray(expected))
+    gap = (torch.as_tensor(np.asarray(found)) - expected).abs().max()
+    return bool(gap <= rel * expected.abs().max())
+
+
+def random_examples(count, seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = [(int(rng.integers(1, 5)), int(rng.integers(2, 9))) for _ in range(count)]
+    return [Example(rng.integers(0, VOCAB, p + a).astype(np.int32), p) for p, a in sizes]
+
+
+def take_steps(objective, count=4):
+    trainer, plan = TorchTrainer(objective, 20), BatchPlan(random_examples(16), 8, 0)
+    for step in range(count):
+        trainer.advance(plan.batch(step), objective.lower(plan.batch(step)))
+    return trainer
+
+
+def head_objective(base, kind, vocab=None, alphas=(1.0, 0.5, 0.25), dtype=torch.float32, **shape):
+    """Heads of which every number does something, on the tiny base."""
+    settings = HeadSettings(kind=kind, num_heads=3, **shape)
+    train = TrainConfig(num_streams=3, prune_rank=0, stream_weights=alphas, learning_rate=0.01)
+    frozen = load_frozen(base, None)
+    config = head_config(settings, VOCAB, WIDTH, 0 if vocab is None else len(vocab))
+    model = build_heads(config, vocab, 0, frozen.base.lm_head.weight)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return HeadObjective(model, frozen, train, (4, 3, 2), torch.device("cpu"), dtype)
+
+
+def draft_objective(base, num_layers=KEPT, dtype=torch.float32):
+    train = TrainConfig(num_streams=0, num_msa_layers=num_layers, prune_rank=0, learning_rate=0.01)
+    sizes = json.loads((base / "config.json").read_text())
+    config = StreamConfig(
+        num_streams=0,
+        num_msa_layers=num_layers,
+        num_layers=sizes["num_hidden_layers"],
+        hidden_size=sizes["hidden_size"],
+    )
+    model = build_draft(base, config, num_layers)
+    freeze_base(model, dtype)
+    return DraftObjective(model, train, None, torch.device("cpu"), dtype)
+
+
+# The losses of heads ------------------------------------------------------------------------
+
+
+def test_the_loss_reaches_hidden_states_and_weight(monkeypatch):
+    monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 11)  # several chunks
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(23, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
+    targets = torch.randint(0, 11, (23,))
+    total, losses = linear_cross_entropy(hidden, weight, None, targets, mean_scales(targets, 0.3))
+    (2 * total).backward()
+    twins = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    expected = 0.3 * F.cross_entropy(F.linear(*twins), targets)
+    (2 * expected).backward()
+    assert near(total.detach(), expected.detach())
+    assert float(losses.mean()) == pytest.approx(expected.item() / 0.3, rel=1e-5)
+    for tensor, twin in zip((hidden, weight), twins, strict=True):
+        assert near(tensor.grad, twin.grad)
+
+
+SHAPES = [
+    ("medusa", {}),
+    ("medusa", {"share_lm_head": True}),
+    ("mlp_speculator", {}),
+    ("mlp_speculator", {"inner_dim": 24, "tie_weights": True, "scale_input": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape"), SHAPES)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_batch_costs_what_each_example_costs(base, kind, shape, reduced):
+    """Padded and bucketed, the sum is what the plain forward gives example by example."""
+    vocab = np.arange(0, VOCAB, 2, dtype=np.int32) if reduced else None
+    alphas = (1.0, 0.5, 0.25)
+    objective = head_objective(base, kind, vocab, alphas, **shape)
+    examples, own = random_examples(5), load_base(base)
+    batch = collate(examples, np.arange(5))
+    with torch.no_grad():
+        total, parts = objective.loss(batch, objective.lower(batch))
+    losses: list[list[float]] = [[], [], []]
+    for example in examples:
+        tokens = torch.from_numpy(example.tokens).long()
+        with torch.no_grad():
+            hidden = own.model(tokens[None]).last_hidden_state[0]
+        for place in range(example.start - 1, len(tokens) - 2):
+            following = F.pad(tokens[place + 1 : place + 4], (0, 3))[:3]
+            with torch.no_grad():
+                if kind == "medusa":
+                    logits = objective.model(hidden[place], own.lm_head)
+                else:
+                    logits = objective.model(hidden[place], following)
+            for head in range(3):
+                if place + 2 + head >= len(tokens):
+                    continue
+                target = int(tokens[place + 2 + head])
+                if reduced and target % 2:
+                    continue
+                target = target // 2 if reduced else target
+                losses[head].append(float(F.cross_entropy(logits[head], torch.tensor(target))))
+    means = [float(np.mean(found)) for found in losses]
+    for head in range(3):
+        assert parts[f"head_{head + 1}_loss"] == pytest.approx(means[head], rel=1e-4)
+    expected = sum(a * m for a, m in zip(alphas, means, strict=True))
+    assert float(total) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "shape"), SHAPES)
+def test_the_heads_learn_and_nothing_else_does(base, kind, shape):
+    objective = head_objective(base, kind, **shape)
+    before = {name: p.detach().clone() for name, p in objective.model.named_parameters()}
+    batch = BatchPlan(random_examples(16), 8, 0).batch(0)
+    first = objective.parts(batch, objective.lower(batch))
+    trained = take_steps(objective).named
+    assert trained.keys() == before.keys()
+    assert [name for name, p in trained.items() if torch.equal(p, before[name])] == []
+    assert objective.parts(batch, objective.lower(batch)) != first
+    frozen = dict(objective._frozen.base.named_parameters())
+    for name, parameter in load_base(base).named_parameters():
+        assert torch.equal(parameter, frozen[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_is_near_float32(base, kind):
+    fine, rough = (head_objective(base, kind, dtype=d) for d in (torch.float32, torch.bfloat16))
+    batch = collate(random_examples(5), np.arange(5))
+    exact = fine.parts(batch, fine.lower(batch))
+    for name, value in rough.parts(batch, rough.lower(batch)).items():
+        assert value == pytest.approx(exact[name], rel=0.05)
+    assert {p.dtype for p in rough.model.parameters()} == {torch.float32}
+
+
+# Replay -------------------------------------------------------------------------------------
+
+
+def test_accepted_depth_walks_the_kept_nodes():
+    tokens = [np.array([7, 8]), np.array([1, 2, 3, 4])]
+    edges = [np.log([0.6, 0.3]), np.log([0.5, 0.4, 0.9, 0.1])]
+    # best first: 7 (.6), 7 1 (.3), 8 (.3), 8 3 (.27), 7 2 (.24), 8 4 (.03)
+    for keep, following, depth in (
+        (7, [7, 2, 9], 2), (6, [7, 2], 2), (5, [7, 2], 1), (5, [8, 3], 2), (2, [7, 1], 1),
+        (2, [8], 0), (1, [7], 0), (99, [8, 4], 2), (7, [8], 1), (7, [], 0), (7, [5], 0),
+    ):  # fmt: skip
+        assert accepted_depth(tokens, edges, (2, 2), keep, following) == depth
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_is_what_mlx_would_draft(base, tmp_path, kind, reduced):
+    """Answer by answer, with the trees that the converted heads propose."""
+    vocab = np.arange(0, VOCAB, 3, dtype=np.int32) if reduced else None
+    objective = head_objective(base, kind, vocab)
+    examples = random_examples(4, seed=2)
+    for example in examples:
+        example.tokens[:] = example.tokens // 8 * 3  # likely enough to be guessed
+    batch = collate(examples, np.arange(4))
+    found = objective.replay(batch, objective.lower(batch), 24)
+    backbone, _ = load_mlx_base(base, "float32")
+    heads = load_heads(converted(objective.model, backbone, tmp_path), backbone)
+    own, calls = load_base(base), 0
+    for example in examples:
+        with torch.no_grad():
+            every = own.model(torch.from_numpy(example.tokens).long()[None]).last_hidden_state[0]
+        answer, place = example.tokens[example.start :].tolist(), 0
+        calls += 1
+        while place + 1 < len(answer):
+            hidden = mx.array(every[example.start - 1 + place].numpy())[None]
+            root = mx.array([answer[place]], mx.int32)
+            if kind == "medusa":
+                tree = heads.propose_tree(root, hidden, TreeConfig(kind="best", size=24))
+            else:
+                tree = heads.propose_tree(
+                    root, hidden, SpeculatorTreeConfig(widths=(4, 3, 2), size=24)
+                )
+            place += 1 + longest(tree, answer[place + 1 :])
+            calls += 1
+    assert (found.num_calls, found.num_tokens) == (calls, sum(e.num_answer for e in examples))
+    assert backbone.final_norm is backbone.model.model.norm
+
+
+def longest(tree, following):
+    tokens, paths, depths = (np.array(a) for a in (tree.tokens, tree.paths, tree.depths))
+    return max(
+        depth
+        for path, depth in zip(paths, depths, strict=True)
+        if tokens[path[1 : depth + 1]].tolist() == following[:depth]
+    )
+
+
+# Draft models ----------------------------------------------------------------------------
+
+
+def test_a_draft_model_costs_what_its_first_layers_cost(base):
+    """Padded and bucketed, the loss is that of the first layers run by transformers."""
+    objective, examples = draft_objective(base), random_examples(5)
+    batch = collate(examples, np.arange(5))
+    with torch.no_grad():
+        total, parts = objective.loss(batch, objective.lower(batch), 0)
+    losses = []
+    for example in examples:
+        tokens = torch.from_numpy(example.tokens).long()
+        with torch.no_grad():
+            logits = objective.model.base(tokens[None]).logits[0]
+        span = slice(example.start - 1, -1)
+        losses += F.cross_entropy(logits[span], tokens[example.start :], reduction="none").tolist()
+    assert len(objective.model.base.model.layers) == KEPT
+    assert list(parts) == ["main_loss"]
+    assert float(total) == pytest.approx(np.mean(losses), rel=1e-4)
+    assert parts["main_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_layers_and_norm_learn_and_nothing_else_does(base):
+    objective, before = draft_objective(base), load_base(base).state_dict()
+    run = take_steps(objective)
+    moved = {
+        name
+        for name, parameter in objective.model.base.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
+    first = tuple(f"model.layers.{n}." for n in range(KEPT))
+    assert moved == {n for n in before if n.startswith(first)} | {"model.norm.weight"}
+    assert moved == {name.removeprefix("base.") for name in run.named}
+
+
+def test_bfloat16_holds_what_is_trained_in_float32(base):
+    fine, rough = (draft_objective(base, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert {p.dtype for p in take_steps(rough, 1).named.values()} == {torch.float32}
+    frozen = {p.dtype for p in rough.model.parameters() if not p.requires_grad}
+    assert frozen == {torch.bfloat16}
+    rough = draft_objective(base, dtype=torch.bfloat16)
+    batch = collate(random_examples(5), np.arange(5))
+    exact = fine.parts(batch, fine.lower(batch))["main_loss"]
+    found = rough.parts(batch, rough.lower(batch))["main_loss"]
+    assert found == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("agrees", "length", "calls"),
+    [
+        ([0], 3, 1),
+        ([1, 1, 1, 1, 1], 3, 2),  # the prompt's call gives one, the next one three and its own
+        ([1, 1, 1, 1, 1, 1], 3, 3),
+        ([1, 0, 0, 0], 3, 4),
+        ([0, 1, 0, 1, 1, 0], 3, 3),
+        ([1, 1, 1, 1, 1], 1, 3),
+        ([1, 1, 1, 1], 9, 2),
+    ],
+)
+def test_calls_of_a_chain(agrees, length, calls):
+    assert chain_calls(np.array(agrees, bool), length) == calls
+
+
+# What is written ----------------------------------------------------------------------------
+
+
+def tied(folder):
+    """A base whose LM head is its embedding."""
+    _, config = load_model(write_base(folder))
+    config |= {"tie_word_embeddings": True}
+    save_config(config, folder / "config.json")
+    weights = {
+        n: w for n, w in mx.load(str(folder / "model.safetensors")).items() if "lm_" not in n
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+def packed(folder):
+    """A tied base in 4 bits, as mlx-lm writes it."""
+    model, config = load_model(tied(folder))
+    model, config = quantize_model(model, config, group_size=32, bits=4)
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    return folder
+
+
+def of_transformers(architecture, **changes):
+    def write(folder):
+        model = make_base(architecture, vocab=VOCAB, **changes)
+        model.save_pretrained(folder)
+        write_tokenizer(folder)
+        return folder
+
+    return write
+
+
+BASES = {
+    "untied": write_base,
+    "tied": tied,
+    "packed": packed,
+    "layer types": of_transformers("Qwen2"),
+    "another norm": of_transformers("Phi", partial_rotary_factor=0.5),
+    "learned positions": of_transformers("OPT", ffn_dim=48, word_embed_proj_dim=32),
+}
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_what_is_written_is_what_was_trained(kind, tmp_path):
+    """By transformers, by mlx-lm and by ssmlx's loader: the same logits, frozen parts as before."""
+    base, out = BASES[kind](tmp_path / "base"), tmp_path / "model"
+    objective = draft_objective(base)
+    run = take_steps(objective)
+    assert any("norm" in name and "layers" not in name for name in run.named)
+    write_draft(trained_weights(objective.model), base, KEPT, out)
+    tokens = torch.arange(9)[None] + 7
+    with torch.no_grad():
+        expected = objective.model(tokens, stream_rows=tokens[0, :0]).main_logits
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
+        assert near(loaded.float()(tokens).logits, expected)
+    models = [load_weights(out, "stored", "")[0]]
+    if kind in ("untied", "tied", "packed"):
+        models.append(mlx_lm.load(str(out))[0])
+    for model in models:
+        assert near(model(mx.array(tokens.numpy())), expected, 1e-4)
+    assert json.loads((out / "config.json").read_text())["num_hidden_layers"] == KEPT
+    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    before, after = load_base(base).state_dict(), load_file(out / "model.safetensors")
+    for name in after.keys() - trained_weights(objective.model).keys():
+        assert torch.equal(before[name], after[name])
+
+
+# The commands --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("medusa", ("--draft-vocab-size", "20")),
+        ("mlp_speculator", ("--tie-weights", "--inner-dim", "16")),
+        ("draft", ()),
+    ],
+)
+def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, kind, more):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    more = (*more, "--epochs", "2")
+    assert run_trainer(kind, base, data, whole, *more) == 0
+    for stop in ("2", "4"):
+        assert run_trainer(kind, base, data, parts, *more, "--max-steps", stop) == 0
+    assert run_trainer(kind, base, data, parts, *more) == 0
+    assert same(weights(whole), weights(parts))
+    logs = [read_record(out / LOG_FILE) for out in (whole, parts)]
+    assert [e["step"] for e in logs[1]] == list(range(1, 7))
+    loss = "main_loss" if kind == "draft" else "head_1_loss"
+    assert [e[loss] for e in logs[0]] == [e[loss] for e in logs[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["medusa", "draft"])
+def test_a_killed_run_goes_on_to_the_same_result(base, data, tmp_path, kind):
+    out, whole = tmp_path / "killed", tmp_path / "whole"
+    more = ("--epochs", "20", "--save-every", "2")
+    kill_once_there(out / STATE_FILE, command_of(kind).PROG, argv(kind, base, data, out, *more))
+    assert 0 < torch.load(out / STATE_FILE, weights_only=True)["step"] < 60
+    assert not (out / MODEL_FOLDER).exists()
+    for folder in (out, whole):
+        assert run_trainer(kind, base, data, folder, *more) == 0
+    assert same(weights(whole), weights(out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("medusa", ()),
+        ("medusa", ("--draft-vocab-size", "60")),
+        ("medusa", ("--share-lm-head",)),
+        ("mlp_speculator", ()),
+        ("mlp_speculator", ("--draft-vocab-size", "60", "--scale-input")),
+    ],
+)
+def test_what_heads_learn_shows_when_they_draft(base, data, tmp_path, kind, more):
+    """From data to heads in MLX, which guess what follows."""
+    run, folder = tmp_path / "run", tmp_path / "heads"
+    assert run_trainer(kind, base, data, run, "--epochs", "40", "--tree-size", "8", *more) == 0
+    log = read_record(run / LOG_FILE)
+    assert log[-1]["tokens_per_call"] > 1.8
+    assert log[-1]["head_2_loss"] < 0.5 * log[0]["head_2_loss"]
+    assert (run / "curves.png").stat().st_size > 10_000
+    assert (run / DRAFT_VOCAB_FILE).exists() == ("--draft-vocab-size" in more)
+    assert convert(["--base", str(base), "--heads", str(run), "--out", str(folder)]) == 0
+    backbone, _ = load_mlx_base(base, "float32")
+    heads = load_heads(folder, backbone)
+    assert heads.draft_vocab_size == (60 if "--draft-vocab-size" in more else VOCAB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_draft_model_learns_shows_when_it_drafts(base, own_answers, tmp_path, dtype):
+    """Fewer calls for the same tokens, and as many as the validation foretold."""
+    run = tmp_path / "run"
+    more = ("--epochs", "60", "--num-draft-tokens", "4", "--dtype", dtype)
+    assert run_trainer("draft", base, own_answers, run, *more) == 0
+    log = read_record(run / LOG_FILE)
+    assert log[-1]["main_loss"] < 0.5 * log[0]["main_loss"]
+    assert log[-1]["tokens_per_call"] > 2
+    assert (run / "curves.png").stat().st_size > 10_000
+    model, tokenizer = ssmlx.load(str(base), dtype="float32")
+    draft = ssmlx.load_draft_model(str(run / MODEL_FOLDER), tokenizer, VOCAB, dtype="float32")
+    chain = DraftModelConfig(num_draft_tokens=4)
+    settings = {"max_tokens": 10, "draft_model": draft, "draft": chain}
+    tokens = calls = 0
+    for prompt in map(tokenizer.encode, PROMPTS):
+        plain, _ = answer(model, tokenizer, prompt, decoding="plain", max_tokens=10)
+        found, last = answer(model, tokenizer, prompt, **settings)
+        assert found == plain
+        tokens, calls = tokens + len(found), calls + last.target_calls
+    foretold = log[-1]["tokens_per_call"]
+    assert tokens / calls == pytest.approx(foretold, rel=1e-3 if dtype == "float32" else 0.1)
+
+
+def test_the_command_drafts_with_the_folder(base, data, tmp_path, capsys):
+    assert run_trainer("draft", base, data, tmp_path / "run", "--epochs", "1") == 0
+    options = ["--model", str(base), "--prompt", "w1 w2", "--max-tokens", "5"]
+    drafter = f"draft-model model={tmp_path / 'run' / MODEL_FOLDER}"
+    assert generate([*options, "--drafter", drafter]) == 0
+    drafted = capsys.readouterr().out
+    assert generate([*options, "--decoding", "plain"]) == 0
+    assert capsys.readouterr().out == drafted
+
+
+def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
+    """The hidden states are the fine-tuned model's, and both are frozen."""
+    lora, out = tmp_path / "lora", tmp_path / "run"
+    train_lora(base, data, lora, "--num-streams", 0, "--prune-rank", 0, "--epochs", 2,
+               "--learning-rate", 0.01, "--lora-rank", 4)  # fmt: skip
+    frozen = load_frozen(base, lora)
+    settings = HeadSettings(kind="medusa", num_heads=3)
+    train = TrainConfig(num_streams=3, prune_rank=0)
+    config = head_config(settings, VOCAB, WIDTH, 0)
+    model = build_heads(config, None, 0, frozen.base.lm_head.weight)
+    objective = HeadObjective(model, frozen, train, (), torch.device("cpu"), torch.float32)
+    batch = collate(random_examples(1), np.arange(1))
+    tokens = torch.from_numpy(batch.tokens).long()
+    with torch.no_grad():
+        expected = load_reference(load_base(base), lora).hidden_states(tokens).main
+        plain = load_base(base).model(tokens).last_hidden_state
+    assert near(objective.lower(batch), expected) and not near(plain, expected, 1e-3)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert run_trainer("medusa", base, data, out, "--lora", str(lora), "--epochs", "1") == 0
+    before = weights(out)
+    # The store and the state know which model they are of.
+    assert run_trainer("medusa", base, data, out, "--epochs", "1") == 2
+    assert run_trainer("medusa", base, data, tmp_path / "plain", "--epochs", "1") == 0
+    after = weights(tmp_path / "plain")
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_lora_on_streams_alone_is_refused(base, data, tmp_path, refused):
+    lora = tmp_path / "lora"
+    train_lora(base, data, lora, "--adapter-scope", "streams", "--num-streams", 1,
+               "--max-steps", 1)  # fmt: skip
+    said = refused("medusa", base, data, tmp_path / "run", "--lora", str(lora))
+    assert "acts on streams alone" in said
+
+
+def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_path, capsys):
+    one, two = tmp_path / "one", tmp_path / "two"
+    kind = "mlp_speculator"
+    shape = ("--num-heads", "3", "--inner-dim", "16", "--widths", "4", "2", "1",
+             "--draft-vocab-size", "50")  # fmt: skip
+    assert run_trainer(kind, base, data, one, *shape, "--epochs", "2") == 0
+    rng = np.random.default_rng(0)
+    lines = [
+        {"prompt_tokens": rng.integers(7, VOCAB, 3).tolist(),
+         "completion_tokens": rng.integers(7, VOCAB, 6).tolist()}
+        for _ in range(12)
+    ]  # fmt: skip
+    own = write_data(tmp_path / "own", lines, lines)
+    start = ["--kind", kind, "--model", str(base), "--out", str(two), "--device", "cpu",
+             "--template", "{prompt}", "--valid-count", "4", "--epochs", "1",
+             "--stage", "2"]  # fmt: skip
+    init = ["--init", str(one)]
+    capsys.readouterr()
+    for more, said in (
+        (["--data", str(own)], "--stage 2 without --init"),
+        ([*init, "--data", str(data)], "has no completion_tokens"),
+        ([*init, "--data", str(own), "--inner-dim", "8"], "--inner-dim would do nothing with"),
+    ):
+        assert train_heads.main([*start, *more]) == 2
+        assert said in one_line(capsys.readouterr().err, train_heads.PROG)
+    assert train_heads.main([*start, *init, "--data", str(own)]) == 0
+    settings = json.loads((two / "training.json").read_text())["train"]
+    assert (settings["learning_rate"], settings["batch_size"]) == (1e-4, 64)
+    assert settings["max_length"] == 256
+    model = load_published(two)
+    assert isinstance(model, MlpSpeculatorReference)
+    assert model.config == load_published(one).config
+    assert model.config.widths == (4, 2, 1) and model.config.draft_vocab_size == 50
+    before, after = weights(one), weights(two)
+    gaps = [(before[name] - after[name]).abs().max().item() for name in before]
+    assert 0 < max(gaps) < 0.01  # one step at stage 2's rate
+
+
+def test_answers_may_hold_any_line_separator_of_unicode(tmp_path):
+    row = {"completion": "w1\u2028w2\u0085w3", "completion_tokens": [1]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n\n", "utf-8")
+    train_heads.check_continuations(tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(InputError, match="not UTF-8 text"):
+        train_heads.check_continuations(tmp_path / "x.jsonl")
+
+
+def test_without_room_for_the_store_the_model_runs_every_step(base, data, tmp_path):
+    out = tmp_path / "run"
+    assert run_trainer("medusa", base, data, out, "--epochs", "1", "--cache-gb", "0") == 0
+    assert not (out / STORE_FILE).exists()
+    assert run_trainer("medusa", base, data, tmp_path / "stored", "--epochs", "1") == 0
+    left, right = weights(out), weights(tmp_path / "stored")
+    assert all(near(left[name].detach(), right[name].detach(), 1e-3) for name in left)
+
+
+# What is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("medusa", ("--stage", "2"), "--stage would do nothing with --kind medusa"),
+        ("medusa", ("--tie-weights",), "--tie-weights would do nothing"),
+        ("mlp_speculator", ("--decay", "0.5"), "--decay would do nothing"),
+        ("medusa", ("--decay", "0"), "--decay 0"),
+        ("medusa", ("--num-heads", "0"), "--num-heads 0"),
+        ("medusa", ("--share-lm-head", "--num-layers", "0"), "nothing would be trained"),
+        ("mlp_speculator", ("--widths", "3"), "2 numbers of 1 or more"),
+        ("medusa", ("--init", "nowhere"), "holds no drafting heads"),
+        ("medusa", ("--data", "nowhere"), "does not exist"),
+        ("medusa", ("--draft-vocab-size", "65"), "draft_vocab_size is 65 of 64 tokens"),
+        ("medusa", ("--epochs", "0"), "--epochs 0"),
+        ("draft", ("--layers", "9"), f"--layers 9; expected 1 to {LAYERS}"),
+        ("draft", ("--layers", "0"), f"--layers 0; expected 1 to {LAYERS}"),
+        ("draft", ("--num-draft-tokens", "0"), "--num-draft-tokens 0"),
+        ("draft", ("--model", "./nowhere"), "nowhere"),
+        ("draft", ("--template", "no place"), "no place"),
+        ("draft", ("--save-every", "0"), "--save-every 0"),
+        ("draft", ("--max-length", "1"), "no example that fits"),
+    ],
+)
+def test_bad_options_are_told_in_one_line(base, data, tmp_path, refused, kind, more, said):
+    assert said in refused(kind, base, data, tmp_path / "run", *more)
+    assert not (tmp_path / "run" / STATE_FILE).exists()
+
+
+def test_an_option_that_would_do_nothing_is_refused(base, data, tmp_path, capsys):
+    for flag in ("--tree-size", "--cache-gb"):
+        with pytest.raises(SystemExit) as exit_code:
+            run_trainer("draft", base, data, tmp_path / "run", flag, "8")
+        assert exit_code.value.code == 2
+        assert flag in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["medusa", "draft"])
+def test_a_model_of_nested_settings_is_refused(base, data, tmp_path, refused, kind):
+    nested = write_nested_base(tmp_path / "nested", base)
+    assert "None for " in refused(kind, nested, data, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [("medusa", ("--decay", "0.7")), ("draft", ("--layers", "3"))],
+)
+def test_another_runs_folder_is_refused(base, data, tmp_path, refused, kind, change):
+    out, streams = tmp_path / "run", tmp_path / "streams"
+    assert run_trainer(kind, base, data, out, "--max-steps", "2") == 0
+    state = out / STATE_FILE
+    before = state.read_bytes()
+    for more in (("--seed", "5"), ("--dtype", "bfloat16"), change):
+        assert "other settings" in refused(kind, base, data, out, *more)
+    assert state.read_bytes() == before
+    state.write_bytes(before[: len(before) // 2])
+    assert "cannot be read" in refused(kind, base, data, out)
+    state.unlink()
+    if kind == "draft":
+        assert "state.pt beside it does not" in refused(kind, base, data, out)
+    train_lora(base, data, streams, "--num-streams", 0, "--prune-rank", 0, "--max-steps", 1)
+    assert "other settings" in refused(kind, base, data, streams)
