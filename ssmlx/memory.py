@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import mlx.core as mx
 
 from .decoding.drafter import Drafter
+from .drafters.draft_model import DraftModel
+from .drafters.head_drafter import DraftingHeads
 from .loading.adapter import stream_tensors
 from .model.backbone import head_bytes
 from .model.cache import TreeCache
@@ -27,15 +28,6 @@ LABELS = {
     "tree": "tree",
     "second_pass": "second pass",
 }
-
-
-class Weighed(Protocol):
-    """What knows how much memory it takes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +95,7 @@ def memory_of(
     model: StreamFusedModel,
     cache: TreeCache,
     drafter: Drafter | None = None,
-    loaded: Iterable[Weighed] = (),
+    loaded: Iterable[DraftModel | DraftingHeads] = (),
 ) -> Memory:
     """What an answer keeps in memory now, and the peak so far.
 

@@ -66,32 +66,28 @@ class Allowed:
             such as "--prune threshold={}"; None for "--" and the field's name.
     """
 
-    least: float | None = None
-    above: float | None = None
-    below: float | None = None
-    most: float | None = None
+    least: float = -math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    most: float = math.inf
     choices: tuple[Any, ...] = ()
     option: str | None = None
 
-    def holds(self, value: object, *, whole: bool) -> bool:
+    def holds(self, value: Any, *, whole: bool) -> bool:
         """Whether `value` is allowed."""
         if self.choices:
             return value in self.choices
-        number = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
-        return (
-            number
-            and math.isfinite(value)  # type: ignore[arg-type]
-            and (self.least is None or value >= self.least)  # type: ignore[operator]
-            and (self.above is None or value > self.above)  # type: ignore[operator]
-            and (self.below is None or value < self.below)  # type: ignore[operator]
-            and (self.most is None or value <= self.most)  # type: ignore[operator]
-        )
+        if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+            return False
+        number: Any = value
+        inside = self.least <= number <= self.most and self.above < number < self.below
+        return inside and math.isfinite(number)
 
     def text(self) -> str:
         """What it may be, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        if self.least is not None and self.most is not None:
+        if math.isfinite(self.least) and math.isfinite(self.most):
             return f"{self.least} to {self.most}"
         bounds = {
             "more than {}": self.above,
@@ -99,7 +95,7 @@ class Allowed:
             "less than {}": self.below,
             "at most {}": self.most,
         }
-        said = [text.format(bound) for text, bound in bounds.items() if bound is not None]
+        said = [text.format(bound) for text, bound in bounds.items() if math.isfinite(bound)]
         return " and ".join(said) or "a number"
 
 
