@@ -363,17 +363,10 @@ class Seen:
         return [mx.broadcast_to(mx.array([True, True, False]), (num_rows, 3))]
 
 
-class Taker:
-    """A model as masks know it."""
-
-    def __init__(self, takes):
-        self.takes_tree_masks = takes
-
-
 def test_both_forms_of_a_mask_say_the_same(monkeypatch):
     monkeypatch.setattr(hook, "is_available", lambda: True)
     visible = mx.tri(4, dtype=mx.bool_)
-    mask = StepMasks(Taker(True)).step_mask(visible, Seen(), None)
+    mask = StepMasks(lambda: True).step_mask(visible, Seen(), None)
     assert isinstance(mask, TreeMask)
     expected = np.array(MaskBuffer().mask(visible, Seen(), None))
     np.testing.assert_array_equal(np.array(mask.dense), expected)
@@ -384,7 +377,7 @@ def test_both_forms_of_a_mask_say_the_same(monkeypatch):
 
 def test_dense_mask_is_made_only_if_a_layer_wants_it(monkeypatch):
     monkeypatch.setattr(hook, "is_available", lambda: True)
-    masks = StepMasks(Taker(True))
+    masks = StepMasks(lambda: True)
     mask = masks.step_mask(mx.tri(4, dtype=mx.bool_), Seen(), None)
     assert masks.nbytes == 0
     assert isinstance(mask, TreeMask)
@@ -395,7 +388,7 @@ def test_dense_mask_is_made_only_if_a_layer_wants_it(monkeypatch):
 @pytest.mark.parametrize(("available", "takes"), [(False, True), (True, False)])
 def test_mask_is_an_array_where_the_kernel_cannot_be_used(available, takes, monkeypatch):
     monkeypatch.setattr(hook, "is_available", lambda: available)
-    mask = StepMasks(Taker(takes)).step_mask(mx.tri(4, dtype=mx.bool_), Seen(), None)
+    mask = StepMasks(lambda: takes).step_mask(mx.tri(4, dtype=mx.bool_), Seen(), None)
     assert isinstance(mask, mx.array)
 
 
@@ -403,7 +396,7 @@ def test_fused_for_a_model_that_cannot_is_an_error(monkeypatch):
     monkeypatch.setattr(hook, "is_available", lambda: True)
     metal.use("fused")
     with pytest.raises(InputError, match="attention of its own"):
-        StepMasks(Taker(False)).step_mask(mx.tri(4, dtype=mx.bool_), Seen(), None)
+        StepMasks(lambda: False).step_mask(mx.tri(4, dtype=mx.bool_), Seen(), None)
 
 
 # --- the switch ---

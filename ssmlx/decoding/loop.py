@@ -63,6 +63,17 @@ def prefill(
         report(first + len(chunk), len(tokens))
 
 
+def prune_tree(
+    model: StreamFusedModel, tree: Tree, hidden: mx.array, config: PruneConfig
+) -> tuple[Tree, mx.array, mx.array]:
+    """The tree that is left, its hidden states [1, M, D], and the old index of each node [M]."""
+    if not is_pruned(tree, config):
+        return tree, hidden, indices(tree.num_nodes)
+    exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
+    keep = surviving_nodes(tree, exit_logits, config)
+    return tree.select(keep), hidden[:, keep], keep
+
+
 def choose(
     model: StreamFusedModel, hidden: mx.array, sampler: TargetSampler, places: Places
 ) -> mx.array:
@@ -91,17 +102,6 @@ def verify(
     logprobs = sampler.logprobs(model.backbone.logits(hidden), places)
     target_tokens = mx.argmax(sampler.perturb(logprobs, places), axis=-1).astype(mx.int32)
     return target_tokens, accept_typical(tree, target_tokens, logprobs, acceptance)
-
-
-def prune_tree(
-    model: StreamFusedModel, tree: Tree, hidden: mx.array, config: PruneConfig
-) -> tuple[Tree, mx.array, mx.array]:
-    """The tree that is left, its hidden states [1, M, D], and the old index of each node [M]."""
-    if not is_pruned(tree, config):
-        return tree, hidden, indices(tree.num_nodes)
-    exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
-    keep = surviving_nodes(tree, exit_logits, config)
-    return tree.select(keep), hidden[:, keep], keep
 
 
 def stream_rows_of(rows: mx.array, node: mx.array, num_nodes: int, num_streams: int) -> mx.array:

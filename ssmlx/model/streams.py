@@ -137,6 +137,7 @@ class StreamFusedModel:
 
     Attributes:
         is_fine_tuned: whether LoRA acts on every row: its answers are not the base model's then.
+        draft_head: the LM head of the draft vocabulary alone; None where streams draft from all.
     """
 
     def __init__(
@@ -151,11 +152,10 @@ class StreamFusedModel:
         self.streams = streams
         self._scope = scope or RowScope()
         self.is_fine_tuned = False
-        self._lower_masks, self._upper_masks, self._second_masks = self._masks = (
-            StepMasks(backbone), StepMasks(backbone), StepMasks(backbone),
-        )  # fmt: skip
+        self._masks = [StepMasks(lambda: backbone.takes_tree_masks) for _ in range(3)]
+        self._lower_masks, self._upper_masks, self._second_masks = self._masks
         self.rotation: ValueRotation | None = None
-        self._draft_head: LMHead | None = None
+        self.draft_head: LMHead | None = None
         if config is not None and streams is not None:
             self._take_streams(config, streams)
 
@@ -170,7 +170,7 @@ class StreamFusedModel:
             expect_shape("stream embeddings", streams.embeddings, *sizes)
         if streams.draft_vocab is not None:
             expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
-            self._draft_head = self.backbone.draft_head(streams.draft_vocab)
+            self.draft_head = self.backbone.draft_head(streams.draft_vocab)
 
     @property
     def num_streams(self) -> int:
@@ -187,11 +187,6 @@ class StreamFusedModel:
         """Vd; V where streams draft from the whole vocabulary."""
         vocab = self.draft_vocab
         return self.backbone.vocab_size if vocab is None else vocab.shape[0]
-
-    @property
-    def draft_head(self) -> LMHead | None:
-        """The LM head of the draft vocabulary alone; None where streams draft from all tokens."""
-        return self._draft_head
 
     @property
     def mask_bytes(self) -> int:
@@ -232,7 +227,7 @@ class StreamFusedModel:
 
     def draft_logits(self, stream_hidden: mx.array) -> mx.array:
         """[R, Vd] logits of the tokens that may be drafted, of stream rows [1, R, D]."""
-        return self.backbone.logits(stream_hidden, self._draft_head)
+        return self.backbone.logits(stream_hidden, self.draft_head)
 
     def insert(self, hidden: mx.array, num_streams: int) -> mx.array:
         """[1, M * (1 + G), D] the nodes' rows, and their streams' rows as in eq. 3.

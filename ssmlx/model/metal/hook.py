@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, lru_cache, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -131,25 +131,18 @@ class TreeMask:
         return self._dense()
 
 
-class MaskTaker(Protocol):
-    """What a mask must know of a model; see `backbone.Backbone`."""
-
-    @property
-    def takes_tree_masks(self) -> bool: ...
-
-
 class StepMasks(MaskBuffer):
     """The masks of one stage of a model: dense ones, or bits while the fused kernel is on.
 
     The dense mask of a step is then made only if some layer wants it.
 
     Args:
-        model: asked, while the kernel is on, whether its layers take such masks.
+        takes_bits: asked, while the kernel is on, whether the model's layers take such masks.
     """
 
-    def __init__(self, model: MaskTaker) -> None:
+    def __init__(self, takes_bits: Callable[[], bool]) -> None:
         super().__init__()
-        self._model = model
+        self._takes_bits = takes_bits
 
     def step_mask(self, visible: mx.array, cache: SeenCache, key: object) -> mx.array | TreeMask:
         """The mask of a step, as `backbone.run` takes it; the arguments are `mask`'s.
@@ -157,20 +150,17 @@ class StepMasks(MaskBuffer):
         Raises:
             InputError: "fused" was chosen for a model whose layers take no tree masks.
         """
-        if not is_on() or not self._takes():
-            return self.mask(visible, cache, key)
-        columns = mx.concatenate([visible, *cache.path_masks(visible.shape[0])], axis=1)
-        return TreeMask(columns, lambda: self.mask(visible, cache, key))
-
-    def _takes(self) -> bool:
-        takes = self._model.takes_tree_masks
+        takes_bits = is_on() and self._takes_bits()
         require(
-            takes or in_use() != "fused",
+            takes_bits or in_use() != "fused",
             "attention=fused, for a model with an attention of its own",
             expected="layers that call mlx-lm's scaled_dot_product_attention",
             do="use attention=auto",
         )
-        return takes
+        if not takes_bits:
+            return self.mask(visible, cache, key)
+        columns = mx.concatenate([visible, *cache.path_masks(visible.shape[0])], axis=1)
+        return TreeMask(columns, lambda: self.mask(visible, cache, key))
 
 
 # --- from mlx-lm's layers to the kernel ---
