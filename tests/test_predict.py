@@ -105,17 +105,20 @@ def test_prediction_takes_the_tree_that_the_kernels_like():
         for size, tokens in ((2, 1.6), (5, 2.4), (6, 2.5), (10, 2.9), (64, 3.2))
     ]
     found = predict.predict(LLAMA, BY_NAME["M4 Max"], ways, 100)
-    assert (found.low_shape.num_nodes, found.high_shape.num_nodes) == (5, 10)
-    assert 1 < found.low < found.high < 2.9
-    assert found.plain == pytest.approx(546e9 / (LLAMA.num_weights * 0.5625), rel=0.01)
+    assert (found.low.shape.num_nodes, found.high.shape.num_nodes) == (5, 10)
+    assert 1 < found.low.speedup < found.high.speedup < 2.9
+    assert 1 / found.high.plain_seconds == pytest.approx(
+        546e9 / (LLAMA.num_weights * 0.5625), rel=0.01
+    )
 
 
 def test_memory_is_full_and_streams_use_more_of_the_lanes_than_two_models():
     """The argument of figure 3."""
-    plain, two_models, streams = uses(BY_NAME["M4"], 16)
-    assert plain.memory == two_models.memory == streams.memory == 1.0
-    assert plain.lanes < two_models.lanes < streams.lanes < 1
-    assert streams.lanes == pytest.approx(16 * plain.lanes)
+    memory, lanes = zip(*uses(BY_NAME["M4"], 16).values(), strict=True)
+    assert memory == (1.0, 1.0, 1.0)
+    plain, two_models, streams = lanes
+    assert plain < two_models < streams < 1
+    assert streams == pytest.approx(16 * plain)
     assert call_work(OPT_TARGET, 16).intensity == 16
 
 

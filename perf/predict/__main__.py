@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from ssmlx.calibration.choice import PricedShape, best
 from ssmlx.commands.calibrate import results_dir
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import from_json, read_json
 from ssmlx.tuning.cost import DraftShape
@@ -75,32 +75,35 @@ CAPTION_SPEED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Prediction:
     """What streams should bring to a model on a chip.
 
     Attributes:
-        chip, model, bits: of what.
-        plain: most tokens/s of plain decoding.
-        low, high: speed-up over it, weights read `repeated`ly and `once`.
-        low_shape, high_shape: the fastest way to draft in either case.
+        low, high: the fastest way to draft, weights read `repeated`ly and `once`.
     """
 
     chip: Chip
-    model: str
-    bits: int
-    plain: float
-    low: float
-    high: float
-    low_shape: DraftShape
-    high_shape: DraftShape
+    decoder: Decoder
+    low: PricedShape
+    high: PricedShape
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return {**asdict(self), "tflops": self.chip.tflops}
+        """JSON values; `plain` is the most tokens/s of plain decoding."""
+        return {
+            "chip": asdict(self.chip),
+            "model": self.decoder.name,
+            "bits": self.decoder.bits,
+            "plain": 1 / self.high.plain_seconds,
+            "low": self.low.speedup,
+            "high": self.high.speedup,
+            "low_shape": asdict(self.low.shape),
+            "high_shape": asdict(self.high.shape),
+            "tflops": self.chip.tflops,
+        }
 
 
-def decoder_of(name: str, config: Mapping[str, Any], bits: int, streams: Mapping[str, Any]) -> Any:
+def decoder_of(name: str, config: Mapping[str, Any], bits: int, streams: Result) -> Decoder:
     """A model with streams in as large a share of its layers as the calibrated adapter has."""
     layers, share = config["num_hidden_layers"], streams["num_msa_layers"] / streams["num_layers"]
     vocab = int(config["vocab_size"])
@@ -118,23 +121,12 @@ def predict(
     decoder: Decoder, chip: Chip, ways: Sequence[tuple[DraftShape, float]], context: float
 ) -> Prediction:
     """The fastest of `ways`, shapes and their tokens per call, under both bounds."""
-    found: dict[Bound, PricedShape] = {}
-    for bound in get_args(Bound):
+
+    def fastest(bound: Bound) -> PricedShape:
         least = costs(decoder, chip, bound)
-        found[bound] = best(
-            [PricedShape.of(shape, tokens, least, context) for shape, tokens in ways]
-        )
-    low, high = found["repeated"], found["once"]
-    return Prediction(
-        chip=chip,
-        model=decoder.name,
-        bits=decoder.bits,
-        plain=1 / high.plain_seconds,
-        low=low.speedup,
-        high=high.speedup,
-        low_shape=low.shape,
-        high_shape=high.shape,
-    )
+        return best([PricedShape.of(shape, tokens, least, context) for shape, tokens in ways])
+
+    return Prediction(chip, decoder, fastest("repeated"), fastest("once"))
 
 
 def ways_of(calibrated: Result) -> list[tuple[DraftShape, float]]:
@@ -153,11 +145,11 @@ def lines_of(predictions: Sequence[Prediction]) -> list[str]:
         ),
         "GB/s": lambda one: f"{one.chip.bandwidth:g}",
         "TFLOPS": lambda one: f"{one.chip.tflops:.1f}",
-        "plain tokens/s, at most": lambda one: f"{one.plain:.0f}",
-        "speed-up": lambda one: f"{one.low:.2f} to {one.high:.2f}",
-        "tree, N": lambda one: _range(one.low_shape.num_nodes, one.high_shape.num_nodes),
+        "plain tokens/s, at most": lambda one: f"{1 / one.high.plain_seconds:.0f}",
+        "speed-up": lambda one: f"{one.low.speedup:.2f} to {one.high.speedup:.2f}",
+        "tree, N": lambda one: _range(one.low.shape.num_nodes, one.high.shape.num_nodes),
         "schedule": lambda one: _range(
-            one.low_shape.stream_schedule, one.high_shape.stream_schedule
+            one.low.shape.stream_schedule, one.high.shape.stream_schedule
         ),
     }
     return table(columns, predictions)
@@ -171,7 +163,7 @@ def report(calibrated: Result, groups: Mapping[str, Sequence[Prediction]]) -> st
     """All predictions as text."""
     parts = [LABEL]
     for name, predictions in groups.items():
-        bits = predictions[0].bits
+        bits = predictions[0].decoder.bits
         stored = f"{bits}-bit weights" if bits < 16 else "16-bit weights, not quantised"
         own = name == calibrated["model"].removesuffix("-q4_1")
         source = f"as calibrated with adapter {calibrated['adapter']}"
@@ -181,16 +173,7 @@ def report(calibrated: Result, groups: Mapping[str, Sequence[Prediction]]) -> st
     return "\n\n".join(parts)
 
 
-@dataclass(frozen=True)
-class Use:
-    """How much of a chip is in use, from 0 to 1, over the calls of a step."""
-
-    name: str
-    memory: float
-    lanes: float
-
-
-def draw_speedups(groups: Mapping[str, Sequence[Any]], label: str, path: Path) -> None:
+def draw_speedups(groups: Mapping[str, Sequence[Prediction]], label: str, path: Path) -> None:
     """A bar for every chip and model."""
     figure = new_figure(9.6, 6.4)
     axes = figure.subplots()
@@ -199,9 +182,9 @@ def draw_speedups(groups: Mapping[str, Sequence[Any]], label: str, path: Path) -
         zip(groups.items(), cycle(COLOURS), strict=False)
     ):
         places = np.arange(len(predictions)) + index * height
-        low = np.array([one.low for one in predictions])
-        high = np.array([one.high for one in predictions])
-        title = f"{name}, {predictions[0].bits} bits"
+        low = np.array([one.low.speedup for one in predictions])
+        high = np.array([one.high.speedup for one in predictions])
+        title = f"{name}, {predictions[0].decoder.bits} bits"
         axes.barh(places, high - low, left=low, height=0.85 * height, color=colour, label=title)
         axes.plot(high, places, "|", color=colour, ms=5)
     first = next(iter(groups.values()))
@@ -241,36 +224,33 @@ def draw_roof(axes: Any, decoder: Decoder, chip: Chip, nodes: int) -> None:
                    f"{chip.tflops:.1f} TFLOPS", fontsize=9)  # fmt: skip
 
 
-def uses(chip: Chip, nodes: int) -> list[Use]:
-    """The methods of figure 3 that the roofline tells apart."""
-    streams = [call_work(OPT_TARGET, nodes)]
+def uses(chip: Chip, nodes: int) -> dict[str, tuple[float, float]]:
+    """How much of memory and lanes is in use over the calls of a step, from 0 to 1, by the methods
+    of figure 3 that the roofline tells apart."""
     two_models = [*[call_work(OPT_DRAFT, 1)] * GAMMA, call_work(OPT_TARGET, GAMMA + 1)]
     steps = {
         "plain decoding": [call_work(OPT_TARGET, 1)],
         f"draft model, {GAMMA} calls\nand a verification": two_models,
-        f"speculative streaming,\n{nodes} nodes": streams,
+        f"speculative streaming,\n{nodes} nodes": [call_work(OPT_TARGET, nodes)],
     }
-    return [_use(name, calls, chip) for name, calls in steps.items()]
+    found = {}
+    for name, calls in steps.items():
+        seconds, work = sum(one.seconds(chip) for one in calls), sum(calls, Work(0, 0))
+        memory, lanes = work.read / (chip.bandwidth * 1e9), work.operations / (chip.tflops * 1e12)
+        found[name] = memory / seconds, lanes / seconds
+    return found
 
 
-def _use(name: str, calls: Sequence[Work], chip: Chip) -> Use:
-    seconds = sum(one.seconds(chip) for one in calls)
-    memory = sum(one.read for one in calls) / (chip.bandwidth * 1e9)
-    lanes = sum(one.operations for one in calls) / (chip.tflops * 1e12)
-    return Use(name, memory / seconds, lanes / seconds)
-
-
-def draw_use(axes: Any, found: Sequence[Use], chip: Chip) -> None:
+def draw_use(axes: Any, found: Mapping[str, tuple[float, float]], chip: Chip) -> None:
     """Bars of memory and lanes in use."""
     places = np.arange(len(found))
-    for shift, values, colour, label in (
-        (-0.2, [one.memory for one in found], PAPER_COLOUR, "memory"),
-        (0.2, [one.lanes for one in found], "#0b6e4f", "lanes (kernel)"),
+    for column, (label, colour) in enumerate(
+        (("memory", PAPER_COLOUR), ("lanes (kernel)", COLOURS[0]))
     ):
-        bars = axes.bar(places + shift, [100 * one for one in values], 0.38, color=colour,
-                        label=label)  # fmt: skip
+        shares = [100 * one[column] for one in found.values()]
+        bars = axes.bar(places + 0.4 * column - 0.2, shares, 0.38, color=colour, label=label)
         axes.bar_label(bars, fmt="%.0f %%", fontsize=8)
-    axes.set_xticks(places, [one.name for one in found], fontsize=8)
+    axes.set_xticks(places, list(found), fontsize=8)
     axes.set(ylabel="in use, %", ylim=(0, 125))
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
     axes.set_title(f"OPT-1.3b on {chip.name}", fontsize=9)
@@ -282,12 +262,12 @@ def read_calibration(path: Path) -> Result:
     Raises:
         InputError: it is missing or something else.
     """
-    if not path.is_file():
-        raise InputError(
-            f"no calibration {path}",
-            expected="a result of ssmlx.calibrate",
-            do="run python -m ssmlx.calibrate --adapter sql, or give --calibration FILE",
-        )
+    require(
+        path.is_file(),
+        f"no calibration {path}",
+        expected="a result of ssmlx.calibrate",
+        do="run python -m ssmlx.calibrate --adapter sql, or give --calibration FILE",
+    )
     result = read_json(path, "a result of ssmlx.calibrate")
     try:
         assert ways_of(result)
@@ -313,12 +293,12 @@ def read_models(args: argparse.Namespace) -> dict[str, Mapping[str, Any]]:
     for folder in args.config:
         config = read_json(folder / "config.json", "a model's settings")
         missing = [name for name in MODELS["smollm2-135m"] if not isinstance(config.get(name), int)]
-        if missing:
-            raise InputError(
-                f"{folder / 'config.json'} lacks {', '.join(missing)}",
-                expected="the settings of a decoder, under Hugging Face's names",
-                do="give another --config",
-            )
+        require(
+            not missing,
+            f"{folder / 'config.json'} lacks {', '.join(missing)}",
+            expected="the settings of a decoder, under Hugging Face's names",
+            do="give another --config",
+        )
         models[folder.resolve().name] = config
     return models
 
@@ -336,7 +316,7 @@ def _main(args: argparse.Namespace) -> None:
     values = [one.to_dict() for group in groups.values() for one in group]
     result = {"label": LABEL, "calibration": args.calibration.name, "predictions": values}
     chip = next(one for one in CHIPS if one.name == args.chip)
-    nodes = next(one for one in groups[decoders[-1].name] if one.chip == chip).high_shape.num_nodes
+    nodes = next(one for one in groups[decoders[-1].name] if one.chip == chip).high.shape.num_nodes
 
     def draw(_: Result, path: Path) -> None:
         draw_speedups(groups, LABEL, path)

@@ -237,37 +237,29 @@ def layers_seconds(
     return layers * sum(one.seconds(chip) for one in (*products, Work(keys, attended)))
 
 
-def head_seconds(decoder: Decoder, chip: Chip, bound: Bound, rows: int, vocab: int) -> float:
-    """A head of `vocab` tokens."""
-    return product(decoder, chip, bound, (decoder.hidden, vocab), rows).seconds(chip)
-
-
 def costs(decoder: Decoder, chip: Chip, bound: Bound) -> StepCosts:
     """What steps would cost at least, in the form that measured costs have."""
     upper = decoder.msa_layers
     lower, streams = decoder.layers - upper, decoder.num_streams
 
-    def run(layers: int, rows: Sequence[int]) -> Surface:
+    def head_seconds(vocab: int, rows: int) -> float:
+        return product(decoder, chip, bound, (decoder.hidden, vocab), rows).seconds(chip)
+
+    def run(layers: int, rows: Sequence[int], vocab: int = 0) -> Surface:
         return Surface.of(
             {
                 (row, context): layers_seconds(decoder, chip, bound, layers, row, context)
+                + (head_seconds(vocab, row) if vocab else 0.0)
                 for row in rows
                 for context in (0, _FAR)
             }
         )
 
     def head(vocab: int, rows: Sequence[int]) -> Surface:
-        return Surface.of(
-            {(row, 0): head_seconds(decoder, chip, bound, row, vocab) for row in rows}
-        )
+        return Surface.of({(row, 0): head_seconds(vocab, row) for row in rows})
 
-    plain = {
-        (1, context): layers_seconds(decoder, chip, bound, decoder.layers, 1, context)
-        + head_seconds(decoder, chip, bound, 1, decoder.vocab)
-        for context in (0, _FAR)
-    }
     return StepCosts(
-        plain=Surface.of(plain),
+        plain=run(decoder.layers, [1], decoder.vocab),
         lower=run(lower, ROWS),
         upper=run(upper, ROWS),
         fused=run(upper, [row * (1 + streams) for row in ROWS]),
