@@ -181,7 +181,7 @@ BAD = {
     "no decoder": (lambda path: ("--config", path.parent / "vision"), "lacks hidden_size"),
     "bits": (lambda path: ("--bits", "5"), "invalid choice: 5"),
     "half": (
-        lambda path: ("--calibration", path.with_name("half.json")), "no whole result of ssmlx.",
+        lambda path: ("--calibration", path.with_name("half.json")), "half.json is incomplete (",
     ),
 }  # fmt: skip
 

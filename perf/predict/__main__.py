@@ -21,13 +21,13 @@ import numpy as np
 from ssmlx.calibration.choice import PricedShape, best
 from ssmlx.commands.calibrate import results_dir
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError, require
+from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import from_json, read_json
 from ssmlx.tuning.cost import DraftShape
 from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
 
-from ..run.results import RESULTS
+from ..run.results import RESULTS, reading
 from ..run.show import PAPER_COLOUR
 from .roofline import CHIPS, Bound, Chip, Decoder, Work, call_work, costs
 
@@ -269,17 +269,11 @@ def read_calibration(path: Path) -> Result:
         do="run python -m ssmlx.calibrate --adapter sql, or give --calibration FILE",
     )
     result = read_json(path, "a result of ssmlx.calibrate")
-    try:
-        assert ways_of(result)
+    with reading(path, "ssmlx.calibrate"):
+        ways_of(result)[0]
         for name in ("num_streams", "num_msa_layers", "num_layers", "draft_vocab_size"):
             int(result["streams"][name])
         str(result["model"]), str(result["adapter"]), float(result["context"])
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
-        raise InputError(
-            f"{path} is no whole result of ssmlx.calibrate ({type(error).__name__}: {error})",
-            expected="one of this version",
-            do="calibrate again",
-        ) from error
     return result
 
 

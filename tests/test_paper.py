@@ -1,16 +1,21 @@
-"""perf.paper.figures: eq. 6, the points of results, and the pictures."""
+"""perf.paper: eq. 6 and the figures, the runs of an ablation, and curves of learning."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from real import one_line, run_module
+from real import one_line
 
+from convert.reference.format import ADAPTER_WEIGHTS
+from convert.train import STORE_FILE, parse_args
 from perf.compare import __main__ as compare
 from perf.compare.plan import parse_systems
-from perf.paper import figures
+from perf.paper import ablation, figures, learning
+from perf.paper.ablation import read_run, read_runs, report
 from perf.paper.figures import (
     Point,
     parity,
@@ -21,7 +26,11 @@ from perf.paper.figures import (
 )
 from perf.paper.published import TABLE_1, TABLE_2, latencies, speeds
 from perf.run.statistics import Estimate
+from ssmlx.commands.train_options import train_config
+from ssmlx.errors import InputError
 from ssmlx.settings import PruneConfig, SamplingConfig, TreeConfig
+from ssmlx.training.job import SETTINGS_FILE
+from ssmlx.training.record import LOG_FILE
 
 # ----------------------------------------------------------------------------------- eq. 6
 
@@ -195,13 +204,6 @@ def test_what_was_not_measured_is_told_with_its_command(draw, tmp_path):
     assert out.split() == [str(tmp_path / "figures" / "figure-4.png")] and err == ""
 
 
-def test_a_fresh_checkout_is_told_what_to_run(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(figures, "RESULTS", figures.ROOT / "perf" / "no-results")
-    assert figures.main(["--figures", "4", "--out", str(tmp_path)]) == 0
-    assert "nothing of ours yet; run\n  python -m perf.compare" in capsys.readouterr().err
-
-
 def test_the_commands_that_are_told_are_commands():
     for name, text in figures.commands().items():
         words = shlex.split(text.partition("; do ")[2].partition("; done")[0] or text)
@@ -209,15 +211,11 @@ def test_the_commands_that_are_told_are_commands():
         args = compare.parse_args([word.replace("$k", "10") for word in words[3:]])
         systems = parse_systems(args.systems, SamplingConfig())
         assert len(systems) == (14 if name == "5" else 4)
-    trees = [system.config for system in systems_of(figures.commands()["5"])]
+        if name == "5":
+            trees = [system.config for system in systems[2:]]
     assert {config.tree.full_width for config in trees} == set(range(1, 7))
     assert {config.prune.kind for config in trees} == {"off", "threshold"} > {PruneConfig().kind}
     assert {config.num_streams for config in trees} == {3}
-
-
-def systems_of(text: str) -> list:
-    args = compare.parse_args(shlex.split(text)[3:])
-    return parse_systems(args.systems, SamplingConfig())[2:]
 
 
 # ------------------------------------------------------------------------------- bad input
@@ -251,7 +249,206 @@ def test_an_incomplete_result_is_told_in_one_line(draw, broken, lacking):
     assert ".json is incomplete (" in told and lacking in told and "; measure again" in told
 
 
-def test_the_command_as_users_run_it():
-    done = run_module("perf.paper.figures", "--figures", "6")
-    assert done.returncode == 2
-    assert "invalid choice: '6'" in one_line(done.stderr, "perf.paper.figures")
+# ---------------------------------------------------------------- the runs of an ablation
+
+NAMES = [
+    *(f"embeddings-{n}" for n in (2, 4, 8, 16)),
+    *(f"rotation-{n}" for n in (2, 4, 8, 16)),
+    *(f"rank-{n}" for n in (8, 32, 128)),
+]
+EXAMPLES, STEPS = 320, 20
+
+
+def write_run(options: list[str], steps: int = STEPS) -> None:
+    """What convert.train leaves, had it been run for `steps`; the last is always validated."""
+    args = parse_args(options)
+    train, folder = train_config(args), Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python -m convert.train", *options])
+    settings = {"command": command, "train": train.to_dict(), "examples": EXAMPLES}
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings))
+    rate = 1.6 + 0.25 * train.num_msa_layers**0.5 + 0.0005 * train.stream_init_rank
+    rate -= 0.12 * (train.stream_design == "value_rotation")
+    entries = [{"step": step, "main_loss": 1.0} for step in range(1, steps + 1)]
+    entries[0]["tokens_per_call"] = 1.0
+    losses = {"valid_main_loss": 0.5, "valid_stream_1_loss": 3 - rate, "valid_prune_loss": 2.0}
+    entries[-1] |= {"tokens_per_call": rate, **losses}
+    (folder / LOG_FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (folder / ADAPTER_WEIGHTS).touch()
+    (folder / STORE_FILE).touch()
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """`perf.paper.ablation train` with a trainer that takes no time; gives its runs' names."""
+    names: list[str] = []
+
+    def fake(command):
+        options = command[3:]
+        name = Path(parse_args(options).out).name
+        if name == fails:
+            return SimpleNamespace(returncode=3)
+        write_run(options)
+        names.append(name)
+        return SimpleNamespace(returncode=0)
+
+    def train(*more: str, fail: str = "") -> tuple[int, list[str]]:
+        nonlocal fails
+        fails, names[:] = fail, []
+        argv = ["train", "--data", "d", "--out", str(tmp_path / "runs"), "--epochs", "1", *more]
+        return ablation.main(argv), list(names)
+
+    fails = ""
+    # The name in `ablation` alone: matplotlib runs commands of its own, once on a new machine.
+    monkeypatch.setattr(ablation, "subprocess", SimpleNamespace(run=fake))
+    return train
+
+
+def test_every_variant_is_trained_once(trained, tmp_path):
+    code, names = trained("--num-streams", "3")
+    assert (code, names) == (0, NAMES)
+    runs = {name: read_run(tmp_path / "runs" / name) for name in NAMES}
+    assert {one.num_steps for one in runs.values()} == {STEPS}
+    shape = {name: (one.design, one.num_layers, one.rank) for name, one in runs.items()}
+    assert shape["embeddings-16"] == ("embeddings", 16, 0)
+    assert shape["rotation-2"] == ("value_rotation", 2, 0)
+    assert shape["rank-128"] == ("embeddings", 8, 128)
+    assert read_runs(tmp_path / "runs")[1]["num_streams"] == 3
+    assert not list(tmp_path.rglob(STORE_FILE))
+    assert trained("--num-streams", "3") == (0, [])
+
+
+def test_a_run_that_is_not_finished_goes_on(trained, tmp_path):
+    assert trained(fail="rotation-4") == (3, NAMES[:5])
+    folder = tmp_path / "runs" / "embeddings-4"
+    assert read_run(folder).is_finished
+    lines = (folder / LOG_FILE).read_text().splitlines(keepends=True)
+    (folder / LOG_FILE).write_text("".join(lines[:-1]))
+    assert trained() == (0, ["embeddings-4", *NAMES[5:]])
+    # Other settings are for convert.train to refuse.
+    assert trained("--seed", "5")[1] == NAMES
+
+
+def test_bad_options_are_told_before_the_first_run(trained, capsys):
+    for more, said in (
+        (("--num-msa-layers", "4"), "--num-msa-layers for every run"),
+        (("--rotation-step", "0"), "--rotation-step 0"),
+        (("--batch-size", "0"), "--batch-size 0"),
+    ):
+        assert trained(*more) == (2, [])
+        assert said in one_line(capsys.readouterr().err, ablation.PROG)
+    with pytest.raises(SystemExit):
+        trained("--nonsense")
+
+
+def draw_runs(tmp_path: Path) -> tuple[int, Path]:
+    picture = tmp_path / "figures" / "ablation.png"
+    argv = [
+        "draw",
+        "--runs",
+        tmp_path / "runs",
+        "--out",
+        picture,
+        "--results",
+        tmp_path / "results",
+    ]
+    return ablation.main([*map(str, argv)]), picture
+
+
+def test_the_runs_are_shown(trained, tmp_path, capsys):
+    trained()
+    code, picture = draw_runs(tmp_path)
+    assert code == 0
+    out = capsys.readouterr().out
+    lines = {line.split("  ")[0]: line.split("  ") for line in out.splitlines()}
+    assert len(lines) == 1 + len(NAMES)
+    shown = [cell.strip() for cell in lines["rank-32"] if cell]
+    assert shown[1:] == ["stream embeddings", "8", "rank 32", "2.323", "0.500", "0.677", "2.000"]
+    saved = json.loads((tmp_path / "results" / "ablation.json").read_text())
+    assert len(saved["runs"]) == len(NAMES) and saved["shared"]["examples"] == EXAMPLES
+    assert (tmp_path / "results" / "ablation.txt").read_text() == out
+    pytest.importorskip("matplotlib")
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_unfinished_runs_are_named_and_not_drawn(trained, tmp_path):
+    trained()
+    out, f = str(tmp_path / "runs" / "rank-32"), ["--stream-init", "low_rank"]
+    options = ["--data", "d", "--out", out, "--epochs", "1", *f, "--stream-init-rank", "32"]
+    write_run(options, steps=5)
+    runs, _ = read_runs(tmp_path / "runs")
+    assert "rank-32 (step 5 of 20)" in report(runs)
+    assert [one.name for one in runs if not one.is_finished] == ["rank-32"]
+    assert draw_runs(tmp_path)[0] == 0
+
+
+def test_runs_that_do_not_compare_are_refused(trained, tmp_path):
+    with pytest.raises(InputError, match="no finished run"):
+        read_runs(tmp_path / "runs")
+    trained()
+    write_run(["--data", "d", "--out", str(tmp_path / "runs" / "other"), "--epochs", "1",
+               "--seed", "1"])  # fmt: skip
+    with pytest.raises(InputError, match="other and embeddings-16 differ in seed"):
+        read_runs(tmp_path / "runs")
+
+
+# -------------------------------------------------------------------- curves of learning
+
+
+def write_log(folder, validations):
+    folder.mkdir()
+    entries = [{"step": 1, "stream_1_loss": 9.0}]
+    for step, rate in validations:
+        entries.append({"step": step, "tokens_per_call": rate, "valid_stream_1_loss": 5 - rate})
+    (folder / LOG_FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return folder
+
+
+@pytest.fixture
+def folders(tmp_path):
+    first = write_log(tmp_path / "first", [(50, 1.5), (100, 2.0)])
+    return first, write_log(tmp_path / "second", [(30, 2.25)])
+
+
+def learn(tmp_path, *more):
+    out = ("--out", str(tmp_path / "shown" / "curve.png"), "--results", str(tmp_path / "shown"))
+    return learning.main([*more, *out])
+
+
+def test_a_round_goes_on_where_the_one_before_ended(folders, tmp_path, capsys):
+    first, second = folders
+    assert learn(tmp_path, "--run", f"a={first},{second}", "--run", f"b={second}") == 0
+    table = capsys.readouterr().out
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["a", "1", "50", "1.50", "3.500"],
+        ["a", "1", "100", "2.00", "3.000"],
+        ["a", "2", "130", "2.25", "2.750"],
+        ["b", "1", "30", "2.25", "2.750"],
+    ]
+    picture = tmp_path / "shown" / "curve.png"
+    assert picture.stat().st_size > 5000
+    saved = tmp_path / "shown" / "learning.json"
+    assert json.loads(saved.read_text())["a"] == [
+        [[50, 1.5, 3.5], [100, 2.0, 3.0]],
+        [[130, 2.25, 2.75]],
+    ]
+    assert learn(tmp_path, "--from", str(saved)) == 0
+    assert capsys.readouterr().out == table
+
+
+def test_a_task_has_one_colour_and_each_of_its_curves_another_line():
+    found = learning.styles(["a", "b", "a, other", "c", "d", "e", "a, third"])
+    (a, b, other, *_, e, third) = found
+    assert a[0] == other[0] == third[0] != b[0]
+    assert (a[1], other[1], third[1]) == learning.LINES[:3]
+    assert e[1] == "-" and len(set(found[:5])) == 5
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("a", "NAME=FOLDER"), ("a=", "NAME=FOLDER"), ("a=none", "holds no validation")],
+)
+def test_bad_runs_are_told_in_one_line(tmp_path, capsys, option, said):
+    assert learn(tmp_path, "--run", option) == 2
+    assert said in one_line(capsys.readouterr().err, learning.PROG)
+    assert not (tmp_path / "shown").exists()
