@@ -1,29 +1,125 @@
-"""Decoding with the reference, slow and obvious: the oracle of the MLX loops.
+"""The PyTorch side of tests: tiny models of transformers, and the oracle of the MLX loops.
 
-Nothing is cached: every step computes the whole sequence anew.
+The oracle decodes with the reference, slow and obvious: every step computes everything anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+import transformers
+from tiny import tree_from_parents
 
-from convert.reference.model import ReferenceOutput
+from convert.reference.format import LoraSettings
+from convert.reference.model import ReferenceOutput, StreamFusedReference
+from ssmlx.decoding.loop import prefill
+from ssmlx.settings import StreamConfig
+
+ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Phi3", "Mistral")
+LAYERS, WIDTH, VOCAB, STREAMS = 4, 32, 97, 2
+LORA = LoraSettings(3, 6)
+SIZES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
-class _Predictor(Protocol):
-    """What decoding asks of a model: `StreamFusedReference`, or a scripted one in tests."""
+def make_base(architecture="Llama", *, vocab=VOCAB, seed=0, attention="eager", **changes):
+    torch.manual_seed(seed)
+    sizes = {**SIZES, "vocab_size": vocab, "tie_word_embeddings": False, **changes}
+    if architecture == "Phi3":
+        del sizes["head_dim"]
+    config = getattr(transformers, f"{architecture}Config")(**sizes)
+    model_class = getattr(transformers, f"{architecture}ForCausalLM")
+    return model_class._from_config(config, attn_implementation=attention).eval()
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        *,
-        positions: torch.Tensor | None = None,
-        visible: torch.Tensor | None = None,
-        stream_rows: torch.Tensor | None = None,
-    ) -> ReferenceOutput: ...
+
+def stream_config(**changes):
+    values = {
+        "num_streams": STREAMS,
+        "num_msa_layers": 2,
+        "num_layers": LAYERS,
+        "hidden_size": WIDTH,
+        "prune_rank": 4,
+    }
+    return StreamConfig(**{**values, **changes})
+
+
+def make_model(architecture="Llama", *, base=None, lora=LORA, draft_vocab=None, **config):
+    """A model whose every adapter does something."""
+    model = StreamFusedReference(
+        make_base(architecture) if base is None else base,
+        stream_config(**config),
+        lora=lora,
+        draft_vocab=draft_vocab,
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def some_tokens(length, *, batch=1, vocab=VOCAB, seed=1):
+    return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+# --- Against MLX ---
+
+
+def mlx_step(model, prompt, tokens, parents):
+    """Main, stream and early-exit logits of a tree after a prompt."""
+    tree = tree_from_parents(tokens, parents)
+    cache = model.make_cache()
+    prefill(model, prompt, cache)
+    cache.reserve(tokens=1, scratch=tree.num_nodes * (1 + STREAMS))
+    hidden = model.lower(tree, cache)
+    early = model.early_exit_logits(hidden)
+    rows = model.upper(model.insert(hidden, STREAMS), tree, cache, STREAMS)
+    nodes = tree.num_nodes
+    streams = model.draft_logits(rows[:, nodes:]).reshape(nodes, STREAMS, -1)
+    return model.backbone.logits(rows[:, :nodes]), streams, early
+
+
+@torch.no_grad()
+def reference_step(reference, prompt, tokens, parents):
+    input_ids, positions, visible = tree_inputs(prompt, tokens, parents)
+    nodes = torch.arange(len(prompt), input_ids.shape[1])
+    found = reference(input_ids, positions=positions, visible=visible, stream_rows=nodes)
+    return found.main_logits[0, nodes], found.stream_logits[0], found.early_exit_logits[0, nodes]
+
+
+def gap(mine, theirs):
+    """The largest difference of two arrays, relative to the largest number."""
+    mine, theirs = (
+        array.detach().numpy() if isinstance(array, torch.Tensor) else np.array(array)
+        for array in (mine, theirs)
+    )
+    assert mine.shape == theirs.shape
+    return np.abs(mine - theirs).max() / max(np.abs(theirs).max(), 1e-12)
+
+
+def assert_close(found, expected):
+    """Logits of tens, in float32: MLX's are PyTorch's."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert gap(mine, theirs) < 1e-4
+
+
+# --- Decoding ---
+
+Predictor = Callable[..., ReferenceOutput]
+"""What decoding asks of a model: `StreamFusedReference`, or a scripted one."""
 
 
 def likeliest_tokens(output: ReferenceOutput, carrier: int, width: int) -> list[list[int]]:
@@ -105,7 +201,7 @@ def accepted_path(
 
 @torch.no_grad()
 def greedy_plain(
-    model: _Predictor, prompt: Sequence[int], max_tokens: int, end_token_ids: Sequence[int]
+    model: Predictor, prompt: Sequence[int], max_tokens: int, end_token_ids: Sequence[int]
 ) -> list[int]:
     """Decode with the main stream alone, a token a call; the end token is part of the answer."""
     tokens: list[int] = []
@@ -118,7 +214,7 @@ def greedy_plain(
 
 @torch.no_grad()
 def greedy_streaming(
-    model: _Predictor,
+    model: Predictor,
     prompt: Sequence[int],
     *,
     width: int,

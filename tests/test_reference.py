@@ -5,88 +5,52 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from oracle import (
+    ARCHITECTURES,
+    LAYERS,
+    LORA,
+    STREAMS,
+    VOCAB,
+    WIDTH,
     accepted_path,
+    assert_close,
     full_tree,
     greedy_plain,
     greedy_streaming,
+    make_base,
+    make_model,
+    mlx_step,
+    reference_step,
+    some_tokens,
+    stream_config,
     tree_inputs,
 )
+from real import EXAMPLE
 from safetensors.torch import load, save_file
+from tiny import first_tokens
 
 from convert.base import load_base
+from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference, save_reference
 from convert.reference.format import LoraSettings
 from convert.reference.model import ReferenceOutput, StreamFusedReference, stream_visibility
+from ssmlx import GenerateConfig
+from ssmlx.api import token_steps
 from ssmlx.errors import InputError
-from ssmlx.settings import StreamConfig
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2-135m-sql"
-ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Phi3", "Mistral")
-LAYERS, WIDTH, VOCAB, STREAMS = 4, 32, 97, 2
-LORA = LoraSettings(3, 6)
-SIZES = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def make_base(architecture="Llama", *, vocab=VOCAB, seed=0, attention="eager", **changes):
-    torch.manual_seed(seed)
-    sizes = {**SIZES, "vocab_size": vocab, "tie_word_embeddings": False, **changes}
-    if architecture == "Phi3":
-        del sizes["head_dim"]
-    config = getattr(transformers, f"{architecture}Config")(**sizes)
-    model_class = getattr(transformers, f"{architecture}ForCausalLM")
-    return model_class._from_config(config, attn_implementation=attention).eval()
+from ssmlx.loading.adapter import load_adapter, write_adapter
+from ssmlx.loading.attach import fuse_streams
+from ssmlx.loading.load import load_base as load_mlx_base
+from ssmlx.settings import TreeConfig
 
 
 def read_tensors(path):
     """Tensors that outlive their file; `load_file` would map it."""
     return load(path.read_bytes())
-
-
-def stream_config(**changes):
-    values = {
-        "num_streams": STREAMS,
-        "num_msa_layers": 2,
-        "num_layers": LAYERS,
-        "hidden_size": WIDTH,
-        "prune_rank": 4,
-    }
-    return StreamConfig(**{**values, **changes})
-
-
-def make_model(architecture="Llama", *, base=None, lora=LORA, draft_vocab=None, **config):
-    """A model whose every adapter does something."""
-    model = StreamFusedReference(
-        make_base(architecture) if base is None else base,
-        stream_config(**config),
-        lora=lora,
-        draft_vocab=draft_vocab,
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.3)
-    return model
-
-
-def some_tokens(length, *, batch=1, vocab=VOCAB, seed=1):
-    return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 # --- Decoding ---
@@ -620,6 +584,62 @@ def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
         with pytest.raises(InputError, match="cannot be loaded as a model") as error:
             load_base(tmp_path)
         assert "\n" not in str(error.value)
+
+
+# --- MLX ---
+
+PROMPT = [5, 2, 3, 11, 7]
+TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]
+TINY_VOCAB = 13
+
+
+def make_pair(folder, architecture, scope, kind):
+    """A reference, and the MLX model that the converter makes of its checkpoint."""
+    base = make_base(architecture, vocab=TINY_VOCAB)
+    base.save_pretrained(folder / "base")
+    rank = 0 if kind == "identity" else 3
+    reference = make_model(base=base, adapter_scope=scope, stream_init=kind, stream_init_rank=rank)
+    checkpoint, adapter = folder / "checkpoint", folder / "adapter"
+    save_reference(reference, checkpoint)
+    adapter.mkdir()
+    backbone, _ = load_mlx_base(folder / "base", "float32")
+    write_adapter(
+        adapter, read_checkpoint(checkpoint, checkpoint / "streams.safetensors", backbone)
+    )
+    model = fuse_streams(backbone, load_adapter(adapter), merge_lora=kind != "low_rank")
+    return reference, model
+
+
+@pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
+@pytest.mark.parametrize("scope", ["all", "streams"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parity(architecture, scope, kind, tmp_path):
+    reference, model = make_pair(tmp_path, architecture, scope, kind)
+    root = ([PROMPT[-1]], [-1])
+    assert_close(mlx_step(model, PROMPT[:-1], *root), reference_step(reference, PROMPT[:-1], *root))
+    assert_close(
+        mlx_step(model, PROMPT, TREE_TOKENS, TREE_PARENTS),
+        reference_step(reference, PROMPT, TREE_TOKENS, TREE_PARENTS),
+    )
+    whole = model.backbone.logits(model.backbone.append(mx.array(PROMPT), model.make_cache()))
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPT]), stream_rows=torch.zeros(0, dtype=torch.long))
+    assert_close([whole], [expected.main_logits[0]])
+
+
+@pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
+@pytest.mark.parametrize("scope", ["all", "streams"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_oracle_takes_the_same_steps(architecture, scope, kind, tmp_path):
+    reference, model = make_pair(tmp_path, architecture, scope, kind)
+    for width in (1, 2, 3):
+        tokens, calls = greedy_streaming(
+            reference, PROMPT, width=width, max_tokens=14, end_token_ids=[]
+        )
+        config = GenerateConfig(tree=TreeConfig(kind="full", width=width))
+        steps = token_steps(model, PROMPT, model.make_cache(), config)
+        found, lengths = first_tokens(steps, 14)
+        assert (found, len(lengths)) == (tokens, calls)
 
 
 # --- The real checkpoint ---

@@ -11,11 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from tiny import first_tokens, make_model, tree_from_parents
+from tiny import first_tokens, make_model
 from tiny import make_base as make_mlx_base
 
 from ssmlx.api import token_steps
-from ssmlx.decoding.loop import plain_decode, prefill
+from ssmlx.decoding.loop import plain_decode
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import load_adapter, write_adapter
 from ssmlx.loading.attach import fuse_streams
@@ -26,10 +26,23 @@ from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-from oracle import greedy_streaming, tree_inputs
+from oracle import (
+    LAYERS,
+    STREAMS,
+    WIDTH,
+    assert_close,
+    greedy_streaming,
+    make_base,
+    mlx_step,
+    reference_step,
+    some_tokens,
+)
+from oracle import (
+    make_model as make_torch_model,
+)
+from oracle import stream_config as reference_config
+from real import EXAMPLE
 from safetensors.torch import load, save_file
-from test_reference import EXAMPLE, LAYERS, STREAMS, WIDTH, make_base, some_tokens
-from test_reference import stream_config as reference_config
 
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference, save_reference
@@ -49,18 +62,13 @@ DESIGNS = {
 
 
 def make_reference(base=None, draft=(), *, vocab=VOCAB, lora_rank=3, **config):
-    """A reference whose every adapter does something."""
-    model = StreamFusedReference(
-        make_base(vocab=vocab) if base is None else base,
-        reference_config(draft_vocab_size=len(draft), **config),
+    return make_torch_model(
+        base=make_base(vocab=vocab) if base is None else base,
         lora=LoraSettings(lora_rank, 6),
         draft_vocab=torch.tensor(draft, dtype=torch.int32) if draft else None,
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.3)
-    return model
+        draft_vocab_size=len(draft),
+        **config,
+    )
 
 
 def convert(folder, reference):
@@ -91,35 +99,6 @@ def refusal(function, *args, **kwargs) -> str:
 
 
 # --- PyTorch against MLX ---
-
-
-def mlx_step(model, prompt, tokens, parents):
-    """Main, stream and early-exit logits of a tree after a prompt."""
-    tree = tree_from_parents(tokens, parents)
-    cache = model.make_cache()
-    prefill(model, prompt, cache)
-    cache.reserve(tokens=1, scratch=tree.num_nodes * (1 + STREAMS))
-    hidden = model.lower(tree, cache)
-    early = model.early_exit_logits(hidden)
-    rows = model.upper(model.insert(hidden, STREAMS), tree, cache, STREAMS)
-    nodes = tree.num_nodes
-    streams = model.draft_logits(rows[:, nodes:]).reshape(nodes, STREAMS, -1)
-    return model.backbone.logits(rows[:, :nodes]), streams, early
-
-
-@torch.no_grad()
-def reference_step(reference, prompt, tokens, parents):
-    input_ids, positions, visible = tree_inputs(prompt, tokens, parents)
-    nodes = torch.arange(len(prompt), input_ids.shape[1])
-    found = reference(input_ids, positions=positions, visible=visible, stream_rows=nodes)
-    return found.main_logits[0, nodes], found.stream_logits[0], found.early_exit_logits[0, nodes]
-
-
-def assert_close(found, expected):
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.shape == tuple(theirs.shape)
-        scale = max(1.0, float(theirs.abs().max()))
-        assert np.abs(np.array(mine) - theirs.numpy()).max() <= 1e-4 * scale
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])

@@ -10,7 +10,7 @@ import ssmlx  # first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
 import numpy as np
-from test_train import argv, base, data  # noqa: F401
+from test_trainers import TORCH, base, data  # noqa: F401
 from tiny import assert_close
 
 from convert import __main__ as convert_cli
@@ -30,9 +30,9 @@ def runs(base, data, tmp_path_factory):  # noqa: F811
     folder = tmp_path_factory.mktemp("runs")
     lora, streams = folder / "lora", folder / "streams"
     alone = ("--num-streams", "0", "--prune-rank", "0", "--epochs", "4")
-    assert main(argv(base, data, lora, *alone)) == 0
+    assert main(TORCH.argv(base, data, lora, *alone)) == 0
     own = ("--adapter-scope", "streams", "--task-lora", str(lora), "--epochs", "2")
-    assert main(argv(base, data, streams, *own)) == 0
+    assert main(TORCH.argv(base, data, streams, *own)) == 0
     return lora, streams
 
 
@@ -71,11 +71,11 @@ def test_training_leaves_the_task_alone(base, runs):  # noqa: F811
 def test_the_streams_of_another_task_go_on_only_as_themselves(base, data, runs, capsys):  # noqa: F811
     _, streams = runs
     own = ("--adapter-scope", "streams", "--epochs", "2")
-    assert main(argv(base, data, streams, *own)) == 2
+    assert main(TORCH.argv(base, data, streams, *own)) == 2
     one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], PROG)
 
 
 def test_a_task_needs_streams_of_their_own(base, data, runs, tmp_path, capsys):  # noqa: F811
     lora, _ = runs
-    assert main(argv(base, data, tmp_path / "run", "--task-lora", str(lora))) == 2
+    assert main(TORCH.argv(base, data, tmp_path / "run", "--task-lora", str(lora))) == 2
     assert "--task-lora with --adapter-scope all" in one_line(capsys.readouterr().err, PROG)

@@ -28,8 +28,8 @@ from tiny_heads import converted
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+from oracle import make_base
 from safetensors.torch import load_file
-from test_reference import make_base
 from torch.nn import functional as F
 
 from convert import train_draft, train_heads

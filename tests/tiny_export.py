@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from oracle import make_base
+from oracle import make_model as make_reference
 from real import write_tokenizer
-from test_reference import make_base
-from test_reference import make_model as make_reference
 
 from convert.export.export import build_graphs
 from convert.export.graph import DECODE, Graph

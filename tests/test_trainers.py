@@ -1,0 +1,861 @@
+"""Both trainers, MLX's and PyTorch's: the same steps, resuming, and what they write."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ssmlx
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+import torch
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+from oracle import gap
+from oracle import make_base as make_torch_base
+from real import (
+    LAYERS,
+    ROOT,
+    VOCAB,
+    WIDTH,
+    answer,
+    kill_once_there,
+    one_line,
+    words,
+    write_base,
+    write_nested_base,
+    write_tokenizer,
+)
+from tiny import make_base as make_mlx_base
+from torch.nn import functional as F
+
+from convert import train as torch_command
+from convert.__main__ import main as convert
+from convert.base import load_base as load_torch_base
+from convert.formats.adapter import read_checkpoint
+from convert.reference import losses as torch_losses
+from convert.reference.checkpoint import load_reference, save_reference
+from convert.reference.format import LoraSettings
+from convert.reference.model import StreamFusedReference
+from convert.reference.stream_attention import stream_attention, use_stream_attention
+from convert.training.run import TorchObjective, TorchTrainer, build_model, freeze_base
+from ssmlx.commands import train as mlx_command
+from ssmlx.errors import InputError
+from ssmlx.loading.adapter import load_adapter
+from ssmlx.loading.attach import read_task_lora
+from ssmlx.loading.files import read_tensors
+from ssmlx.loading.load import load_base
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.lora import RowLora, RowScope, attach_lora
+from ssmlx.settings import StreamConfig
+from ssmlx.training import mlx_trainer
+from ssmlx.training.batches import BatchPlan, collate
+from ssmlx.training.config import TrainConfig
+from ssmlx.training.data import Example
+from ssmlx.training.job import SETTINGS_FILE, Trainer
+from ssmlx.training.lower_store import LowerStore
+from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter
+from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
+from ssmlx.training.record import LOG_FILE, read_record
+
+SMALL = (
+    "--num-streams", "2", "--num-msa-layers", "2", "--lora-rank", "4", "--prune-rank", "4",
+    "--batch-size", "4", "--template", "{prompt}", "--valid-count", "4", "--dtype", "float32",
+    "--save-every", "3", "--valid-every", "5", "--learning-rate", "0.01",
+)  # fmt: skip
+ALONE = ("--num-streams", "0", "--prune-rank", "0")
+OWN = ("--adapter-scope", "streams")
+SHARED = ("num_streams", "num_msa_layers", "stream_init", "stream_init_rank", "prune_rank",
+          "adapter_scope", "stream_design", "rotation_step")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Command:
+    """One of the two training commands; `result` is what of its folder --init takes."""
+
+    prog: str
+    main: Callable[[list[str]], int]
+    state: str
+    result: str
+    options: tuple[str, ...] = ()
+
+    def argv(self, base, data, out, *more):
+        options = ("--model", base, "--data", data, "--out", out, *SMALL, *self.options, *more)
+        return [str(option) for option in options]
+
+    def train(self, base, data, out, *more):
+        """Train, which must succeed; gives what --init takes."""
+        assert self.main(self.argv(base, data, out, *more)) == 0
+        return out / self.result
+
+    def refusal(self, capsys, base, data, out, *more):
+        """The one line that a run is refused with."""
+        capsys.readouterr()
+        assert self.main(self.argv(base, data, out, *more)) == 2
+        return one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], self.prog)
+
+    def weights(self, out):
+        """The bytes of what was trained, by name."""
+        files = sorted((out / self.result).glob("*.safetensors"))
+        found = [read_tensors(file, "weights") for file in files]
+        return {name: np.array(array).tobytes() for part in found for name, array in part.items()}
+
+
+MLX = Command("ssmlx.train", mlx_command.main, mlx_command.STATE_FILE, mlx_command.ADAPTER_FOLDER)
+TORCH = Command(
+    "convert.train", torch_command.main, torch_command.STATE_FILE, "", ("--device", "cpu")
+)
+both = pytest.mark.parametrize("command", [MLX, TORCH], ids=lambda command: command.prog)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("train") / "base")
+
+
+@pytest.fixture(scope="module")
+def packed_base(base, tmp_path_factory):
+    """The base in 4 bits, its scales in float16."""
+    folder = tmp_path_factory.mktemp("train") / "packed"
+    model, config = load_model(base)
+    model.set_dtype(mx.float16)
+    model, config = quantize_model(model, config, group_size=32, bits=4)
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    write_tokenizer(folder)
+    return folder
+
+
+def write_lines(folder, lines):
+    folder.mkdir(exist_ok=True)
+    for name in ("train", "valid"):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Questions, each answered by the five words after it."""
+    lines = [
+        {"prompt": words(1 + i % 3, first=i), "completion": words(5, first=i + i % 3 + 1)}
+        for i in range(24)
+    ]
+    return write_lines(tmp_path_factory.mktemp("data"), lines)
+
+
+def settings(num_layers, width, draft_vocab=None, **changes):
+    """Both kinds of settings of a small run."""
+    values = {"num_streams": 3, "num_msa_layers": 2, "lora_rank": 4, "prune_rank": 4, **changes}
+    train = TrainConfig(**values)
+    config = StreamConfig(
+        num_layers=num_layers,
+        hidden_size=width,
+        draft_vocab_size=0 if draft_vocab is None else len(draft_vocab),
+        **{name: getattr(train, name) for name in SHARED},
+    )
+    return train, config
+
+
+def random_examples(count, vocab=VOCAB, seed=0):
+    """Prompts of 1 to 4 tokens, answers of 2 to 8."""
+    rng = np.random.default_rng(seed)
+    sizes = [(int(rng.integers(1, 5)), int(rng.integers(2, 9))) for _ in range(count)]
+    return [Example(rng.integers(0, vocab, p + a).astype(np.int32), p) for p, a in sizes]
+
+
+def some_batch(count=5, vocab=VOCAB):
+    return collate(random_examples(count, vocab), np.arange(count))
+
+
+def mlx_objective(base=None, draft_vocab=None, backbone=None, task_lora=None, **changes):
+    """An objective on a folder's model, every trained weight at random."""
+    backbone = backbone or load_base(base, "float32")[0]
+    train, config = settings(len(backbone.layers), backbone.hidden_size, draft_vocab, **changes)
+    adapter = new_adapter(backbone, config, train, draft_vocab)
+    model = TrainedModel(backbone, replace(adapter, task_lora=task_lora or {}))
+    rng = np.random.default_rng(3)
+    drawn = {name: rng.normal(0, 0.2, array.shape) for name, array in model.weights.items()}
+    model.bind({name: mx.array(array, mx.float32) for name, array in drawn.items()})
+    return MlxObjective(model, train, draft_vocab)
+
+
+def torch_objective(base, draft_vocab=None, dtype=torch.float32, **changes):
+    """An objective whose LoRA does something."""
+    train, config = settings(LAYERS, WIDTH, draft_vocab, **changes)
+    loaded = load_torch_base(base, attn_implementation="sdpa")
+    model = build_model(loaded, config, train, draft_vocab)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and name.endswith("lora_B.weight"):
+                parameter.normal_(std=0.1)
+    freeze_base(model, dtype)
+    return TorchObjective(model, train, draft_vocab, torch.device("cpu"), dtype)
+
+
+def trainer_of(base, command, **changes) -> Trainer:
+    if command is MLX:
+        return MlxTrainer(mlx_objective(base, **changes), 10)
+    return TorchTrainer(torch_objective(base, **changes), 10)
+
+
+# The same step in both ----------------------------------------------------------------------
+
+
+def pair(folder, architecture, draft_vocab, changes):
+    """Both trainers on one base model, at the same random weights."""
+    theirs_base = make_torch_base(architecture, attention="sdpa")
+    theirs_base.save_pretrained(folder / "base")
+    sizes = theirs_base.config.num_hidden_layers, theirs_base.config.hidden_size
+    train, config = settings(*sizes, draft_vocab, **changes)
+    model = build_model(theirs_base, config, train, draft_vocab)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.4 if name.startswith("stream") else 0.1)
+    checkpoint, cpu = folder / "checkpoint", torch.device("cpu")
+    save_reference(model, checkpoint)
+    theirs = TorchTrainer(TorchObjective(model, train, draft_vocab, cpu, torch.float32), 10)
+    backbone, _ = load_base(folder / "base", "float32")
+    adapter = read_checkpoint(checkpoint, checkpoint / "streams.safetensors", backbone)
+    mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter), train, draft_vocab), 10)
+    return mine, theirs
+
+
+def named_as_mine(named):
+    """PyTorch's arrays under the names that MLX's adapter has for them."""
+    found = {}
+    for name, array in named.items():
+        path, _, kind = name.removeprefix("base.").partition(".adapter.lora_")
+        found |= {f"{path}.lora_{kind[0].lower()}": array.T} if kind else {name: array}
+    return found
+
+
+VARIANTS = [
+    {},
+    {"stream_init": "residual", "stream_init_rank": 3},
+    {"stream_init": "low_rank", "stream_init_rank": 3},
+    {"stream_design": "value_rotation", "rotation_step": 0.3},
+    {"lora_modules": ("q_proj", "mlp.down_proj"), "prune_rank": 0},
+    {"weight_decay": 0.1, "clip_norm": 0.05, "stream_weights": (0.5, 0.2, 0.1)},
+]
+STEPS = [
+    pytest.param(
+        architecture, scope, reduced, changes,
+        id="-".join([architecture, scope, *["reduced"] * reduced, *changes]),
+        # The default tier takes half of Llama's, with and without a draft vocabulary by turns.
+        marks=[] if architecture == "Llama" and (number + reduced) % 2 else [pytest.mark.slow],
+    )
+    for architecture in ("Llama", "Qwen3")
+    for scope in ("all", "streams")
+    for reduced in (False, True)
+    for number, changes in enumerate(VARIANTS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "scope", "reduced", "changes"), STEPS)
+def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, reduced, changes):
+    monkeypatch.setattr("ssmlx.training.mlx_model._CARRIERS_AT_ONCE", 3)  # several groups
+    monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 97)  # several chunks
+    vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
+    mine, theirs = pair(tmp_path, architecture, vocab, {"adapter_scope": scope, **changes})
+    for trainer in (mine, theirs):
+        trainer.step = 1  # the rate's, and the carriers' of the pruning adapter
+    batch = some_batch(vocab=97)
+    assert len(set(batch.pads)) > 2
+    lower, theirs_lower = mine.objective.lower(batch), theirs.objective.lower(batch)
+    for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
+        end = pad + length
+        assert gap(lower[row, pad:end], theirs_lower[row, pad:end]) < 1e-5
+    total, _ = theirs.objective.loss(batch, theirs_lower, 1)
+    total.backward()
+    gradients, _ = mine.gradients(batch, lower)
+    expected = named_as_mine({name: p.grad for name, p in theirs.named.items()})
+    assert gradients.keys() == expected.keys()
+    assert max(gap(gradients[n], g) for n, g in expected.items()) < 1e-4
+    assert mine.advance(batch, lower) == pytest.approx(
+        theirs.advance(batch, theirs_lower), rel=1e-5
+    )
+    assert max(gap(mine.weights[n], p) for n, p in named_as_mine(theirs.named).items()) < 1e-4
+
+
+# Losses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_pytorchs_loss_and_gradient_are_those_of_cross_entropy(monkeypatch, with_bias):
+    monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 11)  # several chunks
+    torch.manual_seed(0)
+    hidden = torch.randn(23, 5, requires_grad=True)
+    weight, bias = torch.randn(11, 5), torch.randn(11) if with_bias else None
+    targets = torch.randint(0, 11, (23,))
+    targets[::4] = -1
+    scales = torch_losses.mean_scales(targets, 0.3)
+    total, losses = torch_losses.linear_cross_entropy(hidden, weight, bias, targets, scales)
+    total.backward()
+    twin = hidden.detach().clone().requires_grad_()
+    expected = 0.3 * F.cross_entropy(F.linear(twin, weight, bias), targets, ignore_index=-1)
+    expected.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert gap(hidden.grad, twin.grad) < 1e-5
+    assert losses[::4].abs().sum() == 0
+    mean = (losses.sum() / (targets >= 0).sum()).item()
+    assert mean == pytest.approx(expected.item() / 0.3, rel=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_mlxs_loss_and_gradient_are_those_of_cross_entropy(monkeypatch, packed):
+    monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 11)  # several chunks
+    rng = np.random.default_rng(0)
+    head = nn.Linear(32, 11)
+    if packed:
+        head = nn.QuantizedLinear.from_linear(head, group_size=32, bits=4)
+    hidden = mx.array(rng.normal(0, 1, (23, 32)), mx.float32)
+    targets, scales = mx.array(rng.integers(0, 11, 23)), mx.array(rng.random(23), mx.float32)
+
+    def expected(hidden):
+        losses = nn.losses.cross_entropy(head(hidden), targets)
+        return 3 * (losses * scales).sum(), losses
+
+    def found(hidden):
+        total, losses = mlx_trainer.linear_cross_entropy(head, hidden, targets, scales, 11)
+        return 3 * total, losses
+
+    (total, losses), gradient = mx.value_and_grad(found)(hidden)
+    (plain, plain_losses), plain_gradient = mx.value_and_grad(expected)(hidden)
+    assert total.item() == pytest.approx(plain.item(), rel=1e-5)
+    assert gap(losses, plain_losses) < 1e-5
+    assert gap(gradient, plain_gradient) < 1e-5
+
+
+@pytest.mark.parametrize("vocab_size", [13, 512, 50_001])
+def test_small_probabilities_count(vocab_size):
+    logits = np.random.default_rng(0).normal(0, 2.5, (4, vocab_size)).astype(np.float32)
+    logits[:, 7] += 20  # beside it, each of the others is below float32's resolution
+    exact = logits.astype(np.float64)
+    top = exact.max(axis=1, keepdims=True)
+    probs = np.exp(exact - top)
+    expected = top[:, 0] + np.log(probs.sum(axis=1))
+    probs /= probs.sum(axis=1, keepdims=True)
+    assert gap(mlx_trainer.log_normaliser(mx.array(logits)), expected) < 1e-6
+    gradient = mx.grad(lambda x: mlx_trainer.log_normaliser(x).sum())(mx.array(logits))
+    assert gap(gradient, probs) < 1e-5
+
+
+@pytest.mark.parametrize("scope", ["all", "streams"])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
+    """Padded and bucketed, the sum is what the plain forward gives example by example."""
+    vocab = np.arange(0, VOCAB, 2, dtype=np.int32) if reduced else None
+    alphas = (0.5, 0.25, 0.125)
+    objective = torch_objective(
+        base, vocab, adapter_scope=scope, stream_weights=alphas, prune_weight=0.0
+    )
+    examples, batch = random_examples(5), some_batch()
+    losses = {stream: [] for stream in range(4)}
+    with torch.no_grad():
+        total, parts = objective.loss(batch, objective.lower(batch), 0)
+        outputs = [objective.model(torch.from_numpy(e.tokens).long()[None]) for e in examples]
+    for example, output in zip(examples, outputs, strict=True):
+        for place in range(example.start - 1, len(example.tokens) - 1):
+            for stream, target in enumerate(example.tokens[place + 1 : place + 5]):
+                logits = output.main_logits[0, place]
+                if stream:
+                    logits = output.stream_logits[0, place, stream - 1]
+                    if reduced and target % 2:
+                        continue
+                    target = target // 2 if reduced else target
+                losses[stream].append(float(F.cross_entropy(logits, torch.tensor(int(target)))))
+    means = [float(np.mean(losses[stream])) for stream in range(4)]
+    assert ("main_loss" in parts) == (scope == "all")
+    found = [parts[f"stream_{stream}_loss"] for stream in (1, 2, 3)]
+    assert found == pytest.approx(means[1:], rel=1e-5)
+    expected = sum(a * m for a, m in zip(alphas, means[1:], strict=True))
+    assert float(total) == pytest.approx(expected + means[0] * (scope == "all"), rel=1e-5)
+
+
+def test_the_pruning_loss_reaches_its_adapter_alone(base):
+    objective = torch_objective(base, stream_weights=(0.0,), main_weight=0.0, prune_weight=1.0)
+    trainer, batch = TorchTrainer(objective, 10), some_batch()
+    total, parts = objective.loss(batch, objective.lower(batch), 0)
+    total.backward()
+    assert parts["prune_loss"] > 0
+    moved = {n for n, p in trainer.named.items() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert moved == {"prune_adapter.lora_A.weight", "prune_adapter.lora_B.weight"}
+
+
+def test_scope_streams_leaves_the_main_stream_as_it_was(base):
+    trainer = trainer_of(base, TORCH, adapter_scope="streams")
+    objective, tokens = trainer.objective, torch.arange(9)[None]
+    with torch.no_grad():
+        expected = load_torch_base(base)(tokens).logits
+        before = objective.model(tokens)
+    for step, plan in enumerate([BatchPlan(random_examples(8), 4, 0)] * 6):
+        trainer.advance(plan.batch(step), objective.lower(plan.batch(step)))
+    with torch.no_grad():
+        after = objective.model(tokens)
+    assert gap(after.main_logits, expected) < 1e-5
+    assert gap(after.stream_logits, before.stream_logits) > 1e-3
+
+
+def test_scope_streams_leaves_the_node_rows_to_the_base(base):
+    objective, batch = mlx_objective(base, adapter_scope="streams"), some_batch(3)
+    layout = Layout.of(batch, 3)
+    nodes, _ = objective.model.upper(objective.model.lower(layout), layout)
+    plain = load_base(base, "float32")[0]
+    for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
+        tokens = mx.array(batch.tokens[row, pad : pad + length])
+        found = objective.model.logits(nodes[row, pad : pad + length], drafting=False)
+        assert gap(found, plain.model(tokens[None])[0]) < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{"num_streams": 0}, {"adapter_scope": "streams"}])
+def test_every_trained_weight_moves(base, changes):
+    trainer = trainer_of(base, TORCH, **changes)
+    before = {name: p.detach().clone() for name, p in trainer.named.items()}
+    plan = BatchPlan(random_examples(16), 8, 0)
+    for step in range(2):
+        trainer.advance(plan.batch(step), trainer.objective.lower(plan.batch(step)))
+    assert [name for name, p in trainer.named.items() if torch.equal(p, before[name])] == []
+    assert all("linear.weight" not in name for name in trainer.named)
+
+
+def test_a_step_that_is_refused_leaves_the_weights(base):
+    trainer, batch = trainer_of(base, TORCH), some_batch()
+    before = {name: weight.detach().clone() for name, weight in trainer.named.items()}
+    lower = torch.full_like(trainer.objective.lower(batch), torch.nan)
+    with pytest.raises(InputError, match="the gradient of step 1 is nan"):
+        trainer.advance(batch, lower)
+    assert all(torch.equal(trainer.named[name], weight) for name, weight in before.items())
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_groups_of_carriers_change_nothing(monkeypatch, architecture):
+    batch, found = some_batch(vocab=13), []
+    for size in (1, 3, 99):
+        monkeypatch.setattr("ssmlx.training.mlx_model._CARRIERS_AT_ONCE", size)
+        objective = mlx_objective(backbone=Backbone(make_mlx_base(architecture)))
+        layout = Layout.of(batch, 3)
+        assert len(layout.groups) == -(-len(batch.carriers) // size)
+        found.append(objective.model.upper(objective.model.lower(layout), layout)[1])
+    assert gap(found[1], found[0]) < 1e-5
+    assert gap(found[2], found[0]) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Phi3"])
+@pytest.mark.parametrize("design", ["embeddings", "value_rotation"])
+def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, design):
+    torch.manual_seed(3)
+    base = make_torch_base(architecture, attention="sdpa")
+    rotation = {"stream_design": design, "rotation_step": 0.1 if design != "embeddings" else 0.0}
+    _, config = settings(base.config.num_hidden_layers, base.config.hidden_size,
+                         prune_rank=0, stream_init="identity", **rotation)  # fmt: skip
+    model = StreamFusedReference(base, config, lora=LoraSettings(2))
+    batch = some_batch(4)
+    where = {
+        "positions": torch.from_numpy(batch.positions).long(),
+        "visible": torch.from_numpy(batch.visible),
+        "stream_rows": torch.from_numpy(batch.carriers),
+    }
+
+    def gradients():
+        model.zero_grad()
+        output = model(torch.from_numpy(batch.tokens).long(), **where)
+        (output.stream_logits.sin().sum() + output.main_logits.sin().sum()).backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        return output.stream_logits.detach(), grads
+
+    dense, dense_grads = gradients()
+    calls = []
+    monkeypatch.setattr(
+        "convert.reference.stream_attention.stream_attention",
+        lambda *args: calls.append(1) or stream_attention(*args),
+    )
+    use_stream_attention(base, 3)
+    sparse, sparse_grads = gradients()
+    assert len(calls) == config.num_msa_layers
+    assert gap(sparse, dense) < 1e-5
+    gaps = {name: gap(sparse_grads[name], grad) for name, grad in dense_grads.items()}
+    assert max(gaps.values()) < 1e-4, gaps
+
+
+# The frozen model ---------------------------------------------------------------------------
+
+
+def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
+    batch, found = some_batch(), []
+    for dtype in ("stored", "float32"):
+        backbone = load_frozen(packed_base, dtype)
+        kinds = {type(m) for _, m in backbone.layers[-1].named_modules()}
+        assert (nn.QuantizedLinear in kinds) == (dtype == "stored")
+        assert backbone.dtype == mx.float32
+        trainer = MlxTrainer(mlx_objective(backbone=backbone, stream_init="identity"), 10)
+        found.append(trainer.gradients(batch, trainer.objective.lower(batch)))
+    (mine, losses), (expected, expected_losses) = found
+    assert gap(mx.stack(losses), mx.stack(expected_losses)) < 1e-4
+    assert max(gap(mine[name], gradient) for name, gradient in expected.items()) < 1e-3
+
+
+@both
+def test_bfloat16_holds_what_is_trained_in_float32(base, command):
+    if command is MLX:
+        backbone = load_frozen(base, "bfloat16")
+        trainer = MlxTrainer(mlx_objective(backbone=backbone), 10)
+        trained = {array.dtype for array in trainer.weights.values()}
+        leaves = tree_flatten(backbone.model.parameters())
+        frozen = {array.dtype for name, array in leaves if "lora" not in name}
+        assert (trained, frozen) == ({mx.float32}, {mx.bfloat16})
+    else:
+        trainer = TorchTrainer(torch_objective(base, dtype=torch.bfloat16), 10)
+        model = trainer.objective.model
+        trained = {p.dtype for p in trainer.named.values()}
+        frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+        assert (trained, frozen) == ({torch.float32}, {torch.bfloat16})
+    exact, batch = trainer_of(base, command), some_batch()
+    rough = trainer.objective.parts(batch, trainer.objective.lower(batch))
+    fine = exact.objective.parts(batch, exact.objective.lower(batch))
+    assert rough == pytest.approx(fine, rel=0.05)
+
+
+@both
+def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch, command):
+    monkeypatch.setattr("ssmlx.training.lower_store._BATCHES_PER_MARK", 1)
+    objective, examples = trainer_of(base, command).objective, random_examples(70)
+    calls, lower = [], objective.lower
+
+    def counted(batch):
+        if len(calls) == 2:
+            calls.append(0)
+            raise KeyboardInterrupt
+        calls.append(len(batch.indices))
+        return lower(batch)
+
+    objective.lower = counted
+
+    def store(identity="a"):
+        return LowerStore(tmp_path / "states", examples, objective, identity)
+
+    with pytest.raises(KeyboardInterrupt):
+        store().fill()
+    for _ in range(2):
+        store().fill()
+    assert sum(calls) == 70  # nothing is computed twice, or left out
+    batch = collate(examples, np.array([3, 44, 9]))
+    found, expected = store().get(batch), lower(batch)
+    for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
+        assert gap(found[row, pad : pad + length], expected[row, pad : pad + length]) < 1e-5
+    store("another model").fill()
+    assert sum(calls) == 140
+
+
+# The commands -------------------------------------------------------------------------------
+
+
+@both
+def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, command):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    command.train(base, data, whole, "--epochs", "2")
+    for stop in (["--max-steps", "4"], ["--max-steps", "7"], []):
+        command.train(base, data, parts, "--epochs", "2", *stop)
+    assert command.weights(whole) == command.weights(parts)
+    logs = [read_record(out / LOG_FILE) for out in (whole, parts)]
+    assert [e["step"] for e in logs[1]] == list(range(1, 13))
+    assert [e["main_loss"] for e in logs[0]] == [e["main_loss"] for e in logs[1]]
+
+
+@pytest.mark.slow
+@both
+def test_a_killed_run_goes_on_to_the_same_result(base, data, tmp_path, command):
+    out, more = tmp_path / "killed", ("--epochs", "20", "--save-every", "2")
+    arguments = command.argv(base, data, out, *more)
+    kill_once_there(out / command.state, command.prog, arguments)
+    assert 0 < len(read_record(out / LOG_FILE)) < 120
+    assert command.main(arguments) == 0
+    command.train(base, data, tmp_path / "whole", *more)
+    assert command.weights(tmp_path / "whole") == command.weights(out)
+
+
+def own_answers(base, folder):
+    """Twelve prompts with the base model's own answers."""
+    model, tokenizer = ssmlx.load(str(base), adapter="none")
+    prompts = [[first, first + 1] for first in range(7, 19)]
+    found = [(p, answer(model, tokenizer, p, max_tokens=8)[0]) for p in prompts]
+    return write_lines(folder, [{"prompt_tokens": p, "completion_tokens": t} for p, t in found])
+
+
+def adapter_of(command, base, run, tmp_path):
+    """A run's adapter, converted where it is PyTorch's."""
+    if command is MLX:
+        return run
+    out = tmp_path / "adapter"
+    assert convert(["--base", str(base), "--lora", str(run), "--out", str(out)]) == 0
+    return out
+
+
+def answer_of(base, adapter, prompt, decoding):
+    """(tokens, target calls) of at most 8 tokens."""
+    model, tokenizer = ssmlx.load(str(base), adapter=adapter, dtype="float32")
+    prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    tokens, last = answer(model, tokenizer, prompt, decoding=decoding, max_tokens=8)
+    return tokens, last.target_calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "scope"), [(MLX, "all"), (MLX, "streams"), (TORCH, "all")],
+    ids=["ssmlx-all", "ssmlx-streams", "convert"],
+)  # fmt: skip
+def test_what_it_learns_shows_when_it_decodes(base, data, tmp_path, command, scope):
+    """From data to an adapter that answers in fewer calls, and as plain decoding does."""
+    if scope == "streams":
+        data = own_answers(base, tmp_path / "own")
+    run, more = tmp_path / "run", ("--adapter-scope", scope, "--draft-vocab-size", "60")
+    result = command.train(base, data, run, *more, "--epochs", "60")
+    log = read_record(run / LOG_FILE)
+    assert log[-1]["tokens_per_call"] > 1.8
+    assert log[-1]["stream_2_loss"] < 0.5 * log[0]["stream_2_loss"]
+    assert json.loads((run / SETTINGS_FILE).read_text())["draft_vocab_coverage"] == 1.0
+    assert (run / "curves.png").stat().st_size > 10_000
+    line = json.loads((data / "train.jsonl").read_text().splitlines()[3])
+    prompt = line.get("prompt_tokens") or line["prompt"]
+    adapter = adapter_of(command, base, result, tmp_path)
+    tokens, calls = answer_of(base, adapter, prompt, "streaming")
+    plain, plain_calls = answer_of(base, adapter, prompt, "plain")
+    assert tokens == plain
+    _, tokenizer = ssmlx.load(str(base), adapter="none")
+    expected = line.get("completion_tokens") or tokenizer.encode(line["completion"])
+    assert plain[: len(expected)] == expected[:8]
+    assert calls <= 5 < plain_calls
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [
+        (MLX, ALONE),
+        (TORCH, ALONE),
+        (MLX, ("--stream-design", "value_rotation", "--rotation-step", "0.3")),
+        (TORCH, ("--lora-modules", "q_proj", *OWN)),
+        (MLX, ("--stream-init", "residual", "--stream-init-rank", "3", "--cache-gb", "0")),
+    ],
+)
+def test_every_kind_of_adapter_loads(base, data, tmp_path, command, more):
+    run = tmp_path / "run"
+    result = command.train(base, data, run, *more, "--epochs", "1")
+    assert any(run.glob("lower.states*")) == ("--cache-gb" not in more)
+    adapter = adapter_of(command, base, result, tmp_path)
+    plain, calls = answer_of(base, adapter, words(3), "plain")
+    assert len(plain) == calls == 8
+    if more is not ALONE:
+        assert answer_of(base, adapter, words(3), "streaming")[0] == plain
+    if command is TORCH:
+        streams = load_reference(load_torch_base(base), run).config.num_streams
+        assert streams == (0 if more is ALONE else 2)
+
+
+def test_a_packed_model_trains_and_decodes(packed_base, data, tmp_path):
+    adapter = MLX.train(packed_base, data, tmp_path, "--dtype", "stored", "--max-steps", "3")
+    model, tokenizer = ssmlx.load(str(packed_base), adapter=adapter, dtype="stored")
+    assert ssmlx.generate(model, tokenizer, words(3), max_tokens=3)
+
+
+@both
+def test_a_run_starts_from_another_runs_weights(base, data, tmp_path, command):
+    """From a LoRA alone: its LoRA at step 0, streams anew; a stopped run still goes on."""
+    lora, out, whole, twin = (tmp_path / name for name in ("lora", "out", "whole", "twin"))
+    init = ("--init", command.train(base, data, lora, *ALONE, "--max-steps", "4"))
+    command.train(base, data, out, *init, "--learning-rate", "1e-30", "--max-steps", "1")
+    first, started = command.weights(lora), command.weights(out)
+    assert first.items() <= started.items()
+    assert "stream_embeddings" in started.keys() - first.keys()
+    assert any(
+        np.frombuffer(w, np.float32).any() for n, w in first.items() if "lora_b" in n.lower()
+    )
+    for folder, stops in ((whole, ("6",)), (twin, ("3", "6"))):
+        for stop in stops:
+            command.train(base, data, folder, *init, "--max-steps", stop)
+    assert command.weights(whole) == command.weights(twin)
+
+
+STARTS = [
+    (("--lora-rank", "8", "--lora-alpha", "64"), "of shape ["),
+    (("--lora-rank", "8"), "has the scale alpha / rank 8"),
+    (("--num-streams", "3"), "stream_embeddings of shape [2,"),
+    (("--prune-rank", "0"), "expected none of that name"),
+    (("--num-msa-layers", "1"), "have num_msa_layers 2"),
+    (("--stream-init", "identity"), "have stream_init low_rank"),
+    (("--stream-init-rank", "8"), "have stream_init_rank 32"),
+    (("--stream-design", "value_rotation", "--rotation-step", "0.1"), "have stream_design emb"),
+]
+
+
+@both
+def test_a_start_of_other_settings_is_refused(base, data, tmp_path, capsys, command):
+    first, run = command.train(base, data, tmp_path / "first", "--max-steps", "1"), tmp_path / "run"
+    for more, said in STARTS:
+        assert said in command.refusal(capsys, base, data, run, "--init", first, *more)
+    assert "nowhere" in command.refusal(capsys, base, data, run, "--init", tmp_path / "nowhere")
+    assert not (run / command.state).exists()
+
+
+BAD_OPTIONS = [
+    (MLX, ("--num-msa-layers", "9"), "num_msa_layers is 9 of 4 layers"),
+    (MLX, ("--draft-vocab-size", "999"), "draft_vocab_size is 999 of 64 tokens"),
+    (MLX, ("--lora-modules", "query"), "no linear module query"),
+    (TORCH, ("--lora-modules", "query"), "no linear module query"),
+    (MLX, ("--template", "no place"), "no place"),
+    (MLX, ("--epochs", "inf"), "--epochs inf"),
+    (MLX, ("--learning-rate", "nan"), "--learning-rate nan"),
+    (TORCH, ("--learning-rate", "1e38"), "--learning-rate 1e+38"),
+    (MLX, ("--main-weight", "1e38"), "the gradient of step"),
+    (MLX, ("--rotation-step", "9", "--stream-design", "value_rotation"), "--rotation-step 9"),
+    (MLX, ("--save-every", "0"), "--save-every 0"),
+    (TORCH, ("--max-steps", "0"), "--max-steps 0"),
+    (MLX, ("--tree-size", "9999"), "--tree-size 9999"),
+    (MLX, ("--cache-gb", "-1"), "--cache-gb -1"),
+    (TORCH, ("--data", "nowhere"), "does not exist"),
+    (MLX, ("--max-length", "1"), "no example that fits"),
+    (MLX, ("--model", "nowhere/at/all"), "nowhere/at/all"),
+    pytest.param(
+        TORCH, ("--device", "cuda"), "cuda",
+        marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "more", "said"), BAD_OPTIONS)
+def test_bad_options_are_told_in_one_line(base, data, tmp_path, capsys, command, more, said):
+    assert said in command.refusal(capsys, base, data, tmp_path / "run", *more)
+    assert not (tmp_path / "run" / command.state).exists()
+
+
+def test_what_cannot_be_read_or_written_is_told(base, data, tmp_path, capsys):
+    run, nested = tmp_path / "run", write_nested_base(tmp_path / "nested", base)
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in MLX.refusal(capsys, base, data, tmp_path / "file")
+    assert "None for " in MLX.refusal(capsys, nested, data, run)
+    assert not run.exists()
+    good = '{"prompt": "w1", "completion": "w2 w3"}\n'
+    for line, said in (
+        ("{", "train.jsonl, line 2"),
+        ('{"question": "w1"}', "train.jsonl, line 2: it has question"),
+        ('{"prompt_tokens": ["w"], "completion_tokens": [3]}', "train.jsonl, line 2"),
+        ('{"prompt_tokens": [1], "completion_tokens": [64]}', "train.jsonl has the token id 64"),
+        ('{"prompt_tokens": [-1], "completion_tokens": [3]}', "train.jsonl has the token id -1"),
+    ):
+        (tmp_path / "train.jsonl").write_text(good + line + "\n")
+        (tmp_path / "valid.jsonl").write_text(good)
+        assert said in MLX.refusal(capsys, base, tmp_path, run)
+    (tmp_path / "train.jsonl").write_bytes(b"\xff\n")
+    assert "not UTF-8" in MLX.refusal(capsys, base, tmp_path, run)
+
+
+@both
+def test_another_runs_folder_is_refused(base, data, tmp_path, capsys, command):
+    state = tmp_path / command.state
+    command.train(base, data, tmp_path, "--max-steps", "3")
+    before = state.read_bytes()
+    for other in (("--seed", "5"), ("--dtype", "bfloat16")):
+        assert "other settings" in command.refusal(capsys, base, data, tmp_path, *other)
+    assert state.read_bytes() == before
+    state.write_bytes(before[: len(before) // 2])
+    assert "cannot be read" in command.refusal(capsys, base, data, tmp_path)
+
+
+def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(TrainConfig, "rate", lambda train, step, num_steps: 1e30)
+    said = TORCH.refusal(capsys, base, data, tmp_path, "--save-every", "1")
+    assert "the gradient of step 2 is nan" in said
+    assert torch.load(tmp_path / TORCH.state, weights_only=True)["step"] == 1
+
+
+# Streams for a fine-tuned model ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def task(base, data, tmp_path_factory):
+    """The LoRA of a task, as the command writes it."""
+    out, more = tmp_path_factory.mktemp("task"), ("--num-msa-layers", "3", "--epochs", "4")
+    return MLX.train(base, data, out, *ALONE, *more)
+
+
+def test_a_step_beside_a_tasks_lora_is_a_step_on_the_merged_model(base, task):
+    batch, found = some_batch(), []
+    for apart in (False, True):
+        backbone = load_base(base, "float32")[0]
+        lora = read_task_lora(task, backbone)
+        if not apart:
+            attach_lora(backbone.model, lora, RowScope(0), merge=True, dtype=mx.float32)
+            lora = {}
+        objective = mlx_objective(backbone=backbone, adapter_scope="streams", task_lora=lora)
+        kinds = {type(m) for _, m in backbone.layers[1].named_modules()}
+        assert RowLora not in kinds  # merged, where nothing is packed
+        found.append(MlxTrainer(objective, 10).gradients(batch, objective.lower(batch)))
+    (mine, losses), (expected, expected_losses) = found
+    assert gap(mx.stack(losses), mx.stack(expected_losses)) < 1e-6
+    assert mine.keys() == expected.keys()
+    assert max(gap(mine[name], gradient) for name, gradient in expected.items()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["whole", "packed"])
+def test_streams_learn_to_draft_for_a_fine_tuned_model(
+    base, packed_base, data, task, tmp_path, kind
+):
+    folder = base if kind == "whole" else packed_base
+    result = MLX.train(folder, data, tmp_path, *OWN, "--task-lora", task, "--epochs", "6")
+    adapter, alone = load_adapter(result), load_adapter(task)
+    assert adapter.config.adapter_scope == "streams" and alone.config.adapter_scope == "all"
+    assert adapter.task_lora.keys() == alone.lora.keys()
+    for path, weights in alone.lora.items():
+        assert mx.array_equal(adapter.task_lora[path].a, weights.a)
+        assert mx.array_equal(adapter.task_lora[path].b, weights.b)
+    assert any(mx.abs(weights.b).max() > 0 for weights in adapter.lora.values())
+    prompt = words(2, first=3)
+    expected, _ = answer_of(folder, task, prompt, "plain")
+    assert answer_of(folder, result, prompt, "plain")[0] == expected
+    assert answer_of(folder, result, prompt, "streaming")[0] == expected
+    assert answer_of(folder, "none", prompt, "plain")[0] != expected
+
+
+def test_a_run_is_that_of_its_tasks_lora(base, data, task, tmp_path, capsys):
+    """Neither its state nor the frozen layers' results are those of another LoRA."""
+    own = (*OWN, "--max-steps", "2")
+    MLX.train(base, data, tmp_path, *own, "--task-lora", task)
+    assert "other settings" in MLX.refusal(capsys, base, data, tmp_path, *own)
+
+
+def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_path, capsys):
+    def refused(*more):
+        return MLX.refusal(capsys, base, data, tmp_path / "run", *more)
+
+    own = (*OWN, "--task-lora")
+    assert "--task-lora with --adapter-scope all" in refused("--task-lora", task)
+    assert "no folder" in refused(*own, tmp_path / "none")
+    other = write_base(tmp_path / "other", norm=0.5)
+    others = MLX.train(other, data, tmp_path / "others", *ALONE, "--max-steps", "1")
+    assert "belongs to another base model" in refused(*own, others)
+    (tmp_path / "mlx").mkdir()
+    values = {"fine_tune_type": "full", "lora_parameters": {"scale": 2.0}}
+    (tmp_path / "mlx" / "adapter_config.json").write_text(json.dumps(values))
+    assert "does not describe LoRA" in refused(*own, tmp_path / "mlx")
+
+
+def test_help_comes_without_mlx():
+    code = (
+        "import sys, ssmlx.train\n"
+        "try: ssmlx.train.main(['--help'])\n"
+        "except SystemExit: assert 'mlx.core' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(ROOT), capture_output=True, text=True, check=True
+    )
+    assert "examples:" in done.stdout
