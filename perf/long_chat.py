@@ -21,9 +21,8 @@ from ssmlx.prompts import user_text
 from ssmlx.session import ChatSession
 from ssmlx.settings import GenerateConfig, TreeConfig
 
-from .run.options import check_counts
+from .run.options import check_counts, sample_weights
 from .run.results import save
-from .run.sample import sample_weights
 from .run.target import STREAMS, Target
 from .run.tasks import SQL, data_file, read_examples
 

@@ -3,7 +3,7 @@
 Answers prompts by mlx-lm's `stream_generate`, by our plain decoding and by streaming with every
 kind of tree and pruning, greedy and in float32, and compares the tokens. The sample checkpoint is
 read in both adapter scopes. Half an hour or more on two CPU cores; `--count 10` for a look. What
-was answered by this very code is kept: a run that was stopped goes on.
+was answered is kept, for this very code: a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from ssmlx.loading.files import make_folder
 from ssmlx.settings import AdapterScope, GenerateConfig, PruneConfig, TreeConfig
 
 from .run import results
-from .run.experiment import Measured, same_answers
-from .run.figures import task_result
-from .run.sample import add_sample_options, sample_experiment
+from .run.experiment import Measured, same_answers, task_result
+from .run.options import add_sample_options, sample_experiment
 from .run.show import Columns, figure, number, table
-from .run.store import code_version
 from .run.target import MLX_LM, PLAIN, STREAMS, System
 
 PROG = "perf.lossless"
@@ -101,8 +99,7 @@ def _main(args: argparse.Namespace) -> int:
         make_folder(results.RESULTS)
         measured = replace(
             sample,
-            # Other code may answer otherwise, which is what is asked here.
-            name=f"lossless-{sample.name}-{scope}-{code_version()}",
+            name=f"lossless-{sample.name}-{scope}",
             systems=variants(args.max_tokens, can_prune=adapter.streams.prune is not None),
             warm_up=0,
             out=results.RESULTS,

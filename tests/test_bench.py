@@ -12,9 +12,14 @@ from real import one_line, words, write_base, write_tiny_adapter
 
 from perf.bench import __main__ as bench
 from perf.bench import energy as bench_energy
-from perf.bench import measure as bench_measure
+from perf.bench.__main__ import (
+    Part,
+    Texts,
+    answer_tokens,
+    contexts_result,
+    expected_seconds,
+)
 from perf.bench.clock import Clock, rounds
-from perf.bench.measure import Part, Texts, answer_tokens, contexts_result, expected_seconds
 from perf.bench.report import line, report
 from perf.run.tasks import TASKS, Example, data_file
 
@@ -171,7 +176,7 @@ def parts_of(folders):
 
 
 def loaded(folders):
-    experiment = bench_measure.experiment_of(parts_of(folders)[1], folders / "base", "float32")
+    experiment = bench.experiment_of(parts_of(folders)[1], folders / "base", "float32")
     return experiment, *experiment.load()
 
 
@@ -192,8 +197,8 @@ def run_bench(folders, out, monkeypatch, *more):
     monkeypatch.setattr(bench, "context_weight", lambda length: 0.5)
     monkeypatch.setattr(bench, "RESERVED_SECONDS", 0.0)
     monkeypatch.setattr(bench_energy.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(bench_measure, "MOST_ROUNDS", 2)
-    monkeypatch.setattr(bench_measure, "CONTEXT_TOKENS", 8)
+    monkeypatch.setattr(bench, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(bench, "CONTEXT_TOKENS", 8)
     argv = ["--model", str(folders / "base"), "--out", str(out), "--contexts", "24", "8", *more]
     return bench.main(argv)
 
@@ -242,12 +247,12 @@ def test_what_there_is_no_time_for_is_left_out_and_told(folders, tmp_path, monke
 
 def test_a_longer_context_is_not_begun_where_a_shorter_one_was_too_long(folders, monkeypatch, time):
     experiment, target, prompts = loaded(folders)
-    monkeypatch.setattr(bench_measure, "CONTEXT_TOKENS", 4)
-    monkeypatch.setattr(bench_measure, "MOST_ROUNDS", 1)
-    one_round = bench_measure.round_of(target, experiment.systems)
+    monkeypatch.setattr(bench, "CONTEXT_TOKENS", 4)
+    monkeypatch.setattr(bench, "MOST_ROUNDS", 1)
+    one_round = bench.round_of(target, experiment.systems)
     before = rounds(prompts, one_round, 0.0, label="", now=lambda: 0.0)
     assert expected_seconds(before, 10) > expected_seconds(before, 1) > 0
-    monkeypatch.setattr(bench_measure, "expected_seconds", lambda found, growth: 5 * growth)
+    monkeypatch.setattr(bench, "expected_seconds", lambda found, growth: 5 * growth)
     clock = Clock(12, {"8": 1, "24": 1, "48": 1}, now=time)
     texts = Texts(prompts, [[], []])
     found = contexts_result(experiment, target, texts, before, clock, (8, 24, 48))

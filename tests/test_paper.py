@@ -13,7 +13,7 @@ from real import one_line
 from convert.reference.format import ADAPTER_WEIGHTS
 from convert.train import STORE_FILE, parse_args
 from perf.compare import __main__ as compare
-from perf.compare.plan import parse_systems
+from perf.compare.__main__ import parse_systems
 from perf.paper import ablation, figures, learning
 from perf.paper.ablation import read_run, read_runs, report
 from perf.paper.figures import (

@@ -12,12 +12,10 @@ import pytest
 from real import make_adapter, one_line, without_prune, words, write_base
 from tiny import random_tree
 
-from perf import long_chat, lossless
+from perf import long_chat, lossless, speed
 from perf.run import results
-from perf.run.sample import sample_experiment
+from perf.run.options import sample_experiment
 from perf.run.target import STREAMS
-from perf.speed import __main__ as speed
-from perf.speed import step_cost
 from ssmlx.decoding.loop import prefill, step
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.loading.adapter import Adapter, write_adapter
@@ -106,8 +104,8 @@ def test_the_timed_forward_drafts_as_the_runtime_does(folders, monkeypatch):
     model, prompt = streams_of(folders, "turned")
     cache, tree = model.make_cache(), random_tree(random.Random(0), 5, 50)
     prefill(model, prompt, cache)
-    forward, seen = step_cost.bare_forward(model, tree, cache, 2), []
-    monkeypatch.setattr(step_cost.mx, "eval", lambda *arrays: seen.extend(arrays))
+    forward, seen = speed.bare_forward(model, tree, cache, 2), []
+    monkeypatch.setattr(speed.mx, "eval", lambda *arrays: seen.extend(arrays))
     views, real = [], TreeCache.view
     monkeypatch.setattr(TreeCache, "view", lambda *a: views.append(a[3:]) or real(*a))
     forward()
@@ -119,7 +117,7 @@ def test_the_timed_forward_drafts_as_the_runtime_does(folders, monkeypatch):
 def test_the_rest_of_a_step_is_all_but_the_forward(folders, monkeypatch, name):
     """It goes on by what a whole step would, and runs no layer and no head."""
     model, prompt = streams_of(folders, name)
-    steps = step_cost.Steps(model, prompt, 6)
+    steps = speed.Steps(model, prompt, 6)
     drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams)
     for _ in range(6):
         whole = step(model, steps.tree, steps.cache, drafter, PruneConfig())

@@ -9,10 +9,8 @@ import pytest
 from real import one_line, words, write_base, write_tiny_adapter
 
 import ssmlx
-from perf import score
+from perf import quality, score
 from perf.paper.published import PAPER
-from perf.quality import __main__ as quality
-from perf.quality.report import report
 from perf.run.tasks import SQL
 from ssmlx.errors import InputError
 
@@ -75,7 +73,9 @@ def test_trees_beside_plain_decoding_and_a_baseline(command, folders, tmp_path):
     assert own["differences"] == {key: {"value": 0, "low": 0, "high": 0} for key in SQL.figures}
     assert "tuned - baseline, exact match: +0.0 [+0.0, +0.0], within noise" in out
     assert "3.53 to 4.13 tokens per call, exact match 87.40 to 91.70" in out
-    assert (tmp_path / "out" / "quality-sql.txt").read_text() == out == report(result) + "\n"
+    assert (
+        (tmp_path / "out" / "quality-sql.txt").read_text() == out == quality.report(result) + "\n"
+    )
     assert (tmp_path / "out" / "quality-sql.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -108,19 +108,6 @@ def test_trees_are_read_and_named():
             quality.parse_trees(text)
 
 
-def test_an_adapter_is_named(tmp_path, monkeypatch):
-    (tmp_path / "a=b").mkdir()
-    assert quality.named_adapter("x=one/two") == ("x", Path("one/two"))
-    assert quality.named_adapter("./three")[0] == "three"
-    assert quality.named_adapter(str(tmp_path / "a=b"))[0] == "a=b"
-    assert quality.named_adapter("sql")[1].parent.name == "adapters"
-    for bad in ("baseline=./a", "=./a"):
-        with pytest.raises(InputError, match="a name of its own"):
-            quality.named_adapter(bad)
-    with pytest.raises(InputError, match="no bundled adapter"):
-        quality.named_adapter("nothing")
-
-
 def test_the_papers_figures():
     assert PAPER["sql"].call_reduction == (3.53, 4.13)
     assert PAPER["e2e"].call_reduction == (3.55, 3.72)
@@ -132,14 +119,13 @@ BAD = {
     "no test file": (("--data-dir", "nowhere"), "no data file nowhere/sql/test.jsonl"),
     "count": (("--count", 0), "--count 0"),
     "max tokens": (("--max-tokens", 0), "--max-tokens 0"),
-    "no adapter": (("--adapter", "x=nowhere"), "no adapter folder nowhere"),
+    "no adapter": (("--adapter", "nowhere"), "no adapter folder nowhere"),
     "no baseline": (("--baseline", "nowhere"), "no folder nowhere"),
     "trees": (("--trees", "full"), "--trees 'full'"),
     "two trees": (("--trees", "full:2", "--tree-size", 8), "--tree-size beside --trees"),
     "tree too large": (("--trees", "full:40"), "expected at most 1024"),
     "idle option": (("--prune-to", 4), "--prune-to would do nothing here"),
     "streams": (("--num-streams", 9), "--num-streams 9"),
-    "template": (("--template", "x"), "--template 'x'"),
 }
 
 

@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from real import make_adapter, write_base, write_tiny_adapter
 from tiny import make_lora
 
-from perf.run.figures import speedups
+from perf.run.experiment import speedups
 from perf.run.results import machine_load
 from perf.run.statistics import (
     Estimate,
@@ -197,7 +197,7 @@ def test_a_speed_up_is_a_ratio_of_medians_over_prompts():
 
 def test_speed_ups_are_of_the_median_repeat():
     def kept(seconds: float) -> Kept:
-        return Kept(Answer([0] * 5, 5, seconds), "", "")
+        return Kept(Answer([0] * 5, 5, seconds), "")
 
     ours = [[kept(1.0), kept(9.0), kept(1.0)], [kept(2.0)] * 3, [kept(4.0)] * 3]
     theirs = [[kept(2.0)] * 3, [kept(3.0)] * 3, [kept(8.0)] * 3]
@@ -213,7 +213,7 @@ def test_the_machines_load_is_told():
 
 # --------------------------------------------------------------------------- kept answers
 
-KEPT = Kept(Answer([1, 2], 1, 0.5), "a “b”", "v1")
+KEPT = Kept(Answer([1, 2], 1, 0.5), "a “b”")
 
 
 def test_kept_answers_come_back(tmp_path):

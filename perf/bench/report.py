@@ -10,7 +10,7 @@ from typing import Any
 from ssmlx.memory import LABELS, MIB, Memory
 from ssmlx.tuning.report import new_figure
 
-from ..run.show import COLOURS, Columns, Row, bars, interval, same_text, table
+from ..run.show import COLOURS, Columns, Panel, Row, draw_panel, interval, same_text, table
 from ..run.statistics import FEW
 
 WEIGHTS = ("base", "lora", "streams", "draft_head")
@@ -208,16 +208,11 @@ def decode_rate(context: Row, row: Row) -> float:
 
 def _draw_task(task: Row, axes: Any) -> None:
     """Decode tokens/s of each system, and what they are over mlx-lm's."""
-    rows = task["systems"]
-    colours = [COLOURS[row["kind"]] for row in rows]
-    rates = [row["decode_rate"] for row in rows]
-    bars(axes, rates, "decode tokens/s", 1, height=0.56, color=colours)
-    over, calls = rows[-1]["speedup"], rows[-1]["tokens_per_call"]["value"]
+    draw_panel(axes, task, Panel("decode tokens/s", lambda row: row["decode_rate"], digits=1))
+    over, calls = task["systems"][-1]["speedup"], task["systems"][-1]["tokens_per_call"]["value"]
     gain = f": {_interval(over, task, 2)} times mlx-lm" if over else ""
     title = f"{task['adapter']}, {_counted(task['prompts'], 'prompt')}{gain}"
     axes.set_title(f"{title}\n{calls:.2f} tokens a call", loc="left", fontsize=9)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=9)
-    axes.invert_yaxis()
 
 
 def _draw_contexts(contexts: Any, axes: Any, label: str, rate: Callable[[Row, Row], float]) -> None:

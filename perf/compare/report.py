@@ -1,4 +1,4 @@
-"""What `perf.compare` says: tables 1 and 2 with the paper's lines below, memory, and notes.
+"""What `perf.compare` shows: tables 1 and 2 with the paper's lines below, memory, and a picture.
 
 And the table of the README, which stands between two marks there; all of it from a result alone.
 """
@@ -15,15 +15,19 @@ from ssmlx.memory import MIB
 
 from ..paper.published import METHODS, Latency, Span, Speed, latencies, span, speeds
 from ..run.show import (
+    TOKENS_PER_CALL,
     Cell,
     Columns,
+    Panel,
     Row,
     cells,
+    draw_tasks,
     figure,
     interval,
     metrics,
     notes_of,
     number,
+    paper_span,
     same_text,
     table,
 )
@@ -276,3 +280,22 @@ def _timing_text(result: Row) -> str:
         f"[95 % bootstrap intervals over prompts]; times are medians of {result['repeats']} "
         f"repeat{many} an answer, systems taking turns"
     )
+
+
+def draw(result: Row, path: Path) -> None:
+    """The picture: speed-up and tokens per call, every system a line."""
+    panels = [
+        Panel(
+            "speed-up over mlx-lm (decode tokens/s)",
+            lambda row: row["speedup"],
+            paper_span(lambda row: row.speedup),
+        ),
+        TOKENS_PER_CALL,
+    ]
+    title = (
+        f"{result['model']}, {decoding_text(result)}, {result['dtype']}; "
+        f"{result['machine']['machine']}\n"
+        "95 % intervals over prompts; pale bands: the paper's table 1, least to most over its "
+        "models of 1.3B to 7B"
+    )
+    draw_tasks(result["tasks"], panels, title, path)

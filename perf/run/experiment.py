@@ -7,7 +7,9 @@ What a command asks, and how it shows the figures, is in the command's own folde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,29 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.api import check_prompt
-from ssmlx.calibration.timing import in_turns
+from ssmlx.calibration.timing import Answer, in_turns
+from ssmlx.decoding.drafter import Drafter
 from ssmlx.loading.files import folder_digest
+from ssmlx.model.shapes import to_float
 from ssmlx.prompts import encode_prompt
+from ssmlx.tuning.machine import machine
 
 from .results import machine_load
-from .store import AnswerStore, Kept, code_version, files_version, tell_kept, timed_on
-from .target import DRAFT_ALONE, DRAFT_MODEL, System, Target, Weights
+from .statistics import mean, median, ratio, speedup
+from .store import AnswerStore, Kept, code_version, files_version, timed_on
+from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from .tasks import Example, Scores, Task, score_texts
 
 Answers = Mapping[str, Sequence[Sequence[Kept]]]
 """By the name of the system: for every prompt, its repeats."""
+
+
+Prompts = Sequence[Sequence[Kept]]
+"""One system's answers: for every prompt, its repeats."""
+
+# How far two logits may be apart for rounding to have decided between them, as a share of the
+# larger: 8 units in the last place. In float32 every system must write the same.
+_NEAR_TIE = {"float32": 0.0, "float16": 8 * 2**-11, "bfloat16": 8 * 2**-8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +96,23 @@ class Experiment:
     def run(self) -> Measured:
         """Answer what is not answered yet, each system in its turn."""
         mx.clear_cache()
-        load, code = machine_load(), code_version()
-        target, prompts = self.load()
+        load, (target, prompts) = machine_load(), self.load()
         systems = {system.name: system for system in self.systems}
         stores = {name: self._store(system) for name, system in systems.items()}
         keys = [[repeat, *prompt] for repeat in range(self.repeats) for prompt in prompts]
         for name, store in stores.items():
             kept = [store[key] for key in keys if key in store]
-            tell_kept(f"{self.name}, {name}", kept, code)
+            if kept:
+                print(
+                    f"{self.name}, {name}: {len(kept)} answers of an earlier run", file=sys.stderr
+                )
             for _ in range(self.warm_up if len(kept) < len(keys) else 0):
                 target.answer(systems[name], prompts[0])
         progress = tqdm(keys, desc=self.name, unit="prompt", disable=None)
         for key, name in in_turns(progress, list(stores)):
             if key not in stores[name]:
                 answer = target.answer(systems[name], key[1:])
-                stores[name].keep(key, Kept(answer, target.text_of(answer.tokens), code))
+                stores[name].keep(key, Kept(answer, target.text_of(answer.tokens)))
         answers = {
             name: [[store[[r, *prompt]] for r in range(self.repeats)] for prompt in prompts]
             for name, store in stores.items()
@@ -114,7 +130,8 @@ class Experiment:
         weights = self.weights
         kind = DRAFT_MODEL if system.kind == DRAFT_ALONE else system.kind
         return {
-            "format": 2,
+            # Other code may answer otherwise.
+            "code": code_version(),
             "base": files_version(weights.base),
             "folder": folder_digest(weights.folder),
             "end_tokens": sorted(weights.end_tokens),
@@ -158,3 +175,209 @@ class Measured:
 def same_answers(ours: Sequence[Kept], theirs: Sequence[Kept]) -> int:
     """How many answers are the same, token for token."""
     return sum(a.answer.tokens == b.answer.tokens for a, b in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an answer first parts from plain decoding's.
+
+    Attributes:
+        prompt, token: their numbers, from 0.
+        gap: how far the target's logits of the two tokens are apart; None where none was found.
+        near_tie: whether that is within the rounding of the precision.
+    """
+
+    prompt: int
+    token: int
+    gap: float | None
+    near_tie: bool
+
+
+def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
+    """All that is saved: how it was measured, and the parts of the result, a task each."""
+    config = experiment.systems[0].config
+    return {
+        "machine": machine(),
+        "model": model,
+        "dtype": experiment.weights.dtype,
+        "temp": config.temp,
+        "top_k": config.top_k,
+        "seed": config.seed,
+        "repeats": experiment.repeats,
+        "warm_up": experiment.warm_up,
+        "tasks": list(tasks),
+    }
+
+
+def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
+    """A task's part of the result."""
+    experiment, weights = measured.experiment, measured.experiment.weights
+    shared = metrics_of(experiment, measured.first(PLAIN))
+    systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
+    return {
+        "task": experiment.task.name if experiment.task else experiment.name,
+        "prompts": len(measured.first(PLAIN)),
+        "max_tokens": experiment.max_tokens,
+        "adapter": weights.folder.resolve().name if weights.folder else None,
+        "scope": weights.scope,
+        "target_bytes": measured.target.memory().weights,
+        "figures": list(shared),
+        "load": measured.load,
+        "draft_call_seconds": _call_seconds(measured.answers.get(DRAFT_ALONE, ())),
+        "systems": [_system_row(system, measured, shared) for system in systems],
+        **more,
+    }
+
+
+def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """A system's line of the tables; `shared` is the metric of plain decoding's answers."""
+    prompts, first = measured.answers[system.name], measured.first(system.name)
+    is_shared = same_answers(first, measured.first(PLAIN)) == len(first)
+    differences = differences_of(measured, system)
+    peak = max(kept.answer.peak_bytes for repeats in prompts for kept in repeats)
+    drafts = [kept.answer.draft_calls for kept in first]
+    target = measured.target
+    weight_bytes = target.memory(system.kind).weights - target.memory().weights
+    return {
+        "name": system.name,
+        "kind": system.kind,
+        "options": _options_of(system, target.drafter(system)),
+        **_counts(first, system.config.max_tokens),
+        "draft_calls": sum(drafts),
+        "draft_calls_per_answer": asdict(mean(drafts)),
+        **_times(prompts),
+        **speedups(system, measured.answers),
+        "figures": shared if is_shared else metrics_of(measured.experiment, first),
+        "figures_of": PLAIN if is_shared else system.name,
+        "extra_parameters": target.extra_parameters(system),
+        "weight_bytes": weight_bytes,
+        "peak_bytes": weight_bytes + peak,
+        "differences": [asdict(one) for one in differences or ()],
+        "same_as_plain": None if differences is None else len(prompts) - len(differences),
+    }
+
+
+def _options_of(system: System, drafter: Drafter | None) -> dict[str, Any]:
+    """How a system drafts; empty where it does not."""
+    if drafter is None:
+        return {}
+    config = asdict(system.config)
+    names = {DRAFT_MODEL: "draft", "mlp-speculator": "speculator_tree"}
+    own = names.get(system.kind, system.kind.replace("-", "_"))
+    shapes = {name: config[name] for name in ("tree", "prune", own) if name in config}
+    return {"levels": drafter.num_levels, "nodes": drafter.max_nodes, **shapes}
+
+
+def _medians(prompts: Prompts, of: Callable[[Answer], float]) -> list[float]:
+    """[prompts] a figure of an answer, the median of the repeats."""
+    return [statistics.median(of(kept.answer) for kept in repeats) for repeats in prompts]
+
+
+def _counts(kept: Sequence[Kept], max_tokens: int) -> dict[str, Any]:
+    tokens = [len(one.answer.tokens) for one in kept]
+    calls = [one.answer.target_calls for one in kept]
+    return {
+        "tokens_per_call": asdict(ratio(tokens, calls)),
+        "target_calls": sum(calls),
+        "target_calls_per_answer": asdict(mean(calls)),
+        "tokens": sum(tokens),
+        "tokens_per_answer": asdict(mean(tokens)),
+        "cut_at_max_tokens": sum(count == max_tokens for count in tokens),
+    }
+
+
+def metrics_of(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
+    """The task's metric, as JSON values; empty where there are no references."""
+    scores = experiment.scores(kept)
+    if experiment.task is None or scores is None:
+        return {}
+    rows = zip(experiment.task.figures, scores, strict=True)
+    return {name: asdict(mean(row)) for name, row in rows}
+
+
+def _times(prompts: Prompts) -> dict[str, Any]:
+    """Seconds an answer, of the median repeat; tokens/s as the median over prompts,
+    `decode_rate` with its interval."""
+    of: dict[str, Callable[[Answer], float]] = {
+        "latency": lambda answer: answer.seconds,
+        "first_token": lambda answer: answer.prefill_seconds,
+        "decode": lambda answer: answer.decode_seconds,
+    }
+    rates = _medians(prompts, _rate)
+    return {
+        **{f"{name}_seconds": asdict(mean(_medians(prompts, own))) for name, own in of.items()},
+        "tokens_per_second": statistics.median(rates),
+        "decode_rate": asdict(median(rates)),
+        "call_seconds": _call_seconds(prompts),
+    }
+
+
+def _rate(answer: Answer) -> float:
+    return answer.tokens_per_second
+
+
+def _call_seconds(prompts: Prompts) -> float | None:
+    """Seconds a target call after the first, median over answers; None where there was none."""
+    answers = [kept.answer for repeats in prompts for kept in repeats]
+    times = [a.decode_seconds / (a.target_calls - 1) for a in answers if a.target_calls > 1]
+    return statistics.median(times) if times else None
+
+
+def speedups(system: System, answers: Answers) -> dict[str, Any]:
+    """Tokens/s over mlx-lm's, and over the draft model's where there is one; whole answers too."""
+    rates = {name: _medians(prompts, _rate) for name, prompts in answers.items()}
+    base, own = (_medians(answers[n], lambda a: a.seconds) for n in (MLX_LM, system.name))
+    found: dict[str, Any] = {
+        "speedup": speedup(rates[system.name], rates[MLX_LM]),
+        "latency_speedup": asdict(ratio(base, own)),
+    }
+    if DRAFT_MODEL in rates and system.kind == STREAMS:
+        found["speedup_over_draft_model"] = speedup(rates[system.name], rates[DRAFT_MODEL])
+    return found
+
+
+def differences_of(measured: Measured, system: System) -> list[Difference] | None:
+    """Where a system's answers part from plain decoding's, in any repeat.
+
+    None for mlx-lm where it draws, which it does with noise of its own.
+    """
+    if system.kind == MLX_LM and system.config.temp:
+        return None
+    found = []
+    expected = [kept.answer.tokens for kept in measured.first(PLAIN)]
+    for index, repeats in enumerate(measured.answers[system.name]):
+        tokens = [kept.answer.tokens for kept in repeats]
+        other = next((row for row in tokens if row != expected[index]), None)
+        if other is not None:
+            found.append(difference(measured, index, expected[index], other))
+    return found
+
+
+def difference(measured: Measured, index: int, plain: list[int], other: list[int]) -> Difference:
+    """Where two answers to a prompt part, and by how little the target chose there."""
+    experiment = measured.experiment
+    shorter = min(len(plain), len(other))
+    pairs = zip(plain, other, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    if experiment.systems[0].config.temp or place == shorter:
+        return Difference(index, place, None, near_tie=False)
+    text = mx.array([measured.prompts[index] + plain[:place]])
+    logits = measured.target.mlx_model(text)[0, -1].astype(mx.float32)
+    ours, theirs = to_float(logits[plain[place]]), to_float(logits[other[place]])
+    gap = abs(ours - theirs)
+    limit = _NEAR_TIE[experiment.weights.dtype] * max(abs(ours), abs(theirs))
+    return Difference(index, place, gap, near_tie=gap <= limit)
+
+
+def failures(result: Mapping[str, Any]) -> list[str]:
+    """Lossless systems whose tokens are not plain decoding's, as "task, system".
+
+    mlx-lm is not ours to promise: where it differs, the report says so. A near tie in half
+    precision is rounding.
+    """
+    return [
+        f"{task['task']}, {row['name']}"
+        for task in result["tasks"]
+        for row in task["systems"]
+        if row["kind"] != MLX_LM and not all(one["near_tie"] for one in row["differences"])
+    ]

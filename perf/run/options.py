@@ -1,14 +1,24 @@
-"""Options that the measuring commands share."""
+"""Options that the measuring commands share, and what those of a sample name."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from .results import RESULTS
-from .tasks import TASKS
+from convert.formats.adapter import read_checkpoint
+from ssmlx.errors import InputError, require
+from ssmlx.loading.adapter import Adapter
+from ssmlx.loading.load import load_base
+from ssmlx.loading.names import resolve_adapter, resolve_model
+from ssmlx.settings import AdapterScope
+
+from .experiment import Experiment
+from .results import RESULTS, ROOT
+from .target import Weights, read_own_lora
+from .tasks import CHAT, SQL, TASKS, read_examples
 
 BASE = "smollm2-135m-q4_1"
+CHECKPOINT = ROOT / "examples" / "smollm2-135m-sql"
 
 
 def add_base(group: argparse._ActionsContainer) -> None:
@@ -51,3 +61,78 @@ def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *nam
         least = min(value) if isinstance(value, list) else value
         if least is not None and least < 1:
             parser.error(f"--{name.replace('_', '-')} {least}: expected 1 or more")
+
+
+def add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
+    """What to measure; `count` prompts by default."""
+    group = parser.add_argument_group("sample")
+    group.add_argument(
+        "--adapter", metavar="NAME|FOLDER",
+        help="an adapter that ships with ssmlx, or a folder (default: the sample checkpoint, "
+        f"{CHECKPOINT.relative_to(ROOT)})",
+    )  # fmt: skip
+    group.add_argument(
+        "--model", help="the adapter's base model (default: the one that it was trained on)"
+    )
+    group.add_argument(
+        "--prompts", type=Path, default=SQL.test, metavar="FILE",
+        help='JSON objects with a "prompt", one a line (default: the SQL prompts of examples/data)',
+    )  # fmt: skip
+    group.add_argument(
+        "--count", type=int, default=count, help="the first N prompts (default: %(default)s)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=64)
+
+
+def sample_experiment(args: argparse.Namespace, scope: AdapterScope) -> Experiment:
+    """What the options name, without systems; the sample checkpoint is read with `scope`.
+
+    Raises:
+        InputError: the adapter, its base or the prompts are missing or broken.
+    """
+    examples = read_examples(args.prompts, CHAT, args.count)
+    if args.adapter is None:
+        require(
+            args.model is None,
+            "--model would do nothing here", expected="--adapter", do="drop --model",
+        )  # fmt: skip
+        return Experiment(
+            name=CHECKPOINT.name, weights=sample_weights(scope), systems=(), examples=examples
+        )
+    folder = resolve_adapter(args.adapter)
+    if folder is None:
+        raise InputError(
+            f"--adapter {args.adapter}",
+            expected="streams to measure",
+            do="name an adapter or its folder",
+        )
+    adapter = adapter_with_streams(folder)
+    base = resolve_model(args.model or adapter.config.base_model or BASE)
+    weights = Weights(base, adapter=adapter, folder=folder)
+    return Experiment(name=folder.resolve().name, weights=weights, systems=(), examples=examples)
+
+
+def sample_weights(scope: AdapterScope) -> Weights:
+    """The sample checkpoint on its base, its LoRA of this scope."""
+    base = resolve_model(BASE)
+    backbone, _ = load_base(base, "float32")
+    adapter = read_checkpoint(
+        CHECKPOINT, CHECKPOINT / "streams.safetensors", backbone, scope=scope, base_model=BASE
+    )
+    return Weights(base, adapter=adapter, folder=CHECKPOINT)
+
+
+def adapter_with_streams(folder: Path) -> Adapter:
+    """An adapter that drafts.
+
+    Raises:
+        InputError: it is broken, a fused model, or has no streams.
+    """
+    adapter = read_own_lora(folder)
+    require(
+        adapter.config.num_streams > 0,
+        f"{folder} has no streams",
+        expected="an adapter that drafts",
+        do="choose another one",
+    )
+    return adapter

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
 from typing import Any
 
-from ssmlx.tuning.report import aligned
+from ssmlx.tuning.report import aligned, new_figure
 
-from ..paper.published import Span
+from ..paper.published import METHODS, Span, Speed, span, speeds
 from .statistics import FEW, estimate
 
 Row = Mapping[str, Any]
@@ -78,52 +81,95 @@ def notes_of(found: Row) -> list[str]:
     return [*lines, f"load: {found['load']}"] if "load" in found else lines
 
 
-def bars(
-    axes: Any,
-    rows: Sequence[Any],
-    label: str,
-    digits: int = 2,
-    *,
-    offset: float = 0.0,
-    room: float = 1.25,
-    **style: Any,
-) -> None:
-    """A bar a row with its interval, and its figure behind that.
+@dataclass(frozen=True)
+class Panel:
+    """Bars of one figure.
 
-    Args:
-        axes: where to draw; rows go up until `invert_yaxis`.
-        rows: figures of a result; None where there is none.
+    Attributes:
         label: of the axis.
+        of: the figure of a row, as JSON values; None where there is none.
+        paper: the paper's range for a task and a kind of system; None where it has none.
         digits: of the figures.
-        offset: of the bars' places, which are 0, 1 and so on.
-        room: length of the axis over the longest bar's.
-        style: of the bars.
     """
-    estimates = [estimate(row or _NOTHING) for row in rows]
-    places = [place + offset for place in range(len(rows))]
-    values = [one.value for one in estimates]
-    errors = list(zip(*(one.errors for one in estimates), strict=True))
-    axes.barh(places, values, **style)
+
+    label: str
+    of: Callable[[Row], Any]
+    paper: Callable[[str, str], Span | None] = lambda task, kind: None
+    digits: int = 2
+
+
+def paper_span(column: Callable[[Speed], float]) -> Callable[[str, str], Span | None]:
+    """The paper's range of a column of table 1, by task and kind of system."""
+
+    def found(task: str, kind: str) -> Span | None:
+        rows = speeds(task, METHODS.get(kind, ""))
+        return span(column(row) for row in rows) if rows else None
+
+    return found
+
+
+TOKENS_PER_CALL = Panel(
+    "tokens per target call",
+    lambda row: row["tokens_per_call"],
+    paper_span(lambda row: row.call_reduction),
+)
+
+
+def draw_tasks(tasks: Sequence[Row], panels: Sequence[Panel], title: str, path: Path) -> None:
+    """A picture with the panels of every task side by side, and every system a line."""
+    counts = [len(task["systems"]) for task in tasks]
+    picture = new_figure(5.25 * len(panels), 1.0 + sum(1.0 + 0.36 * count for count in counts))
+    parts = picture.subplots(
+        len(tasks), len(panels), squeeze=False, gridspec_kw={"height_ratios": counts}
+    )
+    for task, row in zip(tasks, parts, strict=True):
+        for axes, panel in zip(row, panels, strict=True):
+            draw_panel(axes, task, panel, named=panel is panels[0])
+        row[0].set_title(f"{task_name(task)}: {task['prompts']} prompts", loc="left", fontsize=10)
+    picture.suptitle(title, fontsize=9)
+    picture.savefig(path, dpi=150)
+
+
+def task_name(task: Row) -> str:
+    """A task, and the adapter where it has another name."""
+    names = dict.fromkeys([task["task"], task["adapter"] or task["task"]])
+    return ", ".join(names)
+
+
+def draw_panel(axes: Any, task: Row, panel: Panel, *, named: bool = True) -> None:
+    """A bar a system with its interval, its figure behind that, and the paper's range around."""
+    rows = task["systems"]
+    found = [estimate(panel.of(row) or _NOTHING) for row in rows]
+    values, places = [one.value for one in found], range(len(rows))
+    for place, row in zip(places, rows, strict=True):
+        _draw_paper(axes, place, panel.paper(task["task"], row["kind"]), panel.digits)
+    axes.barh(places, values, height=0.56, color=[COLOURS[row["kind"]] for row in rows])
+    errors = list(zip(*(one.errors for one in found), strict=True))
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
-    for place, one in zip(places, estimates, strict=True):
+    for place, one in zip(places, found, strict=True):
         axes.annotate(
-            f"{one.value:.{digits}f}", (max(one.high, one.value), place), (6, 0),
+            f"{one.value:.{panel.digits}f}", (max(one.high, one.value), place), (6, 0),
             textcoords="offset points", va="center", fontsize=9,
             bbox={"facecolor": "white", "alpha": 0.75, "pad": 0.6, "edgecolor": "none"},
         )  # fmt: skip
-    axes.set_xlabel(label, fontsize=9)
-    axes.set_xlim(0, room * axes.dataLim.x1 or 1)
+    axes.set_xlabel(panel.label, fontsize=9)
+    axes.set_xlim(0, 1.65 * axes.dataLim.x1 or 1)
+    axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.set_yticks(places, [fill(row["name"] if named else "", 32) for row in rows])
+    axes.invert_yaxis()
 
 
-def paper_band(axes: Any, span: Span, digits: int) -> None:
-    """The paper's range across the axes."""
+def _draw_paper(axes: Any, place: int, span: Span | None, digits: int) -> None:
+    """The paper's range for the same method, as a pale band around its line."""
+    if span is None:
+        return
     low, high = span
-    axes.set_xlim(0, max(axes.get_xlim()[1], 1.1 * high))
-    axes.axvspan(low, high, color=PAPER_COLOUR, alpha=0.3, lw=0, zorder=0)
-    for value in span:
-        axes.axvline(value, color=PAPER_COLOUR, lw=1, ls="--", zorder=0)
+    axes.barh(
+        place, high - low, left=low, height=0.86, color=PAPER_COLOUR, alpha=0.35, lw=0, zorder=0
+    )
     axes.annotate(
-        f"paper {low:.{digits}f} to {high:.{digits}f}", ((low + high) / 2, 1.01),
-        xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=8, color=PAPER_TEXT,
+        f"paper {low:.{digits}f} to {high:.{digits}f}", (1.0, place),
+        xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=7.5,
+        color=PAPER_TEXT,
     )  # fmt: skip

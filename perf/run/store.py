@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -23,11 +22,10 @@ _TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
 
 @dataclass(frozen=True)
 class Kept:
-    """An answer as it is kept on disk; `code` tells which version of the package gave it."""
+    """An answer as it is kept on disk."""
 
     answer: Answer
     text: str
-    code: str
 
 
 class AnswerStore:
@@ -79,7 +77,7 @@ class AnswerStore:
             try:
                 row = json.loads(line)
                 answer = Answer(**{name: row[name] for name in _ANSWER if name in row})
-                self._kept[row["prompt"]] = Kept(answer, row["text"], row["code"])
+                self._kept[row["prompt"]] = Kept(answer, row["text"])
             except (json.JSONDecodeError, KeyError, TypeError):
                 continue
         whole = [json.dumps({"settings": self._settings}) + "\n"]
@@ -96,17 +94,8 @@ class AnswerStore:
 
 
 def _line(prompt: str, kept: Kept) -> str:
-    values = {"prompt": prompt, "text": kept.text, "code": kept.code, **asdict(kept.answer)}
+    values = {"prompt": prompt, "text": kept.text, **asdict(kept.answer)}
     return json.dumps(values, ensure_ascii=False) + "\n"
-
-
-def tell_kept(name: str, kept: Sequence[Kept], code: str) -> None:
-    """Say what is taken over from an earlier run, and whether by other code."""
-    if not kept:
-        return
-    other = sum(answer.code != code for answer in kept)
-    note = f", {other} of them by other code (--fresh answers again)" if other else ""
-    print(f"{name}: {len(kept)} answers of an earlier run{note}", file=sys.stderr)
 
 
 @lru_cache(maxsize=1)
@@ -124,6 +113,7 @@ def files_version(folder: Path | None) -> str | None:
     return digest([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
+@lru_cache(maxsize=1)
 def code_version() -> str:
     """Tells one state of the package's sources from another."""
     return digest([_sha256(path) for path in sorted((ROOT / "ssmlx").rglob("*.py"))])

@@ -1,27 +1,104 @@
-"""One step taken apart: the model's forward alone, and everything else that a step does."""
+"""`python -m perf.speed`: tokens/s of streaming, of plain decoding, and of mlx-lm, in one run.
+
+Every prompt is answered by each in turn, in an order that rotates, after a warm-up; the speed-up
+is the ratio of medians over prompts, with a 95 % bootstrap interval. Then steps are taken apart:
+the model's forward alone, and all else that a step does. Writes JSON and a picture.
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 
+from ssmlx.commands.options import make_parser, run
 from ssmlx.decoding.loop import greedy, prefill, step
 from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.loading.files import make_folder
 from ssmlx.model.cache import StreamCache, TreeCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import Tree, root_tree
-from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
+from ssmlx.tuning.machine import machine
+from ssmlx.tuning.report import publish
 
-from ..run.statistics import median_ratio
+from .run import results
+from .run.experiment import task_result
+from .run.options import add_sample_options, check_counts, sample_experiment
+from .run.show import (
+    TOKENS_PER_CALL,
+    Columns,
+    Panel,
+    Row,
+    draw_tasks,
+    figure,
+    interval,
+    notes_of,
+    same_text,
+    table,
+)
+from .run.statistics import median_ratio
+from .run.target import MLX_LM, PLAIN, STREAMS, System
 
+PROG = "perf.speed"
 WARM_UP = 3
 """Steps before those that are timed."""
 FORWARDS = ("lower", "upper", "second_pass", "logits", "draft_logits")
 """What the model computes in a step."""
+
+
+def systems(max_tokens: int, tree_size: int) -> list[System]:
+    """The systems to time, each greedy and with the same `max_tokens`."""
+    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
+    tree = TreeConfig(kind="best", size=tree_size)
+    streaming = replace(plain, decoding="streaming", tree=tree)
+    return [
+        System(MLX_LM, MLX_LM, plain),
+        System(PLAIN, PLAIN, plain),
+        System(STREAMS, STREAMS, streaming),
+    ]
+
+
+def report(summary: Row, cost: Row) -> str:
+    """The result as text."""
+    columns: Columns = {
+        "system": lambda row: row["name"],
+        "decode tokens/s": figure("decode_rate", 1),
+        "over mlx-lm": lambda row: interval(row["speedup"], 2) if row["speedup"] else "-",
+        "tokens/call": figure("tokens_per_call"),
+        "same tokens as plain": same_text(summary["prompts"]),
+    }
+    streams = summary["systems"][-1]
+    lines = [*table(columns, summary["systems"]), *notes_of(summary)]
+    low, high = cost["interval"]
+    allowed = streams["tokens_per_call"]["value"] * cost["one_row"] / cost["forward"]
+    lines.append(
+        f"one row takes {cost['one_row'] * 1e3:.1f} ms: the forward allows {allowed:.2f}x"
+        + (
+            f", {streams['speedup']['value'] / allowed:.2f} of it reached"
+            * bool(streams["speedup"])
+        )
+    )
+    forward, rest = (f"{cost[name] * 1e3:.1f} ms" for name in ("forward", "rest"))
+    lines.append(
+        f"a step of {cost['tree_size']} nodes: its forward {forward}, all else {rest}: "
+        f"{cost['beside_forward']:.1%} [{low:.1%}, {high:.1%}] beside it"
+    )
+    return "\n".join(lines)
+
+
+def draw(result: Row, path: Path) -> None:
+    """A picture of the tokens/s."""
+    task = {**result["summary"], "adapter": None}
+    panel = Panel("decode tokens/s (median over prompts)", lambda row: row["decode_rate"], digits=1)
+    title = f"{task['data']}, float32, {result['machine']['machine']}"
+    draw_tasks([task], [panel, TOKENS_PER_CALL], title, path)
 
 
 class ForwardDone:
@@ -154,3 +231,32 @@ def step_cost(
     share = median_ratio(times["rest"][WARM_UP:], times["forward"][WARM_UP:])
     beside = {"beside_forward": share.value, "interval": [share.low, share.high]}
     return {**seconds, **beside, "tree_size": steps.tree.num_nodes, "repeats": repeats}
+
+
+def _main(args: argparse.Namespace) -> int:
+    three = systems(args.max_tokens, args.tree_size)  # nonsense is refused before loading
+    measured = replace(sample_experiment(args, "all"), systems=three).run()
+    model = measured.target.drafting(STREAMS).model
+    cost = step_cost(model, measured.prompts[0], args.tree_size, args.repeats)
+    summary = task_result(measured, data=args.prompts.name)
+    make_folder(results.RESULTS)
+    name = f"speed-{measured.experiment.name}" if args.adapter else "speed"
+    result = {"machine": machine(), "summary": summary, "step": cost}
+    publish(result, results.RESULTS / name, report(summary, cost), draw)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = make_parser(PROG, description, more)
+    add_sample_options(parser, count=20)
+    parser.add_argument("--tree-size", type=int, default=TreeConfig().size, metavar="N")
+    parser.add_argument("--repeats", type=int, default=40, help="steps that are taken apart")
+    args = parser.parse_args(argv)
+    check_counts(parser, args, "repeats")
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -9,7 +9,7 @@ Each figure has a 95 % bootstrap interval over prompts.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from ssmlx.commands.options import (
     generate_config,
     make_parser,
     run,
-    template_text,
 )
 from ssmlx.errors import InputError, require
 from ssmlx.loading.adapter import read_lora
@@ -28,18 +27,32 @@ from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
 from ssmlx.settings import GenerateConfig, TreeConfig, read_json
 from ssmlx.tuning.report import publish
 
-from ..run.experiment import Experiment
-from ..run.figures import failures, result_of, task_result
-from ..run.options import add_base, add_fresh, add_max_tokens, add_out, check_counts, split_name
-from ..run.statistics import paired_difference
-from ..run.store import Kept
-from ..run.target import MLX_LM, PLAIN, STREAMS, System, Weights, read_own_lora
-from ..run.tasks import TASKS, add_data_options, data_file, read_examples, scorer_of
-from .report import BASELINE, draw, report
+from .paper.published import PAPER
+from .run.experiment import Experiment, failures, result_of, task_result
+from .run.options import add_base, add_fresh, add_max_tokens, add_out, check_counts
+from .run.show import (
+    TOKENS_PER_CALL,
+    Columns,
+    Panel,
+    Row,
+    draw_tasks,
+    figure,
+    metrics,
+    notes_of,
+    number,
+    paper_span,
+    same_text,
+    table,
+)
+from .run.statistics import estimate, paired_difference
+from .run.store import Kept
+from .run.target import MLX_LM, PLAIN, STREAMS, System, Weights, read_own_lora
+from .run.tasks import TASKS, add_data_options, data_file, read_examples, scorer_of
 
+BASELINE = "baseline"
 PROG = "perf.quality"
 EPILOG = """examples:
-  python -m perf.quality --task sql --data-dir data --adapter sql=adapters/sql \\
+  python -m perf.quality --task sql --data-dir data --adapter adapters/sql \\
       --baseline adapters/sql-lora --trees "full:2,full:4,best:16,best:32,best:64"
   python -m perf.quality --task chat --data chat.jsonl --adapter adapters/chat-streams
 
@@ -61,17 +74,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     systems = parser.add_argument_group("systems")
     add_base(systems)
     systems.add_argument(
-        "--adapter", required=True, metavar="[NAME=]FOLDER", help="an adapter with streams"
+        "--adapter", required=True, metavar="NAME|FOLDER", help="an adapter with streams"
     )
     systems.add_argument(
         "--baseline", type=Path, metavar="FOLDER",
         help="the same LoRA trained without streams, as mlx-lm reads it (adapters.safetensors and "
         "adapter_config.json); decoded plainly",
-    )  # fmt: skip
-    systems.add_argument(
-        "--template", type=template_text, metavar="chat|raw|TEXT",
-        help="for every system; \\n is a new line (default: each one's own; the adapter's for a "
-        "baseline that has none)",
     )  # fmt: skip
     add_drafting_options(parser)
     parser.add_argument(
@@ -97,7 +105,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """
     task = TASKS[args.task]
     trees = tree_systems(args)
-    name, folder = named_adapter(args.adapter)
+    folder = resolve_adapter(args.adapter)
+    if folder is None:
+        raise InputError("--adapter none", expected="an adapter", do="give a folder or its name")
     data = data_file(task, args.data, args.data_dir)
     config = GenerateConfig(decoding="plain", max_tokens=args.max_tokens)
     plain = [System(MLX_LM, MLX_LM, config), System(PLAIN, PLAIN, config)]
@@ -109,7 +119,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         systems=[*plain, *trees],
         examples=read_examples(data, task, args.count),
         task=task,
-        template=args.template or adapter.config.prompt_template,
+        template=adapter.config.prompt_template,
         out=args.out,
         fresh=args.fresh,
     )
@@ -119,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         baseline = replace(_baseline(args.baseline.expanduser(), own), systems=plain)
         baseline.load()  # its mistakes are told before the first answer
     measured = own.run()
-    parts = [task_result(measured, data=data.name, adapter=name)]
+    parts = [task_result(measured, data=data.name)]
     if baseline is not None:
         other = baseline.run()
         parts.append(task_result(other, data=data.name, adapter=BASELINE))
@@ -135,28 +145,6 @@ def differences(of: Experiment, ours: Sequence[Kept], theirs: Sequence[Kept]) ->
         return {}
     gaps = [paired_difference(a, b) for a, b in zip(*pair, strict=True)]
     return {n: asdict(gap) for n, gap in zip(of.task.figures, gaps, strict=True)}
-
-
-def named_adapter(item: str) -> tuple[str, Path]:
-    """`NAME=FOLDER`, or a folder or bundled adapter whose own name will do.
-
-    Raises:
-        InputError: the name is taken, or it is no adapter's.
-    """
-    name, given = split_name(item)
-    name = Path(item).expanduser().resolve().name if name is None else name
-    require(
-        name not in ("", "base", "baseline", MLX_LM),
-        f"--adapter {item}: the name {name!r} is empty or taken",
-        expected="a name of its own",
-        do="write --adapter NAME=FOLDER",
-    )
-    folder = resolve_adapter(given)
-    if folder is None:
-        raise InputError(
-            f"--adapter {item}", expected="an adapter", do="give a folder or a bundled name"
-        )
-    return name, folder
 
 
 def _baseline(folder: Path, first: Experiment) -> Experiment:
@@ -221,6 +209,86 @@ def tree_label(tree: TreeConfig) -> str:
     if tree.kind == "full":
         return f"full:{tree.full_width}"
     return f"best:{tree.size}" + (f", {tree.width} a level" if tree.width else "")
+
+
+def report(result: Row) -> str:
+    """The result as text."""
+    first, *others = result["tasks"]
+    blocks = [
+        [
+            f"{first['task']}: {first['prompts']} prompts of {first['data']}, {result['model']}, "
+            f"greedy, float32, at most {first['max_tokens']} tokens an answer; [95 % intervals "
+            "over prompts]"
+        ],
+        *(table(_columns(task), task["systems"]) for task in result["tasks"]),
+        _difference_lines(first) if others else [],
+        _note_lines(first),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _columns(task: Row) -> Columns:
+    return {
+        str(task["adapter"]): lambda row: row["name"],
+        **metrics(task["figures"]),
+        "tokens/call": figure("tokens_per_call"),
+        "calls": number("target_calls"),
+        "calls/answer": figure("target_calls_per_answer", 1),
+        "tokens": number("tokens"),
+        "tokens/answer": figure("tokens_per_answer", 1),
+        "decode tokens/s": figure("decode_rate", 1),
+        "extra parameters": number("extra_parameters"),
+        "same tokens as plain": same_text(task["prompts"]),
+    }
+
+
+def _difference_lines(task: Row) -> list[str]:
+    gaps = {name: estimate(gap) for name, gap in task["differences"].items()}
+    return [
+        f"{task['adapter']} - {BASELINE}, {name}: {gap.text(1, signed=True)}, {gap.verdict}"
+        for name, gap in gaps.items()
+    ]
+
+
+def _note_lines(task: Row) -> list[str]:
+    """What the figures mean."""
+    notes, names = (
+        ["plain: what the streams draft for, without them", *notes_of(task)],
+        task["figures"],
+    )
+    if names and task["task"] == "sql":
+        notes.append("exact match: every run of white space counts as one space")
+    elif names:
+        notes.append("ROUGE: F1 by rouge_score with stemmer, lines are sentences, best reference")
+    cut = next(row["cut_at_max_tokens"] for row in task["systems"] if row["kind"] == "plain")
+    notes.append(f"cut at {task['max_tokens']} tokens: {cut} of plain's answers")
+    paper = PAPER.get(task["task"])
+    if paper:
+        low, high = paper.call_reduction
+        notes.append(
+            f"the paper's table 1, {paper.name}, models of 1.3B to 7B: {low:.2f} to {high:.2f} "
+            f"tokens per call, {names[0] if names else 'metric'} {paper.metric[0]:.2f} to "
+            f"{paper.metric[1]:.2f}"
+        )
+    return notes
+
+
+def draw(result: Row, path: Path) -> None:
+    """The picture: the metric beside the tokens per call, each system a line."""
+    tasks = result["tasks"]
+    metric = [
+        Panel(f"{name}, %", _figure_of(name), paper_span(lambda row: row.metrics[0]), 1)
+        for name in tasks[0]["figures"][:1]
+    ]
+    title = (
+        f"{result['model']}, greedy, float32, 95 % intervals over prompts; pale bands: the paper's "
+        "table 1, models of 1.3B to 7B"
+    )
+    draw_tasks(tasks, [*metric, TOKENS_PER_CALL], title, path)
+
+
+def _figure_of(name: str) -> Callable[[Row], Any]:
+    return lambda row: row["figures"][name]
 
 
 def _main(args: argparse.Namespace) -> int:
