@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -80,11 +79,19 @@ class GenerationResponse:
 
 @dataclass
 class Budget:
-    """Where an answer ends: at an end token, at `max_tokens`, or at the context's end."""
+    """Where an answer ends: at an end token, at `max_tokens`, or at the context's end.
+
+    Attributes:
+        end_tokens, max_tokens: what ends it.
+        context_room: tokens for which the context has room; None where it has no limit.
+        is_full: whether there is no room for another step, where steps need more than a token.
+        generated: tokens so far.
+    """
 
     end_tokens: Set[int]
     max_tokens: int
-    context_room: int | None
+    context_room: int | None = None
+    is_full: Callable[[], bool] = lambda: False
     generated: int = 0
 
     def ends(self, step: list[int]) -> bool:
@@ -101,7 +108,7 @@ class Budget:
                 return step[:index], "length"
             if generated + index == self.context_room:
                 return step[:index], "context"
-        return step, None
+        return step, "context" if self.is_full() else None
 
 
 def token_steps(
@@ -220,49 +227,69 @@ def stream_generate(
     budget = Budget(end_token_ids(model, tokenizer), config.max_tokens, room)
     plan = make_plan(model, config, draft_model=draft_model, heads=heads, context=num_prompt)
     steps = planned_steps(plan, model, tokens, cache, progress, context=context, ends=budget.ends)
-    told = partial(memory_of, model, cache, plan.drafter, plan.loaded)
-    return _responses(model, tokenizer, steps, budget, num_prompt, num_cached, plan, told)
+
+    def measured(reason: FinishReason | None) -> dict[str, Any]:
+        return {
+            "peak_memory": mx.get_peak_memory() / 1e9,
+            "draft_calls": plan.drafter.draft_calls if plan.drafter else 0,
+            "lossy": plan.lossy,
+            "memory": memory_of(model, cache, plan.drafter, plan.loaded) if reason else None,
+        }
+
+    responses = responses_of(tokenizer, steps, budget, num_prompt, num_cached, measured)
+    return _wired(model, responses)
 
 
-def _responses(
-    model: StreamFusedModel,
+def _wired(
+    model: StreamFusedModel, responses: Iterator[GenerationResponse]
+) -> Iterator[GenerationResponse]:
+    """`responses`, with the weights wired while they come, as mlx-lm does on macOS."""
+    with wired_limit(model.backbone.model):
+        yield from responses
+
+
+def responses_of(
     tokenizer: TokenizerWrapper,
     steps: Iterator[list[int]],
     budget: Budget,
     num_prompt: int,
     num_cached: int,
-    plan: Plan,
-    measure: Callable[[], Memory],
+    measured: Callable[[FinishReason | None], dict[str, Any]],
 ) -> Iterator[GenerationResponse]:
+    """An answer's segments, up to where `budget` ends it.
+
+    Args:
+        tokenizer: makes text of tokens.
+        steps: the tokens of each target call.
+        budget: where the answer ends.
+        num_prompt, num_cached: tokens of the prompt, and those of them that the cache held.
+        measured: the other fields of a segment, of the reason why it is the last, if it is.
+    """
     detokenizer = tokenizer.detokenizer
     started = first_done = time.perf_counter()
-    with wired_limit(model.backbone.model):  # on macOS, as mlx-lm does
-        for calls, step in enumerate(steps, 1):
-            now = time.perf_counter()
-            first_done = now if calls == 1 else first_done
-            step, reason = budget.cut(step)
-            budget.generated += len(step)
-            for token in step[:-1] if reason == "stop" else step:
-                detokenizer.add_token(token)
-            if reason:
-                detokenizer.finalize()
-            yield GenerationResponse(
-                text=detokenizer.last_segment,
-                tokens=tuple(step),
-                finish_reason=reason,
-                prompt_tokens=num_prompt,
-                generation_tokens=budget.generated,
-                target_calls=calls,
-                prefill_seconds=first_done - started,
-                decode_seconds=now - first_done,
-                peak_memory=mx.get_peak_memory() / 1e9,
-                draft_calls=plan.drafter.draft_calls if plan.drafter else 0,
-                cached_tokens=num_cached,
-                lossy=plan.lossy,
-                memory=measure() if reason else None,
-            )
-            if reason:
-                return
+    for calls, step in enumerate(steps, 1):
+        now = time.perf_counter()
+        first_done = now if calls == 1 else first_done
+        step, reason = budget.cut(step)
+        budget.generated += len(step)
+        for token in step[:-1] if reason == "stop" else step:
+            detokenizer.add_token(token)
+        if reason:
+            detokenizer.finalize()
+        yield GenerationResponse(
+            text=detokenizer.last_segment,
+            tokens=tuple(step),
+            finish_reason=reason,
+            prompt_tokens=num_prompt,
+            generation_tokens=budget.generated,
+            target_calls=calls,
+            prefill_seconds=first_done - started,
+            decode_seconds=now - first_done,
+            cached_tokens=num_cached,
+            **measured(reason),
+        )
+        if reason:
+            return
 
 
 def generate(

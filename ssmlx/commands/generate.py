@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .options import (
     PromptBar,
     add_decoding_options,
     add_model_options,
+    add_prompt_options,
     bar,
     load_all,
     make_parser,
@@ -47,14 +47,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "(--prompt TEXT | --prompts FILE.jsonl) [options]",
     )
     group = parser.add_argument_group("prompts and answers")
-    source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
-    source.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE.jsonl",
-        help="a JSON object a line, field `prompt` or `messages`",
-    )
+    add_prompt_options(group)
     group.add_argument(
         "--template",
         type=template_text,

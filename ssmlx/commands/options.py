@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 from ..errors import InputError, check_choice, require
@@ -65,6 +66,16 @@ def add_counts(
             f"--{name}", type=int, default=default, metavar=metavar,
             help=f"{text} (default: %(default)s)",
         )  # fmt: skip
+
+
+def add_prompt_options(group: argparse._ArgumentGroup) -> None:
+    """What to ask."""
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    source.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl",
+        help="a JSON object a line, field `prompt` or `messages`",
+    )  # fmt: skip
 
 
 def template_text(text: str) -> str:

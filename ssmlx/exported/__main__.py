@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..commands.options import make_parser, run
+from ..commands.options import add_prompt_options, make_parser, run
 
 PROG = "ssmlx.exported"
 EPILOG = """examples:
@@ -24,14 +24,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--package", type=Path, required=True, metavar="FOLDER",
         help="what `python -m ssmlx.export` wrote",
     )  # fmt: skip
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
-    source.add_argument(
-        "--prompts",
-        type=Path,
-        metavar="FILE.jsonl",
-        help="a JSON object a line, field `prompt` or `messages`",
-    )
+    add_prompt_options(parser.add_argument_group("prompts"))
     parser.add_argument(
         "--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)"
     )

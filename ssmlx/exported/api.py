@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api import Budget, GenerationResponse
+from ..api import Budget, GenerationResponse, responses_of
 from ..errors import InputError
 from ..loading.load import load_tokenizer
 from ..prompts import Prompt, as_messages, chat_tokens, encode, text_tokens, user_text
@@ -121,8 +120,13 @@ def stream_generate(
     if max_tokens < 1:
         raise InputError(f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
     steps = streaming_decode(model.backend, model.manifest, tokens, cache, progress)
+    room = model.manifest.num_slots - model.manifest.num_nodes
+    budget = Budget(model.end_token_ids, max_tokens, is_full=lambda: cache.offset > room)
     num_prompt = num_cached + len(tokens)
-    return _responses(model, steps, num_prompt, num_cached, max_tokens, cache)
+    return responses_of(
+        model.tokenizer, steps, budget, num_prompt, num_cached,
+        lambda reason: {"peak_memory": _peak_memory()},
+    )  # fmt: skip
 
 
 def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
@@ -137,45 +141,6 @@ def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
             f"chunks of {manifest.chunk}",
             do="shorten it, or export with a larger --context",
         )
-
-
-def _responses(
-    model: ExportedModel,
-    steps: Iterator[list[int]],
-    num_prompt: int,
-    num_cached: int,
-    max_tokens: int,
-    cache: SlotCache,
-) -> Iterator[GenerationResponse]:
-    detokenizer = model.tokenizer.detokenizer
-    budget = Budget(model.end_token_ids, max_tokens, None)
-    room = model.manifest.num_slots - model.manifest.num_nodes
-    started = first_done = time.perf_counter()
-    for calls, step in enumerate(steps, 1):
-        now = time.perf_counter()
-        first_done = now if calls == 1 else first_done
-        step, reason = budget.cut(step)
-        if reason is None and cache.offset > room:
-            reason = "context"
-        budget.generated += len(step)
-        for token in step[:-1] if reason == "stop" else step:
-            detokenizer.add_token(token)
-        if reason:
-            detokenizer.finalize()
-        yield GenerationResponse(
-            text=detokenizer.last_segment,
-            tokens=tuple(step),
-            finish_reason=reason,
-            prompt_tokens=num_prompt,
-            generation_tokens=budget.generated,
-            target_calls=calls,
-            prefill_seconds=first_done - started,
-            decode_seconds=now - first_done,
-            peak_memory=_peak_memory(),
-            cached_tokens=num_cached,
-        )
-        if reason:
-            return
 
 
 def _peak_memory() -> float:
