@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import folder_digest, make_folder, write_whole
 from ssmlx.prompts import as_messages, encode, read_prompts, refusing_turns
@@ -137,43 +137,22 @@ def generate_all(
     answers: list[Answer | None] = [None] * len(encoded)
     for indices, batch in zip(batches, part.done, strict=False):
         _place(answers, indices, batch)
-    with _Progress(len(encoded), sum(map(len, part.done))) as progress:
+    from huggingface_hub.utils import tqdm
+
+    done = sum(map(len, part.done))
+    with tqdm(total=len(encoded), initial=done, unit="prompt", disable=None, leave=False) as bar:
         for number in range(len(part.done), len(batches)):
             indices = batches[number]
             batch = generate([encoded[index] for index in indices], number)
             part.append(batch)
             _place(answers, indices, batch)
-            progress.add(batch)
+            bar.update(len(batch))
     return [answer for answer in answers if answer is not None]
 
 
 def _place(answers: list[Answer | None], indices: Sequence[int], batch: Sequence[Answer]) -> None:
     for index, answer in zip(indices, batch, strict=True):
         answers[index] = answer
-
-
-class _Progress:
-    """A bar of prompts with the rate of tokens, shown on a terminal only."""
-
-    def __init__(self, total: int, done: int) -> None:
-        from huggingface_hub.utils import tqdm
-
-        self._tokens = 0
-        self._bar = tqdm(total=total, initial=done, unit="prompt", disable=None, leave=False)
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def add(self, batch: Sequence[Answer]) -> None:
-        """Count a finished batch."""
-        self._tokens += sum(len(answer.tokens) for answer in batch)
-        if not self._bar.disable:
-            rate = self._tokens / max(self._bar.format_dict["elapsed"], 1e-9)
-            self._bar.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-        self._bar.update(len(batch))
 
 
 def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -282,12 +261,10 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = make_parser(PROG, "Let a model answer a file of prompts, in batches.", EPILOG)
-    parser.add_argument(
-        "--prompts", type=Path, required=True, metavar="FILE", help="prompts, JSON lines"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="what to write, JSON lines"
-    )
+    for flag, text in (("--prompts", "prompts"), ("--out", "what to write")):
+        parser.add_argument(
+            flag, type=Path, required=True, metavar="FILE", help=f"{text}, JSON lines"
+        )
     add_generator_options(parser)
     parser.add_argument(
         "--lora", type=Path, metavar="FOLDER",
@@ -295,14 +272,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "checkpoint of scope all, or what mlx-lm or ssmlx.train wrote",
     )  # fmt: skip
     parser.add_argument(
-        "--max-tokens", type=int, default=160, help="longest answer (default: %(default)s)"
-    )
-    parser.add_argument(
         "--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)"
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the sampler (default: %(default)s)"
-    )
+    add_counts(parser, ("max-tokens", 160, "longest answer"), ("seed", 0, "seed of the sampler"))
     return parser.parse_args(argv)
 
 
@@ -313,22 +285,14 @@ def add_generator_options(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_MODEL,
         help="a folder, a Hub name or an alias (default: %(default)s)",
     )
-    parser.add_argument(
-        "--batch-size", type=int, default=64, metavar="B",
-        help="prompts that are answered together (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="what the model computes in (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda", "mps"),
-        default="auto",
-        help="auto: a GPU where PyTorch finds one (default: %(default)s)",
-    )
+    add_counts(parser, ("batch-size", 64, "prompts that are answered together"), metavar="B")
+    for flag, choices, text in (
+        ("--dtype", ("bfloat16", "float32"), "what the model computes in"),
+        ("--device", ("auto", "cpu", "cuda", "mps"), "auto: a GPU where PyTorch finds one"),
+    ):
+        parser.add_argument(
+            flag, choices=choices, default=choices[0], help=f"{text} (default: %(default)s)"
+        )
 
 
 def check_batch_size(batch_size: int) -> None:
