@@ -20,7 +20,7 @@ STATE_FILE, MODEL_FOLDER = "state.pt", "model"
 EPILOG = """examples:
   python -m convert.continuations --prompts prompts.jsonl --out data/own/train.jsonl
   python -m convert.train_draft --data data/own --out runs/draft
-  python -m ssmlx.generate --draft-model runs/draft/model --prompt "..."
+  python -m ssmlx.generate --drafter "draft-model model=runs/draft/model" --prompt "..."
 
 The draft model has the base model's embedding and LM head, and its first layers and final norm,
 which are trained. The run saves its state as it goes. Stop it when you like: the same command

@@ -86,9 +86,8 @@ def template_text(text: str) -> str:
 # --- What a drafter is told, by `--drafter "NAME KEY=VALUE ..."` ---
 
 
-def _own_keys(kind: str) -> dict[str, str]:
+def _own_keys(place: str) -> dict[str, str]:
     """The keys of a drafter's settings, which their own `Allowed.option` tells."""
-    place = kind.replace("-", "_")
     told = {one.name: one.metadata for one in fields(getattr(_DEFAULTS, place))}
     options = {name: more["allowed"].option for name, more in told.items() if "allowed" in more}
     return {option.partition("=")[0]: f"{place}.{name}" for name, option in options.items()}
@@ -96,29 +95,18 @@ def _own_keys(kind: str) -> dict[str, str]:
 
 _KEYS = {
     "streams": {"schedule": "stream_schedule", "lookup": "lookup_nodes", "head": "draft_head"},
-    **{kind: _own_keys(kind) for kind in FREE_DRAFTERS},
-    "draft-model": {
-        "model": "draft_model",
-        "tokens": "draft.num_draft_tokens",
-        "width": "draft.width",
-    },
+    **{kind: _own_keys(kind.replace("-", "_")) for kind in FREE_DRAFTERS},
+    "draft-model": {"model": "draft_model", **_own_keys("draft")},
     "medusa": {"heads": "heads", "lookup": "lookup_nodes"},
     "mlp-speculator": {
         "heads": "heads",
-        "widths": "speculator_tree.widths",
-        "candidates": "speculator_tree.candidates",
-        "size": "speculator_tree.size",
+        **_own_keys("speculator_tree"),
         "lookup": "lookup_nodes",
     },
 }
 """Each drafter's own keys, and where their values go: in `GenerateConfig`, or what is loaded."""
 
-_SHARED_KEYS = {
-    "acceptance": "acceptance.kind",
-    "epsilon": "acceptance.epsilon",
-    "delta": "acceptance.delta",
-    "attention": "attention",
-}
+_SHARED_KEYS = {**_own_keys("acceptance"), "attention": "attention"}
 _WORDS = {
     "schedule": "|".join(reversed(STREAM_SCHEDULES)),
     "head": "|".join(DRAFT_HEADS),
