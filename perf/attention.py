@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.model.metal.hook import is_available, pack_bits
@@ -38,7 +38,7 @@ from ssmlx.model.metal.plan import (
 from ssmlx.tuning.machine import machine
 from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
 
-from .run.results import RESULTS
+from .run.options import add_out
 
 PROG = "perf.attention"
 EPILOG = """examples:
@@ -261,17 +261,19 @@ def _main(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = make_parser(PROG, (__doc__ or "").partition("\n\n")[2], EPILOG)
-    parser.add_argument("--heads", type=int, default=9)
-    parser.add_argument("--kv-heads", type=int, default=3)
-    parser.add_argument("--head-size", type=int, default=64)
+    add_counts(
+        parser,
+        ("heads", 9, "of the queries"),
+        ("kv-heads", 3, "of keys and values"),
+        ("head-size", 64, "channels of a head"),
+        ("layers", 16, "one after the other in a run"),
+        ("repeats", 15, "timed runs of each side"),
+    )
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float16")
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16, 32, 64, 128])
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096, 8192, 16384]
-    )
-    parser.add_argument("--layers", type=int, default=16, help="one after the other in a run")
-    parser.add_argument("--repeats", type=int, default=15, help="timed runs of each side")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    contexts = [128, 512, 1024, 2048, 4096, 8192, 16384]
+    parser.add_argument("--contexts", type=int, nargs="+", default=contexts)
+    add_out(parser)
     args = parser.parse_args(argv)
     return run(lambda: _main(args), PROG)
 

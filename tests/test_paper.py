@@ -17,7 +17,6 @@ from perf.compare.__main__ import parse_systems
 from perf.paper import ablation, figures, learning
 from perf.paper.ablation import read_run, read_runs, report
 from perf.paper.figures import (
-    Point,
     parity,
     parity_points,
     sampling_curves,
@@ -127,9 +126,9 @@ def test_the_curves_of_figure_5_are_full_trees():
         plain: [1, TreeConfig(kind="full").full_width],
         pruned: [2],
     }
-    assert curves[pruned][2].speedup.value == 1.2
+    assert curves[pruned][2][0].value == 1.2
     newer = full_tree(1) | {"speedup": figure(9.0)}
-    assert tree_curves([result(*rows), result(newer)])[plain][1].speedup.value == 9.0
+    assert tree_curves([result(*rows), result(newer)])[plain][1][0].value == 9.0
 
 
 def test_the_curves_of_figure_9b_are_of_sampling():
@@ -188,7 +187,7 @@ def test_every_curve_is_drawn_and_looks_different(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     drawn = []
     monkeypatch.setattr(figures, "finish", lambda figure, *_: drawn.append(figure))
-    point = Point(*[Estimate(1.0, 0.9, 1.1)] * 2)
+    point = (Estimate(1.0, 0.9, 1.1),) * 2
     curves = {("sql", f"curve {number}"): {1: point, 2: point} for number in range(9)}
     figures.draw_trees(curves, "", tmp_path / "x.png")
     left, _ = drawn[0].axes

@@ -25,8 +25,7 @@ from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
 
-from ..run.results import RESULTS, ROOT
-from .learning import validations
+from .learning import add_outputs, validations
 
 PROG = "perf.paper.ablation"
 EPILOG = """examples:
@@ -285,38 +284,25 @@ def show(args: argparse.Namespace) -> None:
 
 def _add_train(commands: Any) -> None:
     parser = commands.add_parser("train", help="run the variants", allow_abbrev=False)
-    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    for flag, default, text in (
-        ("--layers", [2, 4, 8, 16], "Ns of the runs of both designs"),
-        ("--ranks", [8, 32, 128], "eta of the runs with f of eq. 3"),
+    for flag in ("--data", "--out"):
+        parser.add_argument(flag, type=Path, required=True, metavar="FOLDER")
+    for flag, kind, default, text in (
+        ("--layers", int, [2, 4, 8, 16], "Ns of the runs of both designs"),
+        ("--ranks", int, [8, 32, 128], "eta of the runs with f of eq. 3"),
+        ("--rank-layers", int, 8, "Ns of the runs with f"),
+        ("--rotation-step", float, 0.2, "epsilon of eq. 7, radians"),
     ):
-        shown = " ".join(map(str, default))
+        many = "+" if isinstance(default, list) else None
         parser.add_argument(
-            flag, type=int, nargs="+", default=default, metavar="N",
-            help=f"{text} (default: {shown})",
+            flag, type=kind, nargs=many, default=default, metavar="N",
+            help=f"{text} (default: %(default)s)",
         )  # fmt: skip
-    parser.add_argument(
-        "--rank-layers", type=int, default=8, metavar="N",
-        help="Ns of the runs with f (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--rotation-step", type=float, default=0.2, metavar="X",
-        help="epsilon of eq. 7, radians (default: %(default)s)",
-    )  # fmt: skip
 
 
 def _add_draw(commands: Any) -> None:
     parser = commands.add_parser("draw", help="show what the runs came to", allow_abbrev=False)
     parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "perf" / "figures" / "ablation.png", metavar="FILE",
-        help="the picture (default: perf/figures/ablation.png)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="FOLDER",
-        help="for ablation.json and ablation.txt (default: perf/results)",
-    )  # fmt: skip
+    add_outputs(parser, "ablation")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -99,19 +99,8 @@ class Parity:
     predicted: float
 
 
-@dataclass(frozen=True)
-class Point:
-    """Speed-up over mlx-lm and tokens per target call, at one x of a curve."""
-
-    speedup: Estimate
-    tokens_per_call: Estimate
-
-    @classmethod
-    def of(cls, row: Result) -> Point:
-        """A system's."""
-        return cls(estimate(row["speedup"]), estimate(row["tokens_per_call"]))
-
-
+Point = tuple[Estimate, Estimate]
+"""Speed-up over mlx-lm and tokens per target call, at one x of a curve."""
 Curve = tuple[str, str]
 """What was asked, and how it was decoded."""
 Curves = Mapping[Curve, Mapping[int, Point]]
@@ -138,6 +127,11 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
             parity_points([result]), sampling_curves([result]), tree_curves([result])
         results.append(result)
     return results
+
+
+def point_of(row: Result) -> Point:
+    """A system's."""
+    return estimate(row["speedup"]), estimate(row["tokens_per_call"])
 
 
 def tasks_of(results: Sequence[Result], *, greedy: bool) -> Iterator[tuple[Result, Result]]:
@@ -181,7 +175,7 @@ def tree_curves(results: Sequence[Result]) -> Curves:
             if row["kind"] == "streams" and tree.get("kind") == "full" and row["speedup"]:
                 curve = tree_curve(task["task"], options["levels"], options["prune"])
                 k = TreeConfig(kind="full", width=tree["width"]).full_width
-                curves[curve][k] = Point.of(row)
+                curves[curve][k] = point_of(row)
     return curves
 
 
@@ -198,7 +192,7 @@ def sampling_curves(results: Sequence[Result]) -> Curves:
     for result, task in tasks_of(results, greedy=False):
         for row in task["systems"]:
             if row["name"] in DRAFTER_COLOURS and result["top_k"] and row["speedup"]:
-                curves[task["task"], row["name"]][result["top_k"]] = Point.of(row)
+                curves[task["task"], row["name"]][result["top_k"]] = point_of(row)
     return curves
 
 
@@ -219,11 +213,11 @@ def draw_parity(points: Sequence[Parity], caption: str, path: Path) -> None:
     axes.plot(10, 1.0, marker="x", color=PAPER_TEXT, ls="none",
               label=f"the paper's parity: ratio 10, ζ = {parity(10):g} β")  # fmt: skip
     for point, colour in zip(points, cycle(COLOURS), strict=False):
-        axes.errorbar(
-            point.latency_ratio, point.measured.value, yerr=error_bars([point.measured]), fmt="o",
-            color=colour, capsize=3, label=f"ours, {point.task}: {point.measured.value:.2f} at "
-            f"ζ/β = {point.advance_ratio:.2f} (eq. 6: {point.predicted:.2f})",
-        )  # fmt: skip
+        label = (
+            f"ours, {point.task}: {point.measured.value:.2f} at ζ/β = {point.advance_ratio:.2f} "
+            f"(eq. 6: {point.predicted:.2f})"
+        )
+        draw_line(axes, {point.latency_ratio: point.measured}, fmt="o", color=colour, label=label)
         axes.plot(point.latency_ratio, point.predicted, "D", mfc="none", color=colour)
     top = max([5.0, *(1.15 * max(p.measured.high, p.predicted) for p in points)])
     axes.set(xlim=(0, 100), ylim=(0, top), xlabel="latency ratio, $C_{target} / C_{draft}$",
@@ -233,20 +227,17 @@ def draw_parity(points: Sequence[Parity], caption: str, path: Path) -> None:
     finish(figure, caption, path)
 
 
-def error_bars(estimates: Sequence[Estimate]) -> list[list[float]]:
-    """[2, points] what lies below and above each value."""
-    # A resampled interval need not hold the value, with very few prompts.
-    below = [max(0.0, one.value - one.low) for one in estimates]
-    return [below, [max(0.0, one.high - one.value) for one in estimates]]
-
-
-def draw_line(axes: Any, points: Mapping[int, Point], name: str, **style: Any) -> None:
-    """A curve with its intervals; `name` is the attribute of `Point` that it shows."""
+def draw_line(axes: Any, points: Mapping[Any, Estimate], **style: Any) -> None:
+    """A curve with its intervals."""
     places = sorted(points)
-    values = [getattr(points[place], name) for place in places]
-    axes.errorbar(
-        places, [one.value for one in values], yerr=error_bars(values), capsize=3, ms=4, **style
-    )
+    errors = list(zip(*(points[one].errors for one in places), strict=True))
+    values = [points[one].value for one in places]
+    axes.errorbar(places, values, yerr=errors, capsize=3, ms=4, **style)
+
+
+def part(points: Mapping[int, Point], which: int) -> dict[int, Estimate]:
+    """The speed-ups of a curve, or its tokens per call."""
+    return {place: point[which] for place, point in points.items()}
 
 
 def draw_trees(curves: Curves, caption: str, path: Path) -> None:
@@ -259,8 +250,8 @@ def draw_trees(curves: Curves, caption: str, path: Path) -> None:
     looks = every_pair(COLOURS, MARKS)
     for ((task, how), points), (colour, mark) in zip(sorted(curves.items()), looks, strict=False):
         style = {"fmt": mark, "ls": "--" if "without" in how else "-", "color": colour}
-        draw_line(left, points, "speedup", label=f"{task}, {how}", **style)
-        draw_line(right, points, "tokens_per_call", **style)
+        draw_line(left, part(points, 0), label=f"{task}, {how}", **style)
+        draw_line(right, part(points, 1), **style)
     left.set_ylabel("speed-up over mlx-lm")
     right.set_ylabel("tokens per target call")
     for axes, least in ((left, 2.15), (right, 1.0)):
@@ -282,10 +273,11 @@ def draw_sampling(curves: Curves, caption: str, path: Path) -> None:
         for (own, drafter), points in sorted(curves.items()):
             if own == task:
                 colour = DRAFTER_COLOURS[drafter]
-                draw_line(axes, points, "tokens_per_call", fmt="o", ls="-", color=colour,
-                          label=f"{drafter}: tokens per call")  # fmt: skip
-                draw_line(axes, points, "speedup", fmt="s", ls="--", color=colour,
-                          label=f"{drafter}: speed-up over mlx-lm")  # fmt: skip
+                for values, fmt, what in (
+                    (part(points, 1), "o-", "tokens per call"),
+                    (part(points, 0), "s--", "speed-up over mlx-lm"),
+                ):
+                    draw_line(axes, values, fmt=fmt, color=colour, label=f"{drafter}: {what}")
         axes.set(xlabel="k of top-k sampling", xlim=(-12, 54), xticks=range(10, 60, 10))
         axes.set_title(task, fontsize=10)
         axes.set_ylim(0, 1.25 * max(4.0, axes.dataLim.y1))

@@ -46,15 +46,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     source.add_argument("--from", dest="source", type=Path, metavar="FILE.json",
                         help="read no logs; draw an earlier result again")  # fmt: skip
+    add_outputs(parser, "learning")
+    return parser.parse_args(argv)
+
+
+def add_outputs(parser: argparse.ArgumentParser, name: str) -> None:
+    """Where the picture goes, and the result."""
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "perf" / "figures" / "learning.png", metavar="FILE",
-        help="the picture (default: perf/figures/learning.png)",
+        "--out", type=Path, default=ROOT / "perf" / "figures" / f"{name}.png", metavar="FILE",
+        help=f"the picture (default: perf/figures/{name}.png)",
     )  # fmt: skip
     parser.add_argument(
         "--results", type=Path, default=RESULTS, metavar="FOLDER",
-        help="for learning.json (default: perf/results)",
+        help=f"for {name}.json and {name}.txt (default: perf/results)",
     )  # fmt: skip
-    return parser.parse_args(argv)
 
 
 def validations(folder: Path) -> list[dict[str, Any]]:
