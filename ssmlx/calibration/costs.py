@@ -36,6 +36,7 @@ Clock = Callable[[], float]
 Point = tuple[str, int, int]
 """What is timed: its name as a field of `StepCosts`, its rows, and the context."""
 Calls = dict[Point, Callable[[], Any]]
+"""Each gives what is to be evaluated, or its own seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +120,12 @@ def layer_calls(model: StreamFusedModel, cache: TreeCache, context: int, plan: C
     """The layers below and above the insertion layer, on every number of rows."""
     calls: Calls = {}
 
-    def lower(tree: Tree) -> None:
-        mx.eval(model.lower(tree, cache))
-
-    def upper(tree: Tree, hidden: mx.array, streams: int) -> None:
-        mx.eval(model.upper(model.insert(hidden, streams), tree, cache, streams))
+    def upper(tree: Tree, hidden: mx.array, streams: int) -> mx.array:
+        return model.upper(model.insert(hidden, streams), tree, cache, streams)
 
     for rows in plan.rows:
         tree, hidden = likely_tree(model, rows)
-        calls["lower", rows, context] = partial(lower, tree)
+        calls["lower", rows, context] = partial(model.lower, tree, cache)
         calls["upper", rows, context] = partial(upper, tree, hidden, 0)
     for nodes in plan.fused_nodes:
         tree, hidden = likely_tree(model, nodes)
@@ -140,15 +138,12 @@ def head_calls(model: StreamFusedModel, plan: CostPlan) -> Calls:
     """The heads, on every number of rows; they do not see the context."""
     calls: Calls = {}
 
-    def head(hidden: mx.array) -> None:
-        mx.eval(mx.argmax(model.backbone.logits(hidden), axis=-1))
+    def head(hidden: mx.array) -> mx.array:
+        return mx.argmax(model.backbone.logits(hidden), axis=-1)
 
-    def draft_head(hidden: mx.array) -> None:
-        mx.eval(model.draft_logits(hidden))
-
-    def early_exit(tree: Tree, hidden: mx.array) -> None:
+    def early_exit(tree: Tree, hidden: mx.array) -> mx.array:
         edges = transition_logprobs(tree, model.early_exit_logits(hidden))
-        mx.eval(nodes_within_budget(tree, edges, max(1, tree.num_nodes // 2)))
+        return nodes_within_budget(tree, edges, max(1, tree.num_nodes // 2))
 
     can_prune = model.streams is not None and model.streams.prune is not None
     for rows in plan.rows:
@@ -159,7 +154,7 @@ def head_calls(model: StreamFusedModel, plan: CostPlan) -> Calls:
             tree = replace(tree, num_internal=tree.num_nodes)
             calls["early_exit", rows, 0] = partial(early_exit, tree, hidden)
     for rows in range(1, model.num_streams + 1):
-        calls["draft_head", rows, 0] = partial(draft_head, _some_hidden(model, rows))
+        calls["draft_head", rows, 0] = partial(model.draft_logits, _some_hidden(model, rows))
     return calls
 
 
@@ -185,21 +180,21 @@ def _some_hidden(model: StreamFusedModel, rows: int) -> mx.array:
 
 
 def medians(
-    calls: Mapping[Point, Callable[[], object]], repeats: int, clock: Clock = time.perf_counter
+    calls: Calls, repeats: int, clock: Clock = time.perf_counter
 ) -> tuple[dict[Point, float], float]:
     """Median seconds of each call, all taken in turn, after a round that does not count.
 
-    A call that returns a number has timed itself. With them comes how noisy the machine was: the
-    median `spread` of all calls.
+    With them comes how noisy the machine was: the median `spread` of all calls.
     """
     times: dict[Point, list[float]] = {point: [] for point in calls}
     rounds = [(turn, point) for turn in range(WARM_ROUNDS + repeats) for point in calls]
     for turn, point in progress(rounds, "forwards"):
         started = clock()
-        own = calls[point]()
-        seconds = clock() - started if own is None else own
+        found = calls[point]()
+        mx.eval(found)
+        seconds = found if isinstance(found, float) else clock() - started
         if turn >= WARM_ROUNDS:
-            times[point].append(float(seconds))  # type: ignore[arg-type]
+            times[point].append(seconds)
     noise = statistics.median(spread(values) for values in times.values())
     return {point: statistics.median(values) for point, values in times.items()}, noise
 
