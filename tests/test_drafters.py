@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import random
+import shutil
+import sys
 from dataclasses import replace
 from functools import lru_cache
 
@@ -12,7 +16,7 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from real import write_base
+from real import one_line, words, write_base, write_tiny_adapter
 from tiny import (
     VOCAB,
     first_tokens,
@@ -20,18 +24,20 @@ from tiny import (
     make_model,
     make_tokenizer,
     random_tree,
+    target_of,
     tree_from_parents,
 )
-from tiny_heads import cycle_heads, make_heads
+from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
 from ssmlx.api import stream_generate, token_steps
-from ssmlx.commands import generate
+from ssmlx.commands import chat, generate
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
 from ssmlx.decoding.prune import surviving_nodes
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter, check_vocabulary
+from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
 from ssmlx.drafters.lookup import (
     NGRAM,
@@ -43,8 +49,10 @@ from ssmlx.drafters.lookup import (
 )
 from ssmlx.drafters.trie import Trie, padded_size
 from ssmlx.errors import InputError
+from ssmlx.model.architectures import carries_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
+from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN, comb_topology, root_tree
 from ssmlx.plan import make_plan
@@ -60,6 +68,7 @@ from ssmlx.settings import (
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)
+PROMPT = [3, 1, 4, 1, 5]
 FEW_TOKENS = (0, 1, 2, 4, 7, 8, 12)
 SMALL_LOOKAHEAD = LookaheadConfig(window=3, ngram=3, guesses=3)
 
@@ -456,37 +465,254 @@ def test_nothing_waits_for_the_lookup(monkeypatch):
     assert set(reads) <= {2, 2 + drafter.num_levels}  # a bare root first
 
 
+# --- Heads ---
+
+
+def plain(model, prompt, count, **settings):
+    return written(model, prompt, count, decoding="plain", **settings)[0]
+
+
+def drafted(model, settings, prompt, count):
+    """The text that is written, and the tree of each call with the text that it continues."""
+    drafter, trees = make_plan(model, **settings).drafter, []
+    propose = drafter.propose
+    drafter.propose = lambda verified: trees.append(propose(verified)) or trees[-1]
+    steps = decode.streaming_decode(model, prompt, model.make_cache(), drafter=drafter)
+    tokens, lengths = first_tokens(steps, count)
+    text, seen = list(prompt), []
+    assert len(trees) == len(lengths) + 1  # the next step is built ahead
+    for tree, end in zip(trees, np.cumsum(lengths).tolist(), strict=False):
+        if end <= count:
+            text = [*prompt, *tokens[:end]]
+            seen.append((text, tree))
+    return tokens, seen
+
+
+def own_tree(heads, model, text):
+    """The tree that heads grow from mlx-lm's own hidden state of a text but its last token."""
+    state = model.backbone.model.model(mx.array(text[:-1])[None])[0, -1:]
+    shape = TreeConfig() if heads.drafter == "medusa" else SpeculatorTreeConfig()
+    return heads.propose_tree(mx.array(text[-1:], mx.int32), state, shape)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("medusa", {}),
+        ("medusa", {"num_layers": 2, "shared_heads": (0, 2)}),
+        ("medusa", {"shared_heads": (0, 1, 2), "vocab": FEW_TOKENS}),
+        ("mlp-speculator", {"scale_input": True}),
+        ("mlp-speculator", {"tie_weights": True, "vocab": FEW_TOKENS}),
+    ],
+)
+def test_every_tree_is_the_heads_own(architecture, kind, settings):
+    """At every call, from mlx-lm's own hidden state of the text so far."""
+    model = bare_model(architecture)
+    heads = make_heads(kind, model.backbone, **settings)
+    tokens, seen = drafted(model, {"heads": heads}, PROMPT, 16)
+    assert tokens == plain(model, PROMPT, 16) and len(seen) > 3
+    for text, tree in seen:
+        expected = own_tree(heads, model, text)
+        assert tree.tokens.tolist() == expected.tokens.tolist()
+        assert tree.paths.tolist() == expected.paths.tolist()
+        assert tree.depths.tolist() == expected.depths.tolist()
+        assert set(tree.tokens.tolist()[1:]) <= set(settings.get("vocab", range(VOCAB)))
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_drafting_waits_for_nothing(kind):
+    """MLX refuses to read a value while it traces a function."""
+    model = bare_model()
+    heads = make_heads(kind, model.backbone, vocab=FEW_TOKENS)
+
+    seen = []
+    drafter = make_plan(model, heads=heads).drafter
+    drafter.propose = lambda verified: seen.append(verified) or root_tree(verified.root)
+    steps = decode.streaming_decode(model, PROMPT, model.make_cache(), drafter=drafter)
+    next(steps)
+
+    def draft(drafter, root, hidden):
+        accepted = Acceptance(mx.array([0]), root, mx.array([0]))
+        tree = drafter.propose(replace(seen[0], acceptance=accepted, node_hidden=hidden))
+        return tree.tokens, tree.depths, tree.paths
+
+    def compiled(drafter):
+        return mx.compile(lambda root, hidden: draft(drafter, root, hidden))
+
+    state = mx.random.normal((1, 1, model.backbone.hidden_size), key=mx.random.key(0))
+    given = mx.array([7], mx.int32), state
+    drafter = make_plan(model, heads=heads).drafter
+    for found, expected in zip(compiled(drafter)(*given), draft(drafter, *given), strict=True):
+        assert found.tolist() == expected.tolist()
+    reader = make_plan(model, drafter="prompt-lookup").drafter
+    with pytest.raises(ValueError, match="eval"):
+        compiled(reader)(*given)
+
+
+def test_what_the_drafters_say_of_themselves():
+    model = bare_model()
+    size, inner = model.backbone.hidden_size, 24
+    blocks, matrix = size * size + size, VOCAB * size
+    medusa = make_heads("medusa", model.backbone, num_layers=2, shared_heads=(1,))
+    tied = make_heads("mlp-speculator", model.backbone, tie_weights=True, vocab=FEW_TOKENS)
+    wide = make_heads(
+        "mlp-speculator", model.backbone, tie_weights=True, vocab=FEW_TOKENS,
+        top_k_tokens_per_head=(4, 3, 2), n_candidates=8,
+    )  # fmt: skip
+    once = 2 * inner + (VOCAB + len(FEW_TOKENS) + size + inner) * inner
+    full = TreeConfig(kind="full", width=2)
+    for settings, levels, nodes, parameters in (
+        ({"heads": medusa}, 3, 16, 6 * blocks + 2 * matrix),
+        ({"heads": medusa, "tree": full}, 3, 15, 6 * blocks + 2 * matrix),
+        ({"heads": tied}, 3, 16, once),  # 1 + 5 + 5 + 5 of 6 x 3 x 2
+        ({"heads": wide}, 3, 1 + 4 + 8 + 8, once),  # as published, of 4 x 3 x 2
+        (speculator(tied, widths=[2, 2]), 2, 7, once),
+        (speculator(tied, widths=[3, 3], candidates=2), 2, 5, once),
+        (speculator(tied, size=9), 3, 9, once),
+        (speculator(tied, widths=(1,), size=9), 1, 2, once),
+    ):
+        plan = make_plan(model, **settings)
+        drafter = plan.drafter
+        assert (drafter.num_levels, drafter.max_nodes) == (levels, nodes)
+        assert (drafter.num_parameters, drafter.num_streams) == (parameters, 0)
+        assert plan.scratch == nodes + levels + 1  # the path before it
+        *_, last = stream_generate(model, make_tokenizer(), PROMPT, max_tokens=5, **settings)
+        assert drafter.draft_calls == last.draft_calls == 0
+        for _, tree in drafted(model, settings, PROMPT, 8)[1]:
+            assert tree.num_nodes == nodes and int(tree.depths.max().item()) <= levels
+
+
+def speculator(heads, **tree):
+    return {"heads": heads, "speculator_tree": SpeculatorTreeConfig(**tree)}
+
+
+CHAIN = {"tree": TreeConfig(kind="full", width=1), **speculator(None, widths=(1,) * LEVELS)}
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("chain", [False, True])
+def test_heads_that_know_the_target_are_accepted_whole(kind, chain):
+    model = cycle_model()
+    heads = cycle_heads(kind, model.backbone)
+    settings = {**(CHAIN if chain else {}), "heads": heads}
+    count = 1 + 6 * (LEVELS + 1)
+    responses = list(stream_generate(model, make_tokenizer(), [4], max_tokens=count, **settings))
+    assert [len(response.tokens) for response in responses] == [1] + [LEVELS + 1] * 6
+    tokens = [token for response in responses for token in response.tokens]
+    assert tokens == [(5 + index) % VOCAB for index in range(count)]
+    assert responses[-1].tokens_per_call == pytest.approx(count / 7)
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("num_right", range(LEVELS))
+def test_acceptance_ends_where_the_heads_go_wrong(kind, num_right):
+    model = cycle_model()
+    heads = cycle_heads(kind, model.backbone, num_right=num_right)
+    settings = {**CHAIN, "heads": heads}
+    _, lengths = written(model, [4], 1 + 6 * (num_right + 1), **settings)
+    assert lengths == [1] + [num_right + 1] * 6
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_acceptance_ends_where_the_draft_vocabulary_does(kind):
+    model = cycle_model()
+    heads = cycle_heads(kind, model.backbone, vocab=FEW_TOKENS)
+    settings = {**CHAIN, "heads": heads}
+    lengths, token = [1], 5
+    while sum(lengths) < 40:
+        ahead = [(token + 1 + level) % VOCAB for level in range(LEVELS)]
+        right = next((n for n, t in enumerate(ahead) if t not in FEW_TOKENS), LEVELS)
+        lengths.append(right + 1)
+        token = (token + right + 1) % VOCAB
+    assert len(set(lengths[1:])) > 2
+    assert written(model, [4], sum(lengths), **settings)[1] == lengths
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 5, "repetition_penalty": 1.3}])
+def test_a_long_prompt(kind, sampling):
+    model = bare_model()
+    heads = make_heads(kind, model.backbone)
+    prompt = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
+    settings = {**sampling, "prefill_step_size": 64}
+    tokens, _ = written(model, prompt, 60, heads=heads, **settings)
+    assert tokens == plain(model, prompt, 60, **settings)
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+@pytest.mark.parametrize("merge", [False, True])
+def test_heads_of_an_adapted_model(kind, merge):
+    """LoRA of scope "all": the heads see the adapted model's states, and fit the base's name."""
+    heads = random_heads(kind, bare_model().backbone)
+    model = make_model("llama", "all", merge_lora=merge)
+    kinds = {type(module) for module in model.backbone.model.modules()}
+    assert model.backbone.replaced and (RowLora in kinds) != merge
+    attached = attach_heads(heads, model.backbone)
+    settings = {"heads": attached, "prune": PruneConfig(kind="budget", keep=6)}
+    assert make_plan(model, **settings).kind == attached.drafter == kind
+    oracle = StreamFusedModel(Backbone(target_of("llama", "all")))
+    expected = plain(oracle, PROMPT, 20)
+    tokens, seen = drafted(model, settings, PROMPT, 20)
+    assert tokens == expected == plain(model, PROMPT, 20) != plain(bare_model(), PROMPT, 20)
+    for text, tree in seen:
+        assert token_paths(tree) == token_paths(own_tree(attached, oracle, text))
+
+
 # --- What is refused ---
 
 
 def test_what_does_not_fit_is_refused():
-    bare = bare_model()
-    cases = {
-        "no streams": {"drafter": "streams"},
-        "without a draft model": {"drafter": "draft-model"},
-        "medusa without heads": {"drafter": "medusa"},
-        "no pruning adapter": {"drafter": "prompt-lookup", "prune": BUDGET},
-        "reach the target whole": {"drafter": "lookahead", "prune": BUDGET},
-        "lookup_nodes with --drafter prompt-lookup": {
-            "drafter": "prompt-lookup", "lookup_nodes": 4,
-        },
-    }  # fmt: skip
-    for said, settings in cases.items():
-        with pytest.raises(InputError, match=said):
-            make_plan(bare, **settings)
+    model = bare_model()
+    medusa, other = (make_heads(kind, model.backbone) for kind in HEAD_KINDS)
+    for said, settings in (
+        ("no streams", {"drafter": "streams"}),
+        ("without a draft model", {"drafter": "draft-model"}),
+        ("medusa without heads", {"drafter": "medusa"}),
+        ("another drafter; expected --drafter medusa",
+         {"drafter": "mlp-speculator", "heads": medusa}),
+        ("another drafter; expected --drafter mlp-speculator",
+         {"drafter": "medusa", "heads": other}),
+        ("no pruning adapter", {"drafter": "prompt-lookup", "prune": BUDGET}),
+        ("reach the target whole", {"drafter": "lookahead", "prune": BUDGET}),
+        ("lookup_nodes with --drafter prompt-lookup",
+         {"drafter": "prompt-lookup", "lookup_nodes": 4}),
+        ("2380 nodes", {"heads": medusa, "tree": TreeConfig(kind="full", width=13)}),
+        ("tree widths 2 x 2 x 2 x 2; expected 1 to 3", speculator(other, widths=[2] * 4)),
+        ("tree widths of no stage", speculator(other, widths=())),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=said) as caught:
+            make_plan(model, **settings)
+        assert "\n" not in str(caught.value)
     assert make_plan(streams_model(), lookup_nodes=256).drafter.max_nodes > 256
-    for make in (
-        lambda: GenerateConfig(decoding="Plain"),
-        lambda: GenerateConfig(drafter="oracle"),
-        lambda: GenerateConfig(lookup_nodes=-1),
-        lambda: GenerateConfig(lookup_nodes=257),
-        lambda: PromptLookupConfig(ngram=0),
-        lambda: LookaheadConfig(ngram=1),
-        lambda: LookaheadConfig(window=128, ngram=16),
-        lambda: DraftModelConfig(num_draft_tokens=0),
+    for kind, settings, said in (
+        (GenerateConfig, {"decoding": "Plain"}, "--decoding Plain"),
+        (GenerateConfig, {"drafter": "oracle"}, "--drafter oracle"),
+        (GenerateConfig, {"lookup_nodes": -1}, "lookup=-1"),
+        (GenerateConfig, {"lookup_nodes": 257}, "lookup=257"),
+        (PromptLookupConfig, {"ngram": 0}, "ngram=0"),
+        (LookaheadConfig, {"ngram": 1}, "ngram=1"),
+        (LookaheadConfig, {"window": 128, "ngram": 16}, "nodes a step"),
+        (DraftModelConfig, {"num_draft_tokens": 0}, "tokens=0"),
+        (SpeculatorTreeConfig, {"widths": (3, 0)}, 'widths=0"; expected 1 or more'),
+        (SpeculatorTreeConfig, {"candidates": 0}, 'candidates=0"'),
+        (SpeculatorTreeConfig, {"size": 2000}, 'size=2000"; expected 1 to 1024'),
+        (SpeculatorTreeConfig, {"size": 8, "candidates": 3}, "size=8 candidates=3"),
     ):
-        with pytest.raises(InputError):
-            make()
+        with pytest.raises(InputError, match=said):
+            kind(**settings)
+
+
+def test_the_drafter_follows_from_what_is_loaded():
+    model = bare_model()
+    heads = make_heads("medusa", model.backbone)
+    for target in (model, make_model("llama", "streams")):
+        for asked, kind in (
+            ({}, "medusa"),
+            ({"decoding": "plain"}, None),
+            ({"drafter": "prompt-lookup"}, "prompt-lookup"),
+        ):
+            assert make_plan(target, heads=heads, **asked).kind == kind
 
 
 def test_another_vocabulary_is_refused():
@@ -612,45 +838,171 @@ def test_a_drafter_needs_no_more_than_the_protocol_says():
     assert alone.propose(verified_root(6)).tokens.tolist() == first
 
 
-# --- The command ---
+# --- The commands ---
 
 
-def test_the_command_takes_every_drafter(tmp_path, capsys):
-    base = str(write_base(tmp_path / "base"))
-    ask = ["--model", base, "--prompt", "w1 w2 w1", "--jsonl", "--max-tokens", "10"]
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("heads") / "base")
 
-    def answer(*more):
-        code = generate.main([*ask, *more])
+
+@pytest.fixture(scope="module")
+def loaded(base):
+    return ssmlx.load(str(base), adapter="none", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def folders(loaded, tmp_path_factory):
+    """A folder of random heads by kind."""
+    found = {}
+    for kind in HEAD_KINDS:
+        found[kind] = tmp_path_factory.mktemp("heads") / kind
+        found[kind].mkdir()
+        write_heads(found[kind], random_heads(kind, loaded[0].backbone))
+    return found
+
+
+@pytest.fixture
+def run(base, capsys):
+    """Answer a prompt; gives the record, or the line of a refusal."""
+
+    def run(*args, model=base, prompt="w1 w2"):
+        ask = ["--model", str(model), "--prompt", prompt, "--jsonl", "--max-tokens", "10"]
+        code = generate.main([*ask, *map(str, args)])
         out, err = capsys.readouterr()
-        return (code, json.loads(out)) if code == 0 else (code, err)
+        return json.loads(out) if code == 0 else (code, one_line(err, "ssmlx.generate"))
 
-    _, plain = answer("--decoding", "plain")
-    for drafter in ("prompt-lookup", "lookahead"):
-        code, record = answer("--drafter", drafter)
-        assert (code, record["tokens"]) == (0, plain["tokens"])
-    code, record = answer("--drafter", f"draft-model model={base} tokens=2")
-    assert (code, record["tokens"]) == (0, plain["tokens"])
+    return run
+
+
+def test_the_command_takes_every_drafter(run, folders, base, tmp_path):
+    expected = run("--decoding", "plain")["tokens"]
+    for drafter, *options in (
+        ("prompt-lookup",),
+        ("lookahead",),
+        (f"medusa heads={folders['medusa']}", "--tree", "full", "--tree-width", 2),
+        (f"medusa heads={folders['medusa']} lookup=2", "--tree-size", 9),
+        (f"mlp-speculator heads={folders['mlp-speculator']} widths=3,2 candidates=4",),
+        (f"mlp-speculator heads={folders['mlp-speculator']} size=7",),
+    ):
+        record = run("--drafter", drafter, *options)
+        assert record["tokens"] == expected and record["draft_calls"] == 0
+        assert record["target_calls"] <= 10
+    record = run("--drafter", f"draft-model model={base} tokens=2")
+    assert record["tokens"] == expected
     assert (record["target_calls"], record["draft_calls"]) == (4, 1 + 4 * 2)  # 1 + 3 + 3 + 3
-    code, said = answer("--drafter", "draft-model")
-    assert code == 2 and 'give --drafter "draft-model model=MODEL"' in said
-    code, said = answer("--drafter", f"draft-model model={tmp_path / 'nowhere'}")
-    assert code == 2 and said.count("\n") == 1 and "does not exist" in said
+    adapter = write_tiny_adapter(tmp_path / "adapter", base)
+    adapted = run("--adapter", adapter, "--decoding", "plain")["tokens"]
+    assert adapted != expected
+    for kind, folder in folders.items():
+        drafter = f"{kind} heads={folder}"
+        record = run("--adapter", adapter, "--drafter", drafter, "--prune", "budget")
+        assert record["tokens"] == adapted
 
 
-def test_a_chat_keeps_the_draft_models_cache(tmp_path):
-    base = str(write_base(tmp_path / "base"))
-    model, tokenizer = ssmlx.load(base, dtype="float32")
-    vocab_size = model.backbone.vocab_size
-    draft = ssmlx.load_draft_model(base, tokenizer, vocab_size, dtype="float32")
-    config = GenerateConfig(max_tokens=6, temp=1.0, seed=1)
-    session = ssmlx.ChatSession(model, tokenizer, config, draft_model=draft)
-    plain = ssmlx.ChatSession(model, tokenizer, replace(config, decoding="plain"))
+def test_what_the_command_refuses(run, folders, tmp_path):
+    other = write_base(tmp_path / "other", norm=1.5)
+    speculators = f"mlp-speculator heads={folders['mlp-speculator']}"
+    medusa = f"medusa heads={folders['medusa']}"
+    for drafter, more, expected in (
+        (medusa, ("--decoding", "plain"), "--drafter would do nothing here; expected streaming"),
+        (medusa, ("--num-streams", 2), "--num-streams would do nothing here; expected --drafter"),
+        (medusa, ("--prune", "budget"), "--prune would do nothing here; expected a model with"),
+        ("draft-model", (), 'give --drafter "draft-model model=MODEL"'),
+        (f"draft-model model={tmp_path / 'nowhere'}", (), "does not exist"),
+        ("medusa", (), "--drafter medusa without heads; expected heads=FOLDER"),
+        (f"medusa heads={tmp_path / 'nowhere'}", (), "no heads folder"),
+        (f"medusa heads={other}", (), "heads_config.json does not exist"),
+        (speculators, ("--tree-size", 4), "--tree-size would do nothing here"),
+        (f"medusa heads={folders['mlp-speculator']}", (), "with heads for another drafter"),
+        (f"{speculators} size=0", (), "mlp-speculator size=0"),
+        (f"{speculators} widths=9,9,9,9", (), "tree widths 9 x 9 x 9 x 9; expected 1 to 3 widths"),
+    ):
+        code, said = run("--drafter", drafter, *more)
+        assert code == 2 and expected in said, said
+    code, said = run("--drafter", speculators, model=other)
+    assert code == 2 and "the heads belong to another base model: " in said
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_a_chat_with_heads(base, folders, kind, tmp_path, monkeypatch, capsys):
+    adapter = write_tiny_adapter(tmp_path / "adapter", base)
+
+    def chatted(*more):
+        lines = ["w1 w2", "/compare", f"/adapter {adapter}", "w3", "/adapter", "/stats"]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+        command = ["--model", str(base), "--max-tokens", "9", "--dtype", "float32"]
+        assert chat.main([*command, *more]) == 0
+        return capsys.readouterr()
+
+    out, err = chatted("--drafter", f"{kind} heads={folders[kind]}")
+    assert out == chatted("--drafter", "prompt-lookup")[0] and out.count("\n") == 2
+    first, compared, swapped, _, current, _, stats, _ = err.splitlines()
+    assert first.startswith("[9 tokens · ") and "tokens per target call" in first
+    assert "the same tokens" in compared
+    assert swapped.startswith(f"adapter {adapter}: {kind} drafts; ") and current in swapped
+    assert stats.startswith("2 answers · 18 tokens in ")
+
+
+@pytest.mark.parametrize("kind", ["draft-model", *HEAD_KINDS])
+def test_a_session_reuses_its_caches(base, loaded, folders, kind):
+    """The text's, and a draft model's own."""
+    model, tokenizer = loaded
+    draft = None
+    if kind == "draft-model":
+        vocab_size = model.backbone.vocab_size
+        draft = ssmlx.load_draft_model(base, tokenizer, vocab_size, dtype="float32")
+        drafts_with = {"draft_model": draft}
+    else:
+        drafts_with = {"heads": ssmlx.load_heads(folders[kind], model)}
+    config = GenerateConfig(max_tokens=8, temp=1.0, seed=1)
+    session = ssmlx.ChatSession(model, tokenizer, config, **drafts_with)
+    bare = ssmlx.ChatSession(model, tokenizer, config)
     for text in ("w1 w2", "w3", "w4 w5"):
-        held = draft.offset
+        held = draft.offset if draft else -1
         *_, last = session.reply(text)
-        *_, same = plain.reply(text)
-        assert last.target_calls < same.target_calls == 6
-        assert session.messages == plain.messages
-        assert draft.offset > held
-    result = session.compare()  # sampled, and the same text all the same
-    assert result.same_tokens and result.speed_up > 0
+        *_, same = bare.reply(text)
+        assert session.messages == bare.messages
+        assert last.target_calls <= same.target_calls == 8
+        assert held < (draft.offset if draft else 0)
+    assert draft is None or last.target_calls < 8
+    assert session.totals.reused_tokens > 0 and math.isfinite(session.compare().speed_up)
+    assert session.compare().same_tokens
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, sharded, capsys):
+    folder = shutil.copytree(base, tmp_path / "medusa2")
+    assert not carries_heads(folder)
+    heads = random_heads("medusa", loaded[0].backbone)
+    carried = {f"medusa_head.{name}": array for name, array in heads.tensors.items()}
+    weights = mx.load(str(base / "model.safetensors"))
+    if sharded:
+        (folder / "model.safetensors").unlink()
+        files = {"model-1-of-2.safetensors": weights, "model-2-of-2.safetensors": carried}
+        index = {name: file for file, tensors in files.items() for name in tensors}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        files = {"model.safetensors": weights | carried}
+    for file, tensors in files.items():
+        mx.save_safetensors(str(folder / file), tensors)
+    assert carries_heads(folder)
+    model, _ = ssmlx.load(str(folder), adapter="none", dtype="float32")
+    prompt = [9, 30, 21]
+    assert plain(model, prompt, 12) == plain(loaded[0], prompt, 12)
+    pytest.importorskip("torch")
+    from convert.__main__ import main
+
+    out = tmp_path / "heads"
+    command = ["--heads", str(folder), "--base", str(folder), "--out", str(out)]
+    assert main([*command, "--dtype", "float32"]) == 0
+    ask = ["--prompt", words(3), "--jsonl", "--max-tokens", "12", "--adapter", "none"]
+    capsys.readouterr()
+    answers = []
+    for more in (
+        ["--model", str(folder), "--drafter", f"medusa heads={out}"],
+        ["--model", str(base)],
+    ):
+        assert generate.main([*ask, *more]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert answers[0] == answers[1]

@@ -16,7 +16,7 @@ import ssmlx  # noqa: F401  first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 from real import VOCAB, WIDTH, one_line, snapshot, write_base
-from tiny import make_base
+from tiny import best_rank_paths, make_base
 from tiny_heads import HEAD_KINDS, converted, head_config, random_reference, token_paths
 
 torch = pytest.importorskip("torch")
@@ -267,6 +267,28 @@ def all_paths(model, hidden, root, widths=WIDTHS):
     with torch.no_grad():
         grow((), 0.0, model.first_state(torch.from_numpy(hidden)), root)
     return found
+
+
+def medusa_paths(model, hidden, count):
+    """The `count` best nodes of the full tree of Medusa heads, by brute force."""
+    with torch.no_grad():
+        best = model(torch.from_numpy(hidden[0])).softmax(-1).sort(dim=-1, descending=True)
+    vocab = range(VOCAB) if model.draft_vocab is None else model.draft_vocab.tolist()
+    ranks = best_rank_paths(best.values.numpy(), count, min(count - 1, len(vocab)))
+    names = best.indices.tolist()
+    return {tuple(vocab[names[n][rank]] for n, rank in enumerate(path)) for path in ranks} - {()}
+
+
+@pytest.mark.parametrize("vocab", [None, EVERY_THIRD], ids=["whole", "reduced"])
+@pytest.mark.parametrize("size", [4, 14])
+def test_medusas_tree_holds_the_best_nodes(backbone, tmp_path, vocab, size):
+    model = random_reference("medusa", backbone, vocab)
+    heads = in_mlx(model, backbone, tmp_path)
+    for seed in range(3):
+        hidden, _ = inputs(seed=seed)
+        tree = heads.propose_tree(mx.array([5]), mx.array(hidden), TreeConfig(size=size))
+        assert token_paths(tree) == medusa_paths(model, hidden, size)
+        assert tree.num_nodes == size and int(tree.tokens[0].item()) == 5
 
 
 def likeliest(paths, scores, count):
