@@ -98,11 +98,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The adapter's figures, and beside them the baseline's.
-
-    Raises:
-        InputError: something is missing, broken, or does not fit the rest.
-    """
+    """The adapter's figures, and beside them the baseline's."""
     task = TASKS[args.task]
     trees = tree_systems(args)
     folder = resolve_adapter(args.adapter)
@@ -119,6 +115,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         systems=[*plain, *trees],
         examples=read_examples(data, task, args.count),
         task=task,
+        data=data.name,
         template=adapter.config.prompt_template,
         out=args.out,
         fresh=args.fresh,
@@ -129,10 +126,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         baseline = replace(_baseline(args.baseline.expanduser(), own), systems=plain)
         baseline.load()  # its mistakes are told before the first answer
     measured = own.run()
-    parts = [task_result(measured, data=data.name)]
+    parts = [task_result(measured)]
     if baseline is not None:
         other = baseline.run()
-        parts.append(task_result(other, data=data.name, adapter=BASELINE))
+        parts.append(task_result(other, adapter=BASELINE))
         gaps = differences(own, measured.first(PLAIN), other.first(PLAIN))
         parts[0]["differences"] = gaps
     return result_of(own, args.model, parts)
@@ -159,11 +156,7 @@ def _baseline(folder: Path, first: Experiment) -> Experiment:
 
 
 def tree_systems(args: argparse.Namespace) -> list[System]:
-    """The trees to try, by label.
-
-    Raises:
-        InputError: an option is out of range, or could have no effect.
-    """
+    """The trees to try, by label."""
     config = generate_config(args).with_default_shape()
     require(
         config.drafter in (None, STREAMS),
@@ -185,11 +178,7 @@ def tree_systems(args: argparse.Namespace) -> list[System]:
 
 
 def parse_trees(text: str) -> list[TreeConfig]:
-    """`full:2,best:16` as trees.
-
-    Raises:
-        InputError: a tree is not KIND:N.
-    """
+    """`full:2,best:16` as trees."""
     trees = []
     for item in text.split(","):
         kind, _, number = item.strip().partition(":")

@@ -60,11 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def named_files(items: Sequence[str]) -> dict[str, Path]:
-    """Files by name, of `NAME=FILE`.
-
-    Raises:
-        InputError: one is of another form, or two have one name.
-    """
+    """Files by name, of `NAME=FILE`."""
     found: dict[str, Path] = {}
     for item in items:
         name, file = split_name(item)
@@ -77,11 +73,7 @@ def named_files(items: Sequence[str]) -> dict[str, Path]:
 
 
 def read_answers(path: Path, examples: Sequence[Example]) -> list[str]:
-    """The answer of a file to each example.
-
-    Raises:
-        InputError: the file is missing or broken, or lacks an answer.
-    """
+    """The answer of a file to each example."""
     rows = read_prompts(path, "the files of answers")
     texts = {user_text(row): row.get("completion") for row in rows}
     answers = [texts.get(user_text(example.asked)) for example in examples]

@@ -238,7 +238,7 @@ def _main(args: argparse.Namespace) -> int:
     measured = replace(sample_experiment(args, "all"), systems=three).run()
     model = measured.target.drafting(STREAMS).model
     cost = step_cost(model, measured.prompts[0], args.tree_size, args.repeats)
-    summary = task_result(measured, data=args.prompts.name)
+    summary = task_result(measured)
     make_folder(results.RESULTS)
     name = f"speed-{measured.experiment.name}" if args.adapter else "speed"
     result = {"machine": machine(), "summary": summary, "step": cost}

@@ -26,7 +26,7 @@ from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 import ssmlx
 from perf.compare import __main__ as compare
 from perf.compare import report as compare_report
-from perf.compare.__main__ import SYSTEMS, make_plan, parse_systems
+from perf.compare.__main__ import SYSTEMS, experiment_of, parse_systems
 from perf.compare.report import FIRST, LAST, draw, report, rewrite
 from perf.run import experiment as figures
 from perf.run import target
@@ -174,15 +174,15 @@ def test_a_system_without_its_weights_is_left_out(command, folders, arguments, t
     assert set(saved(tmp_path)["tasks"][0]["left_out"]) == {*HEAD_KINDS, "draft-model"}
     assert "medusa: left out, no --medusa FOLDER" in out
     assert "sql: medusa is left out, no --medusa FOLDER" in err
-    plan = make_plan(compare.parse_args([*arguments(), "--adapter", "none"]))
+    plan = experiment_of(compare.parse_args([*arguments(), "--adapter", "none"]))
     assert plan.left_out["streams"] == "no --adapter FOLDER"
-    assert plan.experiment.weights.scope is None
+    assert plan.weights.scope is None
     adapter = make_adapter(folders / "base")
     streams = replace(adapter.streams, embeddings=None, prune=None)
     config = replace(adapter.config, num_streams=0, prune_rank=0)
     (tmp_path / "lora").mkdir()
     write_adapter(tmp_path / "lora", replace(adapter, config=config, streams=streams))
-    plan = make_plan(compare.parse_args([*arguments(), "--adapter", str(tmp_path / "lora")]))
+    plan = experiment_of(compare.parse_args([*arguments(), "--adapter", str(tmp_path / "lora")]))
     assert plan.left_out["streams"] == "the adapter has no streams"
 
 
@@ -269,7 +269,7 @@ def without_times(result: dict) -> list:
 def test_answers_depend_on_all_that_moves_them(arguments, weights, monkeypatch):
     def settings(*more, system="medusa", **adapter):
         args = compare.parse_args(arguments(*weights, *more, **adapter))
-        experiment = make_plan(args).experiment
+        experiment = experiment_of(args)
         return experiment.settings(next(s for s in experiment.systems if s.name == system))
 
     first = settings()
@@ -327,7 +327,7 @@ def test_mlx_lm_that_differs_is_told_and_no_failure(command, monkeypatch, tmp_pa
 
 def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
     args = compare.parse_args(arguments("--systems", "streams", "--dtype", "bfloat16"))
-    experiment = make_plan(args).experiment
+    experiment = experiment_of(args)
     loaded, prompts = experiment.load()
     measured = Measured(experiment, loaded, prompts, {}, "")
     logits = loaded.mlx_model(mx.array([prompts[0]]))[0, -1].astype(mx.float32)
@@ -335,16 +335,16 @@ def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
     close = min(range(VOCAB - 1), key=lambda i: float(logits[order[i]] - logits[order[i + 1]]))
     for pair, tie in (((order[close], order[close + 1]), True), ((order[0], order[-1]), False)):
         found = figures.difference(measured, 0, [pair[0]], [pair[1]])
-        assert (found.token, found.near_tie) == (0, tie)
-        assert found.gap == pytest.approx(abs(float(logits[pair[0]] - logits[pair[1]])))
-        row = {"name": "x", "kind": "streams", "differences": [{"near_tie": found.near_tie}]}
+        assert (found["token"], found["near_tie"]) == (0, tie)
+        assert found["gap"] == pytest.approx(abs(float(logits[pair[0]] - logits[pair[1]])))
+        row = {"name": "x", "kind": "streams", "differences": [found]}
         failed = figures.failures({"tasks": [{"task": "sql", "systems": [row]}]})
         assert failed == ([] if tie else ["sql, x"])
     exact = replace(experiment, weights=replace(experiment.weights, dtype="float32"))
     pair = [order[close]], [order[close + 1]]
     found = figures.difference(replace(measured, experiment=exact), 0, *pair)
-    assert found.near_tie is (found.gap == 0)
-    assert figures.difference(measured, 0, [1, 2], [1]).gap is None
+    assert found["near_tie"] is (found["gap"] == 0)
+    assert figures.difference(measured, 0, [1, 2], [1])["gap"] is None
 
 
 # ------------------------------------------------------------------------- saved results

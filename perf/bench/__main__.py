@@ -165,11 +165,7 @@ def systems(max_tokens: int) -> list[System]:
 
 
 def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:
-    """What is asked of an adapter.
-
-    Raises:
-        InputError: something is missing or broken.
-    """
+    """What is asked of an adapter."""
     folder, task = resolve_adapter(part.adapter), TASKS[part.task]
     assert folder is not None
     adapter = adapter_with_streams(folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,20 +125,14 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measure what the options ask for."""
-    plan = make_plan(args)
-    for name, why in plan.left_out.items():
+    experiment = experiment_of(args)
+    for name, why in experiment.left_out.items():
         print(f"{args.task}: {name} is left out, {why}", file=sys.stderr)
-    more = {"data": plan.data.name, "left_out": dict(plan.left_out)}
-    return result_of(plan.experiment, args.model, [task_result(plan.experiment.run(), **more)])
+    return result_of(experiment, args.model, [task_result(experiment.run())])
 
 
 def read_results(paths: Sequence[Path]) -> dict[str, Any]:
-    """One result of the tasks of all files, in their order.
-
-    Raises:
-        InputError: a file holds no result or not all that is shown of it, two hold the same task,
-            or they were measured in different ways.
-    """
+    """One result of the tasks of all files, in their order."""
     first, *others = (_read_result(path) for path in paths)
     tasks = list(first["tasks"])
     for path, result in zip(paths[1:], others, strict=True):
@@ -188,21 +182,8 @@ def _settings(result: Mapping[str, Any]) -> dict[str, Any]:
     return {**shared, **result["machine"]}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured, and why a system does not take part, by its name."""
-
-    experiment: Experiment
-    data: Path
-    left_out: Mapping[str, str]
-
-
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Check what can be checked without loading a model.
-
-    Raises:
-        InputError: something is missing, broken, or does not fit the rest.
-    """
+def experiment_of(args: argparse.Namespace) -> Experiment:
+    """Check what can be checked without loading a model."""
     task = TASKS[args.task]
     systems = parse_systems(args.systems, _sampling_of(args), args.max_tokens or task.max_tokens)
     data = data_file(task, args.data, args.data_dir)
@@ -214,7 +195,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     drafts = [system for system in taking_part if system.kind == DRAFT_MODEL]
     alone = [System(DRAFT_ALONE, DRAFT_ALONE, one.config) for one in drafts[:1]]
     make_folder(args.out)
-    experiment = Experiment(
+    return Experiment(
         name=f"compare-{task.name}",
         weights=weights,
         systems=[*taking_part, *alone],
@@ -223,9 +204,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
         repeats=args.repeats,
         out=args.out,
         fresh=args.fresh,
+        data=data.name,
+        left_out={one.name: lacking[one.kind] for one in systems if one.kind in lacking},
     )
-    left_out = {one.name: lacking[one.kind] for one in systems if one.kind in lacking}
-    return Plan(experiment, data, left_out)
 
 
 def _sampling_of(args: argparse.Namespace) -> SamplingConfig:
@@ -241,11 +222,7 @@ def _sampling_of(args: argparse.Namespace) -> SamplingConfig:
 def parse_systems(
     texts: Sequence[str], sampling: SamplingConfig, max_tokens: int = 256
 ) -> list[System]:
-    """The systems to run, mlx-lm and plain decoding always among them.
-
-    Raises:
-        InputError: one is unknown, named twice, or its options are wrong.
-    """
+    """The systems to run, mlx-lm and plain decoding always among them."""
     missing = [kind for kind in (MLX_LM, PLAIN) if kind not in texts]
     systems: dict[str, System] = {}
     for text in (*missing, *texts):

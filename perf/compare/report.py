@@ -66,11 +66,7 @@ def markdown(result: Row) -> str:
 
 
 def check_markers(path: Path) -> None:
-    """Check that a file has the two marks, each once and in order.
-
-    Raises:
-        InputError: it has not.
-    """
+    """Check that a file has the two marks, each once and in order."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     counts = [text.count(mark) for mark in (FIRST, LAST)]
     require(
@@ -82,11 +78,7 @@ def check_markers(path: Path) -> None:
 
 
 def rewrite(path: Path, result: Row) -> None:
-    """Put the tables between the marks; the rest of the file stays as it is.
-
-    Raises:
-        InputError: the marks are missing.
-    """
+    """Put the tables between the marks; the rest of the file stays as it is."""
     check_markers(path)
     # Bytes, so that line ends stay what they are.
     before, rest = path.read_bytes().decode("utf-8").split(FIRST)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Experiment:
         systems: who answers.
         examples: what is asked.
         task: how answers are judged; None where they are only timed or compared.
+        data: what is asked, in a word.
+        left_out: why a system does not take part, by its name.
         template: of all prompts; None for the adapter's own.
         repeats: times that every prompt is answered.
         warm_up: answers of each system before the first that counts.
@@ -65,6 +67,8 @@ class Experiment:
     systems: Sequence[System]
     examples: Sequence[Example]
     task: Task | None = None
+    data: str = ""
+    left_out: Mapping[str, str] = field(default_factory=dict)
     template: str | None = None
     repeats: int = 1
     warm_up: int = 1
@@ -177,22 +181,6 @@ def same_answers(ours: Sequence[Kept], theirs: Sequence[Kept]) -> int:
     return sum(a.answer.tokens == b.answer.tokens for a, b in zip(ours, theirs, strict=True))
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Where an answer first parts from plain decoding's.
-
-    Attributes:
-        prompt, token: their numbers, from 0.
-        gap: how far the target's logits of the two tokens are apart; None where none was found.
-        near_tie: whether that is within the rounding of the precision.
-    """
-
-    prompt: int
-    token: int
-    gap: float | None
-    near_tie: bool
-
-
 def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
     """All that is saved: how it was measured, and the parts of the result, a task each."""
     config = experiment.systems[0].config
@@ -216,12 +204,14 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
     return {
         "task": experiment.task.name if experiment.task else experiment.name,
+        "data": experiment.data,
         "prompts": len(measured.first(PLAIN)),
         "max_tokens": experiment.max_tokens,
         "adapter": weights.folder.resolve().name if weights.folder else None,
         "scope": weights.scope,
         "target_bytes": measured.target.memory().weights,
         "figures": list(shared),
+        "left_out": dict(experiment.left_out),
         "load": measured.load,
         "draft_call_seconds": _call_seconds(measured.answers.get(DRAFT_ALONE, ())),
         "systems": [_system_row(system, measured, shared) for system in systems],
@@ -252,7 +242,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
         "extra_parameters": target.extra_parameters(system),
         "weight_bytes": weight_bytes,
         "peak_bytes": weight_bytes + peak,
-        "differences": [asdict(one) for one in differences or ()],
+        "differences": differences or [],
         "same_as_plain": None if differences is None else len(prompts) - len(differences),
     }
 
@@ -336,7 +326,7 @@ def speedups(system: System, answers: Answers) -> dict[str, Any]:
     return found
 
 
-def differences_of(measured: Measured, system: System) -> list[Difference] | None:
+def differences_of(measured: Measured, system: System) -> list[dict[str, Any]] | None:
     """Where a system's answers part from plain decoding's, in any repeat.
 
     None for mlx-lm where it draws, which it does with noise of its own.
@@ -353,20 +343,28 @@ def differences_of(measured: Measured, system: System) -> list[Difference] | Non
     return found
 
 
-def difference(measured: Measured, index: int, plain: list[int], other: list[int]) -> Difference:
-    """Where two answers to a prompt part, and by how little the target chose there."""
-    experiment = measured.experiment
-    shorter = min(len(plain), len(other))
+def difference(
+    measured: Measured, index: int, plain: list[int], other: list[int]
+) -> dict[str, Any]:
+    """Where two answers to a prompt part, and by how little the target chose there.
+
+    Returns:
+        "prompt" and "token", numbers from 0; "gap", how far the target's logits of the two tokens
+        are apart, None where none was found; and "near_tie", whether the precision's rounding may
+        have decided.
+    """
+    experiment, shorter = measured.experiment, min(len(plain), len(other))
     pairs = zip(plain, other, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    found = {"prompt": index, "token": place, "gap": None, "near_tie": False}
     if experiment.systems[0].config.temp or place == shorter:
-        return Difference(index, place, None, near_tie=False)
+        return found
     text = mx.array([measured.prompts[index] + plain[:place]])
     logits = measured.target.mlx_model(text)[0, -1].astype(mx.float32)
     ours, theirs = to_float(logits[plain[place]]), to_float(logits[other[place]])
     gap = abs(ours - theirs)
     limit = _NEAR_TIE[experiment.weights.dtype] * max(abs(ours), abs(theirs))
-    return Difference(index, place, gap, near_tie=gap <= limit)
+    return {**found, "gap": gap, "near_tie": gap <= limit}
 
 
 def failures(result: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from convert.formats.adapter import read_checkpoint
-from ssmlx.errors import InputError, require
+from ssmlx.errors import require
 from ssmlx.loading.adapter import Adapter
 from ssmlx.loading.load import load_base
 from ssmlx.loading.names import resolve_adapter, resolve_model
@@ -90,26 +90,27 @@ def sample_experiment(args: argparse.Namespace, scope: AdapterScope) -> Experime
     Raises:
         InputError: the adapter, its base or the prompts are missing or broken.
     """
-    examples = read_examples(args.prompts, CHAT, args.count)
+    examples, name = read_examples(args.prompts, CHAT, args.count), CHECKPOINT.name
     if args.adapter is None:
         require(
             args.model is None,
             "--model would do nothing here", expected="--adapter", do="drop --model",
         )  # fmt: skip
-        return Experiment(
-            name=CHECKPOINT.name, weights=sample_weights(scope), systems=(), examples=examples
-        )
-    folder = resolve_adapter(args.adapter)
-    if folder is None:
-        raise InputError(
+        weights = sample_weights(scope)
+    else:
+        folder = resolve_adapter(args.adapter)
+        require(
+            folder is not None,
             f"--adapter {args.adapter}",
             expected="streams to measure",
             do="name an adapter or its folder",
         )
-    adapter = adapter_with_streams(folder)
-    base = resolve_model(args.model or adapter.config.base_model or BASE)
-    weights = Weights(base, adapter=adapter, folder=folder)
-    return Experiment(name=folder.resolve().name, weights=weights, systems=(), examples=examples)
+        assert folder is not None
+        name, adapter = folder.resolve().name, adapter_with_streams(folder)
+        base = resolve_model(args.model or adapter.config.base_model or BASE)
+        weights = Weights(base, adapter=adapter, folder=folder)
+    data = args.prompts.name
+    return Experiment(name=name, weights=weights, systems=(), examples=examples, data=data)
 
 
 def sample_weights(scope: AdapterScope) -> Weights:

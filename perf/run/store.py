@@ -39,9 +39,8 @@ class AnswerStore:
     """
 
     def __init__(self, folder: Path | None, name: str, settings: Mapping[str, Any]) -> None:
-        # As it will be read again: JSON has no tuples.
-        self._settings = json.loads(json.dumps(settings))
-        own = f"{name}-{digest(self._settings)}.part.jsonl"
+        self._header = json.dumps({"settings": settings})
+        own = f"{name}-{digest(settings)}.part.jsonl"
         self.path = None if folder is None else folder / own
         self._kept: dict[str, Kept] = {}
         if self.path is not None and self.path.exists():
@@ -66,13 +65,13 @@ class AnswerStore:
             return
         with self.path.open("a", encoding="utf-8") as file:
             if not file.tell():
-                file.write(json.dumps({"settings": self._settings}) + "\n")
+                file.write(self._header + "\n")
             file.write(_line(digest(prompt), kept))
 
     def _read(self, path: Path) -> None:
         text = path.read_bytes().decode("utf-8", errors="replace")
         first, *lines = text.split("\n")
-        for line in lines if self._are_ours(first) else ():
+        for line in lines if first == self._header else ():
             # A run that was killed while it wrote leaves half a line.
             try:
                 row = json.loads(line)
@@ -80,17 +79,10 @@ class AnswerStore:
                 self._kept[row["prompt"]] = Kept(answer, row["text"])
             except (json.JSONDecodeError, KeyError, TypeError):
                 continue
-        whole = [json.dumps({"settings": self._settings}) + "\n"]
-        whole += [_line(prompt, kept) for prompt, kept in self._kept.items()]
+        whole = [self._header + "\n", *(_line(*pair) for pair in self._kept.items())]
         work = path.with_suffix(f".{os.getpid()}.new")
         work.write_text("".join(whole), encoding="utf-8")
         work.replace(path)
-
-    def _are_ours(self, first_line: str) -> bool:
-        try:
-            return json.loads(first_line) == {"settings": self._settings}
-        except json.JSONDecodeError:
-            return False
 
 
 def _line(prompt: str, kept: Kept) -> str:
