@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.errors import InputError, require
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES, read_json
 
 if TYPE_CHECKING:
@@ -75,16 +75,13 @@ def _check_target(out: Path) -> None:
     """Refuse to replace a folder that this command did not write."""
     from ssmlx.drafters.heads import is_heads_folder
 
-    if out.exists() and not (_is_empty(out) or _is_adapter(out) or is_heads_folder(out)):
-        raise InputError(
-            f"{out} exists and is not an adapter",
-            expected="a new folder, or an adapter to replace",
-            do="choose another --out",
-        )
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
+    is_empty = out.is_dir() and not any(out.iterdir())
+    require(
+        not out.exists() or is_empty or _is_adapter(out) or is_heads_folder(out),
+        f"{out} exists and is not an adapter",
+        expected="a new folder, or an adapter to replace",
+        do="choose another --out",
+    )
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -121,11 +118,9 @@ def _convert_heads(args: argparse.Namespace) -> None:
     from .formats.heads import convert_heads
 
     for name in ("streams", "scope", "fuse", "task_lora"):
-        if getattr(args, name):
-            flag = "--" + name.replace("_", "-")
-            raise InputError(
-                f"{flag} would do nothing with --heads", expected="--lora", do=f"drop {flag}"
-            )
+        flag = "--" + name.replace("_", "-")
+        found = f"{flag} would do nothing with --heads"
+        require(not getattr(args, name), found, expected="--lora", do=f"drop {flag}")
     _check_target(args.out)
     backbone, _ = load_base(resolve_model(args.base), "stored")
     heads = convert_heads(args.heads, backbone, args.base, args.dtype)

@@ -22,8 +22,8 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError, first_line
-from ssmlx.loading.files import new_folder
+from ssmlx.errors import InputError, first_line, require
+from ssmlx.loading.files import new_folder, read_tensors
 from ssmlx.settings import read_json
 
 from .installed import check_torch
@@ -105,7 +105,10 @@ def _load_packed(folder: Path, quantization: Mapping[str, Any], options: Mapping
         if hasattr(config, name):
             delattr(config, name)
     model = AutoModelForCausalLM.from_config(config, **options)
-    _fill_base(model, _dequantised(folder, quantization), folder)
+    report = model.load_state_dict(_dequantised(folder, quantization), strict=False)
+    faults = [f"lacks {name}" for name in report.missing_keys if name not in _tied(model)]
+    faults += [f"holds an unknown {name}" for name in report.unexpected_keys]
+    _refuse(faults, model, folder)
     return model.eval()
 
 
@@ -115,8 +118,7 @@ def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, tor
 
     packed: dict[str, Any] = {}
     for file in sorted(folder.glob("model*.safetensors")):
-        loaded: Any = mx.load(str(file))
-        packed |= loaded
+        packed |= read_tensors(file, "a model's weights")
     weights = {}
     for name, array in packed.items():
         module, _, kind = name.rpartition(".")
@@ -124,15 +126,11 @@ def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, tor
         if is_packed and kind in ("scales", "biases"):
             continue
         if is_packed and kind == "weight":
-            array = _unpack(packed, module, {**quantization, **_own(quantization, module)})
+            own = quantization.get(module)  # where mlx-lm packed one module otherwise
+            own = own if isinstance(own, dict) else {}
+            array = _unpack(packed, module, {**quantization, **own})
         weights[name] = torch.from_numpy(np.array(array.astype(mx.float32)))
     return weights
-
-
-def _own(quantization: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """The settings that mlx-lm gives one module where they differ from the model's."""
-    own = quantization.get(module)
-    return own if isinstance(own, dict) else {}
 
 
 def _unpack(packed: Mapping[str, Any], module: str, settings: Mapping[str, Any]) -> Any:
@@ -144,25 +142,18 @@ def _unpack(packed: Mapping[str, Any], module: str, settings: Mapping[str, Any])
     return mx.dequantize(packed[f"{module}.weight"], scales, biases, **options, stream=mx.cpu)
 
 
-def _fill_base(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    report = model.load_state_dict(weights, strict=False)
-    faults = [f"lacks {name}" for name in report.missing_keys if name not in _tied(model)]
-    faults += [f"holds an unknown {name}" for name in report.unexpected_keys]
-    _refuse(faults, model, folder)
-
-
 def _tied(model: Any) -> set[str]:
     """The weights that a file need not hold."""
     return {"lm_head.weight"} if model.config.tie_word_embeddings else set()
 
 
 def _refuse(faults: Sequence[str], model: nn.Module, folder: Path) -> None:
-    if faults:
-        raise InputError(
-            f"{folder} {faults[0]}",
-            expected=f"the weights of {type(model).__name__}",
-            do="download or convert the base model again",
-        )
+    require(
+        not faults,
+        f"{folder} {faults[0] if faults else ''}",
+        expected=f"the weights of {type(model).__name__}",
+        do="download or convert the base model again",
+    )
 
 
 def write_safetensors(source: Path, target: Path) -> None:
@@ -178,16 +169,16 @@ def write_safetensors(source: Path, target: Path) -> None:
 
     read_json(source / "config.json", "a model folder")
     pickles = sorted(source.glob(PICKLES))
-    if not pickles:
-        raise InputError(f"{source} has no {PICKLES}", expected="such weights", do="check the path")
-    if target.exists():
-        raise InputError(f"{target} exists", expected="a new folder", do="choose another one")
+    require(
+        bool(pickles), f"{source} has no {PICKLES}", expected="such weights", do="check the path"
+    )
+    require(not target.exists(), f"{target} exists", expected="a new folder", do="choose another")
     with new_folder(target) as folder:
         weight_map: dict[str, str] = {}
         size = 0
         for number, pickle in enumerate(pickles, 1):
             name = f"model-{number:05}-of-{len(pickles):05}.safetensors"
-            tensors = _read_pickle(pickle)
+            tensors = load_pickle(pickle)
             save_file(tensors, folder / name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, name)
             size += sum(tensor.nbytes for tensor in tensors.values())
@@ -204,8 +195,12 @@ def copy_settings(source: Path, target: Path) -> None:
                 shutil.copyfile(file, target / file.name)
 
 
-def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a .bin file, each with memory of its own; no pickled code is run."""
+def load_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a .bin file, each with memory of its own; no pickled code is run.
+
+    Raises:
+        InputError: it is no whole pickle of tensors alone.
+    """
     import torch
 
     tensors: dict[str, torch.Tensor] = {}
@@ -219,7 +214,7 @@ def _read_pickle(path: Path) -> dict[str, torch.Tensor]:
         raise InputError(
             f"{path} cannot be read without running code ({type(error).__name__})",
             expected="a whole pickle of tensors alone",
-            do="download it again, or a model with safetensors",
+            do="download or save it again, or take safetensors",
         ) from error
     return tensors
 

@@ -13,12 +13,12 @@ from real import write_tokenizer
 from convert.export.export import build_graphs
 from convert.export.graph import DECODE, Graph
 from convert.export.settings import ExportConfig
-from convert.formats.adapter import read_checkpoint, write_adapter
+from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import save_reference
 from ssmlx.api import token_steps
 from ssmlx.exported.decode import SlotCache, streaming_decode
 from ssmlx.exported.manifest import Manifest, TreeTables
-from ssmlx.loading.adapter import Adapter, load_adapter
+from ssmlx.loading.adapter import Adapter, load_adapter, write_adapter
 from ssmlx.loading.load import load, load_base
 from ssmlx.settings import GenerateConfig
 

@@ -12,15 +12,13 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import save_config, save_model
 
-from ssmlx.errors import InputError
+from ssmlx.errors import require
 from ssmlx.loading.adapter import (
     Adapter,
     BaseIdentity,
     read_streams,
-    write_adapter,
     write_streams,
 )
-from ssmlx.loading.attach import check_lora
 from ssmlx.loading.files import account_for
 from ssmlx.loading.load import is_quantised
 from ssmlx.model.backbone import Backbone
@@ -94,7 +92,6 @@ def read_checkpoint(
     )
     streams = read_streams(streams_file, config, backbone.vocab_size)
     lora = read_lora(lora_folder, config, backbone.model)
-    check_lora(backbone.model, lora, lora_folder)
     task = {} if task_folder is None else read_task_lora(task_folder, config, backbone)
     return Adapter(config, streams, BaseIdentity.of(backbone), lora, task)
 
@@ -107,17 +104,15 @@ def read_task_lora(
     Raises:
         InputError: it is broken, or the streams' own LoRA acts on every row too.
     """
-    if streams.adapter_scope != "streams":
-        raise InputError(
-            f"the LoRA of a task in {folder} beside LoRA of scope 'all'",
-            expected="streams of scope 'streams'",
-            do="drop --task-lora, or train with --adapter-scope streams",
-        )
+    require(
+        streams.adapter_scope == "streams",
+        f"the LoRA of a task in {folder} beside LoRA of scope 'all'",
+        expected="streams of scope 'streams'",
+        do="drop --task-lora, or train with --adapter-scope streams",
+    )
     own = folder / STREAMS_CONFIG
     config = read_stream_config(own) if own.is_file() else streams
-    lora = read_lora(folder, config, backbone.model)
-    check_lora(backbone.model, lora, folder)
-    return lora
+    return read_lora(folder, config, backbone.model)
 
 
 def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:
@@ -150,24 +145,21 @@ def write_fused(
     Raises:
         InputError: the LoRA's scope, or packed weights, do not allow merging.
     """
-    if adapter.config.adapter_scope != "all":
-        raise InputError(
-            "--fuse with LoRA of scope 'streams'",
-            expected="scope 'all': merged weights act on every row, and would change the answers",
-            do="drop --fuse",
-        )
-    if is_quantised(backbone.model):
-        raise InputError(
-            "--fuse into quantised weights",
-            expected="float weights: merged LoRA would be rounded away",
-            do="give --dtype float16, bfloat16 or float32 as well, or drop --fuse",
-        )
+    require(
+        adapter.config.adapter_scope == "all",
+        "--fuse with LoRA of scope 'streams'",
+        expected="scope 'all': merged weights act on every row, and would change the answers",
+        do="drop --fuse",
+    )
+    require(
+        not is_quantised(backbone.model),
+        "--fuse into quantised weights",
+        expected="float weights: merged LoRA would be rounded away",
+        do="give --dtype float16, bfloat16 or float32 as well, or drop --fuse",
+    )
     attach_lora(backbone.model, adapter.lora, RowScope(0), merge=True, dtype=backbone.dtype)
     settings = {k: v for k, v in model_config.items() if not k.startswith("quantization")}
     save_model(folder, backbone.model)
     save_config(settings, folder / "config.json")
     tokenizer.save_pretrained(folder)
     write_streams(folder, adapter, fused=True)
-
-
-__all__ = ["read_checkpoint", "write_adapter", "write_fused"]

@@ -14,20 +14,24 @@ Nothing here needs PyTorch but the reading of a .bin file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from ssmlx.errors import InputError
+from ssmlx.errors import require
 from ssmlx.loading.files import read_tensors
 from ssmlx.settings import StreamConfig, read_json
+
+from ..base import load_pickle
+from ..installed import check_torch
 
 FORMAT = "speculative-streaming-pytorch/1"
 STREAMS_CONFIG, STREAMS_WEIGHTS = "streams_config.json", "streams.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_POSITION = "node + j"
 TASK_LORA = "task_lora"
 """Folder of a checkpoint of scope "streams": the LoRA that every row of its model has."""
 ADAPTER_PICKLE = "adapter_model.bin"
@@ -94,17 +98,16 @@ def read_stream_config(path: Path) -> StreamConfig:
     """
     values = read_json(path, "a stream checkpoint's settings")
     prune = values.pop("prune_adapter", None) or {}
-    if not isinstance(prune, dict):
-        raise _unsupported(path, "prune_adapter", prune, "an object with a rank, or null")
+    own = "an object with a rank, or null"
+    _require(isinstance(prune, dict), path, "prune_adapter", prune, own)
     config = StreamConfig.from_dict({"prune_rank": prune.get("rank", 0), **values})
-    known = {
-        "format": (values.get("format", FORMAT), FORMAT),
-        "stream_position": (values.get("stream_position", "node + j"), "node + j"),
-        "prune_adapter.layer": (prune.get("layer", config.insertion_layer), config.insertion_layer),
-    }
-    for name, (found, expected) in known.items():
-        if found != expected:
-            raise _unsupported(path, name, found, repr(expected))
+    layer = config.insertion_layer
+    for name, found, expected in (
+        ("format", values.get("format", FORMAT), FORMAT),
+        ("stream_position", values.get("stream_position", _POSITION), _POSITION),
+        ("prune_adapter.layer", prune.get("layer", layer), layer),
+    ):
+        _require(found == expected, path, name, found, repr(expected))
     return config
 
 
@@ -114,13 +117,13 @@ def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None
     Raises:
         InputError: they were not.
     """
-    if (num_layers, hidden_size) != (config.num_layers, config.hidden_size):
-        raise InputError(
-            f"the base model has {num_layers} layers of width {hidden_size}",
-            expected=f"{config.num_layers} of width {config.hidden_size}, as "
-            f"{config.base_model or 'the streams'}",
-            do="give the base model that the adapter was trained on",
-        )
+    require(
+        (num_layers, hidden_size) == (config.num_layers, config.hidden_size),
+        f"the base model has {num_layers} layers of width {hidden_size}",
+        expected=f"{config.num_layers} of width {config.hidden_size}, as "
+        f"{config.base_model or 'the streams'}",
+        do="give the base model that the adapter was trained on",
+    )
 
 
 def stream_settings(config: StreamConfig) -> dict[str, Any]:
@@ -135,7 +138,7 @@ def stream_settings(config: StreamConfig) -> dict[str, Any]:
     return {
         "format": FORMAT,
         **values,
-        "stream_position": "node + j",
+        "stream_position": _POSITION,
         "prune_adapter": prune if rank else None,
     }
 
@@ -148,14 +151,12 @@ def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
     """
     values = read_json(path, "PEFT's adapter_config.json")
     for name in _UNSUPPORTED:
-        if values.get(name):
-            raise _unsupported(path, name, values[name], "unset")
+        _require(not values.get(name), path, name, values.get(name), "unset")
     for name, expected in (("peft_type", "LORA"), ("bias", "none")):
-        if values.get(name, expected) != expected:
-            raise _unsupported(path, name, values[name], repr(expected))
+        found = values.get(name, expected)
+        _require(found == expected, path, name, found, repr(expected))
     for name, (default, is_fit, expected) in _LORA_VALUES.items():
-        if not is_fit(values.get(name, default)):
-            raise _unsupported(path, name, values.get(name), expected)
+        _require(is_fit(values.get(name, default)), path, name, values.get(name), expected)
     targets = values["target_modules"]
     return LoraSettings(
         values["r"],
@@ -170,8 +171,9 @@ def _layers(path: Path, layers: Any, num_layers: int) -> tuple[int, ...]:
     if layers is None:
         return tuple(range(num_layers))
     chosen = layers if isinstance(layers, list) else [layers]
-    if not chosen or not all(_is_whole(n) and 0 <= n < num_layers for n in chosen):
-        raise _unsupported(path, "layers_to_transform", layers, f"layers of 0 to {num_layers - 1}")
+    are_layers = bool(chosen) and all(_is_whole(n) and 0 <= n < num_layers for n in chosen)
+    expected = f"layers of 0 to {num_layers - 1}"
+    _require(are_layers, path, "layers_to_transform", layers, expected)
     return tuple(chosen)
 
 
@@ -194,12 +196,9 @@ def peft_settings(lora: LoraSettings, modules: Iterable[str], base_model: str) -
     }
 
 
-def _unsupported(path: Path, name: str, found: Any, expected: str) -> InputError:
-    return InputError(
-        f"{name} is {found!r} in {path}",
-        expected=expected,
-        do="train or convert the checkpoint in a form that is supported",
-    )
+def _require(ok: bool, path: Path, name: str, found: Any, expected: str) -> None:
+    do = "train or convert the checkpoint in a form that is supported"
+    require(ok, f"{name} is {found!r} in {path}", expected=expected, do=do)
 
 
 def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
@@ -217,21 +216,10 @@ def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
 
 
 def read_pickle(path: Path) -> dict[str, mx.array]:
-    """Tensors of a .bin file, through PyTorch's loader that runs no pickled code."""
-    try:
-        import torch
-    except ImportError as error:
-        raise InputError(
-            f"{path} is a pickle, and PyTorch is not installed",
-            expected="PyTorch, whose loader reads pickled tensors without running code",
-            do='`pip install "ssmlx[torch]"`, or save the adapter as safetensors',
-        ) from error
-    try:
-        tensors: Mapping[str, torch.Tensor] = torch.load(path, "cpu", weights_only=True)
-        return {name: mx.array(tensor.float().numpy()) for name, tensor in tensors.items()}
-    except Exception as error:  # the unpickler raises many kinds, with long advice in them
-        raise InputError(
-            f"{path} cannot be read without running code ({type(error).__name__})",
-            expected="a whole pickle of tensors alone",
-            do="save the adapter as safetensors",
-        ) from error
+    """Tensors of a .bin file in float32; no pickled code is run.
+
+    Raises:
+        InputError: PyTorch is not there, or the file is no whole pickle of tensors alone.
+    """
+    check_torch()
+    return {name: mx.array(t.float().numpy()) for name, t in load_pickle(path).items()}

@@ -28,6 +28,8 @@ from .objective import Objective, Validation
 from .record import LOG_FILE, PICTURE_FILE, Record, bar
 
 SETTINGS_FILE = "training.json"
+_OF_STREAMS = ("stream_init", "stream_init_rank", "stream_design", "rotation_step",
+               "num_msa_layers")  # fmt: skip
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
@@ -157,12 +159,12 @@ def read_base(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     settings = read_json(path, "a model folder")
     for name in _SIZES:
-        if not isinstance(settings.get(name), int):
-            raise InputError(
-                f"{path} has {settings.get(name)!r} for {name}",
-                expected="a decoder of regular layers (such as Llama, Mistral, Qwen, Phi, OPT)",
-                do="choose another --model",
-            )
+        require(
+            isinstance(settings.get(name), int),
+            f"{path} has {settings.get(name)!r} for {name}",
+            expected="a decoder of regular layers (such as Llama, Mistral, Qwen, Phi, OPT)",
+            do="choose another --model",
+        )
     return settings
 
 
@@ -208,18 +210,15 @@ def stream_config(
         ("num_msa_layers", base["num_hidden_layers"], "layers"),
         ("draft_vocab_size", base["vocab_size"], "tokens"),
     ):
-        value = getattr(train, name)
-        if value > most:
-            raise InputError(
-                f"{name} is {value} of {most} {what}",
-                expected="at most those that the model has",
-                do=f"lower --{name.replace('_', '-')}",
-            )
-    shared = ("num_streams", "num_msa_layers", "stream_init", "stream_init_rank", "prune_rank",
-              "adapter_scope", "stream_design", "rotation_step", "draft_vocab_size")  # fmt: skip
+        require(
+            getattr(train, name) <= most,
+            f"{name} is {getattr(train, name)} of {most} {what}",
+            expected="at most those that the model has",
+            do=f"lower --{name.replace('_', '-')}",
+        )
     return StreamConfig.from_dict(
         {
-            **{name: getattr(train, name) for name in shared},
+            **train.to_dict(),
             "num_layers": base["num_hidden_layers"],
             "hidden_size": base["hidden_size"],
             "prompt_template": options.template,
@@ -233,12 +232,12 @@ def _check_tokens(examples: Sequence[Example], vocab_size: int, path: Path) -> N
     """Ids that a file gives as they are may be another model's."""
     low = min(int(example.tokens.min()) for example in examples)
     high = max(int(example.tokens.max()) for example in examples)
-    if low < 0 or high >= vocab_size:
-        raise InputError(
-            f"{path} has the token id {low if low < 0 else high}",
-            expected=f"0 to {vocab_size - 1}, the model's",
-            do="give the data that was made with this model, or another --model",
-        )
+    require(
+        low >= 0 and high < vocab_size,
+        f"{path} has the token id {low if low < 0 else high}",
+        expected=f"0 to {vocab_size - 1}, the model's",
+        do="give the data that was made with this model, or another --model",
+    )
 
 
 def run_to_end(
@@ -340,54 +339,41 @@ def check_scale(source: Path, found: float, expected: float) -> None:
     Raises:
         InputError: their scale alpha / rank is another.
     """
-    if not math.isclose(found, expected, rel_tol=1e-6):
-        raise InputError(
-            f"the LoRA in {source} has the scale alpha / rank {found:g}",
-            expected=f"{expected:g}, this run's",
-            do="set --lora-alpha to that scale times --lora-rank",
-        )
+    require(
+        math.isclose(found, expected, rel_tol=1e-6),
+        f"the LoRA in {source} has the scale alpha / rank {found:g}",
+        expected=f"{expected:g}, this run's",
+        do="set --lora-alpha to that scale times --lora-rank",
+    )
 
 
 def check_init(source: Path, found: StreamConfig, wanted: StreamConfig) -> None:
-    """Check that streams to start from mean in the new run what they meant in theirs.
-
-    Args:
-        source: whose they are.
-        found: its settings; without streams anything goes.
-        wanted: the run's.
+    """Check that the streams in `source` mean in the new run what they meant in theirs.
 
     Raises:
         InputError: they start, differ or stand otherwise.
     """
-    if not found.num_streams:
-        return
-    for name in (
-        "stream_init",
-        "stream_init_rank",
-        "stream_design",
-        "rotation_step",
-        "num_msa_layers",
-    ):
+    for name in _OF_STREAMS if found.num_streams else ():
         before, now = getattr(found, name), getattr(wanted, name)
-        if before != now:
-            raise InputError(
-                f"the streams in {source} have {name} {before}",
-                expected=f"{now}, this run's",
-                do=f"give --{name.replace('_', '-')} {before}",
-            )
+        require(
+            before == now,
+            f"the streams in {source} have {name} {before}",
+            expected=f"{now}, this run's",
+            do=f"give --{name.replace('_', '-')} {before}",
+        )
 
 
 def check_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Check that every array to start from has one of its name and shape in the new run.
+    """Check that every array in `source` has one of its name and shape in the new run.
 
     Raises:
         InputError: it has none there, or one of another shape.
     """
     for name, array in found.items():
         here = list(wanted[name].shape) if name in wanted else None
-        if list(array.shape) != here:
-            raise InputError(
-                f"{source} has {name} of shape {list(array.shape)}",
-                expected="none of that name" if here is None else f"{here}",
-                do="give this run the settings that it was trained with",
-            )
+        require(
+            list(array.shape) == here,
+            f"{source} has {name} of shape {list(array.shape)}",
+            expected="none of that name" if here is None else f"{here}",
+            do="give this run the settings that it was trained with",
+        )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import require
 from .batches import Batch, in_order
 from .data import Example
 from .objective import Objective
@@ -99,12 +99,12 @@ class LowerStore:
 def _check_room(folder: Path, size: int) -> None:
     """A mapped file may be larger than its disk; writing to it would end the process."""
     free = shutil.disk_usage(folder).free
-    if size > free:
-        raise InputError(
-            f"{folder} has {free / 2**30:.1f} GiB free",
-            expected=f"{size / 2**30:.1f} for the frozen layers' results",
-            do="free some, or give --cache-gb 0",
-        )
+    require(
+        size <= free,
+        f"{folder} has {free / 2**30:.1f} GiB free",
+        expected=f"{size / 2**30:.1f} for the frozen layers' results",
+        do="free some, or give --cache-gb 0",
+    )
 
 
 def num_bytes(examples: Sequence[Example], objective: Objective) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 LOG_FILE, PICTURE_FILE = "log.jsonl", "curves.png"
+_WINDOW = 20  # steps whose mean is drawn
 
 
 def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
@@ -69,9 +71,8 @@ def draw_curves(entries: list[dict[str, Any]], path: Path, title: str) -> bool:
         frameon=False, fontsize=8, title="dashed: held out", title_fontsize=8,
         loc="upper left", bbox_to_anchor=(1, 1),
     )  # fmt: skip
-    points = [(e["step"], e["tokens_per_call"]) for e in entries if "tokens_per_call" in e]
-    if points:
-        steps, values = zip(*points, strict=True)
+    steps, values = _points(entries, "tokens_per_call")
+    if steps:
         right.plot(steps, values, marker="o", color="tab:green")
         right.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(-4, 7),
                        textcoords="offset points", ha="right")  # fmt: skip
@@ -89,23 +90,13 @@ def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
     names = sorted({key for e in entries for key in e if key.endswith("_loss")})
     for name in (name for name in names if not name.startswith("valid_")):
         steps, values = _points(entries, name)
-        (line,) = axes.plot(
-            steps, _smoothed(values), label=name.removesuffix("_loss"), linewidth=1.2
-        )
-        if f"valid_{name}" in names:
-            held_out = _points(entries, f"valid_{name}")
-            axes.plot(*held_out, "--", marker=".", color=line.get_color(), linewidth=1, alpha=0.8)
+        smooth = [fmean(values[max(0, i - _WINDOW + 1) : i + 1]) for i in range(len(values))]
+        (line,) = axes.plot(steps, smooth, label=name.removesuffix("_loss"), linewidth=1.2)
+        held_out, style = _points(entries, f"valid_{name}"), {"linewidth": 1, "alpha": 0.8}
+        axes.plot(*held_out, "--", marker=".", color=line.get_color(), **style)
 
 
 def _points(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of the entries that have `name`."""
     found = [entry for entry in entries if entry.get(name) is not None]
     return [entry["step"] for entry in found], [entry[name] for entry in found]
-
-
-def _smoothed(values: list[float], window: int = 20) -> list[float]:
-    """The running mean of up to `window` values before and at each place."""
-    return [
-        sum(values[max(0, i - window + 1) : i + 1]) / (i - max(0, i - window + 1) + 1)
-        for i in range(len(values))
-    ]
