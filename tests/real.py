@@ -12,6 +12,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 import ssmlx  # first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
@@ -20,6 +22,7 @@ from mlx_lm.utils import save_config, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ssmlx.errors import InputError
 from ssmlx.loading.adapter import Adapter, BaseIdentity, write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.model.lora import LoraWeights, linear_shape
@@ -212,3 +215,11 @@ def answer(model, tokenizer, prompt, **settings):
     """(tokens, last response) of an answer by ssmlx."""
     responses = list(ssmlx.stream_generate(model, tokenizer, prompt, **settings))
     return [token for r in responses for token in r.tokens], responses[-1]
+
+
+def refusal(function, *args, **kwargs) -> str:
+    """The one line with which bad input is refused."""
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)

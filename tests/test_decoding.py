@@ -18,6 +18,7 @@ from tiny import (
     LAYERS,
     VOCAB,
     WIDTH,
+    assert_close,
     first_tokens,
     make_base,
     make_lora,
@@ -25,6 +26,7 @@ from tiny import (
     make_streams,
     make_tokenizer,
     random_tree,
+    slow,
     target_of,
     tree_from_parents,
 )
@@ -135,7 +137,7 @@ def test_pruning_equals_brute_force(seed):
     tree = random_tree(draw, 12, 5)
     logits, edges = exit_probs(tree, rng, 5)
     found = transition_logprobs(tree, logits)
-    assert np.allclose(found, np.log(edges), rtol=1e-4, atol=1e-5)
+    assert_close(found, np.log(edges))
     on_path = along_paths(tree, edges)
     scores = [math.prod(values) for values in on_path]
     for keep in range(1, 15):
@@ -185,9 +187,7 @@ def test_what_can_be_pruned():
 
 
 PROMPT = [3, 1, 4, 1, 5]
-FAMILIES = [
-    pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in ARCHITECTURES
-]
+FAMILIES = ["llama", *slow(*(name for name in ARCHITECTURES if name != "llama"))]
 TREES = (
     TreeConfig(kind="full", width=1),
     TreeConfig(kind="full", width=3),
@@ -727,7 +727,7 @@ def test_penalties_are_mlx_lms(settings):
         expected = mx.array(logits[row : row + 1])
         for processor in processors:
             expected = processor(mx.array(text), expected)
-        assert np.allclose(found[row], expected[0], rtol=1e-5, atol=1e-5), text
+        assert_close(found[row], expected[0])
 
 
 @pytest.mark.parametrize("settings", PENALTIES)

@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import mlx.core as mx
 import pytest
 from huggingface_hub.utils import RevisionNotFoundError
-from real import EXAMPLE, WIDTH, make_adapter, snapshot, without_prune, write_base
+from real import EXAMPLE, WIDTH, make_adapter, refusal, snapshot, without_prune, write_base
 from tiny import assert_close
 
 import ssmlx
@@ -362,13 +362,6 @@ def test_the_real_wheel_becomes_a_model_folder():
 
 
 # --- files ---
-
-
-def refusal(function, *args, **kwargs) -> str:
-    with pytest.raises(InputError) as caught:
-        function(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_new_folder_appears_whole(tmp_path):

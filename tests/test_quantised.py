@@ -17,12 +17,19 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_adapters, load_model, quantize_model, save_config, save_model
 from real import ROOT, answer
 from real import write_base as write_folder
-from tiny import LAYERS, VOCAB, make_base, make_lora, make_streams, make_tokenizer
+from tiny import (
+    LAYERS,
+    VOCAB,
+    assert_close,
+    make_base,
+    make_lora,
+    make_streams,
+    make_tokenizer,
+    slow,
+)
 from tiny_heads import make_heads
 
-from ssmlx.api import stream_generate
 from ssmlx.drafters.draft_model import DraftModel
-from ssmlx.errors import InputError
 from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter, write_adapter
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import is_quantised, load_base, load_tokenizer, resolve_draft_bits
@@ -31,7 +38,7 @@ from ssmlx.model.backbone import Backbone, head_bytes, pack_rows
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import encode_prompt, read_prompts
-from ssmlx.settings import GenerateConfig, PruneConfig, StreamConfig, TreeConfig
+from ssmlx.settings import PruneConfig, StreamConfig, TreeConfig
 
 PROMPT, COUNT, WIDTH = [3, 1, 4, 1, 5], 24, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 128, "head_dim": 16}
@@ -98,10 +105,7 @@ def mlx_lm_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 def written(model: StreamFusedModel, count: int = COUNT, **settings) -> list[int]:
-    responses = stream_generate(
-        model, make_tokenizer(), PROMPT, GenerateConfig(max_tokens=count, **settings)
-    )
-    return [token for response in responses for token in response.tokens]
+    return answer(model, make_tokenizer(), PROMPT, max_tokens=count, **settings)[0]
 
 
 def assert_same_but_for_a_near_tie(
@@ -124,7 +128,7 @@ def assert_same_but_for_a_near_tie(
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("bits, group_size", FORMATS)
+@pytest.mark.parametrize("bits, group_size", [FORMATS[0], *slow(*FORMATS[1:])])
 def test_streaming_plain_and_mlx_lm_write_the_same(bits, group_size, scope):
     model = with_streams(packed_base(bits, group_size), scope)
     target = mlx_lm_target(packed_base(bits, group_size), scope)
@@ -161,7 +165,7 @@ def drafter_settings(name: str, backbone: Backbone) -> dict:
     return {"drafter": name}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, *slow(True)])
 @pytest.mark.parametrize(
     "name", ["prompt-lookup", "lookahead", "draft-model", "medusa", "mlp-speculator"]
 )
@@ -171,14 +175,6 @@ def test_every_other_drafter_writes_the_same(name, tied):
     expected = mlx_lm_tokens(target, PROMPT, COUNT)
     found = written(model, **drafter_settings(name, model.backbone))
     assert_same_but_for_a_near_tie(found, expected, target, PROMPT)
-
-
-def test_a_seed_is_one_text_on_packed_weights_too():
-    model = with_streams(packed_base(4, 32), "streams")
-    sampled = {"temp": 0.9, "top_k": 8, "seed": 3}
-    plain = written(model, decoding="plain", **sampled)
-    assert written(model, tree=BEST, **sampled) == plain
-    assert written(model, tree=BEST, **{**sampled, "seed": 4}) != plain
 
 
 def test_the_check_refuses_what_is_no_near_tie():
@@ -215,7 +211,7 @@ def test_layers_that_are_not_packed_are_merged_beside_those_that_are():
     model = with_streams(base, "all")
     top = model.backbone.layers[-1]
     assert isinstance(top.mlp.up_proj, RowLora) and type(top.self_attn.q_proj) is nn.Linear
-    assert not mx.allclose(top.self_attn.q_proj.weight, before, atol=1e-3)
+    assert mx.abs(top.self_attn.q_proj.weight - before).max() > 0.01 * mx.abs(before).max()
     assert written(model, tree=BEST) == written(model, decoding="plain")
 
 
@@ -228,7 +224,7 @@ def test_the_draft_head_keeps_packed_rows(bits, group_size, tied):
     hidden = mx.random.normal((1, 4, WIDTH), key=mx.random.key(1))
     rows = mx.array(vocab)
     whole = model.backbone.logits(hidden)[:, rows]
-    assert mx.allclose(model.draft_logits(hidden), whole, atol=1e-5)
+    assert_close(model.draft_logits(hidden), whole)
     head = getattr(model.draft_head, "__self__", model.draft_head)
     own = base.model.embed_tokens if tied else base.lm_head
     for name in ("weight", "scales", "biases"):
@@ -269,11 +265,6 @@ def test_what_the_draft_head_is_packed_to(name, on_cpu, on_gpu, monkeypatch):
     assert resolve_draft_bits(name) == on_cpu
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     assert resolve_draft_bits(name) == on_gpu
-
-
-def test_an_unknown_draft_head_is_refused(tmp_path):
-    with pytest.raises(InputError, match="--draft-head 3bit; expected one of auto, stored, 8bit"):
-        ssmlx.load(write_folder(tmp_path / "base"), draft_head="3bit")
 
 
 # --- Folders ---
@@ -357,19 +348,6 @@ def test_unpacked_weights_are_the_packed_ones(folders):
     found = answer(unpacked, tokenizer, prompt, max_tokens=12, tree=BEST)[0]
     expected = answer(packed, tokenizer, prompt, max_tokens=12, decoding="plain")[0]
     assert_same_but_for_a_near_tie(found, expected, packed.backbone.model, prompt)
-
-
-def test_an_adapter_can_be_swapped_on_packed_weights(folders):
-    prompt = [9, 10, 11, 12]
-    model, tokenizer = ssmlx.load(str(folders / "4"), adapter=folders / "all", dtype="stored")
-    tuned = answer(model, tokenizer, prompt, max_tokens=12, tree=BEST)[0]
-    model = ssmlx.swap_adapter(model, folders / "streams")
-    target = load_base(folders / "4", "stored")[0].model
-    expected = mlx_lm_tokens(target, prompt, 12)
-    found = answer(model, tokenizer, prompt, max_tokens=12, tree=BEST)[0]
-    assert_same_but_for_a_near_tie(found, expected, target, prompt)
-    model = ssmlx.swap_adapter(model, folders / "all")
-    assert answer(model, tokenizer, prompt, max_tokens=12, tree=BEST)[0] == tuned != found
 
 
 # --- The real model ---

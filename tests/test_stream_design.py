@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from tiny import first_tokens, make_model
+from tiny import first_tokens, make_model, slow
 from tiny import make_base as make_mlx_base
 
 from ssmlx.api import token_steps
@@ -31,6 +31,7 @@ from oracle import (
     STREAMS,
     WIDTH,
     assert_close,
+    gap,
     greedy_streaming,
     make_base,
     mlx_step,
@@ -41,7 +42,7 @@ from oracle import (
     make_model as make_torch_model,
 )
 from oracle import stream_config as reference_config
-from real import EXAMPLE
+from real import EXAMPLE, refusal
 from safetensors.torch import load, save_file
 
 from convert.formats.adapter import read_checkpoint
@@ -91,19 +92,12 @@ def make_pair(folder, architecture="Llama", design="both", scope="all"):
     return reference, fuse_streams(backbone, load_adapter(adapter), merge_lora=True)
 
 
-def refusal(function, *args, **kwargs) -> str:
-    with pytest.raises(InputError) as caught:
-        function(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 # --- PyTorch against MLX ---
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("design", DESIGNS)
-@pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("design", ["both", *slow("draft vocabulary", "rotation")])
+@pytest.mark.parametrize("architecture", ["Llama", *slow("Qwen3")])
 def test_parity(architecture, design, scope, tmp_path):
     reference, model = make_pair(tmp_path, architecture, design, scope)
     for step in (
@@ -134,7 +128,7 @@ def with_draft_vocab(model, draft):
     return StreamFusedModel(model.backbone, config, streams, model._scope)
 
 
-@pytest.mark.parametrize("draft", [[3], [0, 12], [2, 5, 7, 9]])
+@pytest.mark.parametrize("draft", [[2, 5, 7, 9], *slow([3], [0, 12])])
 @pytest.mark.parametrize("scope", ["all", "streams"])
 def test_drafts_from_few_tokens_lose_nothing(scope, draft):
     """Every tree here wants more candidates than there are tokens to draft."""
@@ -153,17 +147,6 @@ def test_drafts_from_few_tokens_lose_nothing(scope, draft):
             assert len(lengths) < 24  # something was drafted, and accepted
 
 
-def test_drafting_from_every_token_is_drafting_from_the_whole_vocabulary():
-    model = make_model("llama")
-    every, hidden = with_draft_vocab(model, range(VOCAB)), mx.random.normal((1, 3, 32))
-    assert mx.allclose(every.draft_logits(hidden), model.draft_logits(hidden), atol=1e-5)
-    config = GenerateConfig(tree=TreeConfig(kind="best", size=12))
-    found = [
-        first_tokens(token_steps(m, PROMPT, m.make_cache(), config), 20) for m in (model, every)
-    ]
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
@@ -179,14 +162,14 @@ def test_draft_head_is_rows_of_the_head(bias, tied, quantised):
     hidden = mx.random.normal((1, 6, 32), key=mx.random.key(3))
     found = backbone.logits(hidden, backbone.draft_head(rows))
     assert found.shape == (6, len(DRAFT_VOCAB))
-    assert mx.allclose(found, backbone.logits(hidden)[:, rows], atol=1e-4)
+    assert gap(found, backbone.logits(hidden)[:, rows]) < 1e-5
     head = base.model.embed_tokens if tied else base.lm_head
     assert head.weight.shape[0] == VOCAB  # the model's own stays whole
     if quantised:
         packed = (head[name][rows] for name in ("weight", "scales", "biases"))
         weight = mx.dequantize(*packed, group_size=32, bits=4)
         expected = base.model.norm(hidden)[0] @ weight.T + (head.bias[rows] if bias else 0)
-        assert mx.allclose(found, expected, atol=1e-4)
+        assert gap(found, expected) < 1e-5
 
 
 def test_draft_head_is_gathered_once():
@@ -217,18 +200,10 @@ def test_draft_logits_of_the_reference_follow_the_model():
         assert model.draft_vocab.dtype == torch.int32
         assert found.draft_vocab is model.draft_vocab and expected.draft_vocab is None
         assert found.stream_logits.dtype == dtype
-        close = {"atol": 1e-4 if dtype != torch.bfloat16 else 0.3}
         columns = expected.stream_logits[..., DRAFT_VOCAB]
-        assert torch.allclose(found.stream_logits, columns, **close)
+        bound = 1e-5 if dtype != torch.bfloat16 else 0.02
+        assert gap(found.stream_logits.float(), columns.float()) < bound
         assert found.early_exit_logits.shape[-1] == VOCAB
-
-
-def test_draft_logits_of_a_head_with_bias():
-    base = make_base(vocab=VOCAB)
-    base.lm_head = torch.nn.Linear(WIDTH, VOCAB)
-    model, hidden = make_reference(base, DRAFT_VOCAB), torch.randn(2, 3, WIDTH)
-    expected = base.lm_head(hidden)[..., DRAFT_VOCAB]
-    assert torch.allclose(model.draft_logits(hidden), expected, atol=1e-5)
 
 
 # --- Rotated values ---
@@ -245,11 +220,11 @@ def test_values_turn_as_complex_numbers(num_streams):
     rotation = ValueRotation(3, step)
     found = np.array(rotation(mx.array(values), 4, num_streams))
     assert np.array_equal(found[:, :, :4], values[:, :, :4])
-    assert np.allclose(found[:, :, 4:], expected, atol=1e-6)
+    assert gap(found[:, :, 4:], expected) < 1e-6
     theirs = rotate_values(torch.tensor(streams), num_streams, step)
-    assert np.allclose(theirs.numpy(), expected, atol=1e-6)
+    assert gap(theirs, expected) < 1e-6
     half = rotation(mx.array(values).astype(mx.float16), 4, num_streams)
-    assert half.dtype == mx.float16 and np.allclose(np.array(half), found, atol=5e-3)
+    assert half.dtype == mx.float16 and gap(half, found) < 2e-3
     assert rotation(mx.ones((1, 2, 4, 6)), 4, 0).shape == (1, 2, 4, 6)
 
 
@@ -271,9 +246,9 @@ def test_first_stream_hardly_turned_is_a_row_of_the_base_one_place_on():
     config = {**ROTATION, "rotation_step": 1e-6, "num_msa_layers": LAYERS, "num_streams": 1}
     model = make_reference(base, lora_rank=0, **config)
     expected = base(torch.cat([ids, ids[:, -1:]], dim=1)).logits[:, -1]
-    assert torch.allclose(model(ids).stream_logits[:, -1, 0], expected, atol=1e-4)
+    assert gap(model(ids).stream_logits[:, -1, 0], expected) < 1e-4
     model.config = replace(model.config, rotation_step=0.5)
-    assert not torch.allclose(model(ids).stream_logits[:, -1, 0], expected, atol=1e-2)
+    assert gap(model(ids).stream_logits[:, -1, 0], expected) > 1e-2
 
 
 def test_gradients_pass_through_the_rotation():

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from real import answer, make_adapter, write_base, write_tiny_adapter
+from real import answer, make_adapter, refusal, write_base, write_tiny_adapter
 from tiny import LAYERS, WIDTH, first_tokens, make_base, make_lora, make_streams, make_tokenizer
 
 import ssmlx
@@ -39,13 +39,6 @@ from ssmlx.settings import STREAM_SCHEDULES, StreamConfig, TreeConfig
 LENGTH = 16
 PROMPT = [1, 5, 2, 7]
 MERGED, APART, PACKED = "merged", "apart", "packed"
-
-
-def refusal(function, *args, **kwargs) -> str:
-    with pytest.raises(InputError) as caught:
-        function(*args, **kwargs)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def is_packable(path, module):

@@ -10,6 +10,7 @@ from math import prod
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -202,7 +203,7 @@ def best_rank_paths(probs: np.ndarray, count: int, width: int) -> set[tuple[int,
 
 def assert_close(found, expected, bound: float = 1e-5) -> None:
     """The same numbers, but for `bound` of the largest of those that are expected."""
-    found, expected = np.array(found, np.float64), np.array(expected, np.float64)
+    found, expected = (np.array(part).astype(np.float64) for part in (found, expected))
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() <= bound * np.abs(expected).max()
 
@@ -240,3 +241,11 @@ def make_profile(model: StreamFusedModel, **changes) -> Profile:
         "costs": COSTS, **changes,
     }  # fmt: skip
     return Profile(**values)
+
+
+def slow(*cases) -> list:
+    """Cases of a parametrised test that the second tier runs."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]
