@@ -17,7 +17,7 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 from real import VOCAB, WIDTH, one_line, snapshot, write_base
 from tiny import best_rank_paths, make_base
-from tiny_heads import HEAD_KINDS, converted, head_config, random_reference, token_paths
+from tiny_heads import HEAD_KINDS, LEVELS, converted, head_config, random_reference, token_paths
 
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file
@@ -126,6 +126,16 @@ def inputs(stages=1, rows=1, seed=0):
     return hidden, rng.integers(0, VOCAB, (rows, stages)).astype(np.int32)
 
 
+def said_by(model, hidden, tokens=None, lm_head=None):
+    """[H, rows, Vd] logits of a reference, given tokens [rows, H] and the LM head if need be."""
+    text = torch.zeros(len(hidden), LEVELS) if tokens is None else torch.from_numpy(tokens)
+    if lm_head is not None:
+        vocab = slice(None) if model.draft_vocab is None else model.draft_vocab.long()
+        lm_head = lm_head.weight[vocab], None
+    with torch.no_grad():
+        return model(torch.from_numpy(hidden), text.long(), lm_head)
+
+
 def agree(found, expected):
     """To 1e-5 of the largest number."""
     expected = np.asarray(expected)
@@ -141,10 +151,7 @@ def test_both_sides_say_the_same(backbone, base, tmp_path, kind, changes, vocab)
     model = random_reference(kind, backbone, vocab, **changes)
     heads, levels = in_mlx(model, backbone, tmp_path), model.config.num_levels
     hidden, tokens = inputs(levels)
-    with torch.no_grad():
-        state, text = torch.from_numpy(hidden), torch.from_numpy(tokens).long()
-        lm_head = load_torch_base(base).lm_head
-        expected = model(state, lm_head if kind == "medusa" else text)[:, 0]
+    expected = said_by(model, hidden, tokens, load_torch_base(base).lm_head)[:, 0]
     if kind == "medusa":
         found = heads.medusa_logits(mx.array(hidden))
         assert found.shape == (levels, VOCAB if vocab is None else len(vocab))
@@ -161,8 +168,7 @@ def test_a_medusa_head_is_its_blocks_then_its_matrix(backbone):
     model, (hidden, _) = random_reference("medusa", backbone), inputs()
     t = {name: p.detach().numpy() for name, p in model.heads.named_parameters()}
     x = hidden[0].astype(np.float64)
-    with torch.no_grad():
-        found = model(torch.from_numpy(hidden[0]))
+    found = said_by(model, hidden)[:, 0]
     for head in range(3):
         z = t[f"{head}.0.linear.weight"] @ x + t[f"{head}.0.linear.bias"]
         agree(found[head], t[f"{head}.1.weight"] @ (x + z / (1 + np.exp(-z))))
@@ -173,8 +179,7 @@ def test_a_stage_is_the_published_formula(backbone, scaled):
     """Written out in NumPy, state and embedding weighed as the paper's authors weigh them."""
     model = random_reference("mlp-speculator", backbone, scale_input=scaled)
     hidden, tokens = inputs(3)
-    with torch.no_grad():
-        found = model(torch.from_numpy(hidden), torch.from_numpy(tokens).long())
+    found = said_by(model, hidden, tokens)
     t = {name: p.detach().numpy().astype(np.float64) for name, p in model.named_parameters()}
     state = hidden[0].astype(np.float64)
     if scaled:
@@ -213,14 +218,14 @@ def test_shared_heads_use_any_lm_head(tmp_path, tied, quantised, vocab):
 
 @pytest.mark.parametrize("vocab", [None, EVERY_THIRD], ids=["whole", "reduced"])
 def test_new_heads_say_what_the_lm_head_says(base, backbone, vocab):
-    lm, hidden = load_torch_base(base).lm_head, torch.from_numpy(inputs()[0])
+    lm, hidden = load_torch_base(base).lm_head, inputs()[0]
     tokens = None if vocab is None else torch.tensor(vocab).int()
     model = new_reference(head_config("medusa", backbone, vocab, num_layers=2), tokens)
     model.start_from(lm.weight)
     with torch.no_grad():
-        expected = lm(hidden) if vocab is None else lm(hidden)[:, vocab]
-        for logits in model(hidden):
-            agree(logits, expected)
+        expected = lm(torch.from_numpy(hidden))
+    for logits in said_by(model, hidden):
+        agree(logits, expected if vocab is None else expected[:, vocab])
 
 
 def test_new_speculators_have_the_papers_spread():
@@ -271,8 +276,7 @@ def all_paths(model, hidden, root, widths=WIDTHS):
 
 def medusa_paths(model, hidden, count):
     """The `count` best nodes of the full tree of Medusa heads, by brute force."""
-    with torch.no_grad():
-        best = model(torch.from_numpy(hidden[0])).softmax(-1).sort(dim=-1, descending=True)
+    best = said_by(model, hidden)[:, 0].softmax(-1).sort(dim=-1, descending=True)
     vocab = range(VOCAB) if model.draft_vocab is None else model.draft_vocab.tolist()
     ranks = best_rank_paths(best.values.numpy(), count, min(count - 1, len(vocab)))
     names = best.indices.tolist()

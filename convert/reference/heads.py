@@ -1,13 +1,12 @@
 """Drafting heads in PyTorch, their parameters named as they are published.
 
-In front of the published names stand "heads." for Medusa's, and nothing for a speculator's. Where
-the settings have a `draft_vocab_size`, `draft_vocab` [Vd] int32 is given; else it is None.
+In front of the published names stand "heads." for Medusa's, and nothing for a speculator's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,45 @@ from torch import nn
 from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import EPSILON, MlpSpeculatorConfig
+
+Linear = tuple[torch.Tensor, torch.Tensor | None]
+"""A weight [V, D] and its bias [V], or None."""
+
+
+class HeadReference(nn.Module):
+    """Heads of one kind.
+
+    Args:
+        config: their settings.
+        draft_vocab: [Vd] int32, given exactly where the settings have a `draft_vocab_size`.
+    """
+
+    draft_vocab: torch.Tensor | None
+
+    def __init__(self, config: HeadConfig, draft_vocab: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.config: Any = config
+        self.register_buffer("draft_vocab", draft_vocab)
+
+    def rows(
+        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Of each head, [..., W] states, and the matrix [Vd, W] and bias that they are given to.
+
+        Args:
+            hidden: [..., D] behind the base model's final norm.
+            following: [..., H] the text itself: entry i is the token i + 1 places after the
+                hidden state's.
+            lm_head: the base model's, rows of the draft vocabulary, for heads without a matrix.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear
+    ) -> torch.Tensor:
+        """[H, ..., Vd] logits of every head, given the text itself; arguments as for `rows`."""
+        rows = self.rows(hidden, following, lm_head)
+        return torch.stack([nn.functional.linear(*row) for row in rows])
 
 
 class ResidualBlock(nn.Module):
@@ -31,15 +69,11 @@ class ResidualBlock(nn.Module):
         return x + nn.functional.silu(self.linear(x))
 
 
-class MedusaReference(nn.Module):
+class MedusaReference(HeadReference):
     """Medusa heads."""
 
-    draft_vocab: torch.Tensor | None
-
     def __init__(self, config: MedusaConfig, draft_vocab: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.config = config
-        self.register_buffer("draft_vocab", draft_vocab)
+        super().__init__(config, draft_vocab)
         width = config.hidden_size
 
         def head(index: int) -> nn.ModuleList:
@@ -54,48 +88,20 @@ class MedusaReference(nn.Module):
     def start_from(self, lm_head: torch.Tensor) -> None:
         """Make every head say what the base model's `lm_head` [V, D] says."""
         rows = lm_head if self.draft_vocab is None else lm_head[self.draft_vocab.long()]
-        for index in range(self.config.num_heads):
-            matrix = self.matrix(index)
-            if matrix is not None:
-                matrix.copy_(rows)
+        for head in self.heads:
+            for matrix in head[self.config.num_layers :]:
+                matrix.weight.copy_(rows)
 
-    def matrix(self, index: int) -> torch.Tensor | None:
-        """[Vd, D] the matrix of a head; None where it uses the base model's LM head."""
-        last = self.heads[index][-1] if len(self.heads[index]) else None
-        return last.weight if isinstance(last, nn.Linear) else None
-
-    def states(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """H of [..., D]: what each head's matrix is given.
-
-        Args:
-            hidden: [..., D] behind the base model's final norm.
-        """
-        states = []
+    def rows(
+        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         for head in self.heads:
             state = hidden
             for block in head[: self.config.num_layers]:
                 state = block(state)
-            states.append(state)
-        return states
-
-    def forward(self, hidden: torch.Tensor, lm_head: nn.Module | None = None) -> torch.Tensor:
-        """[H, ..., Vd] logits of every head.
-
-        Args:
-            hidden: [..., D] behind the base model's final norm.
-            lm_head: the base model's, for heads without a matrix.
-        """
-        logits = []
-        for index, state in enumerate(self.states(hidden)):
-            matrix = self.matrix(index)
-            if matrix is not None:
-                logits.append(nn.functional.linear(state, matrix))
-                continue
-            assert lm_head is not None
-            every = lm_head(state)
-            vocab = self.draft_vocab
-            logits.append(every if vocab is None else every[..., vocab.long()])
-        return torch.stack(logits)
+            own = head[self.config.num_layers :]
+            weight, bias = (own[0].weight, None) if len(own) else lm_head
+            yield state, weight, bias
 
 
 class _RmsNorm(nn.Module):
@@ -115,17 +121,13 @@ def rms(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON)
 
 
-class MlpSpeculatorReference(nn.Module):
+class MlpSpeculatorReference(HeadReference):
     """An MLP speculator."""
-
-    draft_vocab: torch.Tensor | None
 
     def __init__(
         self, config: MlpSpeculatorConfig, draft_vocab: torch.Tensor | None = None
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.register_buffer("draft_vocab", draft_vocab)
+        super().__init__(config, draft_vocab)
         width, stages = config.width, range(config.n_predict)
         shared = 1 if config.tie_weights else config.n_predict
 
@@ -157,18 +159,13 @@ class MlpSpeculatorReference(nn.Module):
         mixed = self.proj[stage](state) + weight * self.emb[stage](tokens)
         return nn.functional.gelu(self.ln[stage](mixed.float()))
 
-    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[stages, ..., Vd] logits of every stage, given the text itself.
-
-        Args:
-            hidden: [..., D] behind the base model's final norm.
-            tokens: [..., stages]; entry i is the token i + 1 places after the hidden state's.
-        """
-        state, logits = self.first_state(hidden), []
+    def rows(
+        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        state = self.first_state(hidden)
         for stage in range(self.config.n_predict):
-            state = self.next_state(stage, state, tokens[..., stage])
-            logits.append(self.head[stage](state))
-        return torch.stack(logits)
+            state = self.next_state(stage, state, following[..., stage])
+            yield state, self.head[stage].weight, None
 
     def rank_paths(
         self, roots: torch.Tensor, hidden: torch.Tensor, widths: Sequence[int]
@@ -194,9 +191,6 @@ class MlpSpeculatorReference(nn.Module):
             found[0].append(tokens)
             found[1].append(best.values.flatten(1))
         return found
-
-
-HeadReference = MedusaReference | MlpSpeculatorReference
 
 
 def new_reference(config: HeadConfig, draft_vocab: torch.Tensor | None) -> HeadReference:

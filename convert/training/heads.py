@@ -6,7 +6,7 @@ does: so the batches, the schedule and the saved state are those of the stream t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorRefer
 from ..reference.losses import IGNORED, linear_cross_entropy, mean_scales
 from ..reference.model import StreamFusedReference
 from .run import TorchObjective, freeze_base, precision
-
-_Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def build_heads(
@@ -109,38 +107,30 @@ class HeadObjective(TorchObjective):
         """
         total = torch.zeros((), device=self.device)
         parts: dict[str, float] = {}
-        heads = zip(self._heads(batch, lower), self.train.alphas, strict=True)
+        heads = zip(self._rows(batch, lower), self.train.alphas, strict=True)
         for number, ((states, weight, bias), alpha) in enumerate(heads, 1):
             targets = self.tensor(draft_indices(batch.targets(number), self.draft_vocab))
             there = targets != IGNORED
-            rows, wanted = states[there].to(self.dtype), targets[there]
+            rows, wanted = states[there], targets[there]
             scales = mean_scales(wanted, alpha)
             term, losses = linear_cross_entropy(rows, weight, bias, wanted, scales)
             total = total + term
             parts[f"head_{number}_loss"] = float(losses.mean()) if len(wanted) else 0.0
         return total, parts
 
-    def _heads(self, batch: Batch, lower: torch.Tensor) -> Iterator[_Head]:
-        """Every head's rows of a batch [B, K, W], and the matrix and bias that they are given to.
-
-        A matrix learns where it is the head's own.
-        """
-        hidden, model = self._carried(batch, lower), self.model
-        if isinstance(model, MedusaReference):
-            with precision(self.device, self.dtype):
-                states = model.states(hidden)
-            for index, state in enumerate(states):
-                own = model.matrix(index)
-                weight, bias = self._lm_heads[STREAM] if own is None else (own, None)
-                yield state, weight.to(self.dtype), bias
-            return
-        state = model.first_state(hidden)
-        for stage in range(model.config.n_predict):
-            # Where the text has ended there is no target either.
-            tokens = self.tensor(batch.targets(stage)).clamp(min=0)
-            with precision(self.device, self.dtype):
-                state = model.next_state(stage, state, tokens)
-            yield state, model.head[stage].weight.to(self.dtype), None
+    def _rows(self, batch: Batch, lower: torch.Tensor) -> list[Any]:
+        """Every head's states of a batch [B, K, W], and the matrix and bias that they go to."""
+        levels = range(self.model.config.num_levels)
+        # Where the text has ended there is no target either.
+        text = torch.stack([self.tensor(batch.targets(level)) for level in levels], dim=-1)
+        with precision(self.device, self.dtype):
+            rows = self.model.rows(
+                self._carried(batch, lower), text.clamp(min=0), self._lm_heads[STREAM]
+            )
+            return [
+                (states.to(self.dtype), weight.to(self.dtype), bias)
+                for states, weight, bias in rows
+            ]
 
     def _carried(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
         """[B, K, D] the states that heads guess from."""
@@ -152,8 +142,8 @@ class HeadObjective(TorchObjective):
     ) -> tuple[np.ndarray, np.ndarray]:
         """[B, K, G, count] the likeliest tokens of every Medusa head, and log probabilities."""
         found: list[Any] = []
-        for states, weight, bias in self._heads(batch, lower):
-            logits = nn.functional.linear(states.to(self.dtype), weight, bias)
+        for row in self._rows(batch, lower):
+            logits = nn.functional.linear(*row)
             found.append(logits.float().log_softmax(-1).topk(count))
         tokens = torch.stack([best.indices for best in found], dim=2)
         logprobs = torch.stack([best.values for best in found], dim=2)
