@@ -24,7 +24,6 @@ from ssmlx.calibration.costs import (
     forward_costs,
     head_calls,
     layer_calls,
-    likely_tree,
     medians,
     overhead,
     plain_call,
@@ -39,7 +38,6 @@ from ssmlx.calibration.timing import Answer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import grow_tree
 from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning.cost import DraftShape, Surface
@@ -142,14 +140,6 @@ def test_contexts_stay_within_the_models():
     assert plan.within(3).contexts == (1,)
 
 
-def test_a_likely_tree_has_the_nodes_that_were_asked_for(model):
-    for size in (1, 2, 9, 30):
-        tree, hidden = likely_tree(model, size)
-        assert hidden.shape == (1, size, model.backbone.hidden_size)
-        assert tree.num_nodes == size
-    assert likely_tree(model, 30)[0].depths.max().item() == 3
-
-
 def test_a_plain_call_is_one_of_several_and_leaves_the_cache_as_it_was(model):
     cache = calibrate_costs.filled_cache(model, [1, 2, 3], 12, 16)
     clock = Clock(6.0)
@@ -233,16 +223,6 @@ def test_more_streams_and_larger_trees_are_worth_what_they_say():
     assert max(found.values(), key=lambda one: one.tokens_per_second).shape.num_streams == 2
 
 
-def test_dear_rows_make_the_tree_small_and_cheap_ones_large():
-    rng = np.random.default_rng(0)
-    ranks = [[int(rng.choice([0, 1, 2, 3])), int(rng.choice([0, 1, -1]))] for _ in range(60)]
-    guesses = certain(list(range(100, 160)), ranks)
-    cheap, dear = at(COSTS, 50), at(replace(COSTS, lower=flat(6.0, 4.0)), 50)
-    sizes = [2, 3, 4, 6, 8, 12]
-    assert best(unpruned([guesses], sizes, dear)).shape.num_nodes < 4
-    assert best(unpruned([guesses], sizes, cheap)).shape.num_nodes > 6
-
-
 def test_rows_that_grow_dearer_with_the_context_make_trees_smaller():
     rng = np.random.default_rng(0)
     ranks = [[int(rng.choice([0, 1, 2, 3])), int(rng.choice([0, 1, -1]))] for _ in range(60)]
@@ -318,21 +298,13 @@ def test_the_picture_has_a_line_of_its_own_for_every_context():
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == len(contexts)
 
 
-@pytest.mark.parametrize(
-    ("count", "check", "learn", "held_out"),
-    [(2, 3, [8, 9], [5, 6, 7]), (1, 0, [9], []), (10, 0, list(range(10)), [])],
-)
-def test_prompts_to_learn_from_are_the_last_and_those_to_check_on_before_them(
-    count, check, learn, held_out
-):
+def test_prompts_to_learn_from_are_the_last_and_those_to_check_on_before_them():
     prompts = [[number] for number in range(10)]
-    assert split_prompts(prompts, count, check) == ([[n] for n in learn], [[n] for n in held_out])
-
-
-@pytest.mark.parametrize(("count", "check"), [(0, 1), (1, -1), (6, 5)])
-def test_too_few_prompts_are_refused(count, check):
-    with pytest.raises(InputError, match=f"--count {count} --check {check} of 10 prompts"):
-        split_prompts([[1]] * 10, count, check)
+    assert split_prompts(prompts, 2, 3) == ([[8], [9]], [[5], [6], [7]])
+    assert split_prompts(prompts, 10, 0) == (prompts, [])
+    for count, check in ((0, 1), (1, -1), (6, 5)):
+        with pytest.raises(InputError, match=f"--count {count} --check {check} of 10 prompts"):
+            split_prompts(prompts, count, check)
 
 
 @pytest.fixture(scope="module")
@@ -421,7 +393,6 @@ BAD = {
     "missing data": ({"data": ("--data", "nowhere.jsonl")}, (), "nowhere.jsonl does not exist"),
     "too few": ({}, ("--count", "7"), "--count 7 --check 2 of 8 prompts"),
     "short answers": ({}, ("--max-tokens", "2"), "the answers have 8 tokens in all"),
-    "repeats": ({}, ("--repeats", "0"), "--repeats 0; expected 1 or more"),
     "contexts": ({}, ("--contexts", "0", "5"), "--contexts 0; expected 1 or more"),
     "tree": ({}, ("--largest-tree", "1"), "--largest-tree 1; expected 2 or more nodes"),
     "word": ({}, ("--count", "many"), "invalid int value: 'many'"),
@@ -519,40 +490,6 @@ def test_pruning_follows_the_exits_and_not_the_draft():
     assert {shape: int(exits.depths(*shape)[0]) for shape in held} == held
 
 
-@pytest.mark.parametrize("levels", [1, 2, 4])
-def test_needed_sizes_are_those_of_the_trees_that_are_grown(levels):
-    """Random guesses: the tree of N nodes holds a path from the needed size on, and not before."""
-    rng = np.random.default_rng(levels)
-    length, count, largest = 12, 9, 10
-    logits = rng.normal(0, 1.5, (length, 4, 30))
-    order = np.argsort(-logits, axis=-1)[..., :count]
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    logprobs = np.take_along_axis(logprobs, order, -1).astype(np.float32)
-    # Every token of the text is one that the first stream before it ranks among its first four.
-    text = [0, *(int(order[i, 0, rng.integers(4)]) for i in range(length - 1))]
-    guesses = Guesses(order.astype(np.int32), logprobs, np.array(text))
-    needed = needed_sizes(guesses, levels, largest)
-    for size in range(2, largest + 1):
-        config = TreeConfig(size=size, width=count)
-        for place in range(length):
-            held = (needed[place] <= size).sum()
-            assert held == _held(guesses, place, levels, config)
-    assert {2, NEVER} < set(needed.flatten().tolist()), "some near, some out of reach"
-
-
-def _held(guesses: Guesses, place: int, levels: int, config: TreeConfig) -> int:
-    """How far the tree that is really grown says what follows, found slowly."""
-    count = min(config.size - 1, guesses.tokens.shape[2])
-    tokens = mx.array(guesses.tokens[place, :levels, :count])
-    logprobs = mx.array(guesses.logprobs[place, :levels, :count])
-    tree = grow_tree(mx.array([0]), tokens, logprobs, replace(config, width=count))
-    paths, words = tree.paths.tolist(), tree.tokens.tolist()
-    depths = tree.depths.tolist()
-    said = {tuple(words[n] for n in path[1 : d + 1]) for path, d in zip(paths, depths, strict=True)}
-    following = guesses.answer[place + 1 : place + 1 + levels].tolist()
-    return max(n for n in range(len(following) + 1) if tuple(following[:n]) in said)
-
-
 def test_the_ranking_of_nodes_is_that_of_brute_force():
     rng = np.random.default_rng(3)
     probs = -np.sort(-rng.dirichlet(np.ones(8), size=3), axis=1)[:, :6]
@@ -571,11 +508,6 @@ def test_ranks_are_where_the_answer_stands():
     guesses = Guesses(tokens, np.zeros((3, 2, 2), np.float32), np.array([4, 6, 7]))
     assert true_ranks(guesses).tolist() == [[1, 0], [1, NEVER], [NEVER, NEVER]]
     assert needed_widths(guesses).tolist() == [[2, 2], [2, NEVER], [NEVER, NEVER]]
-
-
-def test_the_rank_table_counts_a_stream_where_those_before_it_had_theirs():
-    tokens = np.array([[[5, 6], [7, 8]], [[6, 7], [9, 9]], [[1, 2], [3, 4]]], np.int32)
-    guesses = Guesses(tokens, np.zeros((3, 2, 2), np.float32), np.array([4, 6, 7]))
     table = rank_table([guesses], [1, 2])
     assert table[0] == pytest.approx([0.0, 2 / 3])
     assert table[1] == pytest.approx([0.5, 0.5]), "of the two places where stream 1 had it"

@@ -224,27 +224,25 @@ def test_bad_input_is_one_line(draw, tmp_path, capsys):
     assert figures.main(["--results", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is no folder" in one_line(capsys.readouterr().err, "perf.paper.figures")
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "compare.json").write_text("{")
-    code, _, err = draw()
-    assert code == 2 and "is not valid JSON" in one_line(err, "perf.paper.figures")
-    (tmp_path / "results" / "compare.json").write_text('{"summary": 1}')
-    code, _, err = draw()
-    assert code == 2 and "holds no result of perf.compare" in one_line(err, "perf.paper.figures")
+    for text, said in (("{", "is not valid JSON"), ("{}", "holds no result of perf.compare")):
+        (tmp_path / "results" / "compare.json").write_text(text)
+        code, _, err = draw()
+        assert code == 2 and said in one_line(err, "perf.paper.figures")
 
 
-@pytest.mark.parametrize(
-    ("broken", "lacking"),
-    [
-        ({"tasks": [{}]}, "no 'temp'"),
-        ({"temp": 0, "tasks": [{"task": "sql"}]}, "no 'systems'"),
-        ({"temp": 1, "tasks": [{"systems": [{"name": "streams"}]}]}, "no 'top_k'"),
-        ({"temp": 0, "tasks": [1]}, "int"),
-    ],
-)
+BROKEN = {
+    "no 'temp'": {"tasks": [{}]},
+    "no 'systems'": {"temp": 0, "tasks": [{"task": "sql"}]},
+    "no 'top_k'": {"temp": 1, "tasks": [{"systems": [{"name": "streams"}]}]},
+    "int": {"temp": 0, "tasks": [1]},
+}
+
+
+@pytest.mark.parametrize(("lacking", "broken"), BROKEN.items())
 def test_an_incomplete_result_is_told_in_one_line(draw, broken, lacking):
     code, out, err = draw(broken)
-    assert (code, out) == (2, "")
     told = one_line(err, "perf.paper.figures")
+    assert (code, out) == (2, "")
     assert ".json is incomplete (" in told and lacking in told and "; measure again" in told
 
 

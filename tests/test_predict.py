@@ -125,15 +125,11 @@ def test_memory_is_full_and_streams_use_more_of_the_lanes_than_two_models():
 @pytest.fixture
 def calibration(tmp_path):
     """A result of ssmlx.calibrate, as far as it is read."""
-    shapes = [
-        DraftShape(tree=TreeConfig(size=size), num_streams=5, stream_schedule="fused")
-        for size in (4, 16)
-    ]
-    budget = PruneConfig(kind="budget", keep=3)
-    shapes.append(replace(shapes[1], prune=budget))
+    small, large = (DraftShape(tree=TreeConfig(size=size), num_streams=5) for size in (4, 16))
+    pruned = replace(large, prune=PruneConfig(kind="budget", keep=3))
     candidates = [
         {"shape": asdict(shape), "tokens_per_call": tokens}
-        for shape, tokens in zip(shapes, (2.5, 3.5, 3.0), strict=True)
+        for shape, tokens in ((small, 2.5), (large, 3.5), (pruned, 3.0))
     ]
     streams = {"num_streams": 5, "num_msa_layers": 8, "num_layers": 30, "draft_vocab_size": 8192}
     path = tmp_path / "calibrate-sql.json"
