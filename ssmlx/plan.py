@@ -281,6 +281,8 @@ def _decision(
         asked = config.decoding == "plain"
         return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
     if kind == "streams" and not config.lookup_nodes:
-        return f"streams draft: {_shape_of(config, model).text()}"
+        dropped = config.prune is not None and config.prune.kind == "threshold"
+        shape = _shape_of(config, model).text()
+        return f"streams draft: {shape}" + (", unlikely nodes dropped" if dropped else "")
     nodes, levels = drafter.max_nodes, drafter.num_levels
     return f"{kind} drafts: at most {nodes} nodes a call, {levels} tokens ahead"

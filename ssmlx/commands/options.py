@@ -210,7 +210,8 @@ def _value(told: str, key: str, text: str) -> Any:
     if known:
         ok = "|" not in known or text in known.split("|")
         require(ok, told, expected=f"one of {known}", do="choose one of them")
-        return text
+        # In quotes, no shell does it.
+        return str(Path(text).expanduser()) if text.startswith("~") else text
     expected = "a number" if key in _FRACTIONS else "a whole number"
     if key == "widths":
         expected = "whole numbers with commas between"
