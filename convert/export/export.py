@@ -16,7 +16,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,8 +32,11 @@ from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
 from ssmlx.settings import read_json
 
 from ..base import copy_settings
+from . import compression
+from .ane import AneProfile
 from .coreai import import_coreai, write_coreai
 from .coreml import convert_graph, import_coremltools, merge_functions, write_metadata, writing
+from .gpu import GpuProfile
 from .graph import DECODE, DecodeGraph, Graph, PrefillGraph
 from .settings import ExportConfig
 from .source import build_reference, check_context
@@ -83,24 +86,54 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
         InputError: a package is missing, the model or the adapter does not fit, or the disk is
             full.
     """
-    _check_converter(config)
+    (import_coreai if config.target == "coreai" else import_coremltools)()
     _check_target(out)
     report = Report()
     with writing(out):
         with report.stage("load"):
             folder = resolve_model(model)
             own = _load_adapter(folder, adapter)
-            graphs = build_graphs(folder, own, config)
+            source = _Source(
+                folder, own, config, build_graphs(folder, own, config),
+                own.config.base_model or Path(model).name, Path(adapter or model).name,
+            )  # fmt: skip
         with new_folder(out) as work:
-            package = work / PACKAGES[config.target]
-            texts = _texts(model, adapter, own, config)
-            if config.target == "coreai":
-                with report.stage("convert"):
-                    write_coreai(graphs, config, package, texts)
-            else:
-                _write_coreml(graphs, config, package, texts, report)
-            _write_rest(work, folder, own, graphs, config, texts, report)
+            _write_package(source, work / PACKAGES[config.target], report)
+            _write_rest(source, work, report)
     return report
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What is exported.
+
+    Attributes:
+        folder: of the model.
+        adapter: the streams and LoRA.
+        config: the settings.
+        graphs: "prefill" and "decode".
+        model_name, adapter_name: what a package says of itself.
+    """
+
+    folder: Path
+    adapter: Adapter
+    config: ExportConfig
+    graphs: tuple[Graph, Graph]
+    model_name: str
+    adapter_name: str
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What a package says of itself where its host looks: in Xcode, or in its metadata."""
+        return {
+            "ssmlx.version": __version__,
+            "ssmlx.model": self.model_name,
+            "ssmlx.adapter": self.adapter_name,
+            "ssmlx.scope": self.adapter.config.adapter_scope,
+            "ssmlx.profile": self.config.profile,
+            "ssmlx.compression": self.config.compression,
+            "ssmlx.precision": self.config.precision,
+        }
 
 
 def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[Graph, Graph]:
@@ -112,26 +145,12 @@ def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[
     sizes = config.sizes(adapter.config, adapter.base.vocab_size)
     reference = build_reference(folder, adapter, sizes.num_streams)
     check_context(reference, sizes.num_slots)
-    profile = _profile(config)(reference, sizes)
+    profile = (AneProfile if config.profile == "ane" else GpuProfile)(reference, sizes)
     num_layers, split = adapter.config.num_layers, adapter.config.insertion_layer
     return (
         PrefillGraph(profile, num_layers).eval(),
         DecodeGraph(profile, num_layers, split, reference.draft_vocab).eval(),
     )
-
-
-def _profile(config: ExportConfig) -> Any:
-    from .ane import AneProfile
-    from .gpu import GpuProfile
-
-    return AneProfile if config.profile == "ane" else GpuProfile
-
-
-def _check_converter(config: ExportConfig) -> None:
-    if config.target == "coreai":
-        import_coreai()
-    else:
-        import_coremltools()
 
 
 def _check_target(out: Path) -> None:
@@ -161,17 +180,14 @@ def _load_adapter(folder: Path, adapter: str | None) -> Adapter:
     return load_adapter(found)
 
 
-def _write_coreml(
-    graphs: Sequence[Graph],
-    config: ExportConfig,
-    package: Path,
-    texts: dict[str, str],
-    report: Report,
-) -> None:
-    from . import compression
-
+def _write_package(source: _Source, package: Path, report: Report) -> None:
+    config = source.config
+    if config.target == "coreai":
+        with report.stage("convert"):
+            write_coreai(source.graphs, config, package, source.texts)
+        return
     models, expected = {}, {}
-    for graph in graphs:
+    for graph in source.graphs:
         with report.stage(f"convert {graph.name}"):
             models[graph.name] = convert_graph(graph, config)
         if graph.name == DECODE:
@@ -182,43 +198,28 @@ def _write_coreml(
                 models[graph.name] = compression.compress(models[graph.name], config.compression)
     with report.stage("write"):
         merge_functions(models, package)
-        write_metadata(package, texts)
+        write_metadata(package, source.texts)
     models.clear()
     with report.stage("compare weights"):
         report.weight_error = asdict(compression.weight_error(package, expected))
 
 
-def _write_rest(
-    work: Path,
-    folder: Path,
-    adapter: Adapter,
-    graphs: Sequence[Graph],
-    config: ExportConfig,
-    texts: dict[str, str],
-    report: Report,
-) -> None:
+def _write_rest(source: _Source, work: Path, report: Report) -> None:
     """Tokenizer, manifest and report, beside the package."""
-    copy_settings(folder, work)
+    copy_settings(source.folder, work)
     words = load_tokenizer(work, read_json(work / "config.json", "a model's settings"))
-    package = work / PACKAGES[config.target]
-    ends = {*words.eos_token_ids, *adapter.config.end_token_ids}
-    _manifest(graphs[-1], adapter, config, sorted(ends), package, texts).write(work)
+    package = work / PACKAGES[source.config.target]
+    ends = {*words.eos_token_ids, *source.adapter.config.end_token_ids}
+    _manifest(source, sorted(ends), package).write(work)
     files = [file for file in package.rglob("*") if file.is_file()]
     report.package_bytes = sum(file.stat().st_size for file in files)
     saved = json.dumps(asdict(report), indent=1) + "\n"
     (work / REPORT).write_text(saved, encoding="utf-8")
 
 
-def _manifest(
-    graph: Graph,
-    adapter: Adapter,
-    config: ExportConfig,
-    end_token_ids: list[int],
-    package: Path,
-    texts: dict[str, str],
-) -> Manifest:
+def _manifest(source: _Source, end_token_ids: list[int], package: Path) -> Manifest:
+    config, adapter, graph = source.config, source.adapter, source.graphs[-1]
     sizes = graph.profile.sizes
-    topology = config.topology(adapter.config, adapter.base.vocab_size)
     carried = config.target == "coreml" and config.precision == "float32"
     return Manifest(
         target=config.target,
@@ -232,28 +233,15 @@ def _manifest(
         num_nodes=sizes.num_nodes,
         num_kept=sizes.num_kept,
         num_streams=sizes.num_streams,
-        tree=TreeTables(topology, sizes.num_nodes),
+        tree=TreeTables(config.topology(adapter.config, adapter.base.vocab_size), sizes.num_nodes),
         prompt_template=adapter.config.prompt_template,
         end_token_ids=tuple(end_token_ids),
         digest=package_digest(package),
         compression=config.compression,
-        model=texts["ssmlx.model"],
-        adapter=texts["ssmlx.adapter"],
+        model=source.model_name,
+        adapter=source.adapter_name,
         versions=_versions(),
     )
-
-
-def _texts(model: str, adapter: str | None, own: Adapter, config: ExportConfig) -> dict[str, str]:
-    """What the package says of itself where its host looks: in Xcode, or in its metadata."""
-    return {
-        "ssmlx.version": __version__,
-        "ssmlx.model": own.config.base_model or Path(model).name,
-        "ssmlx.adapter": Path(adapter or model).name,
-        "ssmlx.scope": own.config.adapter_scope,
-        "ssmlx.profile": config.profile,
-        "ssmlx.compression": config.compression,
-        "ssmlx.precision": config.precision,
-    }
 
 
 def _versions() -> dict[str, str]:

@@ -70,11 +70,6 @@ class Counts:
     sampled: int
     two_turn: int
 
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.written + self.sampled + self.two_turn
-
 
 COUNTS = {
     "train": Counts(written=2700, sampled=2350, two_turn=600),

@@ -1,6 +1,6 @@
 import CoreML
 
-/// Which slot of the model's cache holds which token. The twin of `ssmlx/coreml/slots.py`.
+/// Which slot of the model's cache holds which token. The twin of `ssmlx/exported/decode.py`.
 ///
 /// A step writes each node of its tree into a free slot. Accepting a node makes its slot a
 /// committed one; the others are free again, and nothing in the cache is ever moved.
