@@ -7,7 +7,6 @@ layers, because those have rows before channels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -136,14 +135,7 @@ class AneProfile(Profile):
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.decoder.embed(tokens[None], positions[None]).transpose(1, 2)[:, :, None]
 
-    def run(
-        self,
-        hidden: torch.Tensor,
-        first: int,
-        last: int,
-        rows: Rows,
-        caches: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
+    def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
         cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._tables)
         slots = OneHotSlots(rows.slots, self.sizes.num_slots, rows.mask)
         self.count.nodes = rows.slots.shape[0]
@@ -151,7 +143,7 @@ class AneProfile(Profile):
             layer: Any = self.decoder.layers[index]
             normed = rms_norm(layer.input_layernorm, hidden, 1)
             query, keys, values = self._project(layer.self_attn, normed, cos, sin)
-            keys, values = self._remember(index, keys, values, rows, slots, caches)
+            keys, values = self._remember(index, keys, values, rows, slots)
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
             hidden = hidden + _apply(layer.self_attn.o_proj, mixed)
             hidden = hidden + _feed_forward(
@@ -179,11 +171,10 @@ class AneProfile(Profile):
         values: torch.Tensor,
         rows: Rows,
         slots: OneHotSlots,
-        caches: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the nodes' keys and values; what the rows see: slots, then streams."""
         nodes = rows.slots.shape[0]
-        key_cache, value_cache = caches[2 * layer : 2 * layer + 2]
+        key_cache, value_cache = rows.caches[2 * layer : 2 * layer + 2]
         slots.write(key_cache, keys[..., :nodes])
         slots.write(value_cache, values[..., :nodes])
         if not rows.num_streams:

@@ -6,7 +6,6 @@ Hidden states are [1, R, D]. A layer's cache is two tensors [1, Hkv, S, Dh].
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,14 +108,7 @@ class GpuProfile(Profile):
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.decoder.embed(tokens[None], positions[None])
 
-    def run(
-        self,
-        hidden: torch.Tensor,
-        first: int,
-        last: int,
-        rows: Rows,
-        caches: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
+    def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
         rotary = {}
         if self.rotary is not None:
             tables = tuple(table[rows.positions][None].to(hidden.dtype) for table in self.rotary)
@@ -124,7 +116,7 @@ class GpuProfile(Profile):
         mask = rows.mask.repeat(1, 1, self.groups, 1)
         self.count.nodes = rows.slots.shape[0]
         for layer in range(first, last):
-            keys, values = caches[2 * layer : 2 * layer + 2]
+            keys, values = rows.caches[2 * layer : 2 * layer + 2]
             slots = _SlotKeys(keys, values, rows, self.config.rotation_step)
             found = self.decoder.layers[layer](
                 hidden,

@@ -27,7 +27,6 @@ streams of one node alone pass the LM head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,9 +110,8 @@ class PrefillGraph(Graph):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         tokens, positions, slots, mask = tensors[:4]
-        caches = tensors[4:]
         hidden = self.profile.embed(tokens, positions)
-        self.profile.run(hidden, 0, self.num_layers, Rows(positions, slots, mask), caches)
+        self.profile.run(hidden, 0, self.num_layers, Rows(positions, slots, mask, tensors[4:]))
         # Of the last layer, only its keys and values are needed: the rest is dead code here.
         return (slots[-1:] + 0,)
 
@@ -151,7 +149,7 @@ class DecodeGraph(Graph):
         tokens, positions, slots, mask, parents, depths, ancestors = tensors[:7]
         caches = tensors[7:]
         hidden = profile.embed(tokens, positions)
-        hidden = profile.run(hidden, 0, self.split, Rows(positions, slots, mask), caches)
+        hidden = profile.run(hidden, 0, self.split, Rows(positions, slots, mask, caches))
         kept: tuple[torch.Tensor, ...] = ()
         if sizes.is_pruned:
             edges = self._edges(hidden, tokens, parents)
@@ -160,7 +158,7 @@ class DecodeGraph(Graph):
             tokens, positions, slots, depths = (x[keep] for x in (tokens, positions, slots, depths))
             mask, ancestors = mask[:, :, keep], ancestors[keep][:, keep]
             parents = renumbered(keep, parents[keep])
-        rows = self._upper(hidden, positions, slots, mask, caches)
+        rows = self._upper(hidden, Rows(positions, slots, mask, caches))
         nodes = profile.norm(profile.take(rows, torch.arange(sizes.num_kept)))
         targets = profile.head.choose(nodes)
         last = last_accepted(tokens, targets, parents, depths, ancestors)
@@ -177,22 +175,15 @@ class DecodeGraph(Graph):
         total = profile.head.log_total(states)[above]
         return profile.head.logit_of(profile.as_rows(states)[above], tokens) - total
 
-    def _upper(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        mask: torch.Tensor,
-        caches: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
+    def _upper(self, hidden: torch.Tensor, nodes: Rows) -> torch.Tensor:
         """Nodes and their streams through the top layers (eqs. 1 to 3)."""
         profile, streams = self.profile, self.profile.sizes.num_streams
-        ahead = (positions[:, None] + self.ahead).flatten()
-        rows = Rows(
-            torch.cat([positions, ahead]), slots, upper_mask(mask, self.own, streams), streams
-        )
+        ahead = (nodes.positions[:, None] + self.ahead).flatten()
+        positions = torch.cat([nodes.positions, ahead])
+        mask = upper_mask(nodes.mask, self.own, streams)
         hidden = profile.join(hidden, profile.start_streams(hidden))
-        return profile.run(hidden, self.split, self.num_layers, rows, caches)
+        rows = Rows(positions, nodes.slots, mask, nodes.caches, streams)
+        return profile.run(hidden, self.split, self.num_layers, rows)
 
     def _draft(self, rows: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[G, K] tokens and log probabilities of the streams of node `last`."""

@@ -28,12 +28,14 @@ class Rows:
         positions: [R] int32.
         slots: [node rows] int32, where the nodes' keys and values go.
         mask: [1, 1, R, S + stream rows] additive.
+        caches: keys and values of every layer, in turn.
         num_streams: streams of each node among the rows; 0 for nodes alone.
     """
 
     positions: torch.Tensor
     slots: torch.Tensor
     mask: torch.Tensor
+    caches: Sequence[torch.Tensor]
     num_streams: int = 0
 
 
@@ -219,15 +221,8 @@ class Profile(nn.Module, ABC):
         """Hidden states of tokens [R] at positions [R]."""
 
     @abstractmethod
-    def run(
-        self,
-        hidden: torch.Tensor,
-        first: int,
-        last: int,
-        rows: Rows,
-        caches: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        """Layers `first` to `last` - 1; they write into their `caches`."""
+    def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
+        """Layers `first` to `last` - 1; they write into their `rows.caches`."""
 
     @abstractmethod
     def start_streams(self, nodes: torch.Tensor) -> torch.Tensor:
