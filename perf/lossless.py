@@ -54,17 +54,12 @@ def variants(max_tokens: int, *, can_prune: bool = True) -> list[System]:
 
 
 def rows_of(measured: Measured) -> list[dict[str, Any]]:
-    """A row for each variant: answers equal to mlx-lm's, tokens, target calls."""
-    oracle = measured.first(MLX_LM)
-    found = task_result(measured)
+    """A row for each variant, with how many of its answers are mlx-lm's."""
+    found, oracle = task_result(measured), measured.first(MLX_LM)
+    same = {name: same_answers(measured.first(name), oracle) for name in measured.answers}
+    more = {"scope": found["scope"], "prompts": len(oracle)}
     return [
-        {
-            "scope": found["scope"],
-            "decoding": row["name"],
-            "same_as_mlx_lm": same_answers(measured.first(row["name"]), oracle),
-            "prompts": len(oracle),
-            **{name: row[name] for name in ("tokens", "target_calls", "tokens_per_call")},
-        }
+        {"decoding": row["name"], "same_as_mlx_lm": same[row["name"]], **more, **row}
         for row in found["systems"][1:]
     ]
 

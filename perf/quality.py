@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,14 @@ from ssmlx.settings import GenerateConfig, TreeConfig, read_json
 from ssmlx.tuning.report import publish
 
 from .paper.published import PAPER
-from .run.experiment import Experiment, failures, result_of, task_result
+from .run.experiment import Experiment, failures, result_of, task_result, texts_of
 from .run.options import add_base, add_fresh, add_max_tokens, add_out, check_counts
 from .run.show import (
     TOKENS_PER_CALL,
     Columns,
     Panel,
     Row,
+    difference_lines,
     draw_tasks,
     figure,
     metrics,
@@ -44,10 +45,8 @@ from .run.show import (
     same_text,
     table,
 )
-from .run.statistics import estimate, paired_difference
-from .run.store import Kept
 from .run.target import MLX_LM, PLAIN, STREAMS, System, Weights, read_own_lora
-from .run.tasks import TASKS, add_data_options, data_file, read_examples, scorer_of
+from .run.tasks import TASKS, add_data_options, data_file, differences, read_examples, scorer_of
 
 BASELINE = "baseline"
 PROG = "perf.quality"
@@ -130,18 +129,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if baseline is not None:
         other = baseline.run()
         parts.append(task_result(other, adapter=BASELINE))
-        gaps = differences(own, measured.first(PLAIN), other.first(PLAIN))
-        parts[0]["differences"] = gaps
+        texts = [texts_of(one.first(PLAIN)) for one in (measured, other)]
+        parts[0]["differences"] = differences(task, own.examples, *texts)
     return result_of(own, args.model, parts)
-
-
-def differences(of: Experiment, ours: Sequence[Kept], theirs: Sequence[Kept]) -> dict[str, Any]:
-    """The adapter's metric less the baseline's; none where there are no references."""
-    pair = [of.scores(ours), of.scores(theirs)]
-    if of.task is None or pair[0] is None or pair[1] is None:
-        return {}
-    gaps = [paired_difference(a, b) for a, b in zip(*pair, strict=True)]
-    return {n: asdict(gap) for n, gap in zip(of.task.figures, gaps, strict=True)}
 
 
 def _baseline(folder: Path, first: Experiment) -> Experiment:
@@ -210,7 +200,7 @@ def report(result: Row) -> str:
             "over prompts]"
         ],
         *(table(_columns(task), task["systems"]) for task in result["tasks"]),
-        _difference_lines(first) if others else [],
+        difference_lines(first["adapter"], BASELINE, first["differences"]) if others else [],
         _note_lines(first),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
@@ -229,14 +219,6 @@ def _columns(task: Row) -> Columns:
         "extra parameters": number("extra_parameters"),
         "same tokens as plain": same_text(task["prompts"]),
     }
-
-
-def _difference_lines(task: Row) -> list[str]:
-    gaps = {name: estimate(gap) for name, gap in task["differences"].items()}
-    return [
-        f"{task['adapter']} - {BASELINE}, {name}: {gap.text(1, signed=True)}, {gap.verdict}"
-        for name, gap in gaps.items()
-    ]
 
 
 def _note_lines(task: Row) -> list[str]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import require
@@ -22,16 +20,15 @@ from ssmlx.tuning.machine import machine
 from ssmlx.tuning.report import write_result
 
 from .run.options import add_out, split_name
-from .run.show import metrics, table
-from .run.statistics import estimate, mean, paired_difference
+from .run.show import Row, difference_lines, metrics, table
 from .run.tasks import (
     TASKS,
     Example,
-    Scores,
     add_data_options,
     data_file,
+    differences,
+    figures,
     read_examples,
-    score_texts,
 )
 
 PROG = "perf.score"
@@ -90,33 +87,14 @@ def read_answers(path: Path, examples: Sequence[Example]) -> list[str]:
     return [str(text) for text in answers]
 
 
-def compare(figures: Sequence[str], scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
-    """A row for each file: its figures, and their difference from the first file's."""
-    first = next(iter(scores.values()))
-    return [
-        {
-            "name": name,
-            "figures": {f: asdict(mean(row)) for f, row in zip(figures, own, strict=True)},
-            "differences": {
-                figure: asdict(paired_difference(row, other))
-                for figure, row, other in zip(figures, own, first, strict=True)
-            },
-        }
-        for name, own in scores.items()
-    ]
-
-
-def report(result: Mapping[str, Any]) -> str:
+def report(result: Row) -> str:
     """The result as text."""
-    figures, rows = result["figures"], result["rows"]
-    columns = {"answers": lambda row: row["name"], **metrics(figures)}
+    first, *others = rows = result["rows"]
+    columns = {"answers": lambda row: row["name"], **metrics(result["figures"])}
     lines = [f"{result['task']}: {result['prompts']} prompts [95 % intervals]", ""]
     lines += table(columns, rows)
-    for row in rows[1:]:
-        for figure in figures:
-            gap = estimate(row["differences"][figure])
-            less = f"{row['name']} less {rows[0]['name']}, {figure}:"
-            lines.append(f"{less} {gap.text(1, signed=True)}, {gap.verdict}")
+    for row in others:
+        lines += difference_lines(row["name"], first["name"], row["differences"])
     return "\n".join(lines)
 
 
@@ -131,14 +109,21 @@ def _main(args: argparse.Namespace) -> int:
         expected="`completion` or `references` with each",
         do="give other --data",
     )
-    found = {name: score_texts(task, examples, own) for name, own in texts.items()}
-    scores = {name: own for name, own in found.items() if own is not None}
+    first = next(iter(texts.values()))
+    rows = [
+        {
+            "name": name,
+            "figures": figures(task, examples, own),
+            "differences": differences(task, examples, own, first),
+        }
+        for name, own in texts.items()
+    ]
     make_folder(args.out)
     result = {
         "task": task.name,
         "prompts": len(examples),
         "figures": list(task.figures),
-        "rows": compare(task.figures, scores),
+        "rows": rows,
         "machine": machine(),
     }
     write_result(result, args.out / f"score-{task.name}", report(result))

@@ -198,6 +198,7 @@ def test_systems_have_the_options_of_generate(command, weights, tmp_path):
     assert rows["medusa --tree-size 5"]["options"]["nodes"] == 5
 
 
+@pytest.mark.slow
 def test_sampling_writes_one_text_whatever_drafts(command, weights, tmp_path):
     code, out, _ = command(*weights, "--temp", 1, "--top-k", 4, "--seed", 2)
     assert code == 0 and "temperature 1, top-k 4, seed 2" in out and "draws of its own" in out

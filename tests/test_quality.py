@@ -178,7 +178,7 @@ def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
     assert poor["figures"]["exact match"]["value"] == 25
     gap = poor["differences"]["exact match"]
     assert gap["value"] == -50 and gap["low"] < -50 < gap["high"] < 0
-    assert "poor less good, exact match: -50.0" in text and "not within noise: lower" in text
+    assert "poor - good, exact match: -50.0" in text and "not within noise: lower" in text
     assert set(good["differences"]["exact match"].values()) == {0}
 
 

@@ -29,7 +29,7 @@ from .results import machine_load
 from .statistics import mean, median, ratio, speedup
 from .store import AnswerStore, Kept, code_version, files_version, timed_on
 from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
-from .tasks import Example, Scores, Task, score_texts
+from .tasks import Example, Task, figures
 
 Answers = Mapping[str, Sequence[Sequence[Kept]]]
 """By the name of the system: for every prompt, its repeats."""
@@ -123,11 +123,9 @@ class Experiment:
         }
         return Measured(self, target, prompts, answers, load)
 
-    def scores(self, kept: Sequence[Kept]) -> Scores | None:
-        """[figures, prompts] what answers are worth; None where there are no references."""
-        if self.task is None:
-            return None
-        return score_texts(self.task, self.examples, [one.text for one in kept])
+    def figures(self, kept: Sequence[Kept]) -> dict[str, Any]:
+        """The task's metric of answers, as JSON values; empty where there is none."""
+        return figures(self.task, self.examples, texts_of(kept)) if self.task else {}
 
     def settings(self, system: System) -> dict[str, Any]:
         """Everything that an answer and its time depend on, beside the prompt's tokens."""
@@ -176,6 +174,11 @@ class Measured:
         return [repeats[0] for repeats in self.answers[name]]
 
 
+def texts_of(kept: Sequence[Kept]) -> list[str]:
+    """The answers as text."""
+    return [one.text for one in kept]
+
+
 def same_answers(ours: Sequence[Kept], theirs: Sequence[Kept]) -> int:
     """How many answers are the same, token for token."""
     return sum(a.answer.tokens == b.answer.tokens for a, b in zip(ours, theirs, strict=True))
@@ -200,7 +203,7 @@ def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[
 def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     """A task's part of the result."""
     experiment, weights = measured.experiment, measured.experiment.weights
-    shared = metrics_of(experiment, measured.first(PLAIN))
+    shared = experiment.figures(measured.first(PLAIN))
     systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
     return {
         "task": experiment.task.name if experiment.task else experiment.name,
@@ -237,7 +240,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
         "draft_calls_per_answer": asdict(mean(drafts)),
         **_times(prompts),
         **speedups(system, measured.answers),
-        "figures": shared if is_shared else metrics_of(measured.experiment, first),
+        "figures": shared if is_shared else measured.experiment.figures(first),
         "figures_of": PLAIN if is_shared else system.name,
         "extra_parameters": target.extra_parameters(system),
         "weight_bytes": weight_bytes,
@@ -274,15 +277,6 @@ def _counts(kept: Sequence[Kept], max_tokens: int) -> dict[str, Any]:
         "tokens_per_answer": asdict(mean(tokens)),
         "cut_at_max_tokens": sum(count == max_tokens for count in tokens),
     }
-
-
-def metrics_of(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
-    """The task's metric, as JSON values; empty where there are no references."""
-    scores = experiment.scores(kept)
-    if experiment.task is None or scores is None:
-        return {}
-    rows = zip(experiment.task.figures, scores, strict=True)
-    return {name: asdict(mean(row)) for name, row in rows}
 
 
 def _times(prompts: Prompts) -> dict[str, Any]:

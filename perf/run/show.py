@@ -74,6 +74,15 @@ def interval(values: Mapping[str, float], digits: int, scale: float = 1.0) -> st
     return estimate({name: scale * values[name] for name in _NOTHING}).text(digits)
 
 
+def difference_lines(ours: str, theirs: str, gaps: Row) -> list[str]:
+    """What `differences` found, in words."""
+    found = {name: estimate(gap) for name, gap in gaps.items()}
+    return [
+        f"{ours} - {theirs}, {name}: {gap.text(1, signed=True)}, {gap.verdict}"
+        for name, gap in found.items()
+    ]
+
+
 def notes_of(found: Row) -> list[str]:
     """What to keep in mind of a measurement: few prompts, and who else was computing."""
     few = f"fewer than {FEW} prompts: the intervals are narrower than they should be"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ssmlx.errors import InputError, require
 from ssmlx.prompts import Prompt, read_prompts
 
 from .results import ROOT
+from .statistics import mean, paired_difference
 
 EXAMPLES = ROOT / "examples" / "data"
 Scores = NDArray[np.float64]
@@ -171,3 +172,22 @@ def score_texts(task: Task, examples: Sequence[Example], texts: Sequence[str]) -
     pairs = zip(texts, examples, strict=True)
     rows = [scorer(text.strip(), example.references) for text, example in pairs]
     return np.array(rows, np.float64).T
+
+
+def figures(task: Task, examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any]:
+    """The task's metric, as JSON values; empty where there are no references."""
+    scores = score_texts(task, examples, texts)
+    rows = () if scores is None else zip(task.figures, scores, strict=True)
+    return {name: asdict(mean(row)) for name, row in rows}
+
+
+def differences(
+    task: Task, examples: Sequence[Example], ours: Sequence[str], theirs: Sequence[str]
+) -> dict[str, Any]:
+    """What our answers are worth less what theirs are, figure by figure, as JSON values; empty
+    where there are no references."""
+    pair = [score_texts(task, examples, texts) for texts in (ours, theirs)]
+    if pair[0] is None or pair[1] is None:
+        return {}
+    gaps = [asdict(paired_difference(a, b)) for a, b in zip(*pair, strict=True)]
+    return dict(zip(task.figures, gaps, strict=True))
