@@ -9,11 +9,10 @@ right here.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
+from ssmlx.calibration.costs import Calls, Clock, medians
 from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
@@ -51,38 +51,27 @@ WARM_UP = 3
 NOISE = 0.03  # below this the two sides count as equally fast
 
 Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
-Clock = Callable[[Callable[[], None]], float]
+Sides = list[tuple[mx.array, mx.array]]
 Line = Mapping[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """What both sides attend to.
+def make_inputs(shape: AttentionShape, layers: int) -> tuple[mx.array, Sides, mx.array]:
+    """Random inputs, evaluated; each cache has room in front and behind, as a real one.
 
-    Attributes:
-        queries: [1, H, R, Dh] of the first layer.
-        sides: keys and values of each layer, [1, Hkv, R + L, Dh] slices of a cache.
-        visible: [R, R] bool, a random tree's rows among themselves.
+    Returns:
+        [1, H, R, Dh] queries of the first layer; keys and values of each layer, slices of a cache;
+        and [R, R] bool, a random tree's rows among themselves.
     """
-
-    queries: mx.array
-    sides: list[tuple[mx.array, mx.array]]
-    visible: mx.array
-
-
-def make_inputs(shape: AttentionShape, layers: int) -> Inputs:
-    """Random inputs, evaluated; each cache has room in front and behind, as a real one."""
     key = mx.random.key(0)
     queries = mx.random.normal((1, shape.heads, shape.rows, shape.head_size), shape.dtype, key=key)
     size = (2, shape.kv_heads, shape.keys + 64, shape.head_size)
     caches = [mx.random.normal(size, shape.dtype, key=mx.random.key(i)) for i in range(layers)]
     used = slice(32, 32 + shape.keys)
-    sides = [(cache[:1, :, used], cache[1:, :, used]) for cache in caches]
     row = mx.arange(shape.rows)
     chance = mx.random.uniform(shape=(shape.rows, shape.rows), key=key) < 0.3
     visible = (row[:, None] == row) | ((row[:, None] > row) & chance)
     mx.eval(queries, caches, visible)
-    return Inputs(queries, sides, visible)
+    return queries, [(cache[:1, :, used], cache[1:, :, used]) for cache in caches], visible
 
 
 def attentions(shape: AttentionShape, visible: mx.array, chip: Chip) -> dict[str, Attention]:
@@ -91,33 +80,25 @@ def attentions(shape: AttentionShape, visible: mx.array, chip: Chip) -> dict[str
     committed = mx.ones((shape.rows, shape.keys - shape.rows), mx.bool_)
     mask, bits = mx.concatenate([visible, committed], axis=1), pack_bits(visible)
     mx.eval(mask, bits)
-
-    def mlx(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-
-    def fused(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        return attend(queries, keys, values, bits, scale, plan)
-
-    return {"mlx": mlx, "fused": fused}
+    return {
+        "mlx": partial(mx.fast.scaled_dot_product_attention, scale=scale, mask=mask),
+        "fused": lambda queries, keys, values: attend(queries, keys, values, bits, scale, plan),
+    }
 
 
-def through_layers(attention: Attention, inputs: Inputs) -> mx.array:
+def through_layers(attention: Attention, hidden: mx.array, sides: Sides) -> mx.array:
     """[1, H, R, Dh] each layer's queries are the output of the one before."""
-    hidden = inputs.queries
-    for keys, values in inputs.sides:
+    for keys, values in sides:
         hidden = attention(hidden, keys, values)
     return hidden
 
 
-def seconds_of(work: Callable[[], None]) -> float:
-    """One run of `work`, on the clock."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 def compare(
-    shape: AttentionShape, layers: int, repeats: int, chip: Chip, clock: Clock = seconds_of
+    shape: AttentionShape,
+    layers: int,
+    repeats: int,
+    chip: Chip,
+    clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
     """One line of the table: milliseconds a layer, and what the rule says.
 
@@ -126,27 +107,24 @@ def compare(
         layers: to go through in one run.
         repeats: timed runs of each side, in turns; medians count.
         chip: decides plans and paths.
-        clock: gives the seconds of a run.
+        clock: seconds.
     """
-    inputs = make_inputs(shape, layers)
-    sides = attentions(shape, inputs.visible, chip)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(WARM_UP + repeats):
-        for name, attention in sides.items():
-            # Bound now: the loop's variable would be another one's by then.
-            seconds = clock(lambda side=attention: mx.eval(through_layers(side, inputs)))  # type: ignore[misc]
-            if turn >= WARM_UP:
-                times[name].append(seconds)
-    keys, values = inputs.sides[0]
-    first = [side(inputs.queries, keys, values).astype(mx.float32) for side in sides.values()]
-    medians = {name: 1e3 * statistics.median(row) / layers for name, row in times.items()}
+    queries, sides, visible = make_inputs(shape, layers)
+    ways = attentions(shape, visible, chip)
+    calls: Calls = {
+        (name, shape.rows, shape.keys): partial(through_layers, way, queries, sides)
+        for name, way in ways.items()
+    }
+    seconds, _ = medians(calls, repeats, clock, warm=WARM_UP)
+    mlx_ms, fused_ms = (1e3 * one / layers for one in seconds.values())
+    first = [way(queries, *sides[0]).astype(mx.float32) for way in ways.values()]
     return {
         "rows": shape.rows,
         "keys": shape.keys,
         "mlx_path": mlx_path(shape, chip),
         "chosen": choose_path(shape, chip),
-        "mlx_ms": medians["mlx"],
-        "fused_ms": medians["fused"],
+        "mlx_ms": mlx_ms,
+        "fused_ms": fused_ms,
         "largest_difference": float(mx.abs(first[0] - first[1]).max().item()),  # type: ignore[arg-type]
     }
 

@@ -21,7 +21,7 @@ from ..api import check_prompt
 from ..decoding.drafter import rank_candidates
 from ..decoding.loop import prefill
 from ..decoding.prune import transition_logprobs
-from ..errors import InputError
+from ..errors import require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, clip_edges, full_topology
@@ -72,12 +72,12 @@ def split_prompts(
     Raises:
         InputError: there are too few.
     """
-    if count < 1 or checked < 0 or len(prompts) < count + checked:
-        raise InputError(
-            f"--count {count} --check {checked} of {len(prompts)} prompts",
-            expected="1 or more to learn from, others to check on, and no more than there are",
-            do="give smaller numbers, or more --data",
-        )
+    require(
+        count >= 1 and checked >= 0 and len(prompts) >= count + checked,
+        f"--count {count} --check {checked} of {len(prompts)} prompts",
+        expected="1 or more to learn from, others to check on, and no more than there are",
+        do="give smaller numbers, or more --data",
+    )
     first = len(prompts) - count
     return list(prompts[first:]), list(prompts[first - checked : first])
 
@@ -101,12 +101,12 @@ def record_answers(
         answer = ssmlx_answer(model, tokenizer, prompt, config).tokens
         found.append(RecordedAnswer(prompt, guesses_along(model, prompt, answer, most)))
     tokens = sum(len(one.guesses.answer) for one in found)
-    if tokens < _LEAST_TOKENS:
-        raise InputError(
-            f"the answers have {tokens} tokens in all",
-            expected=f"{_LEAST_TOKENS} or more",
-            do="give --data with longer answers, or a larger --count or --max-tokens",
-        )
+    require(
+        tokens >= _LEAST_TOKENS,
+        f"the answers have {tokens} tokens in all",
+        expected=f"{_LEAST_TOKENS} or more",
+        do="give --data with longer answers, or a larger --count or --max-tokens",
+    )
     return found
 
 
