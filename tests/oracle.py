@@ -139,15 +139,7 @@ def tree_inputs(
     """A prompt and the draft tree after it, as `forward` takes them (section 3.2.2, eq. 4).
 
     A node at depth d stands at position len(prompt) + d and sees the prompt, its ancestors and
-    itself.
-
-    Args:
-        prompt: [L] committed tokens.
-        tokens: [N] the tree's tokens, parents before children.
-        parents: [N] each node's parent; -1 for the root, node 0.
-
-    Returns:
-        input_ids [1, L + N], positions [1, L + N], visible [1, L + N, L + N].
+    itself; the parent of node 0, the root, is -1.
     """
     length, total = len(prompt), len(prompt) + len(tokens)
     positions = torch.arange(total)
@@ -163,15 +155,7 @@ def tree_inputs(
 
 
 def full_tree(root: int, candidates: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The tree of every combination of candidates, breadth first (A.1).
-
-    Args:
-        root: the correction token.
-        candidates: [G][k] the likeliest tokens of each stream; level j has those of stream j.
-
-    Returns:
-        The tokens and the parents of the 1 + k + ... + k^G nodes.
-    """
+    """Tokens and parents of every combination of candidates [G][k], breadth first (A.1)."""
     tokens, parents, level = [root], [-1], [0]
     for choices in candidates:
         start = len(tokens)
@@ -185,13 +169,7 @@ def full_tree(root: int, candidates: Sequence[Sequence[int]]) -> tuple[list[int]
 def accepted_path(
     tokens: Sequence[int], parents: Sequence[int], target: Sequence[int]
 ) -> list[int]:
-    """The nodes from the root along children that carry the target's own token.
-
-    Args:
-        tokens: [N] the tree's tokens.
-        parents: [N] the tree's parents.
-        target: [N] the token that the target chooses after each node.
-    """
+    """The nodes from the root along children that carry the target's own token after each."""
     children = {(p, t): node for node, (p, t) in enumerate(zip(parents, tokens, strict=True))}
     path = [0]
     while (path[-1], target[path[-1]]) in children:
@@ -221,21 +199,12 @@ def greedy_streaming(
     max_tokens: int,
     end_token_ids: Sequence[int],
 ) -> tuple[list[int], int]:
-    """Speculative Streaming with full trees and no pruning, recomputing everything every step.
-
-    Args:
-        model: the reference.
-        prompt: [L] at least one token.
-        width: k, the candidates of each stream.
-        max_tokens: most tokens to generate.
-        end_token_ids: tokens that end the answer, and are part of it.
+    """Speculative Streaming with full trees of `width` children and no pruning.
 
     Returns:
-        The tokens, and the target calls. The prompt's forward pass is the first call: a tree
-        of its last token alone. No call follows an end token.
+        The tokens, the end token among them, and the target calls: the prompt's forward pass is
+        the first, a tree of its last token alone, and none follows an end token.
     """
-    if not prompt:
-        raise ValueError("the prompt has no tokens")
     committed, (tree_tokens, parents) = list(prompt[:-1]), full_tree(prompt[-1], [])
     generated: list[int] = []
     calls = 0

@@ -10,6 +10,7 @@ import pytest
 import ssmlx
 
 import mlx.core as mx  # isort: skip
+from oracle import gap
 from real import (
     EXAMPLE,
     LAYERS,
@@ -142,7 +143,7 @@ def test_logits_are_those_of_pytorch(base, reference, trained, convert):
     model, _ = ssmlx.load(str(base), adapter=convert(trained), dtype="float32")
     found = model.backbone.model(mx.array([TOKENS]))[0]
     expected = reference(torch.tensor([TOKENS])).main_logits[0]
-    assert mx.allclose(found, mx.array(expected.detach().numpy()), atol=1e-3)
+    assert gap(found, expected) < 5e-5
 
 
 def test_a_bin_file_gives_the_same_adapter(checkpoint, convert):
@@ -169,8 +170,8 @@ def test_scope_all_loads_in_mlx_lm_with_the_same_logits(base, trained, convert):
     ours, _ = ssmlx.load(str(base), adapter=out, dtype="float32", merge_lora=False)
     plain, _ = mlx_lm.load(str(base))
     tokens = mx.array([TOKENS])
-    assert mx.allclose(theirs(tokens), ours.backbone.model(tokens), atol=1e-4)
-    assert not mx.allclose(theirs(tokens), plain(tokens), atol=1e-2)
+    assert gap(theirs(tokens), ours.backbone.model(tokens)) < 5e-5
+    assert gap(theirs(tokens), plain(tokens)) > 1e-3
 
 
 def test_scope_streams_does_not_load_in_mlx_lm_and_keeps_the_base(base, trained, convert):
@@ -196,7 +197,7 @@ def test_a_fused_folder_is_a_model_of_mlx_lm(base, trained, convert, tmp_path):
     theirs, tokenizer = mlx_lm.load(str(fused))
     unfused, _ = ssmlx.load(str(base), adapter=beside, dtype="float32", merge_lora=False)
     tokens = mx.array([TOKENS])
-    assert mx.allclose(theirs(tokens), unfused.backbone.model(tokens), atol=1e-4)
+    assert gap(theirs(tokens), unfused.backbone.model(tokens)) < 5e-5
     ours, _ = ssmlx.load(str(fused), dtype="float32")
     assert ours.num_streams == STREAMS
     assert mx.array_equal(ours.backbone.model(tokens), theirs(tokens))
@@ -445,17 +446,13 @@ def test_a_stopped_conversion_leaves_nothing(base, trained, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_real_process(base, checkpoint, tmp_path):
     result = run_module("convert", *argv(base, checkpoint, tmp_path / "out"))
     assert (result.returncode, result.stdout) == (0, "")
-    (checkpoint / LORA).unlink()
-    result = run_module("convert", *argv(base, checkpoint, tmp_path / "new"))
-    assert (result.returncode, result.stdout) == (2, "")
-    assert f"{LORA} does not exist" in one_line(result.stderr, "convert")
     result = run_module("convert", "--out", "x")
     assert (result.returncode, result.stdout) == (2, "")
     assert "--lora --heads is required" in one_line(result.stderr, "convert")
-    assert not (tmp_path / "new").exists()
 
 
 def test_the_sample_checkpoint_does_not_fit_a_tiny_base(refusal):

@@ -17,9 +17,8 @@ from oracle import (
     STREAMS,
     VOCAB,
     WIDTH,
-    accepted_path,
     assert_close,
-    full_tree,
+    gap,
     greedy_plain,
     greedy_streaming,
     make_base,
@@ -38,7 +37,7 @@ from convert.base import load_base
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference, save_reference
 from convert.reference.format import LoraSettings
-from convert.reference.model import ReferenceOutput, StreamFusedReference, stream_visibility
+from convert.reference.model import StreamFusedReference, stream_visibility
 from ssmlx import GenerateConfig
 from ssmlx.api import token_steps
 from ssmlx.errors import InputError
@@ -81,49 +80,6 @@ def test_streams_of_scope_streams_leave_the_text_to_the_base():
     assert greedy_streaming(model, ids, width=2, max_tokens=12, end_token_ids=[])[0] == tokens
 
 
-class ScriptedModel:
-    """Counts upwards modulo V; its streams foresee `right` tokens and then err."""
-
-    def __init__(self, right, num_streams=3, vocab=50):
-        self.right, self.num_streams, self.vocab = right, num_streams, vocab
-
-    def __call__(self, input_ids, *, positions=None, visible=None, stream_rows=None):
-        ahead = torch.arange(1, self.num_streams + 1)
-        error = torch.where(ahead <= self.right, 0, 20)
-        streams = input_ids[:, stream_rows, None] + 1 + ahead + error
-        return ReferenceOutput(self._logits(input_ids + 1), self._logits(streams), None)
-
-    def _logits(self, tokens):
-        return torch.nn.functional.one_hot(tokens % self.vocab, self.vocab).float()
-
-
-@pytest.mark.parametrize("width", [1, 2])
-@pytest.mark.parametrize(("right", "calls"), [(0, 13), (1, 7), (2, 5), (3, 4)])
-def test_step_count_for_scripted_acceptance(right, calls, width):
-    model = ScriptedModel(right)
-    tokens, found = greedy_streaming(model, [5], width=width, max_tokens=13, end_token_ids=[])
-    assert tokens == list(range(6, 19))
-    assert found == calls
-
-
-def test_no_call_follows_an_end_token_or_the_last_token():
-    model = ScriptedModel(3)
-    decode = {"width": 1, "max_tokens": 40}
-    assert greedy_streaming(model, [5], end_token_ids=[8], **decode) == ([6, 7, 8], 2)
-    assert greedy_streaming(model, [5], end_token_ids=[6], **decode) == ([6], 1)
-    assert greedy_streaming(model, [5], width=1, max_tokens=2, end_token_ids=[]) == ([6, 7], 2)
-    assert greedy_streaming(model, [5], width=1, max_tokens=0, end_token_ids=[]) == ([], 0)
-    assert greedy_plain(model, [5], 40, [8]) == [6, 7, 8]
-
-
-def test_full_tree_and_accepted_path():
-    tokens, parents = full_tree(9, [[1, 2], [3, 4]])
-    assert tokens == [9, 1, 2, 3, 4, 3, 4]
-    assert parents == [-1, 0, 0, 1, 1, 2, 2]
-    assert accepted_path(tokens, parents, [2, 0, 4, 0, 0, 0, 8]) == [0, 2, 6]
-    assert accepted_path(tokens, parents, [5] * 7) == [0]
-
-
 def test_tree_inputs():
     input_ids, positions, visible = tree_inputs([7, 8], [9, 1, 2, 3], [-1, 0, 0, 2])
     assert input_ids.tolist() == [[7, 8, 9, 1, 2, 3]]
@@ -153,13 +109,13 @@ def test_scope_streams_leaves_the_base_bit_for_bit(architecture, attention):
     model = make_model(base=base, adapter_scope="streams")
     output = model(ids)
     assert torch.equal(output.main_logits, expected)
-    assert torch.allclose(output.main_logits, own, atol=1e-4)
+    assert gap(output.main_logits, own) < 5e-5
     assert attention != "eager" or torch.equal(output.main_logits, own)
     # Not for want of an adapter: the streams do feel it.
     with torch.no_grad():
         for adapter in model.adapters.values():
             adapter.scale = 0.0
-    assert not torch.allclose(model(ids).stream_logits, output.stream_logits, atol=1e-2)
+    assert gap(model(ids).stream_logits, output.stream_logits) > 1e-3
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -173,9 +129,9 @@ def test_scope_all_is_what_peft_computes(architecture, rank_stabilised, tmp_path
     ids = some_tokens(9, batch=2)
     plain = make_base(architecture)(ids).logits
     expected = adapted(ids).logits
-    assert torch.allclose(model(ids).main_logits, expected, atol=2e-5)
-    assert torch.allclose(model.base(ids).logits, expected, atol=2e-5)
-    assert not torch.allclose(plain, expected, atol=1e-2)
+    assert gap(model(ids).main_logits, expected) < 5e-5
+    assert gap(model.base(ids).logits, expected) < 5e-5
+    assert gap(plain, expected) > 1e-3
 
 
 @pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Phi3"])
@@ -204,7 +160,7 @@ def test_early_exit_is_the_head_on_the_insertion_layer():
     pair = model.prune_adapter
     adapted = states + states @ (pair.lora_B.weight @ pair.lora_A.weight).T
     expected = base.lm_head(base.model.norm(adapted))
-    assert torch.allclose(model(ids).early_exit_logits, expected, atol=1e-4)
+    assert gap(model(ids).early_exit_logits, expected) < 5e-5
     assert make_model(prune_rank=0)(ids).early_exit_logits is None
 
 
@@ -231,9 +187,10 @@ def test_stream_sees_only_earlier_streams(stream):
     after = model(ids)
     assert torch.equal(before.main_logits, after.main_logits)
     assert torch.equal(before.early_exit_logits, after.early_exit_logits)
-    moved = (before.stream_logits - after.stream_logits).abs().amax(-1)[0]
-    assert (moved[:, :stream] < 1e-5).all()
-    assert (moved[:, stream:] > 1e-3).all()
+    scale = before.stream_logits.abs().max()
+    moved = (before.stream_logits - after.stream_logits).abs().amax(-1)[0] / scale
+    assert (moved[:, :stream] < 1e-6).all()
+    assert (moved[:, stream:] > 1e-4).all()
 
 
 def test_stream_sees_no_other_nodes_streams():
@@ -241,7 +198,7 @@ def test_stream_sees_no_other_nodes_streams():
     everywhere = model(ids)
     for row in range(7):
         alone = model(ids, stream_rows=torch.tensor([row])).stream_logits
-        assert torch.allclose(alone[:, 0], everywhere.stream_logits[:, row], atol=2e-5)
+        assert gap(alone[:, 0], everywhere.stream_logits[:, row]) < 5e-5
     none = model(ids, stream_rows=torch.zeros(0, dtype=torch.long))
     assert none.stream_logits.shape == (1, 0, STREAMS, VOCAB)
     assert torch.equal(none.main_logits, everywhere.main_logits)
@@ -251,8 +208,8 @@ def test_stream_does_not_see_later_nodes():
     model, ids = make_model(), some_tokens(7)
     changed = torch.cat([ids[:, :5], (ids[:, 5:] + 1) % VOCAB], dim=1)
     before, after = model(ids).stream_logits, model(changed).stream_logits
-    assert torch.allclose(before[:, :5], after[:, :5], atol=2e-5)
-    assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-2)
+    assert gap(before[:, :5], after[:, :5]) < 5e-5
+    assert gap(before[:, 5:], after[:, 5:]) > 1e-3
 
 
 def test_first_stream_is_a_row_of_the_base_one_place_on():
@@ -262,7 +219,7 @@ def test_first_stream_is_a_row_of_the_base_one_place_on():
     with torch.no_grad():
         model.stream_embeddings.zero_()
     expected = base(torch.cat([ids, ids[:, -1:]], dim=1)).logits[:, -1]
-    assert torch.allclose(model(ids).stream_logits[:, -1, 0], expected, atol=2e-5)
+    assert gap(model(ids).stream_logits[:, -1, 0], expected) < 5e-5
 
 
 @pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
@@ -278,7 +235,7 @@ def test_stream_start(kind):
     found = model.insert_streams(nodes).unflatten(1, (3, STREAMS))
     for stream in range(STREAMS):
         expected = started + model.stream_embeddings[stream]
-        assert torch.allclose(found[:, :, stream], expected, atol=1e-5)
+        assert gap(found[:, :, stream], expected) < 5e-5
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -298,7 +255,7 @@ def test_training_forward_equals_tree_step(architecture, scope):
             (step.stream_logits[:, nodes], sequence.stream_logits[:, 3:]),
             (step.early_exit_logits[:, 3 + nodes], sequence.early_exit_logits[:, 3:]),
         ):
-            assert torch.allclose(found, expected, atol=5e-5)
+            assert gap(found, expected) < 5e-5
 
 
 # --- Training ---
@@ -407,71 +364,31 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
-LORA_NAME = "base_model.model.model.layers.3.mlp.up_proj.lora_B.weight"
-
-
-@pytest.mark.parametrize(
-    ("file", "name"),
-    [
-        ("adapter_model.safetensors", LORA_NAME),
-        ("streams.safetensors", "stream_init.lora_A.weight"),
-        ("streams.safetensors", "prune_adapter.lora_B.weight"),
-    ],
-)
-@pytest.mark.parametrize("fault", ["missing", "misshapen", "spare"])
-def test_faulty_tensor_is_named(checkpoint, file, name, fault):
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "streams.safetensors"])
+def test_a_faulty_or_missing_file_is_named(checkpoint, file):
     tensors = read_tensors(checkpoint / file)
-    if fault == "spare":
-        name = name.replace("lora_", "lora_magnitude_")
-        tensors[name] = torch.zeros(2)
-    elif fault == "missing":
-        del tensors[name]
-    else:
-        tensors[name] = tensors[name][:, :-1].contiguous()
-    save_file(tensors, checkpoint / file)
-    with pytest.raises(InputError) as error:
+    name = next(iter(tensors))
+    for changed in ({name: tensors[name][:-1].clone()}, {"spare": torch.zeros(2)}):
+        save_file({**tensors, **changed}, checkpoint / file)
+        with pytest.raises(InputError, match=f"{file} has tensors .*{next(iter(changed))}"):
+            load_reference(make_base(), checkpoint)
+    (checkpoint / file).unlink()
+    with pytest.raises(InputError, match=f"{file} does not exist"):
         load_reference(make_base(), checkpoint)
-    assert name in str(error.value)
-    assert file in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("file", "changes", "told"),
     [
-        ("adapter_config.json", {"use_dora": True}, "use_dora"),
-        ("adapter_config.json", {"bias": "all"}, "bias"),
-        ("adapter_config.json", {"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ("adapter_config.json", {"r": 0}, "r is 0"),
-        ("adapter_config.json", {"target_modules": ["query"]}, "query"),
-        ("adapter_config.json", {"target_modules": ".*q_proj"}, "target_modules"),
+        ("adapter_config.json", {"target_modules": ["query"]}, "no linear module query"),
         ("adapter_config.json", {"layers_to_transform": None}, "layers.0."),
-        ("adapter_config.json", {"layers_to_transform": [4]}, "layers_to_transform"),
-        ("streams_config.json", {"stream_position": "node"}, "stream_position"),
-        ("streams_config.json", {"format": "other/2"}, "format"),
-        ("streams_config.json", {"prune_adapter": {"rank": 4, "layer": 1}}, "prune_adapter.layer"),
-        ("streams_config.json", {"prune_adapter": 4}, "prune_adapter"),
         ("streams_config.json", {"hidden_size": 64}, "width 32"),
-        ("streams_config.json", {"adapter_scope": "none"}, "adapter_scope"),
     ],
 )
-def test_unsupported_setting_is_named(checkpoint, file, changes, told):
+def test_settings_that_do_not_fit_are_named(checkpoint, file, changes, told):
     values = json.loads((checkpoint / file).read_text())
     (checkpoint / file).write_text(json.dumps({**values, **changes}))
-    with pytest.raises(InputError) as error:
-        load_reference(make_base(), checkpoint)
-    assert told in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "file", ["adapter_config.json", "adapter_model.safetensors", "streams.safetensors"]
-)
-def test_missing_or_truncated_file_is_named(checkpoint, file):
-    whole = (checkpoint / file).read_bytes()
-    (checkpoint / file).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match=file):
-        load_reference(make_base(), checkpoint)
-    (checkpoint / file).unlink()
-    with pytest.raises(InputError, match=file):
+    with pytest.raises(InputError, match=told):
         load_reference(make_base(), checkpoint)
 
 
@@ -543,7 +460,7 @@ def test_load_base_of_mlx(tied, tmp_path):
     if tied:
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     base.load_state_dict(expected, strict=False)
-    assert torch.allclose(loaded(ids).logits, base(ids).logits, atol=1e-4)
+    assert gap(loaded(ids).logits, base(ids).logits) < 5e-5
 
 
 def test_load_base_names_a_missing_weight(tmp_path):
@@ -613,26 +530,15 @@ def make_pair(folder, architecture, scope, kind):
 @pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_parity(architecture, scope, kind, tmp_path):
+def test_mlx_computes_the_same_and_takes_the_same_steps(architecture, scope, kind, tmp_path):
     reference, model = make_pair(tmp_path, architecture, scope, kind)
-    root = ([PROMPT[-1]], [-1])
-    assert_close(mlx_step(model, PROMPT[:-1], *root), reference_step(reference, PROMPT[:-1], *root))
-    assert_close(
-        mlx_step(model, PROMPT, TREE_TOKENS, TREE_PARENTS),
-        reference_step(reference, PROMPT, TREE_TOKENS, TREE_PARENTS),
-    )
+    for step in ((PROMPT[:-1], [PROMPT[-1]], [-1]), (PROMPT, TREE_TOKENS, TREE_PARENTS)):
+        assert_close(mlx_step(model, *step), reference_step(reference, *step))
     whole = model.backbone.logits(model.backbone.append(mx.array(PROMPT), model.make_cache()))
     with torch.no_grad():
         expected = reference(torch.tensor([PROMPT]), stream_rows=torch.zeros(0, dtype=torch.long))
     assert_close([whole], [expected.main_logits[0]])
-
-
-@pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
-@pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_oracle_takes_the_same_steps(architecture, scope, kind, tmp_path):
-    reference, model = make_pair(tmp_path, architecture, scope, kind)
-    for width in (1, 2, 3):
+    for width in (1, 3):
         tokens, calls = greedy_streaming(
             reference, PROMPT, width=width, max_tokens=14, end_token_ids=[]
         )
@@ -645,6 +551,7 @@ def test_oracle_takes_the_same_steps(architecture, scope, kind, tmp_path):
 # --- The real checkpoint ---
 
 
+@pytest.mark.slow
 @pytest.mark.real
 def test_real_checkpoint_writes_the_expected_tokens():
     registry = pytest.importorskip("ssmlx.loading.names")
