@@ -217,6 +217,14 @@ def test_the_adapters_template_comes_before_the_chat_template():
     assert exported.prompt_tokens(make_model(), "w7") == [7]
 
 
+def test_several_turns_need_a_chat_template():
+    turns = [{"role": role, "content": "w1"} for role in ("user", "assistant", "user")]
+    with pytest.raises(InputError, match="no chat template"):
+        exported.prompt_tokens(make_model(), {"messages": turns})
+    model = make_model(prompt_template="w1 {prompt} w2")
+    assert exported.prompt_tokens(model, {"messages": turns[:1]}) == [1, 1, 2]
+
+
 # --- Backends ---
 
 
