@@ -137,6 +137,9 @@ BAD = {
     ),
     "drafter quotes": ((*ASK, "--drafter", 'medusa heads="a'), "close the quotation mark"),
     "penalty": ((*ASK, "--penalty", "presence=much"), "presence=much; expected a number"),
+    "penalty twice": (
+        (*ASK, "--penalty", "presence=1", "--penalty", "presence=2"), "presence= twice; expected",
+    ),
 }  # fmt: skip
 
 BAD_TREES = {

@@ -388,6 +388,12 @@ def _penalties(texts: Iterable[str]) -> dict[str, Any]:
         if not given:
             _refuse(f"--penalty {text}", "repetition=X, presence=X or frequency=X in it")
         for name, value in given.items():
+            require(
+                f"{name}_penalty" not in settings,
+                f"--penalty {name}= twice",
+                expected="each once",
+                do="drop one",
+            )
             settings[f"{name}_penalty"] = value
             if context is not None:
                 settings[f"{name}_context_size"] = context
