@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..calibration import BUSY, CONTEXTS
-from ..errors import require
+from ..errors import InputError, require
 from ..loading.names import cache_dir, resolve_adapter, resolve_model
 from ..settings import ATTENTIONS, DRAFT_HEADS
 from .options import add_counts, add_model_options, load_target, make_parser, run
@@ -113,13 +113,13 @@ def load_streams(args: argparse.Namespace) -> Any:
     model, tokenizer = load_target(
         args, DEFAULT_ADAPTER, draft_head=args.draft_head, attention=args.attention
     )
-    fitting = ", ".join(adapters_for(model)) or "none that ships with ssmlx"
-    require(
-        model.num_streams > 0,
-        "the model has no streams to calibrate",
-        expected=f"an adapter; for this model: {fitting}",
-        do="give --adapter NAME or FOLDER",
-    )
+    if model.num_streams == 0:
+        fitting = ", ".join(adapters_for(model)) or "none that ships with ssmlx"
+        raise InputError(
+            "the model has no streams to calibrate",
+            expected=f"an adapter; for this model: {fitting}",
+            do="give --adapter NAME or FOLDER",
+        )
     return model, tokenizer
 
 
