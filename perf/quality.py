@@ -27,9 +27,9 @@ from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
 from ssmlx.settings import GenerateConfig, TreeConfig, read_json
 from ssmlx.tuning.report import publish
 
-from .paper.published import PAPER
 from .run.experiment import Experiment, failures, result_of, task_result, texts_of
 from .run.options import add_base, add_fresh, add_max_tokens, add_out, check_counts
+from .run.published import PAPER
 from .run.show import (
     TOKENS_PER_CALL,
     Columns,

@@ -133,7 +133,6 @@ def test_imports_go_down_only():
     assert upward() == []
 
 
-@pytest.mark.xfail(reason="perf is still being straightened", strict=False)
 def test_no_imports_go_in_a_circle():
     assert list(circles()) == []
 

@@ -23,7 +23,7 @@ from perf.paper.figures import (
     theoretical_speedup,
     tree_curves,
 )
-from perf.paper.published import TABLE_1, TABLE_2, latencies, speeds
+from perf.run.published import TABLE_1, TABLE_2, latencies, speeds
 from perf.run.statistics import Estimate
 from ssmlx.commands.train_options import train_config
 from ssmlx.errors import InputError

@@ -10,7 +10,7 @@ from real import one_line, words, write_base, write_tiny_adapter
 
 import ssmlx
 from perf import quality, score
-from perf.paper.published import PAPER
+from perf.run.published import PAPER
 from perf.run.tasks import SQL
 from ssmlx.errors import InputError
 

@@ -13,7 +13,7 @@ from ssmlx.errors import require
 from ssmlx.loading.files import write_whole
 from ssmlx.memory import MIB
 
-from ..paper.published import METHODS, Latency, Span, Speed, latencies, span, speeds
+from ..run.published import METHODS, Latency, Span, Speed, latencies, span, speeds
 from ..run.show import (
     TOKENS_PER_CALL,
     Cell,

@@ -31,10 +31,10 @@ from ssmlx.loading.files import make_folder
 from ssmlx.settings import TreeConfig, read_json
 from ssmlx.tuning.report import every_pair, finish, new_figure
 
+from ..run.published import E2E, MEDUSA, OPT, STREAMS, TABLE_1
 from ..run.results import RESULTS, ROOT, reading
 from ..run.show import PAPER_COLOUR, PAPER_TEXT
 from ..run.statistics import Estimate, estimate
-from .published import E2E, MEDUSA, OPT, STREAMS, TABLE_1
 
 PROG = "perf.paper.figures"
 GAMMA = 4

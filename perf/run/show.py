@@ -10,7 +10,7 @@ from typing import Any
 
 from ssmlx.tuning.report import aligned, new_figure
 
-from ..paper.published import METHODS, Span, Speed, span, speeds
+from .published import METHODS, Span, Speed, span, speeds
 from .statistics import FEW, estimate
 
 Row = Mapping[str, Any]
