@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -263,9 +264,11 @@ def _from_hub(name: str, revision: str | None) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.utils import RevisionNotFoundError
 
-    cached = _hub_cached(name, revision)
-    if cached is not None:
-        return cached
+    with suppress(Exception):  # whatever is wrong with the cache, the Hub itself comes next
+        cached = _snapshot(name, revision, local_files_only=True)
+        # Other tools may have cached this model's tokenizer and nothing else.
+        if not _missing(cached):
+            return cached
     asked = name if revision is None else f"{name} at {revision}"
     _say(f"asking the Hugging Face Hub for {asked}, to keep it in {constants.HF_HUB_CACHE}")
     try:
@@ -283,15 +286,6 @@ def _from_hub(name: str, revision: str | None) -> Path:
             do="check the name and the network, or give a folder",
         ) from error
     return _checked(path)
-
-
-def _hub_cached(name: str, revision: str | None) -> Path | None:
-    try:
-        path = _snapshot(name, revision, local_files_only=True)
-    except Exception:  # whatever is wrong with the cache, the Hub itself comes next
-        return None
-    # Other tools may have cached this model's tokenizer and nothing else.
-    return None if _missing(path) else path
 
 
 def _snapshot(name: str, revision: str | None, *, local_files_only: bool) -> Path:

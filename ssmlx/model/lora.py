@@ -47,11 +47,6 @@ class LoraWeights:
     b: mx.array
     scale: float
 
-    def delta(self) -> mx.array:
-        """[out, in] what LoRA adds to the module's weight, in float32."""
-        a, b = self.a.astype(mx.float32), self.b.astype(mx.float32)
-        return ((self.scale * b.T) @ a.T).astype(mx.float32)
-
 
 def layer_of(path: str) -> tuple[int, str]:
     """Layer and path inside it of `model.layers.22.mlp.up_proj`."""
@@ -150,8 +145,8 @@ def merged(linear: nn.Linear, weights: LoraWeights) -> nn.Linear:
     """A plain linear layer with the LoRA added into its weight."""
     out_size, in_size = linear_shape(linear)
     layer = nn.Linear(in_size, out_size, bias=False)
-    weight = linear.weight
-    layer.weight = (weight.astype(mx.float32) + weights.delta()).astype(weight.dtype)
+    weight, a, b = (array.astype(mx.float32) for array in (linear.weight, weights.a, weights.b))
+    layer.weight = (weight + (weights.scale * b.T) @ a.T).astype(linear.weight.dtype)
     if "bias" in linear:
         layer.bias = linear.bias
     return layer
