@@ -375,7 +375,7 @@ def test_the_real_model_on_its_packed_weights(name):
     model = fuse_streams(Backbone(base), adapter, merge_lora=True)
     assert isinstance(model.backbone.layers[-1].self_attn.q_proj, RowLora)
     target = real_packed()[0]
-    if adapter.config.adapter_scope == "all":
+    if adapter.every_row_lora:
         target = load_adapters(target, str(folder))
     asked = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")[1]
     prompt = encode_prompt(asked, model, tokenizer)
