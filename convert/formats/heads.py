@@ -89,7 +89,8 @@ def read_published(
     config: HeadConfig
     if detect_kind(folder) == "medusa":
         source, tensors = _medusa_tensors(folder)
-        config = medusa_config(tensors, source, vocab_size or _most_rows(tensors))
+        most_rows = max((array.shape[0] for array in tensors.values()), default=1)
+        config = medusa_config(tensors, source, vocab_size or most_rows)
     else:
         source, path = folder, folder / "config.json"
         config = MlpSpeculatorConfig.read(path, read_json(path, "an MLP speculator's config.json"))
@@ -341,8 +342,3 @@ def _carried_medusa(folder: Path) -> dict[str, mx.array]:
             ) from error
         tensors |= {name: own for name, own in loaded.items() if name.startswith(MEDUSA_PREFIX)}
     return tensors
-
-
-def _most_rows(tensors: Mapping[str, mx.array]) -> int:
-    """The most rows of any matrix: V, where a head has a matrix of its own."""
-    return max((array.shape[0] for array in tensors.values()), default=1)
