@@ -40,10 +40,16 @@ from torch.nn import functional as F
 from convert import train as torch_command
 from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
+from convert.export.source import build_reference
 from convert.formats.adapter import read_checkpoint
 from convert.reference import losses as torch_losses
-from convert.reference.checkpoint import load_reference, save_reference
-from convert.reference.format import LoraSettings
+from convert.reference.checkpoint import (
+    load_fine_tuned,
+    load_reference,
+    merge_lora,
+    save_reference,
+)
+from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
 from convert.reference.stream_attention import stream_attention, use_stream_attention
 from convert.training.run import TorchObjective, TorchTrainer, build_model, freeze_base
@@ -847,6 +853,35 @@ def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_p
     values = {"fine_tune_type": "full", "lora_parameters": {"scale": 2.0}}
     (tmp_path / "mlx" / "adapter_config.json").write_text(json.dumps(values))
     assert "does not describe LoRA" in refused(*own, tmp_path / "mlx")
+
+
+@pytest.mark.slow
+def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, capsys):
+    """The checkpoint carries the task's LoRA, and every side computes the same with it."""
+    lora = TORCH.train(base, data, tmp_path / "lora", *ALONE, "--epochs", "4")
+    own = (*OWN, "--epochs", "2")
+    run = TORCH.train(base, data, tmp_path / "run", *own, "--task-lora", lora)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (run / TASK_LORA / name).read_bytes() == (lora / name).read_bytes()
+    moved = [array for name, array in TORCH.weights(run).items() if "lora_B" in name]
+    assert any(np.frombuffer(array, np.float32).any() for array in moved)
+
+    adapter, tokens = adapter_of(TORCH, base, run, tmp_path), [3, 9, 4, 7]
+    model, _ = ssmlx.load(str(base), adapter=adapter, dtype="float32")
+    assert model.is_fine_tuned
+    ours = model.backbone.logits(model.backbone.append(mx.array(tokens), model.make_cache()))[-1]
+    tuned = merge_lora(load_fine_tuned(load_torch_base(base), lora))
+    exported = build_reference(base, load_adapter(adapter), model.num_streams)
+    found = [
+        one(torch.tensor([tokens])).main_logits[0, -1]
+        for one in (load_reference(tuned, run), exported)
+    ]
+    assert max(gap(ours, found[0]), gap(found[1], found[0])) < 1e-4
+    assert gap(load_torch_base(base)(torch.tensor([tokens])).logits[0, -1], found[0]) > 1e-2
+
+    assert "other settings" in TORCH.refusal(capsys, base, data, run, *own)
+    said = TORCH.refusal(capsys, base, data, tmp_path / "new", "--task-lora", lora)
+    assert "--task-lora with --adapter-scope all" in said
 
 
 def test_help_comes_without_mlx():

@@ -101,34 +101,29 @@ def _stream_rows(
     return Rows(mx.array(own_positions), mx.array(mask))
 
 
-class _NodeView:
-    """What a layer takes for its cache while node rows run: it keeps their keys and values."""
+class _View:
+    """What a layer takes for its cache: it keeps the keys and values of a pass.
 
-    def __init__(self, positions: mx.array) -> None:
-        self.offset = positions
-        self.kept: tuple[mx.array, mx.array] | None = None
+    Stream rows stand behind the node rows, which ran before, and whose view they are given.
+    """
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.kept = keys, values
-        return keys, values
-
-
-class _StreamView:
-    """What a layer takes for its cache while stream rows run: they stand behind the nodes."""
-
-    def __init__(self, rows: Rows, nodes: _NodeView, rotation: ValueRotation | None) -> None:
+    def __init__(
+        self, rows: Rows, nodes: _View | None = None, rotation: ValueRotation | None = None
+    ) -> None:
         self.offset = rows.positions
+        self.kept: tuple[mx.array, mx.array] | None = None
         self._nodes, self._rotation = nodes, rotation
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        assert self._nodes.kept is not None, "streams ran before their nodes"
         if self._rotation is not None:
             values = self._rotation.turn(values)
-        node_keys, node_values = self._nodes.kept
-        return (
-            mx.concatenate([node_keys, keys], axis=2),
-            mx.concatenate([node_values, values], axis=2),
-        )
+        if self._nodes is not None:
+            assert self._nodes.kept is not None, "streams ran before their nodes"
+            node_keys, node_values = self._nodes.kept
+            keys = mx.concatenate([node_keys, keys], axis=2)
+            values = mx.concatenate([node_values, values], axis=2)
+        self.kept = keys, values
+        return self.kept
 
 
 class TrainedModel:
@@ -185,7 +180,7 @@ class TrainedModel:
         batch, length = layout.tokens.shape
         embedded = self.backbone.embed(layout.tokens.flatten(), layout.nodes.positions.flatten())
         nodes = embedded.reshape(batch, length, -1)
-        views = [_NodeView(layout.nodes.positions) for _ in range(self.config.insertion_layer)]
+        views = [_View(layout.nodes) for _ in range(self.config.insertion_layer)]
         return self.backbone.run(nodes, 0, len(views), layout.nodes.mask, views)
 
     def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
@@ -198,11 +193,11 @@ class TrainedModel:
         start, count = self._fused.start_streams, self.config.num_streams
         streams = [start(nodes[:, carriers], count) for carriers, _ in layout.groups]
         for index in range(self.config.insertion_layer, self.config.num_layers):
-            view = _NodeView(layout.nodes.positions)
+            view = _View(layout.nodes)
             nodes = self._run(index, nodes, layout.nodes, view)
             with self._scope.starting_at(0):
                 streams = [
-                    self._run(index, states, rows, _StreamView(rows, view, self._fused.rotation))
+                    self._run(index, states, rows, _View(rows, view, self._fused.rotation))
                     for states, (_, rows) in zip(streams, layout.groups, strict=True)
                 ]
         return nodes, mx.concatenate(streams, axis=1) if streams else nodes[:, :0]
