@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError, require
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES, read_json
-
-if TYPE_CHECKING:
-    from ssmlx.loading.adapter import Adapter
 
 PROG = "convert"
 EPILOG = """examples:
@@ -95,7 +92,7 @@ def _is_adapter(folder: Path) -> bool:
         return False
 
 
-def _report(adapter: Adapter, args: argparse.Namespace) -> str:
+def _report(adapter: Any, args: argparse.Namespace) -> str:
     lora_size = sum(w.a.size + w.b.size for w in adapter.lora.values())
     task_size = sum(w.a.size + w.b.size for w in adapter.task_lora.values())
     config = adapter.config

@@ -21,7 +21,6 @@ from ssmlx.training.data import (
     draft_indices,
     read_examples,
 )
-from ssmlx.training.job import read_base
 from ssmlx.training.record import LOG_FILE, Record, draw_curves, read_record
 from ssmlx.tuning.replay import Guesses, num_candidates, replay
 
@@ -122,20 +121,6 @@ def test_missing_and_unusable_files_are_told(tmp_path):
     write(tmp_path / "x.jsonl", {"prompt": "w1 w1", "completion": "w2"})
     with pytest.raises(InputError, match="no example that fits"):
         read_examples(tmp_path / "x.jsonl", encoder(max_length=3))
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"n_layer": 2, "n_embd": 8, "vocab_size": 9}, "None for num_hidden_layers"),
-        ({"text_config": {"num_hidden_layers": 2}}, "None for num_hidden_layers"),
-        ({"num_hidden_layers": 2, "hidden_size": "8"}, "'8' for hidden_size"),
-    ],
-)
-def test_a_model_of_other_settings_is_refused(tmp_path, settings, said):
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(InputError, match=f"{said}; expected a decoder of regular layers"):
-        read_base(tmp_path)
 
 
 # Batches ------------------------------------------------------------------------------------

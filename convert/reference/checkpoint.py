@@ -18,7 +18,7 @@ from ssmlx.errors import InputError
 from ssmlx.loading.adapter import LORA_FILE, read_lora, read_streams, stream_tensors
 from ssmlx.loading.files import account_for, read_tensors
 from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.model.lora import LoraWeights, layer_of
+from ssmlx.model.lora import LoraWeights
 from ssmlx.settings import read_json
 from ssmlx.training.job import check_init, check_scale, check_shapes
 
@@ -189,25 +189,18 @@ def merge_weights(base: Any, lora: Mapping[str, LoraWeights], source: Path) -> N
     Raises:
         InputError: the model has no such module, or one of another shape.
     """
-    layers = getattr(base.model, "decoder", base.model).layers
+    decoder = getattr(base.model, "decoder", base.model)
+    linears = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
     for path, weights in lora.items():
         a, b = (tensor_of(part) for part in (weights.a, weights.b))
-        found = _weight(layers, path)
-        if found is None or found.shape != (b.shape[1], a.shape[0]):
+        linear = linears.get("layers." + path.partition("layers.")[2])
+        if linear is None or linear.weight.shape != (b.shape[1], a.shape[0]):
             raise InputError(
                 f"{source} has LoRA for {path} of {a.shape[0]} inputs and {b.shape[1]} outputs",
                 expected="linear modules of this base model",
                 do="choose the model that the LoRA was trained on",
             )
-        found += weights.scale * (a @ b).t()
-
-
-def _weight(layers: Any, path: str) -> torch.Tensor | None:
-    try:
-        layer, module = layer_of(path)
-        return layers[layer].get_submodule(module).weight
-    except (AttributeError, IndexError, ValueError):
-        return None
+        linear.weight += weights.scale * (a @ b).t()
 
 
 def tensor_of(array: mx.array) -> torch.Tensor:
