@@ -16,9 +16,10 @@ import ssmlx
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
-import torch
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+
+torch = pytest.importorskip("torch")
 from oracle import gap
 from oracle import make_base as make_torch_base
 from real import (
