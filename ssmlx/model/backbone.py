@@ -149,11 +149,7 @@ class BaseIdentity:
 
     @classmethod
     def read(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
-        """The identity in the settings `values` of the file `path`.
-
-        Raises:
-            InputError: they do not hold one.
-        """
+        """The identity in the settings `values` of the file `path`."""
         base = values.get("base", {})
         try:
             return cls(**{**base, "norm_probe": tuple(base["norm_probe"])})
@@ -192,9 +188,6 @@ class Backbone:
         replaced: the modules that an attached adapter's LoRA stands in for, by path; None for
             those that `reload` gives. `attach.fuse_streams` fills it and
             `attach.unfuse_streams` puts them back.
-
-    Raises:
-        InputError: the model is not regular; the message says in what.
     """
 
     def __init__(
@@ -294,9 +287,6 @@ class Backbone:
         """The LM head of `tokens` [Vd] alone, with its own copy of their rows.
 
         It only guesses, so its weights may be packed to `draft_bits`: an answer does not change.
-
-        Raises:
-            InputError: the head's rows cannot be taken one by one.
         """
         tied = self._head is None
         head = self._decoder.embed_tokens if tied else self._head

@@ -63,9 +63,6 @@ def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: s
         names: whole paths or their last parts; all are chosen where there are none.
         where: the layer, for the message.
         do: what to do about a name that is not there.
-
-    Raises:
-        InputError: a name is not there.
     """
 
     def is_named(path: str, name: str) -> bool:
@@ -90,9 +87,6 @@ def linear_paths(
         model: an mlx-lm model.
         layers: numbers of the layers that they are in.
         names, do: as `select_modules` takes them.
-
-    Raises:
-        InputError: a name is not in the model.
     """
     found: dict[int, dict[str, str]] = {layer: {} for layer in layers}
     for path, module in model.named_modules():

@@ -145,11 +145,7 @@ class StepMasks(MaskBuffer):
         self._takes_bits = takes_bits
 
     def step_mask(self, visible: mx.array, cache: SeenCache, key: object) -> mx.array | TreeMask:
-        """The mask of a step, as `backbone.run` takes it; the arguments are `mask`'s.
-
-        Raises:
-            InputError: "fused" was chosen for a model whose layers take no tree masks.
-        """
+        """The mask of a step, as `backbone.run` takes it; the arguments are `mask`'s."""
         takes_bits = is_on() and self._takes_bits()
         require(
             takes_bits or in_use() != "fused",
@@ -214,9 +210,6 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
     Args:
         queries: [1, H, R, Dh]
         keys: [1, Hkv, C + L, Dh]
-
-    Raises:
-        InputError: "fused" was chosen, and the kernel cannot do it or disagrees with MLX.
     """
     if not is_on():
         return None
