@@ -19,10 +19,9 @@ from pathlib import Path
 COMMAND = ["ssmlx.chat", "--max-tokens", "48"]
 QUESTIONS = [
     "Name three colours of the rainbow.",
-    "/compare",
     "/adapter sql",
     "/reset",
-    "what's the grid with time +37.949? CREATE TABLE race (grid VARCHAR, time VARCHAR)",
+    "what's the grid with time +37.949? CREATE TABLE table_13742683_4 (grid VARCHAR, time VARCHAR)",
     "/compare",
 ]
 PROMPT = "> "
