@@ -15,32 +15,37 @@ from .. import __version__, has_fast_blas
 from ..blas import HINT
 
 UNKNOWN = "unknown"
-AC, BATTERY = "AC power", "battery"
 CHECKOUT = Path(__file__).parents[2]
-PROC, POWER_SUPPLY = Path("/proc"), Path("/sys/class/power_supply")
-OS_RELEASE = Path("/etc/os-release")
+POWER_SUPPLY = Path("/sys/class/power_supply")
 PACKAGES = ("mlx", "mlx-lm", "transformers", "numpy", "ssmlx")
 
 
 def machine() -> dict[str, str]:
     """Chip, memory, system, power, and the versions of everything that takes part."""
-    is_mac = platform.system() == "Darwin"
+    chip, size, system = _mac() if platform.system() == "Darwin" else _linux()
     return {
-        "machine": f"{platform.system()} {platform.machine()}, {mac_chip() if is_mac else chip()}",
-        "memory": mac_memory() if is_mac else memory(),
-        "os": mac_version() if is_mac else os_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {chip}",
+        "memory": f"{size / 2**30:.3g} GiB" if size else UNKNOWN,
+        "os": system,
         "power": power_source(),
         "device": str(mx.default_device()),
         "python": platform.python_version(),
         "blas": "OpenBLAS or Accelerate" if has_fast_blas else f"reference ({HINT})",
-        **{name: package_version(name) for name in PACKAGES},
-        "commit": commit(),
+        **{name: _package_version(name) for name in PACKAGES},
+        "commit": _commit(),
     }
 
 
 def power_source() -> str:
     """ "AC power", "battery" or "unknown"."""
-    return mac_power() if platform.system() == "Darwin" else power()
+    if platform.system() == "Darwin":
+        drawn = _found(r"drawing from '(AC|Battery) Power'", output_of("pmset", "-g", "batt"))
+        return {"AC": "AC power", "Battery": "battery"}.get(drawn, UNKNOWN)
+    supplies = list(POWER_SUPPLY.iterdir()) if POWER_SUPPLY.is_dir() else []
+    if any(_read(supply / "online") == "1" for supply in supplies):
+        return "AC power"
+    states = [(_read(supply / "type"), _read(supply / "status")) for supply in supplies]
+    return "battery" if ("Battery", "Discharging") in states else UNKNOWN
 
 
 def output_of(*command: str) -> str:
@@ -55,65 +60,30 @@ def output_of(*command: str) -> str:
     return done.stdout.strip()
 
 
-def mac_chip() -> str:
-    """Such as "Apple M2 Pro"."""
-    return output_of("sysctl", "-n", "machdep.cpu.brand_string") or UNKNOWN
-
-
-def mac_memory() -> str:
-    """Such as "16 GiB"."""
+def _mac() -> tuple[str, int, str]:
+    """The chip, bytes of memory, and the system, such as "macOS 15.1 (24B83)"."""
+    versions = output_of("sw_vers")
+    name, build = (_found(rf"{one}Version:\s*(\S+)", versions) for one in ("Product", "Build"))
     size = output_of("sysctl", "-n", "hw.memsize")
-    return _gibibytes(int(size)) if size.isdigit() else UNKNOWN
+    return (
+        output_of("sysctl", "-n", "machdep.cpu.brand_string") or UNKNOWN,
+        int(size) if size.isdigit() else 0,
+        f"macOS {name} ({build})" if name else UNKNOWN,
+    )
 
 
-def mac_version() -> str:
-    """Such as "macOS 15.1 (24B83)"."""
-    lines = (line.partition(":") for line in output_of("sw_vers").splitlines())
-    found = {name.strip(): value.strip() for name, _, value in lines}
-    if "ProductVersion" not in found:
-        return UNKNOWN
-    build = f" ({found['BuildVersion']})" if "BuildVersion" in found else ""
-    return f"{found.get('ProductName', 'macOS')} {found['ProductVersion']}{build}"
+def _linux() -> tuple[str, int, str]:
+    """As `_mac`; the system such as "Debian GNU/Linux 12 (bookworm)"."""
+    chips = set(re.findall(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE))
+    system = _found(r'^PRETTY_NAME="?([^"\n]+)', _read(Path("/etc/os-release")))
+    return (
+        ", ".join(sorted(chips)) or platform.processor() or UNKNOWN,
+        1024 * int(_found(r"^MemTotal:\s+(\d+) kB", _read(Path("/proc/meminfo"))) or 0),
+        system or platform.system(),
+    )
 
 
-def mac_power() -> str:
-    """What `pmset` says that power is drawn from."""
-    found = re.search(r"drawing from '(AC|Battery) Power'", output_of("pmset", "-g", "batt"))
-    return {"AC": AC, "Battery": BATTERY}[found[1]] if found else UNKNOWN
-
-
-def chip() -> str:
-    """The processor's name, from /proc."""
-    names = set(re.findall(r"^model name\s*:\s*(.+)$", _read(PROC / "cpuinfo"), re.MULTILINE))
-    return ", ".join(sorted(names)) or platform.processor() or UNKNOWN
-
-
-def memory() -> str:
-    """All memory, from /proc."""
-    found = re.search(r"^MemTotal:\s+(\d+) kB", _read(PROC / "meminfo"), re.MULTILINE)
-    return _gibibytes(1024 * int(found[1])) if found else UNKNOWN
-
-
-def os_version() -> str:
-    """Such as "Debian GNU/Linux 12 (bookworm)"."""
-    found = re.search(r'^PRETTY_NAME="?([^"\n]+)', _read(OS_RELEASE), re.MULTILINE)
-    return found[1] if found else platform.system()
-
-
-def power() -> str:
-    """The mains or the battery, from /sys."""
-    supplies = list(POWER_SUPPLY.iterdir()) if POWER_SUPPLY.is_dir() else []
-    if any(_read(supply / "online").strip() == "1" for supply in supplies):
-        return AC
-    drained = [
-        supply for supply in supplies
-        if (_read(supply / "type").strip(), _read(supply / "status").strip())
-        == ("Battery", "Discharging")
-    ]  # fmt: skip
-    return BATTERY if drained else UNKNOWN
-
-
-def commit() -> str:
+def _commit() -> str:
     """The checkout's git commit, and whether tracked files differ from it."""
     git = ("git", "-C", str(CHECKOUT))
     name = output_of(*git, "rev-parse", "--short=12", "HEAD")
@@ -123,21 +93,22 @@ def commit() -> str:
     return f"{name}, changed" if changed else name
 
 
-def package_version(name: str) -> str:
-    """The installed version of a package."""
+def _package_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return __version__ if name == "ssmlx" else UNKNOWN
 
 
+def _found(pattern: str, text: str) -> str:
+    """What the pattern's group is in `text`; nothing where it is not there."""
+    found = re.search(pattern, text, re.MULTILINE)
+    return found[1] if found else ""
+
+
 def _read(path: Path) -> str:
     """A small text file; nothing where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def _gibibytes(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"
