@@ -45,29 +45,22 @@ __version__ = "0.1.0"
 has_fast_blas = prefer_openblas()
 
 # Loaded on first use, so that `--help` does not wait for MLX.
-_HOMES = {
-    "load": "loading.load",
-    "swap_adapter": "loading.attach",
-    "bundled_adapters": "loading.names",
-    "generate": "api",
-    "stream_generate": "api",
-    "GenerationResponse": "api",
-    "GenerateConfig": "settings",
-    "ChatSession": "session",
-    "DraftModel": "drafters.draft_model",
-    "load_draft_model": "drafters.draft_model",
-    "load_heads": "drafters.heads",
-    "AcceptanceConfig": "settings",
-    "DraftModelConfig": "settings",
-    "LookaheadConfig": "settings",
-    "PromptLookupConfig": "settings",
-    "SpeculatorTreeConfig": "settings",
-    "TreeConfig": "settings",
-    "PruneConfig": "settings",
-    "chat_tokens": "prompts",
-    "prompt_tokens": "prompts",
-    "InputError": "errors",
-}
+_NAMES = {
+    "api": ("generate", "stream_generate", "GenerationResponse"),
+    "drafters.draft_model": ("DraftModel", "load_draft_model"),
+    "drafters.heads": ("load_heads",),
+    "errors": ("InputError",),
+    "loading.attach": ("swap_adapter",),
+    "loading.load": ("load",),
+    "loading.names": ("bundled_adapters",),
+    "prompts": ("chat_tokens", "prompt_tokens"),
+    "session": ("ChatSession",),
+    "settings": (
+        "GenerateConfig", "AcceptanceConfig", "DraftModelConfig", "LookaheadConfig",
+        "PromptLookupConfig", "PruneConfig", "SpeculatorTreeConfig", "TreeConfig",
+    ),
+}  # fmt: skip
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOMES]
 
 
