@@ -100,55 +100,33 @@ def memory_of(
     """What an answer keeps in memory now, and the peak so far.
 
     Args:
-        model: the target.
-        cache: the answer's.
-        drafter: the answer's, while it goes on.
+        model, cache, drafter: the answer's; the drafter while it goes on.
         loaded: the draft model and the heads, where there are any, whether or not they draft.
     """
+    modules = model.backbone.model.modules()
+    lora = [
+        part for one in modules if isinstance(one, RowLora) for part in (one.lora_a, one.lora_b)
+    ]
+    apart = {id(array) for array in lora}
+    used = {id(array): array for array in arrays_in(model.backbone.model.parameters())}
+    # Weights that merged ones stand in for.
+    kept = arrays_in([module.parameters() for module in model.backbone.kept.values()])
+    # In the cache's buffers, the rows of a step stand behind those that are committed.
+    rows = cache.scratch + cache.capacity
+    scratch = cache.nbytes * cache.scratch // rows if rows else 0
     return Memory(
-        base=base_bytes(model),
-        lora=lora_bytes(model),
-        streams=stream_bytes(model),
+        base=_total_bytes(array for one, array in used.items() if one not in apart),
+        lora=_total_bytes([*lora, *(array for array in kept if id(array) not in used)]),
+        streams=_total_bytes(stream_tensors(model.streams).values()) if model.streams else 0,
         draft_head=head_bytes(model.draft_head),
         drafter=sum(one.nbytes for one in loaded),
-        cache=cache.nbytes - scratch_bytes(cache),
-        tree=scratch_bytes(cache) + model.mask_bytes,
+        cache=cache.nbytes - scratch,
+        tree=scratch + model.mask_bytes,
         second_pass=drafter.cache_bytes if drafter else 0,
         peak=mx.get_peak_memory(),
     )
 
 
-def total_bytes(arrays: Iterable[mx.array]) -> int:
+def _total_bytes(arrays: Iterable[mx.array]) -> int:
     """Bytes of `arrays`, one that comes twice counted once."""
     return sum({id(array): array.nbytes for array in arrays}.values())
-
-
-def base_bytes(model: StreamFusedModel) -> int:
-    """The weights that the base model decodes with."""
-    own = {id(array) for array in _lora_arrays(model)}
-    arrays = arrays_in(model.backbone.model.parameters())
-    return total_bytes(array for array in arrays if id(array) not in own)
-
-
-def lora_bytes(model: StreamFusedModel) -> int:
-    """LoRA beside the weights that it acts on, and weights that merged ones stand in for."""
-    used = {id(array) for array in arrays_in(model.backbone.model.parameters())}
-    kept = arrays_in([module.parameters() for module in model.backbone.kept.values()])
-    return total_bytes([*_lora_arrays(model), *(a for a in kept if id(a) not in used)])
-
-
-def _lora_arrays(model: StreamFusedModel) -> list[mx.array]:
-    modules = model.backbone.model.modules()
-    attached = [module for module in modules if isinstance(module, RowLora)]
-    return [array for module in attached for array in (module.lora_a, module.lora_b)]
-
-
-def stream_bytes(model: StreamFusedModel) -> int:
-    """What a checkpoint adds beside LoRA."""
-    return total_bytes(stream_tensors(model.streams).values()) if model.streams else 0
-
-
-def scratch_bytes(cache: TreeCache) -> int:
-    """The part of the cache's buffers in which the rows of a step stand."""
-    rows = cache.scratch + cache.capacity
-    return cache.nbytes * cache.scratch // rows if rows else 0
