@@ -1,4 +1,8 @@
-"""The one exception that a user's mistake raises, and what of another's text it tells."""
+"""The one exception that a user's mistake raises, and what of another's text it tells.
+
+Whatever reads what a user gives raises `InputError`, so docstrings inside the package do not
+repeat it; those of `ssmlx.__all__` say when.
+"""
 
 from collections.abc import Sequence
 
@@ -27,11 +31,7 @@ def require(ok: bool, found: str, *, expected: str, do: str) -> None:
 
 
 def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
-    """Check that the value of an option is a known one.
-
-    Raises:
-        InputError: it is none of them.
-    """
+    """Check that the value of an option is a known one."""
     if value not in known:
         raise InputError(
             f"{flag} {value}", expected="one of " + ", ".join(known), do="choose one of them"

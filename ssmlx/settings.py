@@ -114,9 +114,6 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
         config: the settings.
         found: how a bad value is told, of its `option` with the value, its `name` and its `value`.
         do: what to do about it; the range says it unless told.
-
-    Raises:
-        InputError: a value is not allowed.
     """
     for one in fields(config):
         allowed: Allowed | None = one.metadata.get("allowed")
@@ -221,11 +218,7 @@ class StreamConfig:
         return self.num_layers - self.num_msa_layers
 
     def usable_streams(self, asked: int | None) -> int:
-        """G, the streams to use: those that are asked for, or all.
-
-        Raises:
-            InputError: more than were trained, or none.
-        """
+        """G, the streams to use: those that are asked for, or all."""
         streams = self.num_streams if asked is None else asked
         require(
             1 <= streams <= self.num_streams,
@@ -237,12 +230,7 @@ class StreamConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StreamConfig:
-        """Build from JSON values, ignoring keys that are not settings.
-
-        Raises:
-            InputError: a setting is missing or out of range.
-        """
-        names = {f.name for f in fields(cls)}
+        """Build from JSON values, ignoring keys that are not settings."""
         required = ("num_streams", "num_msa_layers", "num_layers", "hidden_size")
         missing = [name for name in required if name not in values]
         require(
@@ -251,7 +239,7 @@ class StreamConfig:
             expected=", ".join(required),
             do="check the checkpoint's streams_config.json",
         )
-        known = {k: v for k, v in values.items() if k in names}
+        known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
         end_tokens = known.get("end_token_ids") or ()
         require(
             isinstance(end_tokens, list | tuple)
@@ -265,7 +253,7 @@ class StreamConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,11 +281,7 @@ class TreeConfig:
         return replace(self, width=min(width, num_tokens))
 
     def num_nodes(self, num_streams: int) -> int:
-        """N, the nodes of a drafted tree, for `num_streams` levels below the root.
-
-        Raises:
-            InputError: a full tree would be larger than MAX_TREE_NODES.
-        """
+        """N, the nodes of a drafted tree, for `num_streams` levels below the root."""
         if self.kind == "best":
             return self.size
         nodes = sum(self.full_width**level for level in range(num_streams + 1))
@@ -588,18 +572,14 @@ def from_json(kind: Any, value: Any) -> Any:
     """What `to_json` made of a settings class, built and checked again by its annotations.
 
     Raises:
-        TypeError, ValueError, AttributeError: it is broken. InputError is a ValueError.
+        TypeError, ValueError, AttributeError: it is broken.
     """
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         named = {one.metadata.get("json", one.name): one.name for one in fields(kind)}
-        return kind(
-            **{
-                own: from_json(hints[own], value[name])
-                for name, own in named.items()
-                if name in value
-            }
-        )  # type: ignore[operator]
+        given = {own: value[name] for name, own in named.items() if name in value}
+        built = {own: from_json(hints[own], one) for own, one in given.items()}
+        return kind(**built)  # type: ignore[operator]
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return None if value is None else from_json(inner[0], value)
@@ -611,25 +591,23 @@ def from_json(kind: Any, value: Any) -> Any:
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object from `path`.
-
-    Raises:
-        InputError: the file is missing, is not JSON, or holds no object.
-    """
-    if not path.is_file():
-        raise InputError(
-            f"{path} does not exist", expected=what, do="check the path, or convert again"
-        )
+    """Read a JSON object from `path`."""
+    require(
+        path.is_file(),
+        f"{path} does not exist",
+        expected=what,
+        do="check the path, or convert again",
+    )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path} is not valid JSON ({error})", expected=what, do="copy or convert it again"
         ) from error
-    if not isinstance(values, dict):
-        raise InputError(
-            f"{path} holds a {type(values).__name__}",
-            expected=f"{what}, a JSON object",
-            do="copy or convert it again",
-        )
+    require(
+        isinstance(values, dict),
+        f"{path} holds a {type(values).__name__}",
+        expected=f"{what}, a JSON object",
+        do="copy or convert it again",
+    )
     return values
