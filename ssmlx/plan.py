@@ -100,15 +100,12 @@ def make_plan(
         context: tokens that are committed when the answer begins; those of the answers that were
             measured unless told.
         settings: single fields of `GenerateConfig`.
-
-    Raises:
-        InputError: the settings do not fit the model, or what they draft with is missing.
     """
     config = replace(config or GenerateConfig(), **settings)
     kind = _drafter_kind(model, config, draft_model, heads)
     profile = profile_of(model) if kind == "streams" else None
     tuning = profile if config.leaves_shape_open else None
-    if tuning and config.leaves_all_open and not _drafting_pays(tuning, context):
+    if tuning and config.leaves_all_open and not tuning.drafting_pays(context):
         kind = None
     sampling = Sampling(config, model.backbone.vocab_size)
     done = (
@@ -118,7 +115,6 @@ def make_plan(
     )
     drafter, pace = None, Pace()
     if kind is not None:
-        _check_prune(model, done.prune or PruneConfig(), kind)
         drafter = _make_drafter(model, done, kind, sampling, draft_model, heads)
         if profile and not config.decoding and not config.lookup_nodes:
             pace = _pace(profile, done, model, context)
@@ -132,11 +128,6 @@ def make_plan(
         decision=_decision(model, done, kind, drafter, tuning, context),
         is_tuned=tuning is not None,
     )
-
-
-def _drafting_pays(profile: Profile, context: int | None) -> bool:
-    """Whether drafting is faster behind the contexts that were measured, and behind this one."""
-    return profile.drafting_pays() and profile.drafting_pays(context)
 
 
 def _shape_of(config: GenerateConfig, model: StreamFusedModel) -> DraftShape:
@@ -159,60 +150,38 @@ def _drafter_kind(
     """What the settings let draft for `model`; None for plain decoding."""
     if config.decoding == "plain":
         return None
-    own: DrafterKind | None = "streams" if model.num_streams else None
-    kind = config.drafter or _kind_of(draft_model, heads) or own
+    kind = config.drafter
+    if kind is None and draft_model is not None:
+        kind = "draft-model"
+    elif kind is None and heads is not None:
+        kind = heads.drafter
+    elif kind is None and (model.num_streams or config.decoding):
+        kind = "streams"
     require(
-        kind != "draft-model" or draft_model is not None,
-        "--drafter draft-model without a draft model",
-        expected="model=MODEL with it",
-        do='give --drafter "draft-model model=MODEL", or choose another',
+        kind != "streams" or model.num_streams > 0,
+        f"{'--drafter streams' if config.drafter else 'streaming'} was asked for, but the model "
+        "has no streams",
+        expected="an adapter",
+        do="give --adapter FOLDER, another --drafter, or --decoding plain",
     )
-    if kind in HEAD_DRAFTERS:
+    for needs, given, lacks, key in (
+        (kind == "draft-model", draft_model, "a draft model", "model=MODEL"),
+        (kind in HEAD_DRAFTERS, heads, "heads", "heads=FOLDER"),
+    ):
         require(
-            heads is not None,
-            f"--drafter {kind} without heads",
-            expected="heads=FOLDER with it",
-            do=f'give --drafter "{kind} heads=FOLDER", or choose another',
+            not needs or given is not None,
+            f"--drafter {kind} without {lacks}",
+            expected=f"{key} with it",
+            do=f'give --drafter "{kind} {key}", or choose another',
         )
-        assert heads is not None
+    if kind in HEAD_DRAFTERS and heads is not None:
         require(
             heads.drafter == kind,
             f"--drafter {kind} with heads for another drafter",
             expected=f"--drafter {heads.drafter} with them",
             do="choose that drafter, or give other heads",
         )
-    lacks_streams = own is None and (kind == "streams" or (kind is None and config.decoding))
-    require(
-        not lacks_streams,
-        f"{'--drafter streams' if kind else 'streaming'} was asked for, but the model has no "
-        "streams",
-        expected="an adapter",
-        do="give --adapter FOLDER, another --drafter, or --decoding plain",
-    )
     return kind
-
-
-def _kind_of(draft_model: DraftModel | None, heads: DraftingHeads | None) -> DrafterKind | None:
-    """What the draft model or the heads are for, where either is given."""
-    if draft_model is not None:
-        return "draft-model"
-    return None if heads is None else heads.drafter
-
-
-def _check_prune(model: StreamFusedModel, prune: PruneConfig, kind: DrafterKind) -> None:
-    off = prune.kind == "off"
-    require(
-        off or kind != "lookahead",
-        f"--prune {prune.kind} with --drafter lookahead, whose window must reach the target whole",
-        expected="--prune off",
-        do="drop --prune",
-    )
-    require(
-        off or (model.streams is not None and model.streams.prune is not None),
-        f"--prune {prune.kind}, but the adapter has no pruning adapter",
-        expected="prune_adapter.* among its stream weights",
-        do="use --prune off, or train one",
-    )
 
 
 def _make_drafter(
@@ -224,7 +193,20 @@ def _make_drafter(
     heads: DraftingHeads | None,
 ) -> Drafter:
     """The drafter of settings that leave nothing open."""
-    nodes = config.lookup_nodes
+    assert config.tree and config.prune and config.stream_schedule
+    nodes, prune = config.lookup_nodes, config.prune.kind
+    require(
+        prune == "off" or kind != "lookahead",
+        f"--prune {prune} with --drafter lookahead, whose window must reach the target whole",
+        expected="--prune off",
+        do="drop --prune",
+    )
+    require(
+        prune == "off" or (model.streams is not None and model.streams.prune is not None),
+        f"--prune {prune}, but the adapter has no pruning adapter",
+        expected="prune_adapter.* among its stream weights",
+        do="use --prune off, or train one",
+    )
     require(
         not nodes or kind not in TEXT_DRAFTERS,
         f"lookup_nodes with --drafter {kind}",
@@ -237,7 +219,6 @@ def _make_drafter(
         return getattr(home, name)(getattr(config, kind.replace("-", "_")))
     if draft_model is not None and kind == "draft-model":
         return DraftModelDrafter(draft_model, config.draft, sampling)
-    assert config.tree and config.stream_schedule
     drafter: Drafter
     if kind == "streams":
         assert model.config is not None

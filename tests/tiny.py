@@ -24,7 +24,7 @@ from ssmlx.model.streams import LowRank, StreamFusedModel, StreamWeights
 from ssmlx.model.tree import Tree
 from ssmlx.settings import StreamConfig
 from ssmlx.tuning.cost import DraftShape, MeasuredShape, StepCosts, Surface
-from ssmlx.tuning.profile import Profile, ProfileKey, mlx_version
+from ssmlx.tuning.profile import MLX_VERSION, Profile, ProfileKey
 
 LAYERS, WIDTH, VOCAB = 3, 32, 13
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "mistral")
@@ -237,7 +237,7 @@ def measured(shape: DraftShape, tokens_per_call: float) -> MeasuredShape:
 def make_profile(model: StreamFusedModel, **changes) -> Profile:
     """A profile of `model` on this machine."""
     values = {
-        "key": ProfileKey.of(model), "made": "2026-08-02", "mlx": mlx_version(), "context": 100,
+        "key": ProfileKey.of(model), "made": "2026-08-02", "mlx": MLX_VERSION, "context": 100,
         "costs": COSTS, **changes,
     }  # fmt: skip
     return Profile(**values)

@@ -11,7 +11,7 @@ from typing import Any
 from ..model.streams import StreamFusedModel
 from ..settings import PruneConfig, TreeConfig
 from ..tuning.cost import DraftShape, MeasuredShape, StepCosts
-from ..tuning.profile import SLACK, Profile, ProfileKey, mlx_version
+from ..tuning.profile import MLX_VERSION, SLACK, Profile, ProfileKey
 from ..tuning.replay import Guesses, advance, depths_within, needed_sizes, needed_widths
 from .costs import SCHEDULES
 from .guesses import EXIT_TREE, Exits, RecordedAnswer, record_exits
@@ -90,7 +90,7 @@ class Choice:
         return Profile(
             key=ProfileKey.of(model),
             made=time.strftime("%Y-%m-%d"),
-            mlx=mlx_version(),
+            mlx=MLX_VERSION,
             context=self.context,
             shapes=tuple(
                 MeasuredShape(shape=shape, tokens_per_call=one) for shape, one in found.items()

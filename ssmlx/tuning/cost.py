@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 
 from ..settings import PruneConfig, StreamSchedule, TreeConfig
 
-_OFF = PruneConfig()
 _LEAST = 0.75
 """Of its forwards' seconds, what a step takes at the least: figures that say less are noise."""
 
@@ -40,7 +39,7 @@ class DraftShape:
 
     tree: TreeConfig
     num_streams: int
-    prune: PruneConfig = _OFF
+    prune: PruneConfig = field(default_factory=PruneConfig)
     stream_schedule: StreamSchedule = "second-pass"
 
     @property

@@ -32,7 +32,7 @@ from ..settings import from_json, read_json, to_json
 from .cost import MeasuredShape, StepCosts
 
 FORMAT = "ssmlx-profile/2"
-COMMAND = "python -m ssmlx.calibrate"
+MLX_VERSION = version("mlx")
 _FOLDER = "profiles"
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 SLACK = 0.01
@@ -60,19 +60,25 @@ class ProfileKey:
     @classmethod
     def of(cls, model: StreamFusedModel) -> ProfileKey:
         """That of a loaded model with streams."""
-        machine, backend = this_machine()
+        backbone, (machine, backend) = model.backbone, this_machine()
+        # Not LoRA's own modules: an adapter about to be swapped in is looked up before them.
+        packed = Counter(
+            f"{type(module).__name__} {module.bits} {module.group_size}"
+            for module in backbone.model.modules()
+            if hasattr(module, "bits")
+        )
         return cls(
             machine=machine,
             backend=backend,
-            model=_model_digest(model),
-            dtype=str(model.backbone.dtype).removeprefix("mlx.core."),
+            model=_digest([asdict(BaseIdentity.of(backbone)), packed]),
+            dtype=str(backbone.dtype).removeprefix("mlx.core."),
             adapter=_adapter_digest(model),
         )
 
     @property
     def path(self) -> Path:
         """Where its profile lies."""
-        return profiles_dir() / f"{_digest(asdict(self))}.json"
+        return cache_dir() / _FOLDER / f"{_digest(asdict(self))}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,21 +121,11 @@ class Profile:
         return self._speedup(self.best(context), self.context if context is None else context)
 
     def drafting_pays(self, context: float | None = None) -> bool:
-        """Whether drafting is faster than plain decoding, on such text as was measured."""
-        return self.speedup(context) > 1.0
+        """Whether it is faster, behind the contexts that were measured and behind this one."""
+        return min(self.speedup(), self.speedup(context)) > 1.0
 
     def _speedup(self, measured: MeasuredShape, context: float) -> float:
         return measured.tokens_per_call / self.costs.breakeven(measured.shape, context)
-
-
-def mlx_version() -> str:
-    """MLX's."""
-    return version("mlx")
-
-
-def profiles_dir() -> Path:
-    """Where profiles are kept."""
-    return cache_dir() / _FOLDER
 
 
 @lru_cache(maxsize=1)
@@ -138,32 +134,17 @@ def this_machine() -> tuple[str, str]:
     name = str(mx.device_info().get("device_name", "unknown chip"))
     if mx.default_device() == mx.gpu:
         return name, "gpu"
-    cores = _num_cores()
+    # Those that MLX's CPU backend may use: all that there are, or as the environment says.
+    allowed = getattr(os, "sched_getaffinity", None)
+    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
+    limits = [os.environ.get(name, "") for name in _THREADS]
+    cores = min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
     counted = f"{cores} core{'s' if cores > 1 else ''}"
     return f"{name}, {counted}", f"cpu, {'fast' if has_fast_blas else 'reference'} BLAS"
 
 
-def _num_cores() -> int:
-    """Cores that MLX's CPU backend may use: all that there are, or as the environment says."""
-    allowed = getattr(os, "sched_getaffinity", None)
-    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
-    limits = [os.environ.get(name, "") for name in _THREADS]
-    return min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))])
-
-
 def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _model_digest(model: StreamFusedModel) -> str:
-    backbone = model.backbone
-    # Not LoRA's own modules: an adapter that is about to be swapped in is looked up before them.
-    packed = Counter(
-        f"{type(module).__name__} {module.bits} {module.group_size}"
-        for module in backbone.model.modules()
-        if hasattr(module, "bits")
-    )
-    return _digest([asdict(BaseIdentity.of(backbone)), packed])
 
 
 def _adapter_digest(model: StreamFusedModel) -> str:
@@ -178,11 +159,7 @@ def _adapter_digest(model: StreamFusedModel) -> str:
 
 
 def store_profile(profile: Profile) -> Path:
-    """Write a profile where it will be found, whole or not at all; the path.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    """Write a profile where it will be found, whole or not at all; the path."""
     path, text = profile.key.path, json.dumps({"format": FORMAT, **to_json(profile)}, indent=1)
     make_folder(path.parent)
     try:
@@ -198,10 +175,7 @@ def store_profile(profile: Profile) -> Path:
 
 
 def read_profile(model: StreamFusedModel) -> Profile | None:
-    """The profile of a loaded model on this machine; None where there is none to be used.
-
-    One that cannot be used is told on standard error, in one line.
-    """
+    """The profile of a loaded model on this machine; None where there is none to be used."""
     if model.num_streams == 0:
         return None
     key = ProfileKey.of(model)
@@ -211,23 +185,22 @@ def read_profile(model: StreamFusedModel) -> Profile | None:
         profile = _checked(read_json(key.path, "a profile"), key, model)
     except (TypeError, ValueError, AttributeError, OSError) as error:
         reason = error.found if isinstance(error, InputError) else str(error)
-        print(
-            f"ssmlx: {key.path} is ignored ({reason}); {COMMAND} makes a new one", file=sys.stderr
-        )
+        again = "python -m ssmlx.calibrate makes a new one"
+        print(f"ssmlx: {key.path} is ignored ({reason}); {again}", file=sys.stderr)
         return None
     return profile
 
 
 def _checked(values: dict[str, Any], key: ProfileKey, model: StreamFusedModel) -> Profile:
     """Raises ValueError where the profile of a file is not for `model` here and now."""
-    found, mlx = values.get("format"), mlx_version()
+    found = values.get("format")
     if found != FORMAT:
         raise ValueError(f"its format is {found!r}, this is {FORMAT!r}")
     profile: Profile = from_json(Profile, values)
     if profile.key != key:
         raise ValueError("it is of another machine, model or adapter")
-    if profile.mlx != mlx:
-        raise ValueError(f"it was measured with mlx {profile.mlx}, this is {mlx}")
+    if profile.mlx != MLX_VERSION:
+        raise ValueError(f"it was measured with mlx {profile.mlx}, this is {MLX_VERSION}")
     can_prune = model.streams is not None and model.streams.prune is not None
     for one in profile.shapes:
         streams, pruned = one.shape.num_streams, one.shape.is_pruned
