@@ -18,14 +18,15 @@ from convert import train as trainer
 from convert.reference.format import ADAPTER_WEIGHTS
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.train_options import train_config
-from ssmlx.errors import InputError
+from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import read_json
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
 
-from .learning import add_outputs, validations
+from ..run.options import add_out
+from .learning import validations
 
 PROG = "perf.paper.ablation"
 EPILOG = """examples:
@@ -54,17 +55,13 @@ def variants(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def commands(args: argparse.Namespace, shared: list[str]) -> dict[Path, list[str]]:
-    """The options of every run by its folder, checked.
-
-    Raises:
-        InputError: an option makes no sense, or is one of those that tell the runs apart.
-    """
+    """The options of every run by its folder, checked."""
     needed = ["--data", "", "--out", ""]
     given, default = trainer.parse_args([*needed, *shared]), trainer.parse_args(needed)
     for name in VARIED:
-        if getattr(given, name) != getattr(default, name):
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"{flag} for every run", expected="what varies", do=f"drop {flag}")
+        flag = "--" + name.replace("_", "-")
+        is_default = getattr(given, name) == getattr(default, name)
+        require(is_default, f"{flag} for every run", expected="what varies", do=f"drop {flag}")
     found = {}
     for name, own in variants(args).items():
         folder = args.out / name
@@ -155,41 +152,33 @@ def read_run(folder: Path) -> TrainedVariant | None:
 
 
 def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
-    """Every run that was validated, and the settings that they have in common.
-
-    Raises:
-        InputError: none is finished, or they cannot be compared.
-    """
+    """Every run that was validated, and the settings that they have in common."""
     folders = sorted(path.parent for path in folder.glob(f"*/{SETTINGS_FILE}"))
     runs = [found for path in folders if (found := read_run(path)) is not None]
-    if not any(one.is_finished for one in runs):
-        raise InputError(
-            f"no finished run in {folder}",
-            expected="the --out of `python -m perf.paper.ablation train`",
-            do="train first",
-        )
+    require(
+        any(one.is_finished for one in runs),
+        f"no finished run in {folder}",
+        expected="the --out of `python -m perf.paper.ablation train`",
+        do="train first",
+    )
     runs.sort(key=lambda one: (one.design, one.rank, one.num_layers))
     return runs, shared_settings(folders)
 
 
 def shared_settings(folders: Sequence[Path]) -> dict[str, Any]:
-    """All settings but those that vary.
-
-    Raises:
-        InputError: the runs cannot be compared.
-    """
+    """All settings but those that vary; runs that differ in others cannot be compared."""
     found = []
     for folder in folders:
         values = settings_of(folder)
         train = {name: value for name, value in values["train"].items() if name not in VARIED}
         found.append({"examples": values["examples"], **train})
         odd = [name for name, value in found[-1].items() if value != found[0].get(name)]
-        if odd:
-            raise InputError(
-                f"{folder.name} and {folders[0].name} differ in {', '.join(odd)}",
-                expected="runs of one ablation",
-                do="move the others elsewhere",
-            )
+        require(
+            not odd,
+            f"{folder.name} and {folders[0].name} differ in {', '.join(odd)}",
+            expected="runs of one ablation",
+            do="move the others elsewhere",
+        )
     return found[0]
 
 
@@ -275,11 +264,10 @@ def _label(axes: Any, places: Iterable[int], label: str) -> None:
 def show(args: argparse.Namespace) -> None:
     """Print the table; write it, the JSON and the picture."""
     runs, shared = read_runs(args.runs)
-    for path in (args.results, args.out.parent):
-        make_folder(path)
+    make_folder(args.out)
     title, result = args.runs.resolve().name, {"shared": shared, "runs": [asdict(r) for r in runs]}
-    publish(result, args.results / "ablation", report(runs),
-            lambda *_: draw(runs, shared, title, args.out))  # fmt: skip
+    publish(result, args.out / "ablation", report(runs),
+            lambda _, path: draw(runs, shared, title, path))  # fmt: skip
 
 
 def _add_train(commands: Any) -> None:
@@ -299,18 +287,14 @@ def _add_train(commands: Any) -> None:
         )  # fmt: skip
 
 
-def _add_draw(commands: Any) -> None:
-    parser = commands.add_parser("draw", help="show what the runs came to", allow_abbrev=False)
-    parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
-    add_outputs(parser, "ablation")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
-    _add_draw(commands)
+    drawing = commands.add_parser("draw", help="show what the runs came to", allow_abbrev=False)
+    drawing.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
+    add_out(drawing)
     args, shared = parser.parse_known_args(argv)
     if args.command == "train":
         return run(lambda: train(args, shared), PROG)

@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import TreeConfig, read_json
 from ssmlx.tuning.report import every_pair, finish, new_figure
@@ -107,22 +108,18 @@ Curves = Mapping[Curve, Mapping[int, Point]]
 
 
 def read_results(folders: Sequence[Path]) -> list[Result]:
-    """The results of perf.compare and perf.quality in `folders` and below, the newest last.
-
-    Raises:
-        InputError: a file is broken, incomplete, or holds something else.
-    """
+    """The results of perf.compare and perf.quality in `folders` and below, the newest last."""
     patterns = ("compare.json", "quality-*.json")
     paths = {path for folder in folders for one in patterns for path in folder.rglob(one)}
     results: list[Result] = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         result, command = read_json(path, "a result"), f"perf.{path.stem.partition('-')[0]}"
-        if not isinstance(result.get("tasks"), list):
-            raise InputError(
-                f"{path} holds no result of {command}",
-                expected="an entry 'tasks'",
-                do="move it elsewhere, or measure again",
-            )
+        require(
+            isinstance(result.get("tasks"), list),
+            f"{path} holds no result of {command}",
+            expected="an entry 'tasks'",
+            do="move it elsewhere, or measure again",
+        )
         with reading(path, command):
             parity_points([result]), sampling_curves([result]), tree_curves([result])
         results.append(result)
@@ -173,17 +170,16 @@ def tree_curves(results: Sequence[Result]) -> Curves:
         for row in task["systems"]:
             options, tree = row["options"], row["options"].get("tree", {})
             if row["kind"] == "streams" and tree.get("kind") == "full" and row["speedup"]:
-                curve = tree_curve(task["task"], options["levels"], options["prune"])
+                prune = options["prune"]
+                how = {
+                    "off": "without pruning",
+                    "budget": f"pruned to {prune['keep']} nodes",
+                    "threshold": f"pruned below {prune['threshold']:g}",
+                }[prune["kind"]]
+                curve = task["task"], f"gamma = {options['levels'] or 'all'}, {how}"
                 k = TreeConfig(kind="full", width=tree["width"]).full_width
                 curves[curve][k] = point_of(row)
     return curves
-
-
-def tree_curve(task: str, streams: int | None, prune: Mapping[str, Any]) -> Curve:
-    """The curve of trees with this many streams and this pruning."""
-    how = {"off": "without pruning", "budget": f"pruned to {prune['keep']} nodes",
-           "threshold": f"pruned below {prune['threshold']:g}"}[prune["kind"]]  # fmt: skip
-    return task, f"gamma = {streams or 'all'}, {how}"
 
 
 def sampling_curves(results: Sequence[Result]) -> Curves:
@@ -301,7 +297,7 @@ def draw_paper_greedy(axes: Any) -> None:
 
 def commands() -> dict[str, str]:
     """What measures the points of each figure."""
-    compare, out = "python -m perf.compare", RESULTS.relative_to(ROOT).as_posix()
+    compare, out = "python -m perf.compare", "perf/results"
     trees = " ".join(
         f'"streams --num-streams 3 --tree full --tree-width {width}{prune}"'
         for prune in ("", " --prune threshold")
@@ -316,47 +312,30 @@ def commands() -> dict[str, str]:
     }
 
 
-def draw_all(folders: Sequence[Path], wanted: Sequence[str], out: Path) -> list[str]:
-    """Draw the figures that are wanted; what to run for those that nothing was measured for.
-
-    Raises:
-        InputError: a result is broken.
-    """
-    found = read_results(folders)
+def _main(args: argparse.Namespace) -> None:
+    installed = find_spec("matplotlib") is not None
+    require(installed, "matplotlib is not installed", expected="it", do="pip install matplotlib")
+    for folder in args.results:
+        require(
+            folder.is_dir(),
+            f"--results {folder} is no folder",
+            expected="folders with compare.json or quality-TASK.json in or below them",
+            do="check the path",
+        )
+    make_folder(args.out)
+    found = read_results(args.results)
     figures: dict[str, tuple[Any, Callable[[Any, str, Path], None], str]] = {
         "4": (parity_points(found), draw_parity, CAPTION_4),
         "5": (tree_curves(found), draw_trees, CAPTION_5),
         "9b": (sampling_curves(found), draw_sampling, CAPTION_9B),
     }
-    missing = []
-    for name in wanted:
-        points, draw, caption = figures[name]
-        if not points:
-            missing.append(f"figure {name}: nothing of ours yet; run\n  {commands()[name]}")
-            caption += " Ours: not measured yet."
-        path = out / f"figure-{name}.png"
-        draw(points, caption, path)
+    for name, (points, draw, caption) in figures.items():
+        path = args.out / f"figure-{name}.png"
+        draw(points, caption if points else f"{caption} Ours: not measured yet.", path)
         print(path)
-    return missing
-
-
-def _main(args: argparse.Namespace) -> None:
-    for folder in args.results or ():
-        if not folder.is_dir():
-            raise InputError(
-                f"--results {folder} is no folder",
-                expected="folders with compare.json or quality-TASK.json in or below them",
-                do="check the path",
-            )
-    make_folder(args.out)
-    try:
-        missing = draw_all(args.results or [RESULTS], args.figures, args.out)
-    except ImportError as error:
-        raise InputError(
-            "matplotlib is not installed", expected="it", do="pip install matplotlib"
-        ) from error
-    for line in missing:
-        print(line, file=sys.stderr)
+        if not points:
+            told = f"figure {name}: nothing of ours yet; run\n  {commands()[name]}"
+            print(told, file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -364,11 +343,7 @@ def main(argv: list[str] | None = None) -> int:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     parser.add_argument(
-        "--figures", nargs="+", choices=("4", "5", "9b"), default=["4", "5", "9b"],
-        help="which to draw (default: all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--results", type=Path, nargs="+", metavar="FOLDER",
+        "--results", type=Path, nargs="+", default=[RESULTS], metavar="FOLDER",
         help="where results are, in these folders and below (default: perf/results)",
     )  # fmt: skip
     parser.add_argument(

@@ -12,54 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
-from ssmlx.settings import read_json
 from ssmlx.training.record import LOG_FILE, read_record
 from ssmlx.tuning.report import aligned, finish, new_figure, publish
 
-from ..run.options import split_name
-from ..run.results import RESULTS, ROOT
+from ..run.options import add_out, split_name
 
 PROG = "perf.paper.learning"
 COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")
 LINES = ("-", "--", ":", "-.")
 EPILOG = """examples:
   python -m perf.paper.learning --run sql=runs/first,runs/second --run chat=runs/chat
-  python -m perf.paper.learning --run "sql=runs/sql" --run "sql, identity f=runs/identity"
-  python -m perf.paper.learning --from perf/results/learning.json"""
+  python -m perf.paper.learning --run "sql=runs/sql" --run "sql, identity f=runs/identity\""""
 
 Point = tuple[int, float, float]
 """Steps in all, tokens per call of held-out text, and its loss of stream 1 in nats a token."""
 Curves = Mapping[str, Sequence[Sequence[Point]]]
 """The rounds of each adapter."""
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
-    parser = make_parser(PROG, "Tokens per call against training steps, run after run.", EPILOG)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--run", action="append", metavar="NAME=FOLDER[,FOLDER]",
-        help="folders of convert.train or ssmlx.train, each started from the one before; may be "
-        "given several times",
-    )  # fmt: skip
-    source.add_argument("--from", dest="source", type=Path, metavar="FILE.json",
-                        help="read no logs; draw an earlier result again")  # fmt: skip
-    add_outputs(parser, "learning")
-    return parser.parse_args(argv)
-
-
-def add_outputs(parser: argparse.ArgumentParser, name: str) -> None:
-    """Where the picture goes, and the result."""
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "perf" / "figures" / f"{name}.png", metavar="FILE",
-        help=f"the picture (default: perf/figures/{name}.png)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="FOLDER",
-        help=f"for {name}.json and {name}.txt (default: perf/results)",
-    )  # fmt: skip
 
 
 def validations(folder: Path) -> list[dict[str, Any]]:
@@ -68,26 +38,21 @@ def validations(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_rounds(text: str) -> tuple[str, list[list[Point]]]:
-    """Name and rounds of `NAME=FOLDER,FOLDER`.
-
-    Raises:
-        InputError: a folder holds no log with a validation.
-    """
+    """Name and rounds of `NAME=FOLDER,FOLDER`."""
     name, folders = split_name(text)
-    if not (name and folders):
-        raise InputError(
-            f"--run {text}", expected="NAME=FOLDER[,FOLDER]", do="name the runs of the folders"
-        )
+    wanted = "NAME=FOLDER[,FOLDER]"
+    require(bool(name and folders), f"--run {text}", expected=wanted, do="name the folders' runs")
+    assert name is not None
     rounds: list[list[Point]] = []
     for folder in map(Path, folders.split(",")):
         start = rounds[-1][-1][0] if rounds else 0
         found = validations(folder)
-        if not found:
-            raise InputError(
-                f"{folder} holds no validation",
-                expected=f"{LOG_FILE} of a run with streams that was validated",
-                do="check --run",
-            )
+        require(
+            bool(found),
+            f"{folder} holds no validation",
+            expected=f"{LOG_FILE} of a run with streams that was validated",
+            do="check --run",
+        )
         rounds.append(
             [(start + one["step"], one["tokens_per_call"], one["valid_stream_1_loss"])
              for one in found]
@@ -134,18 +99,21 @@ def draw(curves: Curves, path: Path) -> None:
 
 
 def _main(args: argparse.Namespace) -> None:
-    if args.source is not None:
-        curves: Curves = read_json(args.source, "a result of perf.paper.learning")
-    else:
-        curves = dict(read_rounds(text) for text in args.run)
-    for folder in (args.results, args.out.parent):
-        make_folder(folder)
-    publish(curves, args.results / "learning", report(curves), lambda *_: draw(curves, args.out))
+    curves = dict(read_rounds(text) for text in args.run)
+    make_folder(args.out)
+    publish(curves, args.out / "learning", report(curves), draw)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = parse_args(argv)
+    parser = make_parser(PROG, "Tokens per call against training steps, run after run.", EPILOG)
+    parser.add_argument(
+        "--run", action="append", required=True, metavar="NAME=FOLDER[,FOLDER]",
+        help="folders of convert.train or ssmlx.train, each started from the one before; may be "
+        "given several times",
+    )  # fmt: skip
+    add_out(parser)
+    args = parser.parse_args(argv)
     return run(lambda: _main(args), PROG)
 
 
