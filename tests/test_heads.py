@@ -49,8 +49,7 @@ from ssmlx.errors import InputError
 from ssmlx.loading.adapter import BaseIdentity
 from ssmlx.loading.load import load_base
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
-from ssmlx.settings import SpeculatorTreeConfig, TreeConfig
+from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, SpeculatorTreeConfig, TreeConfig
 
 SAFE, PICKLED = MEDUSA_FILES
 FILES = {"medusa": SAFE, "mlp-speculator": "model.safetensors"}

@@ -26,8 +26,8 @@ from ssmlx.errors import InputError
 from ssmlx.model import metal
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
-from ssmlx.model.masks import MaskBuffer
-from ssmlx.model.metal import StepMasks, TreeMask, hook, is_available, kernels
+from ssmlx.model.masks import StepMasks
+from ssmlx.model.metal import TreeMask, hook, is_available, kernels
 from ssmlx.model.metal.hook import pack_bits
 from ssmlx.model.metal.kernels import FUNCTIONS, LANES, Call, Kernel, attend
 from ssmlx.model.metal.plan import (
@@ -368,7 +368,7 @@ def test_both_forms_of_a_mask_say_the_same(monkeypatch):
     visible = mx.tri(4, dtype=mx.bool_)
     mask = StepMasks(lambda: True).step_mask(visible, Seen(), None)
     assert isinstance(mask, TreeMask)
-    expected = np.array(MaskBuffer().mask(visible, Seen(), None))
+    expected = np.array(StepMasks(bool).mask(visible, Seen(), None))
     np.testing.assert_array_equal(np.array(mask.dense), expected)
     np.testing.assert_array_equal(np.array(mask.visible), expected[:, :7])
     words = np.array(mask.bits)[:, 0]

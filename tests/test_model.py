@@ -32,7 +32,7 @@ from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone, PositionedRope
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merged
-from ssmlx.model.masks import MaskBuffer, stream_visibility
+from ssmlx.model.masks import StepMasks, stream_visibility
 from ssmlx.model.tree import contender_topology, draft_topology, full_topology, grow_tree
 from ssmlx.settings import TreeConfig
 
@@ -508,7 +508,7 @@ def scratch_mask(visible, committed, paths=()):
 
 
 def test_mask_buffer_equals_a_mask_built_anew():
-    rng, masks = random.Random(1), MaskBuffer(max_sizes=3)
+    rng, masks = random.Random(1), StepMasks(bool, max_sizes=3)
     draw = np.random.default_rng(1)
     keys = [object() for _ in range(12)]
     contents = {}
@@ -529,7 +529,7 @@ def test_mask_buffer_equals_a_mask_built_anew():
 
 
 def test_two_topologies_of_one_size_do_not_read_each_other():
-    masks, first, second = MaskBuffer(), object(), object()
+    masks, first, second = StepMasks(bool), object(), object()
     one, other = np.tri(3, dtype=bool), np.eye(3, dtype=bool)
     for visible, key in [(one, first), (other, second), (one, first), (other, None), (one, first)]:
         found = masks.mask(mx.array(visible), Seen(2, 8), key)
@@ -537,7 +537,7 @@ def test_two_topologies_of_one_size_do_not_read_each_other():
 
 
 def test_an_equal_key_is_not_written_again():
-    masks, key = MaskBuffer(), object()
+    masks, key = StepMasks(bool), object()
     masks.mask(mx.array(np.eye(2, dtype=bool)), Seen(1, 8), key)
     again = masks.mask(mx.zeros((2, 2), mx.bool_), Seen(3, 8), key)
     assert np.array_equal(np.array(again), scratch_mask(np.eye(2, dtype=bool), 3))
@@ -545,7 +545,7 @@ def test_an_equal_key_is_not_written_again():
 
 def test_a_mask_in_hand_outlives_the_next_write():
     """A step may still be running when the next one's mask is written."""
-    masks = MaskBuffer()
+    masks = StepMasks(bool)
     before = masks.mask(mx.array(np.eye(3, dtype=bool)), Seen(2, 8), None)
     masks.mask(mx.zeros((3, 3), mx.bool_), Seen(2, 8), None)
     assert np.array_equal(np.array(before), scratch_mask(np.eye(3, dtype=bool), 2))

@@ -35,7 +35,7 @@ from torch import nn
 
 from ssmlx.exported.backends import DECODE, PREFILL
 from ssmlx.exported.decode import MASKED
-from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
+from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
 from .parts import Profile, Rows
 from .settings import GraphSizes

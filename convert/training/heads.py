@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from ssmlx.drafters.head_drafter import HeadConfig
-from ssmlx.model.tree import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
-from ssmlx.settings import StreamConfig
+from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, StreamConfig
 from ssmlx.training.batches import Batch
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import draft_indices

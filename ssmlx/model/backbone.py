@@ -28,15 +28,12 @@ from .cache import TreeCache
 from .metal import TreeMask, hook_layers
 from .shapes import arrays_in, to_float, to_list
 
+# Which of them there are depends on mlx-lm's release.
 _ROPE_NAMES = ("SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
-POSITIONED_ROPES: tuple[type[nn.Module], ...] = (
-    nn.RoPE,
-    *(getattr(rope_utils, name) for name in _ROPE_NAMES if hasattr(rope_utils, name)),
-)
+_ROPES = (nn.RoPE, *(getattr(rope_utils, n) for n in _ROPE_NAMES if hasattr(rope_utils, n)))
 _PROBE_TOKENS = (1, 2, 3)
 PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 _HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS)
-_GROUP_SIZES = (64, 32)
 _PROBE_LENGTH = 32
 _PROBE_TOLERANCE = 0.02
 
@@ -71,26 +68,8 @@ class PositionedRope(nn.Module):
         return turned.reshape(batch, rows, heads, size).transpose(0, 2, 1, 3)
 
 
-def _unsupported(model: nn.Module, why: str) -> InputError:
-    name = getattr(model, "model_type", type(model).__name__)
-    return InputError(
-        f"the model type {name!r} cannot draft for itself: {why}",
-        expected="a decoder of regular layers (such as Llama, Mistral, Qwen, Phi, OPT)",
-        do="use such a model, or mlx-lm for this one",
-    )
-
-
 Reload = Callable[[Collection[str]], dict[str, nn.Module]]
 """Paths of modules to the modules as the base model has them."""
-
-
-def take_rows(layer: nn.Module, rows: mx.array) -> nn.Module:
-    """A linear layer or embedding, packed or not, of `rows` of its outputs alone."""
-    taken = copy.copy(layer)
-    for name in ("weight", "scales", "biases", "bias"):
-        if layer.get(name) is not None:
-            taken[name] = layer[name][rows]
-    return taken
 
 
 def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
@@ -99,7 +78,7 @@ def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
     As it is where it is packed already, or no group size of MLX's divides its width.
     """
     width = int(layer.weight.shape[-1])
-    sizes = [size for size in _GROUP_SIZES if width % size == 0]
+    sizes = [size for size in (64, 32) if width % size == 0]
     if isinstance(layer, PACKED_KINDS) or not sizes:
         return layer
     packable: Any = layer
@@ -198,9 +177,7 @@ class Backbone:
         self._decoder: Any = model
         for name in decoder_path(model).split("."):
             self._decoder = getattr(self._decoder, name, None)
-        self._check_parts()
-        self.layers: list[Any] = list(model.layers)
-        self._check_caches()
+        self._take_parts()
         self._position_ropes()
         self._check_stages()
 
@@ -291,11 +268,13 @@ class Backbone:
         tied = self._head is None
         head = self._decoder.embed_tokens if tied else self._head
         if not isinstance(head, _HEAD_KINDS):
-            raise _unsupported(
-                self.model,
-                f"its LM head is a {type(head).__name__}, of which a draft vocabulary takes rows",
+            raise self._unsupported(
+                f"its LM head is a {type(head).__name__}, of which a draft vocabulary takes rows"
             )
-        rows: Any = take_rows(head, tokens)
+        rows: Any = copy.copy(head)
+        for name in ("weight", "scales", "biases", "bias"):
+            if head.get(name) is not None:
+                rows[name] = head[name][tokens]
         if self.draft_bits is not None:
             rows = pack_rows(rows, self.draft_bits)
         mx.eval(rows.parameters())
@@ -317,25 +296,31 @@ class Backbone:
         """[1, 1, D] embedding of some token."""
         return self.embed(mx.array([0]), mx.array([0]))
 
-    def _check_parts(self) -> None:
+    def _unsupported(self, why: str) -> InputError:
+        name = getattr(self.model, "model_type", type(self.model).__name__)
+        return InputError(
+            f"the model type {name!r} cannot draft for itself: {why}",
+            expected="a decoder of regular layers (such as Llama, Mistral, Qwen, Phi, OPT)",
+            do="use such a model, or mlx-lm for this one",
+        )
+
+    def _take_parts(self) -> None:
         decoder = self._decoder
         if decoder is None or not hasattr(self.model, "layers"):
-            raise _unsupported(self.model, "it has no `model.layers`")
+            raise self._unsupported("it has no `model.layers`")
         if not hasattr(decoder, "embed_tokens"):
-            raise _unsupported(self.model, "it has no token embedding named `embed_tokens`")
+            raise self._unsupported("it has no token embedding named `embed_tokens`")
         norm = getattr(decoder, "norm", None) or getattr(decoder, "final_layernorm", None)
         if norm is None:
-            raise _unsupported(self.model, "it has no final norm")
+            raise self._unsupported("it has no final norm")
         self.final_norm = norm
         self._head = getattr(self.model, "lm_head", None)
-
-    def _check_caches(self) -> None:
+        self.layers: list[Any] = list(self.model.layers)
         for layer, cache in enumerate(make_prompt_cache(self.model)):
             if type(cache) is not KVCache:
-                raise _unsupported(
-                    self.model,
+                raise self._unsupported(
                     f"layer {layer} keeps a {type(cache).__name__} (a sliding window or a "
-                    "recurrent state), from which rejected tokens cannot be taken back",
+                    "recurrent state), from which rejected tokens cannot be taken back"
                 )
 
     def _position_ropes(self) -> None:
@@ -346,11 +331,10 @@ class Backbone:
             rope: Any = getattr(attention, "rope", None)
             if isinstance(rope, PositionedRope):
                 continue
-            if not isinstance(rope, POSITIONED_ROPES):
-                raise _unsupported(
-                    self.model,
+            if not isinstance(rope, _ROPES):
+                raise self._unsupported(
                     f"layer {index} has the rotary embedding {type(rope).__name__}, which does "
-                    "not take positions",
+                    "not take positions"
                 )
             attention.rope = PositionedRope(rope)
 
@@ -360,15 +344,12 @@ class Backbone:
         try:
             staged = self._tree_logits(tokens).astype(mx.float32)
         except (TypeError, ValueError, AttributeError) as error:
-            raise _unsupported(self.model, f"its layers cannot be run one by one ({error})") from (
-                error
-            )
+            raise self._unsupported(f"its layers cannot be run one by one ({error})") from error
         gap = to_float(mx.abs(whole - staged).max())
         if not gap <= self._tolerance(whole):
-            raise _unsupported(
-                self.model,
+            raise self._unsupported(
                 f"embedding, layers, norm and head one by one give logits that differ by {gap:.3g} "
-                "from its own (it scales embeddings or logits, or masks in its own way)",
+                "from its own (it scales embeddings or logits, or masks in its own way)"
             )
 
     def _tolerance(self, logits: mx.array) -> float:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -54,37 +53,22 @@ class Path:
         return int(self.rows[0].shape[2])
 
 
-class _AppendView:
-    """What a decoder layer sees of the cache while tokens are appended behind the others."""
+@dataclass(eq=False)
+class LayerView:
+    """The cache object that mlx-lm's decoder layer is handed.
 
-    def __init__(self, cache: TreeCache, layer: int) -> None:
-        self._cache, self._layer = cache, layer
-        self.offset: int = cache.offset
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return self._cache._append(self._layer, mx.concatenate([keys, values], axis=0))
-
-
-class _RowsView:
-    """What a decoder layer sees of a cache while a step's rows run.
-
-    `offset` is the rows' positions [R], which `backbone.PositionedRope` understands.
+    Attributes:
+        offset: tokens before those that are appended; or the positions [R] of a step's rows, which
+            `backbone.PositionedRope` understands.
+        update_and_fetch: keys and values of the rows, to those that attention reads.
     """
 
-    def __init__(
-        self, cache: _RowsCache, layer: int, positions: mx.array, map_values: ValueMap | None
-    ) -> None:
-        self._cache, self._layer, self._map_values = cache, layer, map_values
-        self.offset = positions
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._map_values is not None:
-            values = self._map_values(values)
-        return self._cache._write_front(self._layer, mx.concatenate([keys, values], axis=0))
+    offset: int | mx.array
+    update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 
 
-class _RowsCache:
-    """What both caches are: buffers by layer, with a step's rows before the committed tokens.
+class RowsCache:
+    """Buffers by layer, with a step's rows before the committed tokens.
 
     Attributes:
         scratch: S, rows before the committed ones.
@@ -117,8 +101,10 @@ class _RowsCache:
             for path in self._paths
         ]
 
-    def view(self, layer: int, positions: mx.array, map_values: ValueMap | None = None) -> Any:
-        """The cache object to hand to decoder layer `layer` for a step's rows.
+    def view(
+        self, layer: int, positions: mx.array, map_values: ValueMap | None = None
+    ) -> LayerView:
+        """What to hand to decoder layer `layer` for a step's rows.
 
         Attention then reads [R rows | P of each uncounted path | L tokens].
 
@@ -126,7 +112,13 @@ class _RowsCache:
             positions: [R] rotary position of each row.
             map_values: what becomes of the rows' values before attention, if anything.
         """
-        return _RowsView(self, layer, positions, map_values)
+
+        def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            if map_values is not None:
+                values = map_values(values)
+            return self._write_front(layer, mx.concatenate([keys, values], axis=0))
+
+        return LayerView(positions, write)
 
     def _resize(self, scratch: int, capacity: int) -> None:
         """Buffers are copied only where they grow."""
@@ -142,9 +134,7 @@ class _RowsCache:
             self._buffers[layer] = mx.zeros(shape, rows.dtype)
         buffer, last = self._buffers[layer], first + rows.shape[2]
         if first < 0 or last > buffer.shape[2]:
-            raise ValueError(
-                f"rows {first} to {last} of a cache of {buffer.shape[2]}: reserve more"
-            )
+            raise ValueError(f"rows {first} to {last} of {buffer.shape[2]}: reserve more")
         buffer[:, :, first:last] = rows
 
     def _write_front(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
@@ -175,7 +165,7 @@ class CacheState:
     capacity: int
 
 
-class TreeCache(_RowsCache):
+class TreeCache(RowsCache):
     """Keys and values of every layer, for one sequence.
 
     Args:
@@ -220,9 +210,16 @@ class TreeCache(_RowsCache):
             capacity = -(-needed // self._step) * self._step
         self._resize(max(scratch + uncounted, self.scratch), capacity)
 
-    def append_view(self, layer: int) -> Any:
-        """The cache object to hand to decoder layer `layer` when tokens are appended."""
-        return _AppendView(self, layer)
+    def append_view(self, layer: int) -> LayerView:
+        """What to hand to decoder layer `layer` when tokens are appended."""
+
+        def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            self._paths = []  # of a step that was abandoned
+            first, rows = self.scratch + self._offset, mx.concatenate([keys, values], axis=0)
+            self._write(layer, first, rows)
+            return self._read(layer, self.scratch, first + rows.shape[2])
+
+        return LayerView(self._offset, write)
 
     def commit(
         self, lower_path: mx.array, upper_path: mx.array, split: int, count: mx.array
@@ -281,23 +278,13 @@ class TreeCache(_RowsCache):
         self._paths = []
         self._offset = num_tokens
 
-    def committed_rows(self, layer: int) -> mx.array:
-        """[2, Hkv, L, Dh] view of a layer's committed tokens."""
-        return self._buffers[layer][:, :, self.scratch : self.scratch + self._offset]
-
-    def _append(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
-        self._paths = []  # of a step that was abandoned
-        first = self.scratch + self._offset
-        self._write(layer, first, rows)
-        return self._read(layer, self.scratch, first + rows.shape[2])
-
     def _write_front(self, layer: int, rows: mx.array) -> tuple[mx.array, mx.array]:
         keys, values = super()._write_front(layer, rows)
         self._first_rows[layer] = self.scratch + self._offset - keys.shape[2]
         return keys, values
 
 
-class StreamCache(_RowsCache):
+class StreamCache(RowsCache):
     """Keys and values of the upper layers for a second pass, that of one node's streams.
 
     A layer's buffer holds what these streams see, once more:
@@ -328,17 +315,18 @@ class StreamCache(_RowsCache):
         behind = self._offset + sum(path.num_tokens or 0 for path in known) != cache.offset
         scratch = num_streams + sum(path.length for path in cache.paths)
         if behind or not self._buffers or scratch > self.scratch:
-            self._copy(cache, max(scratch, self.scratch))
+            self.scratch, self.capacity = max(scratch, self.scratch), cache.capacity
+            self._offset, room = cache.offset, cache.capacity - cache.offset
+            first, last = cache.scratch, cache.scratch + cache.offset
+            self._buffers = {
+                n: _pad(cache._buffers[n][:, :, first:last], self.scratch, room)
+                for n in self.layers
+            }
         else:
             self._resize(self.scratch, max(self.capacity, cache.capacity))
             for path in known:
                 self._append_path(path)
         self._paths = list(cache.paths)
-
-    def _copy(self, cache: TreeCache, scratch: int) -> None:
-        self.scratch, self.capacity, self._offset = scratch, cache.capacity, cache.offset
-        room = cache.capacity - cache.offset
-        self._buffers = {n: _pad(cache.committed_rows(n), scratch, room) for n in self.layers}
 
 
 def _pad(buffer: mx.array, front: int, back: int) -> mx.array:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
 
 import mlx.core as mx
 
+from ..errors import require
+from . import metal
+from .cache import RowsCache
+from .metal import TreeMask
 from .shapes import expect_shape, indices
 
 
@@ -47,37 +51,19 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
     no_streams = mx.zeros((num_nodes, num_stream_rows), mx.bool_)
     node_rows = mx.concatenate([ancestors, no_streams], axis=1)
     of_owners = mx.repeat(ancestors, num_streams, axis=0)
-    stream_rows = mx.concatenate([of_owners, _own_earlier(num_nodes, num_streams)], axis=1)
+    stream_rows = mx.concatenate([of_owners, earlier_streams(num_streams, num_nodes)], axis=1)
     return mx.concatenate([node_rows, stream_rows], axis=0)
 
 
 @lru_cache(maxsize=64)
-def _own_earlier(num_nodes: int, num_streams: int) -> mx.array:
-    """[M * G, M * G] bool: streams of one node see each other as `earlier_streams` says."""
+def earlier_streams(num_streams: int, num_nodes: int = 1) -> mx.array:
+    """[M * G, M * G] bool: which stream sees which, as in `stream_visibility`."""
     row = indices(num_nodes * num_streams)
     owner, stream = row // num_streams, row % num_streams
     return (owner[:, None] == owner) & (stream[:, None] >= stream)
 
 
-@lru_cache(maxsize=64)
-def earlier_streams(num_streams: int) -> mx.array:
-    """[G, G] bool: which stream of one node sees which, as in `stream_visibility`."""
-    stream = indices(num_streams)
-    return stream[:, None] >= stream
-
-
-class SeenCache(Protocol):
-    """What a mask must know of a cache; see `cache.TreeCache`."""
-
-    capacity: int
-
-    @property
-    def offset(self) -> int: ...
-
-    def path_masks(self, num_rows: int) -> list[mx.array]: ...
-
-
-class MaskBuffer:
+class StepMasks:
     """Masks over [a step's own rows | uncounted paths | committed tokens], kept between steps.
 
     Row r sees every committed token, the nodes of uncounted paths that count, and those of the
@@ -85,9 +71,16 @@ class MaskBuffer:
     directly before the committed tokens (see `cache.TreeCache`), so the part that changes is the
     first columns. They are written in place, and not at all while the same fixed topology comes
     again without paths: a step costs a slice, however long the context.
+
+    While the fused kernel is on, masks are bits, and a dense one is made only if a layer wants it.
+
+    Args:
+        takes_bits: asked, while the kernel is on, whether the model's layers take bits.
+        max_sizes: sizes of masks that are kept.
     """
 
-    def __init__(self, max_sizes: int = 8) -> None:
+    def __init__(self, takes_bits: Callable[[], bool], max_sizes: int = 8) -> None:
+        self._takes_bits = takes_bits
         self._buffers: OrderedDict[tuple[int, int], mx.array] = OrderedDict()
         self._written: dict[tuple[int, int], object] = {}
         self._max_sizes = max_sizes
@@ -102,26 +95,33 @@ class MaskBuffer:
         self._buffers.clear()
         self._written.clear()
 
-    def mask(self, visible: mx.array, cache: SeenCache, key: object) -> mx.array:
-        """[R, R + paths + L] bool view.
+    def step_mask(self, visible: mx.array, cache: RowsCache, key: object) -> mx.array | TreeMask:
+        """The mask of a step, as `backbone.run` takes it.
 
         Args:
             visible: [R, R] bool, the step's rows among themselves.
             cache: says what the rows see beside each other; the mask grows with its capacity.
             key: names the content of `visible`; None if it may differ every time.
         """
+        takes_bits = metal.is_on() and self._takes_bits()
+        require(
+            takes_bits or metal.in_use() != "fused",
+            "attention=fused, for a model with an attention of its own",
+            expected="layers that call mlx-lm's scaled_dot_product_attention",
+            do="use attention=auto",
+        )
+        if not takes_bits:
+            return self.mask(visible, cache, key)
+        columns = mx.concatenate([visible, *cache.path_masks(visible.shape[0])], axis=1)
+        return TreeMask(columns, lambda: self.mask(visible, cache, key))
+
+    def mask(self, visible: mx.array, cache: RowsCache, key: object) -> mx.array:
+        """[R, R + paths + L] bool view; the arguments are those of `step_mask`."""
         if paths := cache.path_masks(visible.shape[0]):
             key = None
             visible = mx.concatenate([visible, *paths], axis=1)
         shape = visible.shape[0], visible.shape[1]
-        buffer = self._buffer(shape, shape[1] + cache.capacity)
-        if key is None or self._written.get(shape) is not key:
-            buffer[:, : shape[1]] = visible
-            self._written[shape] = key
-        self._buffers[shape] = buffer
-        return buffer[:, : shape[1] + cache.offset]
-
-    def _buffer(self, shape: tuple[int, int], width: int) -> mx.array:
+        width = shape[1] + cache.capacity
         buffer = self._buffers.pop(shape, None)
         if buffer is None or buffer.shape[1] < width:
             buffer = mx.ones((shape[0], width), mx.bool_)
@@ -129,4 +129,8 @@ class MaskBuffer:
         while len(self._buffers) >= self._max_sizes:
             dropped, _ = self._buffers.popitem(last=False)
             self._written.pop(dropped, None)
-        return buffer
+        if key is None or self._written.get(shape) is not key:
+            buffer[:, : shape[1]] = visible
+            self._written[shape] = key
+        self._buffers[shape] = buffer
+        return buffer[:, : shape[1] + cache.offset]

@@ -15,8 +15,7 @@ from ..settings import StreamConfig
 from .backbone import Backbone, LMHead
 from .cache import StreamCache, TreeCache
 from .lora import RowScope
-from .masks import earlier_streams, stream_positions, stream_visibility
-from .metal import StepMasks
+from .masks import StepMasks, earlier_streams, stream_positions, stream_visibility
 from .shapes import expect_shape, indices
 from .tree import Tree
 

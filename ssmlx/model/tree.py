@@ -8,16 +8,14 @@ device, with shapes that the settings alone decide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import product
 
 import mlx.core as mx
 import numpy as np
 
-from ..settings import MAX_EDGE_LOGPROB as MAX_EDGE_LOGPROB
-from ..settings import MIN_EDGE_LOGPROB as MIN_EDGE_LOGPROB
-from ..settings import TreeConfig
+from ..settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, TreeConfig
 from .shapes import expect_shape, indices
 
 # The token of nodes that only fill a tree up to a usual size: no target token equals it.
@@ -91,20 +89,15 @@ class Tree:
 
     def path_sums(self, edges: mx.array) -> mx.array:
         """[N] sum of `edges` [N], one value a node, over each node's path below the root."""
-        return path_sums(edges, self.depths, self.paths)
+        levels = indices(self.paths.shape[1])
+        below_root = (levels > 0) & (levels <= self.depths[:, None])
+        return mx.where(below_root, edges[self.paths], 0.0).sum(axis=1)
 
     def select(self, keep: mx.array) -> Tree:
         """The tree of the nodes `keep` [M], ascending, which hold every ancestor of theirs."""
         old_paths = self.paths[keep]
         paths = (old_paths[:, :, None] == keep).argmax(axis=-1).astype(mx.int32)
         return Tree(self.tokens[keep], self.depths[keep], paths, keep.shape[0])
-
-
-def path_sums(edges: mx.array, depths: mx.array, paths: mx.array) -> mx.array:
-    """[N] sum of `edges` [N] over each path [N, P], the root left out."""
-    levels = indices(paths.shape[1])
-    below_root = (levels > 0) & (levels <= depths[:, None])
-    return mx.where(below_root, edges[paths], 0.0).sum(axis=1)
 
 
 def top_nodes(scores: mx.array, count: int) -> mx.array:
@@ -117,32 +110,6 @@ def top_nodes(scores: mx.array, count: int) -> mx.array:
 def clip_edges(logprobs: mx.array) -> mx.array:
     """Edge log probabilities in float32, held where a child scores below its parent."""
     return mx.clip(logprobs.astype(mx.float32), MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB)
-
-
-def _full_ranks(width: int, levels: int) -> Iterator[tuple[int, ...]]:
-    """Rank paths of a full tree, breadth first, the root's () first."""
-    level: list[tuple[int, ...]] = [()]
-    for _ in range(levels + 1):
-        yield from level
-        level = [(*path, rank) for path in level for rank in range(width)]
-
-
-def _contending_ranks(size: int, width: int, levels: int) -> Iterator[tuple[int, ...]]:
-    """Rank paths that could be among the `size` best of a product-scored tree, breadth first.
-
-    A node is outscored by every node whose ranks are all at least as good, at its own depth and
-    above. Counting itself, depth d holds (r_1 + 1) ... (r_d + 1) of those; with more than
-    `size` of them in all, the node cannot be chosen, whatever the probabilities are.
-    """
-    level: list[tuple[tuple[int, ...], int, int]] = [((), 1, 1)]
-    for _ in range(levels + 1):
-        yield from (path for path, _, _ in level)
-        level = [
-            ((*path, rank), product * (rank + 1), total + product * (rank + 1))
-            for path, product, total in level
-            for rank in range(width)
-            if total + product * (rank + 1) <= size
-        ]
 
 
 def number_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
@@ -165,14 +132,30 @@ def number_paths(ranks: list[tuple[int, ...]], num_candidates: int) -> Topology:
 @lru_cache(maxsize=64)
 def full_topology(width: int, levels: int) -> Topology:
     """Every combination of `width` candidates in `levels` levels: 1 + k + ... + k^levels nodes."""
-    return number_paths(list(_full_ranks(width, levels)), width)
+    ranks = [path for depth in range(levels + 1) for path in product(range(width), repeat=depth)]
+    return number_paths(ranks, width)
 
 
 @lru_cache(maxsize=64)
 def contender_topology(size: int, width: int | None, levels: int) -> Topology:
-    """The nodes among which the best `size` are, whatever the probabilities turn out to be."""
+    """The nodes among which the best `size` are, whatever the probabilities turn out to be.
+
+    A node is outscored by every node whose ranks are all at least as good, at its own depth and
+    above. Counting itself, depth d holds (r_1 + 1) ... (r_d + 1) of those; with more than
+    `size` of them in all, the node cannot be chosen.
+    """
     limit = max(1, min(width or size - 1, size - 1))
-    return number_paths(list(_contending_ranks(size, limit, levels)), limit)
+    ranks: list[tuple[int, ...]] = []
+    level: list[tuple[tuple[int, ...], int, int]] = [((), 1, 1)]
+    for _ in range(levels + 1):
+        ranks += [path for path, _, _ in level]
+        level = [
+            ((*path, rank), outscored * (rank + 1), total + outscored * (rank + 1))
+            for path, outscored, total in level
+            for rank in range(limit)
+            if total + outscored * (rank + 1) <= size
+        ]
+    return number_paths(ranks, limit)
 
 
 @lru_cache(maxsize=64)

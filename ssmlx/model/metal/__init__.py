@@ -9,6 +9,6 @@ MLX's `scaled_dot_product_attention` stays the reference and the fallback. The k
 its meaning, on the CPU (`tests/metal`); it has not run on an Apple GPU yet.
 """
 
-from .hook import StepMasks, TreeMask, hook_layers, in_use, is_available, use
+from .hook import TreeMask, hook_layers, in_use, is_available, is_on, use
 
-__all__ = ["StepMasks", "TreeMask", "hook_layers", "in_use", "is_available", "use"]
+__all__ = ["TreeMask", "hook_layers", "in_use", "is_available", "is_on", "use"]

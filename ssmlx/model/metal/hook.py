@@ -18,13 +18,11 @@ import mlx.core as mx
 
 from ...errors import check_choice, require
 from ...settings import ATTENTIONS, Attention
-from ..masks import MaskBuffer, SeenCache
-from ..shapes import to_float
+from ..shapes import indices, to_float
 from .kernels import attend
 from .plan import (
     TILE_KEYS,
     AttentionShape,
-    Chip,
     Plan,
     ceil_div,
     choose_path,
@@ -89,10 +87,7 @@ def is_on() -> bool:
 def pack_bits(visible: mx.array) -> mx.array:
     """[R, W] uint32 words: bit j of word w is set where a row sees column 32 * w + j.
 
-    Columns beyond C are committed tokens, which every row sees.
-
-    Args:
-        visible: [R, C] bool.
+    Columns beyond the C of `visible` [R, C] are committed tokens, which every row sees.
     """
     rows, columns = visible.shape
     words = max(ceil_div(columns, TILE_KEYS), ceil_div(_MIN_WORDS, rows))
@@ -100,13 +95,7 @@ def pack_bits(visible: mx.array) -> mx.array:
         visible, [(0, 0), (0, words * TILE_KEYS - columns)], constant_values=mx.array(True)
     )
     bits = padded.reshape(rows, words, TILE_KEYS).astype(mx.uint32)
-    return (bits * _bit_values()).sum(axis=-1)
-
-
-@lru_cache(maxsize=1)
-def _bit_values() -> mx.array:
-    """[32] uint32, what each bit of a word is worth."""
-    return mx.array([1 << bit for bit in range(TILE_KEYS)], mx.uint32)
+    return (bits << indices(TILE_KEYS).astype(mx.uint32)).sum(axis=-1)
 
 
 class TreeMask:
@@ -131,34 +120,6 @@ class TreeMask:
         return self._dense()
 
 
-class StepMasks(MaskBuffer):
-    """The masks of one stage of a model: dense ones, or bits while the fused kernel is on.
-
-    The dense mask of a step is then made only if some layer wants it.
-
-    Args:
-        takes_bits: asked, while the kernel is on, whether the model's layers take such masks.
-    """
-
-    def __init__(self, takes_bits: Callable[[], bool]) -> None:
-        super().__init__()
-        self._takes_bits = takes_bits
-
-    def step_mask(self, visible: mx.array, cache: SeenCache, key: object) -> mx.array | TreeMask:
-        """The mask of a step, as `backbone.run` takes it; the arguments are `mask`'s."""
-        takes_bits = is_on() and self._takes_bits()
-        require(
-            takes_bits or in_use() != "fused",
-            "attention=fused, for a model with an attention of its own",
-            expected="layers that call mlx-lm's scaled_dot_product_attention",
-            do="use attention=auto",
-        )
-        if not takes_bits:
-            return self.mask(visible, cache, key)
-        columns = mx.concatenate([visible, *cache.path_masks(visible.shape[0])], axis=1)
-        return TreeMask(columns, lambda: self.mask(visible, cache, key))
-
-
 # --- from mlx-lm's layers to the kernel ---
 
 
@@ -168,18 +129,15 @@ def hook_layers(layers: Iterable[Any]) -> bool:
     Only a layer whose `self_attn` calls mlx-lm's function by its usual name can.
     """
     calls = [type(getattr(layer, "self_attn", None)).__call__ for layer in layers]
-    if not all(_calls_by_name(call) for call in calls):
-        return False
+    for call in calls:
+        code = getattr(call, "__code__", None)
+        if code is None or _NAME not in code.co_names or _NAME not in call.__globals__:
+            return False
     for call in calls:
         original = call.__globals__[_NAME]
         if not hasattr(original, _HOOKED):
             call.__globals__[_NAME] = _taking_tree_masks(original)
     return True
-
-
-def _calls_by_name(call: Any) -> bool:
-    code = getattr(call, "__code__", None)
-    return code is not None and _NAME in code.co_names and _NAME in call.__globals__
 
 
 def _taking_tree_masks(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -205,11 +163,9 @@ def _taking_tree_masks(original: Callable[..., mx.array]) -> Callable[..., mx.ar
 
 
 def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
-    """How the fused kernel does this attention; None where MLX's own is to do it.
+    """How the fused kernel does attention of queries [1, H, R, Dh] over keys [1, Hkv, C + L, Dh].
 
-    Args:
-        queries: [1, H, R, Dh]
-        keys: [1, Hkv, C + L, Dh]
+    None where MLX's own is to do it.
     """
     if not is_on():
         return None
@@ -220,21 +176,17 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
 @lru_cache(maxsize=64)
 def _plan_for(shape: AttentionShape, attention: Attention) -> Plan | None:
     chip = this_chip()
-    if attention == "auto":
-        takes = choose_path(shape, chip) == "fused" and _is_trusted(shape, chip)
-        return make_plan(shape, chip) if takes else None
+    plan = make_plan(shape, chip)
+    if attention == "auto" and choose_path(shape, chip) != "fused":
+        return None
+    works = is_supported(shape) and agrees_with_mlx(shape.dtype, shape.head_size, plan.blocks)
     require(
-        is_supported(shape) and _is_trusted(shape, chip),
+        works or attention == "auto",
         f"attention=fused, for heads of {shape.head_size} in {shape.dtype}",
         expected="head sizes that are multiples of 8 up to 128, and a GPU that runs the kernel",
         do="use attention=mlx",
     )
-    return make_plan(shape, chip)
-
-
-def _is_trusted(shape: AttentionShape, chip: Chip) -> bool:
-    blocks = make_plan(shape, chip).blocks
-    return agrees_with_mlx(shape.dtype, shape.head_size, blocks)
+    return plan if works else None
 
 
 @lru_cache(maxsize=32)
