@@ -42,9 +42,6 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     Args:
         path: a Hugging Face folder, or one of mlx-lm with packed weights, which are dequantised.
         attn_implementation: "eager" or "sdpa".
-
-    Raises:
-        InputError: the folder holds no such model, or lacks some of its weights.
     """
     import torch
 
@@ -160,10 +157,6 @@ def write_safetensors(source: Path, target: Path) -> None:
     """Write the model folder `source`, whose weights are .bin files, with safetensors in `target`.
 
     Weights keep their names and their dtype; settings and tokenizer are copied.
-
-    Raises:
-        InputError: there are no such weights, they cannot be read without running code, or
-            `target` exists.
     """
     from safetensors.torch import save_file
 
@@ -196,11 +189,7 @@ def copy_settings(source: Path, target: Path) -> None:
 
 
 def load_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a .bin file, each with memory of its own; no pickled code is run.
-
-    Raises:
-        InputError: it is no whole pickle of tensors alone.
-    """
+    """The tensors of a .bin file, each with memory of its own; no pickled code is run."""
     import torch
 
     tensors: dict[str, torch.Tensor] = {}

@@ -9,11 +9,7 @@ from ssmlx.errors import require
 
 
 def check_installed(names: Sequence[str], extra: str, install: str) -> None:
-    """Check that the packages of an extra are there; `install` is the command that brings them.
-
-    Raises:
-        InputError: names the first package that is not there.
-    """
+    """Check that the packages of an extra are there; `install` is the command that brings them."""
     for name in names:
         require(
             importlib.util.find_spec(name) is not None,

@@ -50,11 +50,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def draft_train_config(args: argparse.Namespace) -> TrainConfig:
-    """The settings that all trainers share: no streams, and every layer trained.
-
-    Raises:
-        InputError: an option makes no sense, or the model has fewer layers.
-    """
+    """The settings that all trainers share: no streams, and every layer trained."""
     from ssmlx.training.job import read_base
 
     most = read_base(resolve_model(args.model))["num_hidden_layers"]

@@ -142,11 +142,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
-    """What the options ask for, or what `init` is.
-
-    Raises:
-        InputError: an option makes no sense, or would do nothing.
-    """
+    """What the options ask for, or what `init` is."""
     others = (name for kind, names in _ONLY.items() if kind != args.kind for name in names)
     _reject(args, others, f"--kind {args.kind}")
     require(
@@ -180,11 +176,7 @@ def _reject(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
 
 
 def head_train_config(args: argparse.Namespace, settings: HeadSettings, vocab: int) -> TrainConfig:
-    """The settings that all trainers share; heads stand in the place of streams.
-
-    Raises:
-        InputError: one of them makes no sense.
-    """
+    """The settings that all trainers share; heads stand in the place of streams."""
     values = {name: getattr(args, name) for name in OPTIMISATION}
     for name, late in _LATE.items():
         if values[name] is None:
@@ -227,11 +219,7 @@ def head_config(
 
 
 def read_init(args: argparse.Namespace, vocab_size: int) -> HeadReference | None:
-    """The heads to go on from.
-
-    Raises:
-        InputError: they are broken, or of another kind.
-    """
+    """The heads to go on from."""
     if args.init is None:
         return None
     from .formats.heads import detect_kind, load_published
@@ -243,11 +231,7 @@ def read_init(args: argparse.Namespace, vocab_size: int) -> HeadReference | None
 
 
 def check_continuations(path: Path) -> None:
-    """Check that a data file holds a model's own answers.
-
-    Raises:
-        InputError: a line does not, or the file cannot be read.
-    """
+    """Check that a data file holds a model's own answers."""
     from ssmlx.prompts import read_lines
 
     for number, line in read_lines(path, "--data"):
@@ -260,11 +244,7 @@ def check_continuations(path: Path) -> None:
 
 
 def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
-    """The data, the base model's folder, what is trained, and the heads to go on from.
-
-    Raises:
-        InputError: they are broken, or do not fit each other.
-    """
+    """The data, the base model's folder, what is trained, and the heads to go on from."""
     from ssmlx.training.job import prepare, read_base
 
     options = run_options(args)

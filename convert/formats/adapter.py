@@ -38,11 +38,7 @@ from ..reference.format import (
 
 
 def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str, LoraWeights]:
-    """A PEFT adapter as LoRA weights by module path, every tensor accounted for.
-
-    Raises:
-        InputError: a file or tensor is missing, spare, misshapen or not finite.
-    """
+    """A PEFT adapter as LoRA weights by module path, every tensor accounted for."""
     settings = read_lora_settings(folder / ADAPTER_CONFIG, config)
     path, tensors = read_peft_tensors(folder)
     modules = dict(model.named_modules())
@@ -79,9 +75,6 @@ def read_checkpoint(
         scope: rows that LoRA is to act on, where not those that the checkpoint names.
         base_model: what to call the base where the checkpoint does not.
         task_folder: checkpoint of the LoRA that every row has beside streams of scope "streams".
-
-    Raises:
-        InputError: anything is missing, spare, or does not fit the base.
     """
     config = read_stream_config(streams_file.parent / STREAMS_CONFIG)
     check_sizes(config, len(backbone.layers), backbone.hidden_size)
@@ -99,11 +92,7 @@ def read_checkpoint(
 def read_task_lora(
     folder: Path, streams: StreamConfig, backbone: Backbone
 ) -> dict[str, LoraWeights]:
-    """The LoRA of a task, for whose model streams draft.
-
-    Raises:
-        InputError: it is broken, or the streams' own LoRA acts on every row too.
-    """
+    """The LoRA of a task, for whose model streams draft."""
     require(
         streams.adapter_scope == "streams",
         f"the LoRA of a task in {folder} beside LoRA of scope 'all'",
@@ -140,11 +129,7 @@ def write_fused(
     tokenizer: TokenizerWrapper,
     model_config: Mapping[str, Any],
 ) -> None:
-    """Write a model folder with the LoRA merged into its weights, and the streams beside it.
-
-    Raises:
-        InputError: the LoRA's scope, or packed weights, do not allow merging.
-    """
+    """Write a model folder with the LoRA merged into its weights, and the streams beside it."""
     require(
         adapter.config.adapter_scope == "all",
         "--fuse with LoRA of scope 'streams'",

@@ -54,11 +54,7 @@ _PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
 
 
 def detect_kind(folder: Path) -> HeadKind:
-    """What kind of published heads a folder holds.
-
-    Raises:
-        InputError: none that is known.
-    """
+    """What kind of published heads a folder holds."""
     if any((folder / name).is_file() for name in MEDUSA_FILES):
         return "medusa"
     config = folder / "config.json"
@@ -82,9 +78,6 @@ def read_published(
     Args:
         folder: holds them.
         vocab_size: V of the base model; by default as the heads' own matrices have it.
-
-    Raises:
-        InputError: something is missing, spare, misshapen or not finite.
     """
     config: HeadConfig
     if detect_kind(folder) == "medusa":
@@ -114,9 +107,6 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
         backbone: the model that they draft for.
         base_model: what to call it.
         dtype: of the tensors; "stored" and "auto" leave them as they are.
-
-    Raises:
-        InputError: they are broken, or do not fit the model.
     """
     config, tensors = read_published(folder, backbone.vocab_size)
     check_base_sizes(config, backbone.vocab_size, backbone.hidden_size, folder)
@@ -128,11 +118,7 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
 def check_base_sizes(
     config: HeadConfig, vocab_size: int, hidden_size: int, source: Path | None
 ) -> None:
-    """Check that heads were made for a model of these sizes.
-
-    Raises:
-        InputError: they were not.
-    """
+    """Check that heads were made for a model of these sizes."""
     for what, found, expected in (
         ("hidden size", hidden_size, config.base_width),
         ("vocabulary", vocab_size, config.vocab_size),
@@ -229,11 +215,7 @@ def _published_settings(config: MedusaConfig | MlpSpeculatorConfig) -> dict[str,
 
 
 def read_draft_vocab(folder: Path) -> mx.array | None:
-    """[Vd] the draft vocabulary beside published heads; None for all tokens.
-
-    Raises:
-        InputError: the file holds something else.
-    """
+    """[Vd] the draft vocabulary beside published heads; None for all tokens."""
     path = folder / DRAFT_VOCAB_FILE
     if not path.exists():
         return None
@@ -254,9 +236,6 @@ def medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: int
         tensors: under their published names.
         source: where they are from.
         vocab_size: V of the base model.
-
-    Raises:
-        InputError: none of them is a Medusa head's.
     """
     found = [match.groups() for match in map(_MEDUSA_NAME.fullmatch, tensors) if match]
     require(
@@ -283,9 +262,6 @@ def without_duplicates(
     """The tensors without "speculator." before their names, each shared one once.
 
     What belongs to no speculator of these settings is left in, under its whole name.
-
-    Raises:
-        InputError: tensors that the settings call tied differ.
     """
     owner = {
         f"{_SPECULATOR_PREFIX}{part.replace('.', f'.{stage}.')}": config.name_of(part, stage)

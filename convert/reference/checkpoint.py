@@ -48,9 +48,6 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     Args:
         base: the base model, as `load_base` gives it.
         checkpoint_dir: the folder. Without either of PEFT's files the model has no LoRA.
-
-    Raises:
-        InputError: a file or a tensor is missing, left over, not finite, or of the wrong shape.
     """
     folder = Path(checkpoint_dir)
     config = read_stream_config(folder / STREAMS_CONFIG)
@@ -73,11 +70,7 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
 
 
 def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
-    """`load_reference` of a checkpoint that changes what the model says.
-
-    Raises:
-        InputError: its LoRA acts on streams alone, or it is broken.
-    """
+    """`load_reference` of a checkpoint that changes what the model says."""
     model = load_reference(base, lora)
     if model.config.adapter_scope != "all":
         raise InputError(
@@ -118,9 +111,6 @@ def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
 
     The checkpoint may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary
     is left aside.
-
-    Raises:
-        InputError: the checkpoint has a weight that the model has not, or none at all.
     """
     folder = Path(checkpoint_dir)
     config = read_stream_config(folder / STREAMS_CONFIG)
@@ -147,9 +137,6 @@ def fine_tuned(base: Any, folder: Path) -> Any:
         base: a model as `convert.base.load_base` gives it; changed in place.
         folder: a checkpoint of `convert.train` of scope "all", or LoRA as mlx-lm's training and
             `ssmlx.train` write it.
-
-    Raises:
-        InputError: the folder holds no LoRA, one that acts on streams alone, or another model's.
     """
     if (folder / LORA_FILE).is_file() and not (folder / ADAPTER_WEIGHTS).is_file():
         merge_weights(base, read_lora(folder, "--lora"), folder)
@@ -184,11 +171,7 @@ def merge_lora(model: StreamFusedReference) -> nn.Module:
 
 @torch.no_grad()
 def merge_weights(base: Any, lora: Mapping[str, LoraWeights], source: Path) -> None:
-    """Add LoRA in mlx-lm's layout into the linear modules of a PyTorch model.
-
-    Raises:
-        InputError: the model has no such module, or one of another shape.
-    """
+    """Add LoRA in mlx-lm's layout into the linear modules of a PyTorch model."""
     decoder = getattr(base.model, "decoder", base.model)
     linears = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
     for path, weights in lora.items():

@@ -91,11 +91,7 @@ class LoraSettings:
 
 
 def read_stream_config(path: Path) -> StreamConfig:
-    """`streams_config.json`, where the prune adapter has an object of its own.
-
-    Raises:
-        InputError: the file is missing or says something that is not supported.
-    """
+    """`streams_config.json`, where the prune adapter has an object of its own."""
     values = read_json(path, "a stream checkpoint's settings")
     prune = values.pop("prune_adapter", None) or {}
     own = "an object with a rank, or null"
@@ -112,11 +108,7 @@ def read_stream_config(path: Path) -> StreamConfig:
 
 
 def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None:
-    """Check that streams were made for a base model of these sizes.
-
-    Raises:
-        InputError: they were not.
-    """
+    """Check that streams were made for a base model of these sizes."""
     require(
         (num_layers, hidden_size) == (config.num_layers, config.hidden_size),
         f"the base model has {num_layers} layers of width {hidden_size}",
@@ -144,11 +136,7 @@ def stream_settings(config: StreamConfig) -> dict[str, Any]:
 
 
 def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
-    """PEFT's `adapter_config.json`.
-
-    Raises:
-        InputError: the file is missing, or asks for what is not plain LoRA on linear modules.
-    """
+    """PEFT's `adapter_config.json`."""
     values = read_json(path, "PEFT's adapter_config.json")
     for name in _UNSUPPORTED:
         _require(not values.get(name), path, name, values.get(name), "unset")
@@ -202,11 +190,7 @@ def _require(ok: bool, path: Path, name: str, found: Any, expected: str) -> None
 
 
 def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
-    """PEFT's weights, with the path of the file that holds them.
-
-    Raises:
-        InputError: neither file is there, or it cannot be read.
-    """
+    """PEFT's weights, with the path of the file that holds them."""
     safe, pickled = folder / ADAPTER_WEIGHTS, folder / ADAPTER_PICKLE
     if safe.exists() or not pickled.exists():
         path, found = safe, read_tensors(safe, "PEFT's LoRA weights")
@@ -216,10 +200,6 @@ def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
 
 
 def read_pickle(path: Path) -> dict[str, mx.array]:
-    """Tensors of a .bin file in float32; no pickled code is run.
-
-    Raises:
-        InputError: PyTorch is not there, or the file is no whole pickle of tensors alone.
-    """
+    """Tensors of a .bin file in float32; no pickled code is run."""
     check_torch()
     return {name: mx.array(t.float().numpy()) for name, t in load_pickle(path).items()}

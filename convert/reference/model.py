@@ -236,9 +236,6 @@ class StreamFusedReference(nn.Module):
         lora: LoRA's; without layers, on those with multi-stream attention.
         draft_vocab: [Vd] int32, the tokens that streams draft from, strictly ascending; given
             exactly where the settings have a `draft_vocab_size`.
-
-    Raises:
-        InputError: the settings do not fit the model, or the model cannot be driven this way.
     """
 
     def __init__(
@@ -564,11 +561,7 @@ def _expect_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> No
 
 
 def check_base(base: nn.Module, config: StreamConfig) -> None:
-    """Check that a model can be driven layer by layer, and is the one that `config` is for.
-
-    Raises:
-        InputError: it cannot, or is not.
-    """
+    """Check that a model can be driven layer by layer, and is the one that `config` is for."""
     lacking = _decoder_kind(base).lacking(base)
     require(
         lacking is None,

@@ -51,9 +51,6 @@ def build_draft(path: Path, config: StreamConfig, num_layers: int) -> StreamFuse
         path: the base model's folder.
         config: settings of a model without streams.
         num_layers: K.
-
-    Raises:
-        InputError: the model cannot be driven layer by layer.
     """
     settings = replace(config, num_layers=num_layers, num_msa_layers=num_layers)
     model = StreamFusedReference(load_first_layers(path, num_layers), settings)

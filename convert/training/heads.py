@@ -42,11 +42,7 @@ def build_heads(
 
 
 def load_frozen(path: Path, lora: Path | None) -> StreamFusedReference:
-    """The model that heads are trained for: a base model, or one with the LoRA of a checkpoint.
-
-    Raises:
-        InputError: the LoRA is broken, or acts on streams alone.
-    """
+    """The model that heads are trained for: a base model, or one with the LoRA of a checkpoint."""
     base = load_base(path, attn_implementation="sdpa")
     if lora is not None:
         return load_fine_tuned(base, lora)

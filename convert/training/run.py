@@ -54,11 +54,7 @@ def precision(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCo
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto" takes CUDA, then MPS, then the CPU.
-
-    Raises:
-        InputError: it is not there.
-    """
+    """The device of that name; "auto" takes CUDA, then MPS, then the CPU."""
     there = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),

@@ -140,11 +140,7 @@ def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
 
 
 def train_config(args: argparse.Namespace) -> TrainConfig:
-    """The settings that the options ask for; f is that of --init where they do not name one.
-
-    Raises:
-        InputError: one of them makes no sense, or --task-lora with LoRA that acts on every row.
-    """
+    """The settings that the options ask for; f is that of --init where they do not name one."""
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
     if all(values[name] is None for name in _F):
         values |= _f_of(args.init)

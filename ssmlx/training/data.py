@@ -102,9 +102,6 @@ def read_examples(
         path: a JSON Lines file.
         encoder: makes the examples.
         progress: wraps the lines, to show how far it is.
-
-    Raises:
-        InputError: the file is missing or empty, or a line is not an example.
     """
     lines = read_lines(path, "--data", "a folder with train.jsonl and valid.jsonl")
     found = [

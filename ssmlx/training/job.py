@@ -46,11 +46,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def advance(self, batch: Batch, lower: Any) -> dict[str, float]:
-        """One optimiser step; returns the parts of its loss.
-
-        Raises:
-            InputError: the loss is no number any more.
-        """
+        """One optimiser step; returns the parts of its loss."""
 
     @abstractmethod
     def write(self, path: Path, identity: str) -> None:
@@ -71,11 +67,7 @@ class Trainer(ABC):
         work.replace(path)
 
     def resume(self, path: Path, identity: str) -> None:
-        """Go on from a saved state, if there is one.
-
-        Raises:
-            InputError: it is another run's, or broken.
-        """
+        """Go on from a saved state, if there is one."""
         if not path.exists():
             return
         try:
@@ -151,11 +143,7 @@ class Job:
 
 
 def read_base(folder: Path) -> dict[str, Any]:
-    """The settings of a base model, with its layers, its width and its tokens among them.
-
-    Raises:
-        InputError: there are none, or the model names its sizes in another way.
-    """
+    """The settings of a base model, with its layers, its width and its tokens among them."""
     path = folder / "config.json"
     settings = read_json(path, "a model folder")
     for name in _SIZES:
@@ -169,11 +157,7 @@ def read_base(folder: Path) -> dict[str, Any]:
 
 
 def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
-    """Read the data; returns the job, and the base model's folder.
-
-    Raises:
-        InputError: the model, the data and the settings do not fit each other.
-    """
+    """Read the data; returns the job, and the base model's folder."""
     path = resolve_model(options.model)
     base = read_base(path)
     words = load_tokenizer(path, base)
@@ -202,9 +186,6 @@ def stream_config(
         train, options: what is asked for.
         base: as `read_base` gives it.
         end_tokens: the model's.
-
-    Raises:
-        InputError: the model is too small for the settings.
     """
     for name, most, what in (
         ("num_msa_layers", base["num_hidden_layers"], "layers"),
@@ -262,9 +243,6 @@ def run_to_end(
         state_file: where in the run's folder its state is saved.
         lower: makes what the frozen layers say of a batch.
         replay_size: of what validations replay; the nodes of the options' tree unless given.
-
-    Raises:
-        InputError: the folder holds another run, or a broken state.
     """
     out, options = job.options.out, job.options
     trainer.resume(out / state_file, identity)
@@ -288,11 +266,7 @@ def run_to_end(
 
 
 def check_gradient(norm: float, step: int) -> None:
-    """Refuse to go on where weights are, or would become, no numbers.
-
-    Raises:
-        InputError: the norm of the gradient is not finite.
-    """
+    """Refuse to go on where weights are, or would become, no numbers."""
     require(
         math.isfinite(norm),
         f"the gradient of step {step} is {norm}",
@@ -334,11 +308,7 @@ def write_settings(job: Job, prog: str, dtype: str) -> None:
 
 
 def check_scale(source: Path, found: float, expected: float) -> None:
-    """Check that LoRA weights to start from act as strongly in the new run.
-
-    Raises:
-        InputError: their scale alpha / rank is another.
-    """
+    """Check that LoRA weights to start from act as strongly in the new run."""
     require(
         math.isclose(found, expected, rel_tol=1e-6),
         f"the LoRA in {source} has the scale alpha / rank {found:g}",
@@ -348,11 +318,7 @@ def check_scale(source: Path, found: float, expected: float) -> None:
 
 
 def check_init(source: Path, found: StreamConfig, wanted: StreamConfig) -> None:
-    """Check that the streams in `source` mean in the new run what they meant in theirs.
-
-    Raises:
-        InputError: they start, differ or stand otherwise.
-    """
+    """Check that the streams in `source` mean in the new run what they meant in theirs."""
     for name in _OF_STREAMS if found.num_streams else ():
         before, now = getattr(found, name), getattr(wanted, name)
         require(
@@ -364,11 +330,7 @@ def check_init(source: Path, found: StreamConfig, wanted: StreamConfig) -> None:
 
 
 def check_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Check that every array in `source` has one of its name and shape in the new run.
-
-    Raises:
-        InputError: it has none there, or one of another shape.
-    """
+    """Check that every array in `source` has one of its name and shape in the new run."""
     for name, array in found.items():
         here = list(wanted[name].shape) if name in wanted else None
         require(

@@ -227,9 +227,6 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
 
     The adapter may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary is
     left aside.
-
-    Raises:
-        InputError: the adapter is another model's, or has a weight that the model has not.
     """
     check_base(adapter, model.backbone)
     check_init(source, adapter.config, model.config)
@@ -249,9 +246,6 @@ def new_adapter(
     """An adapter that changes nothing yet: the second factor of every pair is zero.
 
     The rest is drawn from the run's seed, alike on every machine.
-
-    Raises:
-        InputError: a module of `train.lora_modules` is not in the model.
     """
     rng = np.random.default_rng(train.seed)
 

@@ -101,9 +101,6 @@ def load_frozen(path: Path, dtype: str) -> Backbone:
 
     Packed weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16,
     in which small gradients vanish: such weights are held, exactly, in float32.
-
-    Raises:
-        InputError: it cannot be loaded, or is not a regular decoder.
     """
     packed = "quantization" in read_json(path / "config.json", "a model folder")
     if dtype == "auto" and resolve_dtype(dtype) == "stored" and not packed:
