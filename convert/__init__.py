@@ -1,3 +1,23 @@
 """The PyTorch side: checkpoints into MLX adapters, and the reference forward of the model."""
 
+import importlib.util
+from collections.abc import Sequence
+
 import ssmlx  # noqa: F401  (before MLX, so that it finds OpenBLAS)
+from ssmlx.errors import require
+
+
+def check_installed(names: Sequence[str], extra: str, install: str) -> None:
+    """Check that the packages of an extra are there; `install` is the command that brings them."""
+    for name in names:
+        require(
+            importlib.util.find_spec(name) is not None,
+            f"the package {name} is not installed",
+            expected=f"what the extra {extra} brings",
+            do=f"`{install}`",
+        )
+
+
+def check_torch() -> None:
+    """`check_installed` of the PyTorch side."""
+    check_installed(["torch"], "torch", 'pip install -e ".[torch]"')

@@ -26,7 +26,7 @@ from ssmlx.errors import InputError, first_line, require
 from ssmlx.loading.files import new_folder, read_tensors
 from ssmlx.settings import read_json
 
-from .installed import check_torch
+from . import check_torch
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,8 @@ from ssmlx.loading.files import folder_digest, make_folder, write_whole
 from ssmlx.prompts import as_messages, encode, read_prompts, refusing_turns
 from ssmlx.settings import DEFAULT_MODEL
 
+from . import check_torch
 from .generation import Answer, Sampling, end_tokens, generate_batch, load_generator
-from .installed import check_torch
 
 PROG = "convert.continuations"
 EPILOG = """examples:

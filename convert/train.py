@@ -15,7 +15,7 @@ from ssmlx.commands.train_options import (
 )
 from ssmlx.training.config import TrainConfig
 
-from .installed import check_torch
+from . import check_torch
 
 PROG = "convert.train"
 STATE_FILE, STORE_FILE = "state.pt", "lower.states"
@@ -89,13 +89,13 @@ def _main(args: argparse.Namespace) -> None:
         save_reference,
         start_from,
     )
-    from .reference.stream_attention import use_stream_attention
     from .training.run import (
         TorchObjective,
         TorchTrainer,
         build_model,
         choose_device,
         freeze_base,
+        use_stream_attention,
     )
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)

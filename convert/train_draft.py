@@ -12,7 +12,7 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.settings import MAX_DRAFT_TOKENS, DraftModelConfig
 from ssmlx.training.config import TrainConfig
 
-from .installed import check_torch
+from . import check_torch
 from .train import DEFAULTS, add_machine_options
 
 PROG = "convert.train_draft"

@@ -15,7 +15,7 @@ from ssmlx.loading.names import resolve_model
 from ssmlx.settings import check_settings, setting
 from ssmlx.training.config import TrainConfig
 
-from .installed import check_torch
+from . import check_torch
 from .train import DEFAULTS, add_machine_options
 
 if TYPE_CHECKING:

@@ -38,7 +38,6 @@ from convert.base import load_base
 from convert.formats.heads import DRAFT_VOCAB_FILE, load_published
 from convert.reference.checkpoint import load_reference
 from convert.reference.heads import MlpSpeculatorReference
-from convert.reference.losses import linear_cross_entropy, mean_scales
 from convert.train import main as train_streams
 from convert.train_draft import MODEL_FOLDER
 from convert.train_heads import STATE_FILE, STORE_FILE, HeadSettings, head_config
@@ -50,15 +49,14 @@ from convert.training.draft import (
     write_draft,
 )
 from convert.training.heads import HeadObjective, accepted_depth, build_heads, load_frozen
-from convert.training.run import TorchTrainer, freeze_base
+from convert.training.run import TorchTrainer, freeze_base, linear_cross_entropy, mean_scales
 from ssmlx.commands.generate import main as generate
 from ssmlx.drafters.heads import load_heads
 from ssmlx.loading.load import load_base as load_mlx_base
 from ssmlx.loading.load import load_weights
 from ssmlx.settings import DraftModelConfig, SpeculatorTreeConfig, StreamConfig, TreeConfig
-from ssmlx.training.batches import BatchPlan, collate
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import Example
+from ssmlx.training.data import BatchPlan, Example, collate
 from ssmlx.training.record import LOG_FILE, read_record
 
 KEPT = 2

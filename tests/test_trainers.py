@@ -43,7 +43,6 @@ from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.source import build_reference
 from convert.formats.adapter import read_checkpoint
-from convert.reference import losses as torch_losses
 from convert.reference.checkpoint import (
     load_fine_tuned,
     load_reference,
@@ -52,8 +51,15 @@ from convert.reference.checkpoint import (
 )
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
-from convert.reference.stream_attention import stream_attention, use_stream_attention
-from convert.training.run import TorchObjective, TorchTrainer, build_model, freeze_base
+from convert.training import run as torch_run
+from convert.training.run import (
+    TorchObjective,
+    TorchTrainer,
+    build_model,
+    freeze_base,
+    stream_attention,
+    use_stream_attention,
+)
 from ssmlx.commands import train as mlx_command
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import load_adapter
@@ -64,13 +70,12 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
 from ssmlx.settings import StreamConfig
 from ssmlx.training import mlx_trainer
-from ssmlx.training.batches import BatchPlan, collate
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import Example
+from ssmlx.training.data import BatchPlan, Example, collate
 from ssmlx.training.job import SETTINGS_FILE, Trainer
-from ssmlx.training.lower_store import LowerStore
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
+from ssmlx.training.objective import LowerStore
 from ssmlx.training.record import LOG_FILE, read_record
 
 SMALL = (
@@ -306,8 +311,8 @@ def test_pytorchs_loss_and_gradient_are_those_of_cross_entropy(monkeypatch, with
     weight, bias = torch.randn(11, 5), torch.randn(11) if with_bias else None
     targets = torch.randint(0, 11, (23,))
     targets[::4] = -1
-    scales = torch_losses.mean_scales(targets, 0.3)
-    total, losses = torch_losses.linear_cross_entropy(hidden, weight, bias, targets, scales)
+    scales = torch_run.mean_scales(targets, 0.3)
+    total, losses = torch_run.linear_cross_entropy(hidden, weight, bias, targets, scales)
     total.backward()
     twin = hidden.detach().clone().requires_grad_()
     expected = 0.3 * F.cross_entropy(F.linear(twin, weight, bias), targets, ignore_index=-1)
@@ -485,7 +490,7 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
     dense, dense_grads = gradients()
     calls = []
     monkeypatch.setattr(
-        "convert.reference.stream_attention.stream_attention",
+        "convert.training.run.stream_attention",
         lambda *args: calls.append(1) or stream_attention(*args),
     )
     use_stream_attention(base, 3)
@@ -536,7 +541,7 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, command):
 
 @both
 def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch, command):
-    monkeypatch.setattr("ssmlx.training.lower_store._BATCHES_PER_MARK", 1)
+    monkeypatch.setattr("ssmlx.training.objective._BATCHES_PER_MARK", 1)
     objective, examples = trainer_of(base, command).objective, random_examples(70)
     calls, lower = [], objective.lower
 

@@ -11,14 +11,17 @@ from ssmlx.commands.train_options import train_config, training_parser
 from ssmlx.errors import InputError
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.settings import TreeConfig
-from ssmlx.training.batches import BatchPlan, collate, epoch_order, in_order
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import (
+    BatchPlan,
     Encoder,
     Example,
     choose_draft_vocab,
+    collate,
     coverage,
     draft_indices,
+    epoch_order,
+    in_order,
     read_examples,
 )
 from ssmlx.training.record import LOG_FILE, Record, draw_curves, read_record

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ssmlx.commands.options import make_parser, run
 from ssmlx.settings import DEFAULT_MODEL, PruneConfig, TreeConfig
 
-from ..installed import check_installed
+from .. import check_installed
 from .settings import ExportConfig
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from ssmlx.errors import require
 from ssmlx.loading.files import read_tensors
 from ssmlx.settings import StreamConfig, read_json
 
+from .. import check_torch
 from ..base import load_pickle
-from ..installed import check_torch
 
 FORMAT = "speculative-streaming-pytorch/1"
 STREAMS_CONFIG, STREAMS_WEIGHTS = "streams_config.json", "streams.safetensors"

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from ssmlx.loading.files import new_folder
 from ssmlx.settings import StreamConfig, read_json
-from ssmlx.training.batches import Batch
+from ssmlx.training.data import Batch
 from ssmlx.training.objective import MAIN, answers
 from ssmlx.tuning.replay import Replay
 

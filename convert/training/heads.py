@@ -16,18 +16,23 @@ from torch import nn
 
 from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, StreamConfig
-from ssmlx.training.batches import Batch
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import draft_indices
+from ssmlx.training.data import Batch, draft_indices
 from ssmlx.training.objective import STREAM, answers
 from ssmlx.tuning.replay import Replay
 
 from ..base import load_base
 from ..reference.checkpoint import load_fine_tuned
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
-from ..reference.losses import IGNORED, linear_cross_entropy, mean_scales
 from ..reference.model import StreamFusedReference
-from .run import TorchObjective, freeze_base, precision
+from .run import (
+    IGNORED,
+    TorchObjective,
+    freeze_base,
+    linear_cross_entropy,
+    mean_scales,
+    precision,
+)
 
 
 def build_heads(

@@ -13,17 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ssmlx.errors import require
 from ssmlx.settings import StreamConfig
-from ssmlx.training.batches import Batch
 from ssmlx.training.config import TrainConfig
+from ssmlx.training.data import Batch
 from ssmlx.training.job import Trainer, check_gradient
-from ssmlx.training.objective import MAIN, PRUNE, STREAM, Objective
+from ssmlx.training.objective import MAIN, PRUNE, STREAM, Objective, row_chunks
 
 from ..reference.format import LoraSettings
-from ..reference.losses import linear_cross_entropy, mean_scales
 from ..reference.model import HiddenStates, StreamFusedReference
+
+STREAM_ATTENTION = "ssmlx_streams"
+IGNORED = -1
+"""The target of a row that has none."""
 
 
 def build_model(
@@ -111,7 +115,7 @@ class TorchObjective(Objective):
 
     def logits(self, hidden: torch.Tensor, kind: str) -> torch.Tensor:
         """[..., V], or [..., Vd] of kind `STREAM`, of [..., D] behind the norm."""
-        return nn.functional.linear(hidden.to(self.dtype), *self._lm_heads[kind])
+        return F.linear(hidden.to(self.dtype), *self._lm_heads[kind])
 
     def loss(
         self, batch: Batch, lower: torch.Tensor, step: int
@@ -225,3 +229,156 @@ class TorchTrainer(Trainer):
             parameter.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    scales: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scaled sum of cross-entropies under a linear head, and each row's own.
+
+    Args:
+        hidden: [R, D], which the gradient reaches.
+        weight: [V, D] the head, which it reaches unless that is frozen; bias: [V] or None,
+            which it does not.
+        targets: [R] token ids; a row with `IGNORED` counts nothing.
+        scales: [R] the weight of each row in the sum.
+
+    Returns:
+        The sum, and [R] losses in nats that no gradient passes through.
+    """
+    total, losses = _LinearCrossEntropy.apply(hidden, weight, bias, targets, scales)
+    return total, losses
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden)
+        is_trained = ctx.needs_input_grad[1]
+        of_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if is_trained else None
+        scales = scales * (targets != IGNORED)
+        for rows in row_chunks(len(hidden), len(weight)):
+            logits = F.linear(hidden[rows], weight, bias).float()
+            chosen = targets[rows].clamp(min=0)[:, None]
+            normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+            losses[rows] = (normaliser - logits.gather(1, chosen))[:, 0]
+            # d loss / d logits: the probabilities, less one at the target
+            slopes = logits.sub_(normaliser).exp_()
+            slopes.scatter_add_(1, chosen, torch.full_like(normaliser, -1.0))
+            slopes = slopes.mul_(scales[rows, None]).to(weight.dtype)
+            of_hidden[rows] = slopes @ weight
+            if of_weight is not None:
+                of_weight += slopes.T @ hidden[rows]
+        losses.masked_fill_(targets == IGNORED, 0.0)
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
+        ctx.mark_non_differentiable(losses)
+        return (losses * scales).sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = (
+            one if one is None else one * upstream[0].to(one.dtype) for one in ctx.saved_tensors
+        )
+        return *found, None, None, None
+
+
+def mean_scales(targets: torch.Tensor, weight: float) -> torch.Tensor:
+    """[R] scales with which the sum is `weight` times the mean over rows that have a target."""
+    count = int((targets != IGNORED).sum())
+    return torch.full(targets.shape, weight / max(1, count), device=targets.device)
+
+
+def use_stream_attention(base: nn.Module, num_streams: int) -> None:
+    """Let transformers' attention modules of `base` score stream rows sparsely.
+
+    Node rows go to PyTorch's own kernel. For a model whose stream rows stand node by node, as
+    `StreamFusedReference` has them.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attention(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **settings: Any,
+    ) -> tuple[torch.Tensor, None]:
+        if attention_mask is None or query.shape[2] == key.shape[2]:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, **settings
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mixed = stream_attention(query, key, value, attention_mask, num_streams, scale)
+        return mixed.transpose(1, 2), None
+
+    AttentionInterface.register(STREAM_ATTENTION, attention)
+    AttentionMaskInterface.register(STREAM_ATTENTION, sdpa_mask)
+    base.set_attn_implementation(STREAM_ATTENTION)
+
+
+def stream_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    num_streams: int,
+    scale: float,
+) -> torch.Tensor:
+    """Eq. 2 for the K * G stream rows: [B, H, K * G, Dh].
+
+    Args:
+        query: [B, H, K * G, Dh]
+        key: [B, Hkv, T + K * G, Dh] of the node rows, then of the stream rows; `value` alike.
+        mask: [B, 1, K * G, T + K * G] additive. Of its stream part only the rule matters, that
+            stream j of a node sees the node's streams 1 to j.
+        num_streams: G.
+        scale: of the scores.
+    """
+    batch, heads, rows, width = query.shape
+    kv_heads, num_nodes = key.shape[1], key.shape[2] - rows
+    groups, num_carriers = heads // kv_heads, rows // num_streams
+    # [B, Hkv, groups, K, G, Dh]: a KV head's query heads side by side
+    parted = (query * scale).view(batch, kv_heads, groups, num_carriers, num_streams, width)
+    folded = parted.reshape(batch, kv_heads, groups * rows, width)
+    node_scores = folded @ key[:, :, :num_nodes].transpose(2, 3)
+    node_scores = node_scores.view(batch, heads, rows, num_nodes) + mask[..., :num_nodes]
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        """The stream rows of keys or values, a matrix [G, Dh] for each KV head of each node."""
+        return x[:, :, num_nodes:].reshape(-1, num_streams, width)
+
+    def by_node(x: torch.Tensor) -> torch.Tensor:
+        """[B, Hkv, groups, K, G, n] -> [B * Hkv * K, groups * G, n]."""
+        return x.transpose(2, 3).reshape(-1, groups * num_streams, x.shape[-1])
+
+    def by_row(x: torch.Tensor) -> torch.Tensor:
+        """The way back, to [B, H, K * G, n]."""
+        shape = batch, kv_heads, num_carriers, groups, num_streams, x.shape[-1]
+        return x.view(shape).transpose(2, 3).reshape(batch, heads, rows, -1)
+
+    own_scores = by_row(torch.bmm(by_node(parted), own(key).transpose(1, 2)))
+    rank = torch.arange(rows, device=query.device) % num_streams
+    later = rank[:, None] < torch.arange(num_streams, device=query.device)
+    own_scores = own_scores.masked_fill(later, torch.finfo(own_scores.dtype).min)
+
+    weights = torch.cat([node_scores, own_scores], dim=-1).float().softmax(dim=-1).to(value.dtype)
+    on_nodes, on_own = weights.split([num_nodes, num_streams], dim=-1)
+    mixed = on_nodes.reshape(batch, kv_heads, groups * rows, num_nodes) @ value[:, :, :num_nodes]
+    on_own = on_own.reshape(*parted.shape[:-1], num_streams)
+    return mixed.view(batch, heads, rows, width) + by_row(torch.bmm(by_node(on_own), own(value)))

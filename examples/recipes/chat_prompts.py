@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from convert import check_torch
 from convert.continuations import (
     add_generator_options,
     check_batch_size,
@@ -24,7 +25,6 @@ from convert.continuations import (
     write_jsonl,
 )
 from convert.generation import Answer, Sampling, end_tokens, generate_batch, load_generator
-from convert.installed import check_torch
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder

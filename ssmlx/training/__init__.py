@@ -1,10 +1,9 @@
 """Training: what both trainers share, PyTorch's (`convert/`) and MLX's, and the MLX one.
 
 config.py       every setting of a training run, validated once
-data.py         data folders, as mlx-lm's LoRA training takes them, to token ids; draft vocabularies
-batches.py      bucketed batches, and the targets of every stream (eq. 5)
-objective.py    the terms of eq. 5, and losses and tokens per call of held-out examples
-lower_store.py  what the frozen lower layers say, computed once and kept on disk
+data.py         data folders to token ids; draft vocabularies; bucketed batches
+objective.py    the terms of eq. 5; losses and tokens per call of held-out examples; what the
+                frozen lower layers say, computed once and kept on disk
 job.py          a run from its options to its last step
 record.py       the log of a run, its picture and its bar
 

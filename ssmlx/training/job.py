@@ -20,11 +20,9 @@ from ..loading.files import folder_digest
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
 from ..settings import StreamConfig, read_json
-from .batches import Batch, BatchPlan
 from .config import RunOptions, TrainConfig
-from .data import Encoder, Example, choose_draft_vocab, coverage, read_examples
-from .lower_store import Lower, LowerStore, num_bytes
-from .objective import Objective, Validation
+from .data import Batch, BatchPlan, Encoder, Example, choose_draft_vocab, coverage, read_examples
+from .objective import Lower, LowerStore, Objective, Validation
 from .record import LOG_FILE, PICTURE_FILE, Record, bar
 
 SETTINGS_FILE = "training.json"
@@ -104,12 +102,7 @@ class Job:
         return self.train.num_steps(len(self.examples))
 
     def identity(self, *more: Any, init: Path | None = None) -> str:
-        """A digest of all that decides the result.
-
-        Args:
-            more: further JSON values.
-            init: folder of the weights that the run starts from, if any.
-        """
+        """A digest of all that decides the result; `init` has the weights to start from."""
         start = [] if init is None else [folder_digest(init)]
         return self._digest(self.train.to_dict(), self.config.to_dict(), *more, *start)
 
@@ -129,7 +122,9 @@ class Job:
             identity: what `lower_identity` says of them.
             label: what the progress bar calls them.
         """
-        if num_bytes(self.examples, objective) > self.options.cache_gb * 2**30:
+        tokens = sum(len(example.tokens) for example in self.examples)
+        size = tokens * objective.hidden_size * objective.state_bytes
+        if size > self.options.cache_gb * 2**30:
             return objective.lower
         store = LowerStore(self.options.out / file, self.examples, objective, identity)
         store.fill(label)
@@ -167,7 +162,14 @@ def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
     def read(name: str) -> list[Example]:
         file = options.data / name
         examples = read_examples(file, encoder, lambda lines: bar(lines, name))
-        _check_tokens(examples, base["vocab_size"], file)
+        low = min(int(example.tokens.min()) for example in examples)
+        high = max(int(example.tokens.max()) for example in examples)
+        require(  # ids that a file gives as they are may be another model's
+            low >= 0 and high < base["vocab_size"],
+            f"{file} has the token id {low if low < 0 else high}",
+            expected=f"0 to {base['vocab_size'] - 1}, the model's",
+            do="give the data that was made with this model, or another --model",
+        )
         return examples
 
     examples, valid = read("train.jsonl"), read("valid.jsonl")[: options.valid_count]
@@ -180,13 +182,7 @@ def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
 def stream_config(
     train: TrainConfig, base: dict[str, Any], options: RunOptions, end_tokens: list[int]
 ) -> StreamConfig:
-    """What the checkpoint will say of itself.
-
-    Args:
-        train, options: what is asked for.
-        base: as `read_base` gives it.
-        end_tokens: the model's.
-    """
+    """What the checkpoint will say of itself; `base` is as `read_base` gives it."""
     for name, most, what in (
         ("num_msa_layers", base["num_hidden_layers"], "layers"),
         ("draft_vocab_size", base["vocab_size"], "tokens"),
@@ -206,18 +202,6 @@ def stream_config(
             "end_token_ids": end_tokens,
             "base_model": options.model,
         }
-    )
-
-
-def _check_tokens(examples: Sequence[Example], vocab_size: int, path: Path) -> None:
-    """Ids that a file gives as they are may be another model's."""
-    low = min(int(example.tokens.min()) for example in examples)
-    high = max(int(example.tokens.max()) for example in examples)
-    require(
-        low >= 0 and high < vocab_size,
-        f"{path} has the token id {low if low < 0 else high}",
-        expected=f"0 to {vocab_size - 1}, the model's",
-        do="give the data that was made with this model, or another --model",
     )
 
 

@@ -35,8 +35,8 @@ from ..model.lora import (
 )
 from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotation
 from ..settings import StreamConfig
-from .batches import Batch
 from .config import TrainConfig
+from .data import Batch
 from .job import check_init, check_scale, check_shapes
 
 EMBEDDING_STD = 0.02
@@ -186,9 +186,7 @@ class TrainedModel:
     def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
         """Last hidden states of nodes [B, T, D] and of streams [B, K * G, D], before the norm.
 
-        Args:
-            nodes: [B, T, D] as `lower` gives them.
-            layout: the batch.
+        `nodes` [B, T, D] are as `lower` gives them.
         """
         start, count = self._fused.start_streams, self.config.num_streams
         streams = [start(nodes[:, carriers], count) for carriers, _ in layout.groups]

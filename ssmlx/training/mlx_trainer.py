@@ -20,8 +20,8 @@ from ..loading.load import load_base, resolve_dtype
 from ..model.backbone import Backbone
 from ..model.shapes import to_int, to_list
 from ..settings import read_json
-from .batches import Batch
 from .config import TrainConfig
+from .data import Batch
 from .job import Trainer, check_gradient
 from .mlx_model import Layout, TrainedModel, Weights
 from .objective import MAIN, PRUNE, STREAM, Objective, Term, row_chunks
@@ -37,7 +37,7 @@ LogitsOf = Callable[[mx.array], mx.array]
 def linear_cross_entropy(
     logits_of: LogitsOf, hidden: mx.array, targets: mx.array, scales: mx.array, vocab_size: int
 ) -> tuple[mx.array, mx.array]:
-    """The scaled sum of cross-entropies, and each row's own.
+    """The scaled sum of cross-entropies, and each row's own [R] in nats, without a gradient.
 
     Args:
         logits_of: what is frozen.
@@ -45,9 +45,6 @@ def linear_cross_entropy(
         targets: [R] token ids.
         scales: [R] float32, the weight of each row in the sum.
         vocab_size: V, by which rows are cut into chunks.
-
-    Returns:
-        The sum, and [R] losses in nats that no gradient passes through.
     """
 
     def loss_of(rows: mx.array, wanted: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
@@ -113,13 +110,7 @@ def load_frozen(path: Path, dtype: str) -> Backbone:
 
 
 class MlxObjective(Objective):
-    """Eq. 5 over a model and its draft vocabulary.
-
-    Args:
-        model: the model to train.
-        train: the weights of the losses.
-        draft_vocab: [Vd] tokens that streams may guess, or None.
-    """
+    """Eq. 5 over a model and its draft vocabulary [Vd], if it has one."""
 
     def __init__(
         self, model: TrainedModel, train: TrainConfig, draft_vocab: np.ndarray | None
@@ -144,11 +135,8 @@ class MlxObjective(Objective):
     ) -> tuple[mx.array, list[mx.array]]:
         """The weighted sum of eq. 5, and the mean of each of its terms, in `terms`' order.
 
-        Args:
-            weights: what is trained.
-            batch: the examples.
-            lower: [B, T, D] as `lower` gives them.
-            step: decides which carriers teach the pruning adapter.
+        `lower` [B, T, D] is as `lower` gives it; `step` decides which carriers teach the pruning
+        adapter.
         """
         self.model.bind(weights)
         nodes, streams = self.model.upper(lower, self._layout(batch))
@@ -219,12 +207,7 @@ class MlxObjective(Objective):
 
 
 class Adam:
-    """AdamW over named weights, the stream embeddings at a rate of their own.
-
-    Args:
-        weights: what is trained.
-        train: rates and decay.
-    """
+    """AdamW over named weights, the stream embeddings at a rate of their own."""
 
     def __init__(self, weights: Weights, train: TrainConfig) -> None:
         embeddings = [name for name in weights if name == "stream_embeddings"]

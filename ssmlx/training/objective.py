@@ -1,19 +1,27 @@
-"""What every trainer computes of a batch: eq. 5, and how decoding held-out text would go."""
+"""What every trainer computes of a batch: eq. 5, and how decoding held-out text would go.
+
+What the frozen lower layers say of an example never changes: it is computed once, and kept in a
+file as long as the data has tokens, whose part that is in use stays in memory.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..errors import require
 from ..settings import TreeConfig
 from ..tuning.replay import Guesses, Replay, num_candidates, replay
-from .batches import Batch, in_order
 from .config import TrainConfig
-from .data import Example, draft_indices
+from .data import Batch, Example, draft_indices, in_order
+from .record import bar
 
 MAIN, STREAM, PRUNE = "main", "stream", "prune"
 PRUNE_STRIDE = 4
@@ -21,6 +29,12 @@ PRUNE_STRIDE = 4
 
 _CHUNK_LOGITS = 1 << 24
 _VALIDATION_BATCH = 16
+_BITS: dict[int, np.dtype] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
+_BATCH_SIZE = 32
+_BATCHES_PER_MARK = 16
+
+Lower = Callable[[Batch], Any]
+"""A batch to [B, T, D] hidden states before layer N - Ns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +60,7 @@ class Objective(ABC):
     """A loss over a model that streams are trained on; its hidden states are its own affair.
 
     Attributes:
-        train: the settings of the run.
-        vocab_size: V.
         draft_vocab: [Vd] tokens that streams may guess; None for all.
-        hidden_size: D.
         state_bytes: of one number of what `lower` gives, 2 or 4.
     """
 
@@ -170,3 +181,68 @@ def row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
     size = max(1, _CHUNK_LOGITS // vocab_size)
     for first in range(0, num_rows, size):
         yield slice(first, first + size)
+
+
+class LowerStore:
+    """[tokens of all examples, D] hidden states in a file.
+
+    Args:
+        path: the file; `path` + ".json" beside it marks how much of it is done.
+        examples: whose states they are.
+        objective: computes them.
+        identity: of the layers and the data; a file of another one is begun anew.
+    """
+
+    def __init__(
+        self, path: Path, examples: Sequence[Example], objective: Objective, identity: str = ""
+    ) -> None:
+        self._examples, self._objective, self._identity = examples, objective, identity
+        ends = np.cumsum([len(example.tokens) for example in examples])
+        self._starts = np.concatenate([[0], ends[:-1]])
+        shape = int(ends[-1]), objective.hidden_size
+        self._mark = path.with_name(path.name + ".json")
+        size = int(ends[-1]) * objective.hidden_size * objective.state_bytes
+        is_own = self._read_mark().get("identity") == identity
+        if not path.exists() or path.stat().st_size != size or not is_own:
+            self._mark.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            # A mapped file may be larger than its disk; writing to it would end the process.
+            free = shutil.disk_usage(path.parent).free
+            require(
+                size <= free,
+                f"{path.parent} has {free / 2**30:.1f} GiB free",
+                expected=f"{size / 2**30:.1f} for the frozen layers' results",
+                do="free some, or give --cache-gb 0",
+            )
+            with path.open("wb") as file:
+                file.truncate(size)
+        self._states: np.ndarray = np.memmap(path, _BITS[objective.state_bytes], "r+", shape=shape)
+
+    def fill(self, label: str = "") -> None:
+        """Compute what is not there yet, in batches that depend on the examples alone."""
+        batches, done = in_order(self._examples, _BATCH_SIZE), self._read_mark().get("batches", 0)
+        if done == len(batches):
+            return
+        for number, batch in enumerate(bar(batches[done:], label), done + 1):
+            bits = self._objective.to_bits(self._objective.lower(batch))
+            for (index, pad, length), states in zip(self._rows(batch), bits, strict=True):
+                self._states[index : index + length] = states[pad : pad + length]
+            if number % _BATCHES_PER_MARK == 0 or number == len(batches):
+                work = self._mark.with_suffix(".new")
+                work.write_text(json.dumps({"batches": number, "identity": self._identity}))
+                work.replace(self._mark)
+
+    def get(self, batch: Batch) -> Any:
+        """[B, T, D] of a batch, as the objective has them; zeros at its padding."""
+        out = np.zeros((*batch.tokens.shape, self._objective.hidden_size), self._states.dtype)
+        for row, (index, pad, length) in enumerate(self._rows(batch)):
+            out[row, pad : pad + length] = self._states[index : index + length]
+        return self._objective.from_bits(out)
+
+    def _rows(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
+        """(first state, column, tokens) of each row."""
+        for index, pad, length in zip(batch.indices, batch.pads, batch.lengths, strict=True):
+            yield int(self._starts[index]), int(pad), int(length)
+
+    def _read_mark(self) -> dict:
+        return json.loads(self._mark.read_text()) if self._mark.exists() else {}
