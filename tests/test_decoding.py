@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise, product
 
@@ -15,15 +14,11 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 from tiny import (
     ARCHITECTURES,
-    LAYERS,
     VOCAB,
-    WIDTH,
     assert_close,
     first_tokens,
     make_base,
-    make_lora,
     make_model,
-    make_streams,
     make_tokenizer,
     random_tree,
     slow,
@@ -51,8 +46,6 @@ from ssmlx.decoding.sampling import (
 )
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import Adapter, BaseIdentity
-from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.masks import earlier_streams, stream_visibility
@@ -65,7 +58,6 @@ from ssmlx.settings import (
     GenerateConfig,
     PruneConfig,
     SamplingConfig,
-    StreamConfig,
     TreeConfig,
 )
 
@@ -333,7 +325,7 @@ def test_streaming_equals_plain_and_mlx_lm(architecture, scope):
 
 def test_every_token_a_candidate():
     """With the whole vocabulary in every level each step advances by 1 + G."""
-    model = make_model(vocab=5, num_streams=2)
+    model = make_model(vocab=5, adapter={"num_streams": 2})
     expected = mlx_lm_tokens(target_of("llama", "all", vocab=5), [1, 2], 16)
     for kind in ("full", "best"):
         tree = TreeConfig(kind=kind, width=5, size=31)
@@ -341,15 +333,6 @@ def test_every_token_a_candidate():
         assert tokens == expected
         if kind == "full":
             assert lengths == [1] + [3] * 5
-
-
-@pytest.mark.parametrize("num_streams", [1, 2])
-def test_fewer_streams_than_trained(num_streams):
-    model = shared_model()
-    expected = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 20)[0]
-    tokens, lengths = streamed(model, 20, tree=TreeConfig(kind="full"), num_streams=num_streams)
-    assert tokens == expected
-    assert max(lengths) <= num_streams + 1
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 6, 9, 13])
@@ -406,7 +389,7 @@ def test_an_end_token_stops_anywhere(source):
         if source == "tokenizer":
             model, options = shared_model(), {"eos": end}
         else:
-            model, options = make_model(end_token_ids=(end,)), {}
+            model, options = make_model(adapter={"end_token_ids": (end,)}), {}
         expected = plain[: plain.index(end) + 1]
         for decoding in ("plain", "streaming"):
             settings = {"decoding": decoding, "max_tokens": 30}
@@ -492,7 +475,7 @@ def exact_distribution(prompt):
 
 
 def sampled_counts(seed, draws=DRAWS):
-    model, cache = make_model(vocab=SMALL, num_streams=2), TreeCache(3, scratch=21)
+    model, cache = make_model(vocab=SMALL, adapter={"num_streams": 2}), TreeCache(3, scratch=21)
     drafter = StreamDrafter(model, TreeConfig(kind="full", width=2), 2)
     sampler = mlx_lm.sample_utils.make_sampler(temp=1.0)
     counts, steps_taken = np.zeros(SMALL**LENGTH), 0
@@ -601,28 +584,12 @@ def test_with_fewer_streams_than_trained(num_streams):
     assert drafted(model, "second-pass", num_streams=num_streams) == fused
 
 
-def rotated_model(scope, draft_vocab):
-    config = StreamConfig(
-        num_streams=3,
-        num_msa_layers=2,
-        num_layers=LAYERS,
-        hidden_size=WIDTH,
-        prune_rank=3,
-        adapter_scope=scope,
-        stream_design="value_rotation",
-        rotation_step=0.4,
-        draft_vocab_size=len(draft_vocab),
-    )
-    backbone = Backbone(make_base())
-    streams = replace(make_streams(config, 2), embeddings=None, draft_vocab=mx.array(draft_vocab))
-    lora = make_lora(backbone.model, config.insertion_layer, 1)
-    adapter = Adapter(config, streams, BaseIdentity.of(backbone), lora)
-    return fuse_streams(backbone, adapter, merge_lora=False)
-
-
 @pytest.mark.parametrize("scope", ["all", "streams"])
 def test_streams_told_apart_by_their_values(scope):
-    model = rotated_model(scope, list(range(0, VOCAB, 2)))
+    rotated = {"stream_design": "value_rotation", "rotation_step": 0.4}
+    draft_vocab = range(0, VOCAB, 2)
+    adapter = {**rotated, "draft_vocab": draft_vocab}
+    model = make_model("llama", scope, adapter=adapter, merge_lora=False)
     for prune in PRUNINGS[:3]:
         fused = drafted(model, "fused", prune=prune)
         assert drafted(model, "second-pass", prune=prune) == fused
@@ -683,16 +650,6 @@ def test_a_step_has_no_stream_rows():
     }
     path = 3 + 1  # of the step before, while the host does not know how much of it counts
     assert rows == {"fused": 7 * 4 + path, "second-pass": 7 + path}
-
-
-def test_the_copy_costs_the_upper_layers_share_of_the_cache():
-    model, cache = make_model(), TreeCache(LAYERS, scratch=7)
-    drafter = StreamDrafter(model, PAIR[1], 3)
-    next(streaming_decode(model, PROMPT, cache, drafter=drafter))
-    buffers = drafter._cache._buffers.values()
-    assert len(buffers) == LAYERS - model.insertion_layer
-    room = 3 + 2 * 4  # the streams, and the entries of two paths
-    assert all(buffer.shape[2] <= cache.capacity + room for buffer in buffers)
 
 
 # --- penalties, filters, noise by place, typical acceptance ---

@@ -768,7 +768,7 @@ def p_value(texts, probs):
 
 def sampled_text(name, settings, count, seed=5):
     """`count` tokens, and the target calls that they took."""
-    model = make_model("llama", "streams", base=markov_base(**SMALL), num_msa_layers=1)
+    model = make_model("llama", "streams", base=markov_base(**SMALL), adapter={"num_msa_layers": 1})
     more = drafter_settings()[name]
     if "draft_model" in more:
         more["draft_model"] = DraftModel(markov_base(7, **SMALL))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from dataclasses import replace
 
 import ssmlx  # first: it prefers OpenBLAS
 
@@ -13,13 +12,12 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from real import ROOT, write_base, write_tiny_adapter
-from tiny import LAYERS, make_base, make_lora, make_model, make_streams, make_tokenizer
+from tiny import LAYERS, make_adapter, make_base, make_lora, make_model, make_tokenizer
 from tiny_heads import HEAD_KINDS, make_heads
 
 from ssmlx.api import stream_generate
 from ssmlx.commands.chat import Chat, Screen, command
 from ssmlx.drafters.draft_model import DraftModel
-from ssmlx.loading.adapter import Adapter, BaseIdentity
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.memory import MIB, Memory, memory_of
 from ssmlx.model.backbone import Backbone
@@ -27,7 +25,7 @@ from ssmlx.model.cache import TreeCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.session import ChatSession
-from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, TreeConfig
 
 PROMPT, VOCAB, DRAFT_VOCAB, WIDTH = [3, 1, 4, 1, 5], 512, 40, 128
 # Large enough that MLX's rounding of small arrays does not count.
@@ -50,20 +48,6 @@ def settled() -> int:
     return mx.get_active_memory()
 
 
-def make_adapter(backbone, scope: str) -> Adapter:
-    config = StreamConfig(
-        num_streams=3,
-        num_msa_layers=2,
-        num_layers=LAYERS,
-        hidden_size=WIDTH,
-        adapter_scope=scope,
-        draft_vocab_size=DRAFT_VOCAB,
-    )
-    streams = replace(make_streams(config, 2), draft_vocab=mx.arange(DRAFT_VOCAB))
-    lora = make_lora(backbone.model, config.insertion_layer, 1)
-    return Adapter(config, streams, BaseIdentity.of(backbone), lora)
-
-
 def loaded(scope: str, *, packed: bool, merge: bool = True, tied: bool = False):
     """A model with streams that draft from a vocabulary of their own, and all of it in memory."""
     base = make_base(tie_word_embeddings=tied, **SIZES)
@@ -71,7 +55,8 @@ def loaded(scope: str, *, packed: bool, merge: bool = True, tied: bool = False):
         nn.quantize(base, group_size=32, bits=4)
     backbone = Backbone(base)
     mx.eval(base.parameters())
-    return fuse_streams(backbone, make_adapter(backbone, scope), merge_lora=merge)
+    adapter = make_adapter(backbone, scope, prune_rank=0, draft_vocab=range(DRAFT_VOCAB))
+    return fuse_streams(backbone, adapter, merge_lora=merge)
 
 
 def _empty() -> TreeCache:

@@ -57,7 +57,10 @@ def test_without_a_profile_nothing_is_tuned(model, capsys):
     assert (config.num_streams, config.stream_schedule) == (None, "second-pass")
     drafts = make_plan(model, drafter="lookahead", lookahead=ssmlx.LookaheadConfig(window=3))
     assert drafts.decision == "lookahead drafts: at most 32 nodes a call, 5 tokens ahead"
-    assert make_plan(make_model(num_streams=0)).decision == "plain decoding: nothing drafts"
+    assert (
+        make_plan(make_model(adapter={"num_streams": 0})).decision
+        == "plain decoding: nothing drafts"
+    )
 
 
 def test_what_is_not_asked_for_is_as_the_profile_says(model):

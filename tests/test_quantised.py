@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import ssmlx  # first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
@@ -11,7 +9,7 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_adapters, load_model, quantize_model, save_config, save_model
@@ -20,17 +18,17 @@ from real import write_base as write_folder
 from tiny import (
     LAYERS,
     VOCAB,
-    assert_close,
+    make_adapter,
     make_base,
     make_lora,
-    make_streams,
+    make_model,
     make_tokenizer,
     slow,
 )
 from tiny_heads import make_heads
 
 from ssmlx.drafters.draft_model import DraftModel
-from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter, write_adapter
+from ssmlx.loading.adapter import load_adapter, write_adapter
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import is_quantised, load_base, load_tokenizer, resolve_draft_bits
 from ssmlx.loading.names import resolve_adapter, resolve_model
@@ -38,7 +36,7 @@ from ssmlx.model.backbone import Backbone, head_bytes, pack_rows
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import encode_prompt, read_prompts
-from ssmlx.settings import PruneConfig, StreamConfig, TreeConfig
+from ssmlx.settings import PruneConfig, TreeConfig
 
 PROMPT, COUNT, WIDTH = [3, 1, 4, 1, 5], 24, 64
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 128, "head_dim": 16}
@@ -50,36 +48,18 @@ FULL, BEST = TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=12)
 NEAR_TIE = {mx.float32: 64 * 2**-24, mx.float16: 8 * 2**-11, mx.bfloat16: 8 * 2**-8}
 
 
-def pack(model: nn.Module, bits: int, group_size: int) -> nn.Module:
-    """Quantise as mlx-lm does: every linear layer and embedding."""
+def packed_base(bits: int, group_size: int, dtype=mx.float32, **changes) -> nn.Module:
+    """Quantised as mlx-lm does: every linear layer and embedding."""
+    model = make_base(**{**SIZES, **changes})
+    model.set_dtype(dtype)
     nn.quantize(model, group_size=group_size, bits=bits)
     mx.eval(model.parameters())
     return model
 
 
-def packed_base(bits: int, group_size: int, dtype=mx.float32, **changes) -> nn.Module:
-    model = make_base(**{**SIZES, **changes})
-    model.set_dtype(dtype)
-    return pack(model, bits, group_size)
-
-
-def stream_config(scope: str, **changes) -> StreamConfig:
-    return StreamConfig(
-        num_streams=3, num_msa_layers=2, num_layers=LAYERS, hidden_size=WIDTH,
-        stream_init="residual", stream_init_rank=3, prune_rank=3, adapter_scope=scope, **changes,
-    )  # fmt: skip
-
-
-def with_streams(base: nn.Module, scope: str, vocab: list[int] | None = None) -> StreamFusedModel:
+def with_streams(base: nn.Module, scope: str) -> StreamFusedModel:
     """Streams, a pruning adapter and LoRA, all of them unquantised, on `base`."""
-    backbone = Backbone(base)
-    config = stream_config(scope, draft_vocab_size=len(vocab or ()))
-    streams = make_streams(config, 2)
-    if vocab:
-        streams = replace(streams, draft_vocab=mx.array(vocab, mx.int32))
-    lora = make_lora(base, config.insertion_layer, 1, scale=1.0)
-    adapter = Adapter(config, streams, BaseIdentity.of(backbone), lora)
-    return fuse_streams(backbone, adapter, merge_lora=True)
+    return make_model(scope=scope, base=base, adapter={"lora_scale": 1.0})
 
 
 def mlx_lm_target(base: nn.Module, scope: str) -> nn.Module:
@@ -177,28 +157,7 @@ def test_every_other_drafter_writes_the_same(name, tied):
     assert_same_but_for_a_near_tie(found, expected, target, PROMPT)
 
 
-def test_the_check_refuses_what_is_no_near_tie():
-    target = packed_base(4, 32)
-    expected = mlx_lm_tokens(target, PROMPT, 6)
-    wrong = [*expected[:3], (expected[3] + 1) % VOCAB, *expected[4:]]
-    with pytest.raises(AssertionError):
-        assert_same_but_for_a_near_tie(wrong, expected, target, PROMPT)
-
-
 # --- Weights ---
-
-
-def test_lora_is_not_merged_into_packed_weights():
-    """Not even where merging is asked for: it would be rounded away, or the base unpacked."""
-    base = packed_base(4, 32)
-    before = dict(tree_flatten(base.parameters()))
-    model = with_streams(base, "all")
-    after = dict(tree_flatten(base.parameters()))
-    lora = [path for path in after if path.endswith(("lora_a", "lora_b"))]
-    rest = {path.replace(".linear.", "."): array for path, array in after.items()}
-    assert len(lora) == 2 * 7 * 2  # seven linear layers in each of the top two
-    assert all(rest[path] is array for path, array in before.items())
-    assert model.backbone.kept.keys() == {path.rpartition(".")[0] for path in lora}
 
 
 def test_layers_that_are_not_packed_are_merged_beside_those_that_are():
@@ -212,24 +171,6 @@ def test_layers_that_are_not_packed_are_merged_beside_those_that_are():
     top = model.backbone.layers[-1]
     assert isinstance(top.mlp.up_proj, RowLora) and type(top.self_attn.q_proj) is nn.Linear
     assert mx.abs(top.self_attn.q_proj.weight - before).max() > 0.01 * mx.abs(before).max()
-    assert written(model, tree=BEST) == written(model, decoding="plain")
-
-
-@pytest.mark.parametrize("bits, group_size", FORMATS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_draft_head_keeps_packed_rows(bits, group_size, tied):
-    vocab = [0, 2, 3, 5, 7, 11]
-    base = packed_base(bits, group_size, tie_word_embeddings=tied)
-    model = with_streams(base, "streams", vocab)
-    hidden = mx.random.normal((1, 4, WIDTH), key=mx.random.key(1))
-    rows = mx.array(vocab)
-    whole = model.backbone.logits(hidden)[:, rows]
-    assert_close(model.draft_logits(hidden), whole)
-    head = getattr(model.draft_head, "__self__", model.draft_head)
-    own = base.model.embed_tokens if tied else base.lm_head
-    for name in ("weight", "scales", "biases"):
-        assert mx.array_equal(head[name], own[name][rows]), name
-    assert head.bits == bits and head.group_size == group_size
     assert written(model, tree=BEST) == written(model, decoding="plain")
 
 
@@ -287,7 +228,8 @@ def folders(tmp_path_factory):
     base = write_folder(root / "float", width=64)
     for scope in ("all", "streams"):
         (root / scope).mkdir()
-        write_adapter(root / scope, adapter_of(base, scope))
+        backbone, _ = load_base(base, "float32")
+        write_adapter(root / scope, make_adapter(backbone, scope, lora_scale=1.0))
     for name, options in {
         "4": {"bits": 4, "group_size": 32},
         "8": {"bits": 8, "group_size": 64},
@@ -295,13 +237,6 @@ def folders(tmp_path_factory):
     }.items():
         write_packed(base, root / name, **options)
     return root
-
-
-def adapter_of(base, scope: str) -> Adapter:
-    backbone, _ = load_base(base, "float32")
-    config = replace(stream_config(scope), num_layers=4)
-    lora = make_lora(backbone.model, config.insertion_layer, 1, scale=1.0)
-    return Adapter(config, make_streams(config, 2), BaseIdentity.of(backbone), lora)
 
 
 def write_packed(base, folder, **options) -> None:

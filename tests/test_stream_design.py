@@ -267,15 +267,6 @@ def test_gradients_pass_through_the_rotation():
     assert torch.allclose((sides[0] - sides[1]) / (2 * step), length, rtol=1e-2)
 
 
-@pytest.mark.parametrize("num_streams", [1, 2])
-def test_fewer_rotated_streams_than_trained(num_streams, tmp_path):
-    _, model = make_pair(tmp_path, design="rotation", scope="streams")
-    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 20)
-    config = GenerateConfig(tree=TreeConfig(kind="best", size=9), num_streams=num_streams)
-    tokens, lengths = first_tokens(token_steps(model, PROMPT, model.make_cache(), config), 20)
-    assert tokens == expected and max(lengths) <= num_streams + 1
-
-
 @pytest.mark.parametrize("config", [{}, ROTATION])
 def test_a_narrow_base_under_wider_adapters(config):
     """Trained in mixed precision, the base is bfloat16 and what is trained float32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import product
 from math import prod
@@ -90,18 +91,40 @@ def make_lora(model: nn.Module, first_layer: int, seed: int, scale: float = 2.0)
     return lora
 
 
-def make_streams(config: StreamConfig, seed: int) -> StreamWeights:
-    """Random stream weights."""
-    rng, size = np.random.default_rng(seed), config.hidden_size
+def make_adapter(
+    backbone: Backbone,
+    scope: str = "all",
+    *,
+    seed: int = 1,
+    lora_from: int | None = None,
+    lora_scale: float = 2.0,
+    draft_vocab: Sequence[int] = (),
+    **changes,
+) -> Adapter:
+    """Random streams, pruning adapter and LoRA, the latter from layer `lora_from` on."""
+    sizes = {"num_layers": len(backbone.layers), "hidden_size": backbone.hidden_size}
+    sizes |= {"num_streams": 3, "num_msa_layers": 2, "prune_rank": 3, "adapter_scope": scope}
+    config = StreamConfig(**{**sizes, "draft_vocab_size": len(draft_vocab), **changes})
+    first_layer = config.insertion_layer if lora_from is None else lora_from
+    lora = make_lora(backbone.model, first_layer, seed, lora_scale)
+    rng, size = np.random.default_rng(seed + 1), config.hidden_size
+
+    def normal(*shape: int) -> mx.array:
+        return mx.array(rng.normal(0, 0.3, shape), mx.float32)
 
     def low_rank(rank: int) -> LowRank | None:
-        if not rank:
-            return None
-        a, b = rng.normal(0, 0.3, (rank, size)), rng.normal(0, 0.3, (size, rank))
-        return LowRank(mx.array(a, mx.float32), mx.array(b, mx.float32))
+        return LowRank(normal(rank, size), normal(size, rank)) if rank else None
 
-    embeddings = mx.array(rng.normal(0, 0.3, (config.num_streams, size)), mx.float32)
-    return StreamWeights(embeddings, low_rank(config.stream_init_rank), low_rank(config.prune_rank))
+    streams = StreamWeights(
+        normal(config.num_streams, size) if config.stream_design == "embeddings" else None,
+        low_rank(config.stream_init_rank),
+        low_rank(config.prune_rank),
+        mx.array([*draft_vocab], mx.int32) if draft_vocab else None,
+    )
+    return Adapter(config, streams, BaseIdentity.of(backbone), lora)
+
+
+RESIDUAL = {"stream_init": "residual", "stream_init_rank": 3}
 
 
 def make_model(
@@ -109,30 +132,19 @@ def make_model(
     scope: str = "all",
     *,
     base: nn.Module | None = None,
-    num_streams: int = 3,
-    num_msa_layers: int = 2,
+    adapter: dict | None = None,
     merge_lora: bool = True,
     seed: int = 0,
-    end_token_ids: tuple[int, ...] = (),
     **changes,
 ) -> StreamFusedModel:
-    """A tiny model whose base, streams, pruning adapter and LoRA are random."""
-    model = make_base(architecture, seed=seed, **changes) if base is None else base
-    config = StreamConfig(
-        num_streams=num_streams,
-        num_msa_layers=num_msa_layers,
-        num_layers=len(model.layers),
-        hidden_size=WIDTH,
-        stream_init="residual",
-        stream_init_rank=3,
-        prune_rank=3,
-        adapter_scope=scope,
-        end_token_ids=end_token_ids,
-    )
-    backbone = Backbone(model)
-    lora = make_lora(model, config.insertion_layer, seed + 1)
-    adapter = Adapter(config, make_streams(config, seed + 2), BaseIdentity.of(backbone), lora)
-    return fuse_streams(backbone, adapter, merge_lora=merge_lora)
+    """A tiny model whose base, streams, pruning adapter and LoRA are random.
+
+    Args:
+        adapter: what `make_adapter` takes; `changes` are of the base.
+    """
+    backbone = Backbone(make_base(architecture, seed=seed, **changes) if base is None else base)
+    weights = make_adapter(backbone, scope, seed=seed + 1, **{**RESIDUAL, **(adapter or {})})
+    return fuse_streams(backbone, weights, merge_lora=merge_lora)
 
 
 def target_of(architecture: str, scope: str, seed: int = 0, **changes) -> nn.Module:
@@ -143,6 +155,17 @@ def target_of(architecture: str, scope: str, seed: int = 0, **changes) -> nn.Mod
         for path, lora in make_lora(model, LAYERS - 2, seed + 1).items():
             modules[path].weight = modules[path].weight + lora.scale * (lora.a @ lora.b).T
     return model
+
+
+def make_packed_base(**changes) -> nn.Module:
+    """A base of 4 bits, but for the one matrix of each layer whose width no group divides."""
+    model = make_base(**changes)
+    nn.quantize(model, group_size=32, bits=4, class_predicate=_is_packable)
+    return model
+
+
+def _is_packable(_path: str, module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
 def make_tokenizer(vocab: int = VOCAB, eos: int | None = None) -> TokenizerWrapper:
