@@ -17,11 +17,12 @@ from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import AdapterScope, GenerateConfig, PruneConfig, TreeConfig
+from ssmlx.tuning.report import Columns, table
 
 from .run import results
 from .run.experiment import Measured, same_answers, task_result
 from .run.options import add_sample_options, sample_experiment
-from .run.show import Columns, figure, number, table
+from .run.show import figure, number
 from .run.target import MLX_LM, PLAIN, STREAMS, System
 
 PROG = "perf.lossless"

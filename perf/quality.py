@@ -25,14 +25,13 @@ from ssmlx.loading.adapter import read_lora
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
 from ssmlx.settings import GenerateConfig, TreeConfig, read_json
-from ssmlx.tuning.report import publish
+from ssmlx.tuning.report import Columns, publish, table
 
 from .run.experiment import Experiment, failures, result_of, task_result, texts_of
 from .run.options import add_base, add_fresh, add_max_tokens, add_out, check_counts
 from .run.published import PAPER
 from .run.show import (
     TOKENS_PER_CALL,
-    Columns,
     Panel,
     Row,
     difference_lines,
@@ -43,7 +42,6 @@ from .run.show import (
     number,
     paper_span,
     same_text,
-    table,
 )
 from .run.target import MLX_LM, PLAIN, STREAMS, System, Weights, read_own_lora
 from .run.tasks import TASKS, add_data_options, data_file, differences, read_examples, scorer_of

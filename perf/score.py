@@ -17,10 +17,10 @@ from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts, user_text
 from ssmlx.tuning.machine import machine
-from ssmlx.tuning.report import write_result
+from ssmlx.tuning.report import table, write_result
 
 from .run.options import add_out, split_name
-from .run.show import Row, difference_lines, metrics, table
+from .run.show import Row, difference_lines, metrics
 from .run.tasks import (
     TASKS,
     Example,

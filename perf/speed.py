@@ -26,23 +26,12 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import Tree, root_tree
 from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning.machine import machine
-from ssmlx.tuning.report import publish
+from ssmlx.tuning.report import Columns, publish, table
 
 from .run import results
 from .run.experiment import task_result
 from .run.options import add_sample_options, check_counts, sample_experiment
-from .run.show import (
-    TOKENS_PER_CALL,
-    Columns,
-    Panel,
-    Row,
-    draw_tasks,
-    figure,
-    interval,
-    notes_of,
-    same_text,
-    table,
-)
+from .run.show import TOKENS_PER_CALL, Panel, Row, draw_tasks, figure, interval, notes_of, same_text
 from .run.statistics import median_ratio
 from .run.target import MLX_LM, PLAIN, STREAMS, System
 

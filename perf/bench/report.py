@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.memory import LABELS, MIB, Memory
-from ssmlx.tuning.report import new_figure
+from ssmlx.tuning.report import Columns, new_figure, table
 
-from ..run.show import COLOURS, Columns, Panel, Row, draw_panel, interval, same_text, table
+from ..run.show import COLOURS, Panel, Row, draw_panel, interval, same_text
 from ..run.statistics import FEW
 
 WEIGHTS = ("base", "lora", "streams", "draft_head")

@@ -12,15 +12,14 @@ from typing import Any
 from ssmlx.errors import require
 from ssmlx.loading.files import write_whole
 from ssmlx.memory import MIB
+from ssmlx.tuning.report import Columns, cells, table
 
 from ..run.published import METHODS, Latency, Span, Speed, latencies, span, speeds
 from ..run.show import (
     TOKENS_PER_CALL,
     Cell,
-    Columns,
     Panel,
     Row,
-    cells,
     draw_tasks,
     figure,
     interval,
@@ -29,7 +28,6 @@ from ..run.show import (
     number,
     paper_span,
     same_text,
-    table,
 )
 
 FIRST, LAST = "<!-- perf.compare -->", "<!-- /perf.compare -->"

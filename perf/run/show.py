@@ -8,14 +8,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ssmlx.tuning.report import aligned, new_figure
+from ssmlx.tuning.report import new_figure
 
 from .published import METHODS, Span, Speed, span, speeds
 from .statistics import FEW, estimate
 
 Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
-Columns = Mapping[str, Cell]
 COLOURS = {
     "mlx-lm": "#2b2d42",
     "plain": "#8d99ae",
@@ -28,16 +27,6 @@ COLOURS = {
 }
 PAPER_COLOUR, PAPER_TEXT = "#e09f3e", "#9a6410"
 _NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0}
-
-
-def table(columns: Columns, rows: Sequence[Row], more: Sequence[Sequence[str]] = ()) -> list[str]:
-    """A line a row, below the names of the columns; `more` are lines of cells below."""
-    return aligned([list(columns), *cells(columns, rows), *more])
-
-
-def cells(columns: Columns, rows: Sequence[Row]) -> list[list[str]]:
-    """The cells of every row."""
-    return [[cell(row) for cell in columns.values()] for row in rows]
 
 
 def figure(name: str, digits: int = 2, scale: float = 1.0) -> Cell:

@@ -16,7 +16,7 @@ from ..blas import HINT
 
 UNKNOWN = "unknown"
 CHECKOUT = Path(__file__).parents[2]
-POWER_SUPPLY = Path("/sys/class/power_supply")
+PROC, POWER_SUPPLY = Path("/proc"), Path("/sys/class/power_supply")
 PACKAGES = ("mlx", "mlx-lm", "transformers", "numpy", "ssmlx")
 
 
@@ -24,7 +24,7 @@ def machine() -> dict[str, str]:
     """Chip, memory, system, power, and the versions of everything that takes part."""
     chip, size, system = _mac() if platform.system() == "Darwin" else _linux()
     return {
-        "machine": f"{platform.system()} {platform.machine()}, {chip}",
+        "machine": f"{platform.system()} {platform.machine()}, {chip or UNKNOWN}",
         "memory": f"{size / 2**30:.3g} GiB" if size else UNKNOWN,
         "os": system,
         "power": power_source(),
@@ -34,18 +34,6 @@ def machine() -> dict[str, str]:
         **{name: _package_version(name) for name in PACKAGES},
         "commit": _commit(),
     }
-
-
-def power_source() -> str:
-    """ "AC power", "battery" or "unknown"."""
-    if platform.system() == "Darwin":
-        drawn = _found(r"drawing from '(AC|Battery) Power'", output_of("pmset", "-g", "batt"))
-        return {"AC": "AC power", "Battery": "battery"}.get(drawn, UNKNOWN)
-    supplies = list(POWER_SUPPLY.iterdir()) if POWER_SUPPLY.is_dir() else []
-    if any(_read(supply / "online") == "1" for supply in supplies):
-        return "AC power"
-    states = [(_read(supply / "type"), _read(supply / "status")) for supply in supplies]
-    return "battery" if ("Battery", "Discharging") in states else UNKNOWN
 
 
 def output_of(*command: str) -> str:
@@ -61,26 +49,39 @@ def output_of(*command: str) -> str:
 
 
 def _mac() -> tuple[str, int, str]:
-    """The chip, bytes of memory, and the system, such as "macOS 15.1 (24B83)"."""
-    versions = output_of("sw_vers")
-    name, build = (_found(rf"{one}Version:\s*(\S+)", versions) for one in ("Product", "Build"))
+    """Such as "Apple M2 Pro", 17179869184 and "macOS 15.1 (24B83)"."""
     size = output_of("sysctl", "-n", "hw.memsize")
-    return (
-        output_of("sysctl", "-n", "machdep.cpu.brand_string") or UNKNOWN,
-        int(size) if size.isdigit() else 0,
-        f"macOS {name} ({build})" if name else UNKNOWN,
-    )
+    lines = (line.partition(":") for line in output_of("sw_vers").splitlines())
+    found = {name.strip(): value.strip() for name, _, value in lines}
+    system = UNKNOWN
+    if "ProductVersion" in found:
+        build = f" ({found['BuildVersion']})" if "BuildVersion" in found else ""
+        system = f"{found.get('ProductName', 'macOS')} {found['ProductVersion']}{build}"
+    chip = output_of("sysctl", "-n", "machdep.cpu.brand_string")
+    return chip, int(size) if size.isdigit() else 0, system
 
 
 def _linux() -> tuple[str, int, str]:
-    """As `_mac`; the system such as "Debian GNU/Linux 12 (bookworm)"."""
-    chips = set(re.findall(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE))
-    system = _found(r'^PRETTY_NAME="?([^"\n]+)', _read(Path("/etc/os-release")))
-    return (
-        ", ".join(sorted(chips)) or platform.processor() or UNKNOWN,
-        1024 * int(_found(r"^MemTotal:\s+(\d+) kB", _read(Path("/proc/meminfo"))) or 0),
-        system or platform.system(),
-    )
+    """The same from /proc, such as "Debian GNU/Linux 12 (bookworm)"."""
+    names = set(re.findall(r"^model name\s*:\s*(.+)$", _read(PROC / "cpuinfo"), re.MULTILINE))
+    size = re.search(r"^MemTotal:\s+(\d+) kB", _read(PROC / "meminfo"), re.MULTILINE)
+    release = _read(Path("/etc/os-release"))
+    name = re.search(r'^PRETTY_NAME="?([^"\n]+)', release, re.MULTILINE)
+    chip = ", ".join(sorted(names)) or platform.processor()
+    return chip, 1024 * int(size[1]) if size else 0, name[1] if name else platform.system()
+
+
+def power_source() -> str:
+    """ "AC power", "battery" or "unknown"."""
+    if platform.system() == "Darwin":
+        said = output_of("pmset", "-g", "batt")
+        on_mains, drained = "'AC Power'" in said, "'Battery Power'" in said
+    else:
+        supplies = list(POWER_SUPPLY.iterdir()) if POWER_SUPPLY.is_dir() else []
+        on_mains = any(_read(one / "online").strip() == "1" for one in supplies)
+        states = [(_read(one / "type").strip(), _read(one / "status").strip()) for one in supplies]
+        drained = ("Battery", "Discharging") in states
+    return "AC power" if on_mains else "battery" if drained else UNKNOWN
 
 
 def _commit() -> str:
@@ -100,15 +101,9 @@ def _package_version(name: str) -> str:
         return __version__ if name == "ssmlx" else UNKNOWN
 
 
-def _found(pattern: str, text: str) -> str:
-    """What the pattern's group is in `text`; nothing where it is not there."""
-    found = re.search(pattern, text, re.MULTILINE)
-    return found[1] if found else ""
-
-
 def _read(path: Path) -> str:
     """A small text file; nothing where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

@@ -27,9 +27,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def table(columns: Columns, rows: Iterable[Any]) -> list[str]:
-    """A line a row, below the heads of the columns."""
-    return aligned([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])
+def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
+    """The cells of every row."""
+    return [[cell(row) for cell in columns.values()] for row in rows]
+
+
+def table(columns: Columns, rows: Iterable[Any], more: Sequence[Sequence[str]] = ()) -> list[str]:
+    """A line a row, below the heads of the columns; `more` are lines of cells below."""
+    return aligned([list(columns), *cells(columns, rows), *more])
 
 
 def write_result(result: Mapping[str, Any], target: Path, text: str) -> None:
