@@ -13,8 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import groupby, product
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -36,7 +35,7 @@ from ssmlx.model.metal.plan import (
     this_chip,
 )
 from ssmlx.tuning.machine import machine
-from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
+from ssmlx.tuning.report import Columns, table, write_result
 
 from .run.options import add_out
 
@@ -100,14 +99,9 @@ def compare(
     chip: Chip,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """One line of the table: milliseconds a layer, and what the rule says.
+    """One line of the table: milliseconds a layer through `layers` of them, and the rule's choice.
 
-    Args:
-        shape: the sizes of one layer's attention.
-        layers: to go through in one run.
-        repeats: timed runs of each side, in turns; medians count.
-        chip: decides plans and paths.
-        clock: seconds.
+    Medians of `repeats` runs of each side, in turns.
     """
     queries, sides, visible = make_inputs(shape, layers)
     ways = attentions(shape, visible, chip)
@@ -172,34 +166,8 @@ def report(result: Mapping[str, Any]) -> str:
     )
 
 
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Speed-up against the keys, a line for each number of rows."""
-    figure = new_figure(8, 5)
-    axes = figure.subplots()
-    lines = sorted(result["lines"], key=lambda line: (line["rows"], line["keys"]))
-    for rows, group in groupby(lines, key=lambda line: line["rows"]):
-        own = list(group)
-        keys, gains = [line["keys"] for line in own], [speed_up(line) for line in own]
-        (drawn,) = axes.plot(keys, gains, label=f"{rows} rows", lw=1.5)
-        for line in own:
-            face = drawn.get_color() if line["chosen"] == "fused" else "white"
-            axes.plot(line["keys"], speed_up(line), "o", color=drawn.get_color(), mfc=face)
-    axes.axhline(1, color="#444444", lw=1, ls="--")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set(xlabel="keys (rows and context)", ylabel="times as fast as MLX's attention")
-    title = f"fused attention on {result['machine']['machine']}; filled where it is chosen"
-    axes.set_title(title, fontsize=9)
-    axes.legend(fontsize=8)
-    finish(figure, "", path)
-
-
 def shapes_of(args: argparse.Namespace) -> list[AttentionShape]:
-    """Every number of rows with every context.
-
-    Raises:
-        InputError: the sizes are not an attention's, or the kernel does not take them.
-    """
+    """Every number of rows with every context."""
     sizes = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_size")}
     try:
         shapes = [
@@ -233,7 +201,7 @@ def _main(args: argparse.Namespace) -> None:
     ]
     settings = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_size", "dtype")}
     result = {"machine": machine(), "settings": settings, "layers": args.layers, "lines": lines}
-    publish(result, args.out / "attention", report(result), draw)
+    write_result(result, args.out / "attention", report(result))
 
 
 def main(argv: list[str] | None = None) -> int:
