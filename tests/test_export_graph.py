@@ -16,7 +16,6 @@ from tiny_export import (
     CHUNK,
     CONTEXT,
     TorchBackend,
-    make_manifest,
     mlx_steps,
     torch_steps,
     write_pair,
@@ -24,10 +23,9 @@ from tiny_export import (
 
 from convert.base import load_base
 from convert.export.ane import rms_norm
-from convert.export.export import build_graphs
+from convert.export.export import build_graphs, build_reference, make_manifest
 from convert.export.parts import Head
 from convert.export.settings import ExportConfig
-from convert.export.source import build_reference
 from ssmlx.errors import InputError
 from ssmlx.exported.decode import SlotCache, prefill, step_inputs
 from ssmlx.loading import load as loading

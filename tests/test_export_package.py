@@ -22,8 +22,8 @@ from real import ROOT, one_line, run_module, snapshot, words
 from tiny_export import WORDS, Folders, write_pair
 
 from convert.export import compression
-from convert.export.coreml import convert_graph, import_coremltools, merge_functions
 from convert.export.export import Report, build_graphs, export
+from convert.export.packages import convert_graph, import_coremltools, merge_functions
 from convert.export.settings import ExportConfig
 from perf.export import __main__ as perf_export
 from ssmlx import exported
@@ -184,7 +184,7 @@ def test_both_functions_are_there_and_share_their_weights(make_export):
     prefill, decode = (weights_of(spec, name) for name in ("prefill", "decode"))
     assert len(prefill) > 8 and prefill <= decode
     weights = (package / "Data/com.apple.CoreML/weights/weight.bin").stat().st_size
-    assert weights < 1.3 * 2 * made.report.weight_error["weights"]
+    assert weights < 1.3 * 2 * made.report.weight_error.weights
     texts = spec.description.metadata.userDefined
     assert texts["ssmlx.profile"] == "gpu"
     assert texts["ssmlx.adapter"] == "adapter"
@@ -261,7 +261,7 @@ def test_the_check_compares_with_plain_decoding(make_export, tmp_path, monkeypat
 def test_the_check_knows_the_tree_of_a_package():
     for tree in (TREE, TreeConfig(kind="full", width=2), TreeConfig(size=9, width=3)):
         topology = draft_topology(tree, 3)
-        tables = TreeTables(topology, tree.num_nodes(3))
+        tables = TreeTables.of(topology, tree.num_nodes(3))
         manifest = SimpleNamespace(
             tree=tables, num_streams=3, num_nodes=tables.size, num_kept=tables.size - 1
         )
@@ -314,7 +314,7 @@ def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kind
     settings = config(profile=profile)
     graph = build_graphs(folders.base, folders.load_adapter(), settings)[1]
     whole = convert_graph(graph, settings)
-    expected = compression.expected_matrices(whole, compression.true_weights(graph))
+    expected = compression.expected_matrices(whole, graph)
     names = compression.weight_names(whole)
     assert len(names) > 14 and not any("lora" in name for name in names)
 

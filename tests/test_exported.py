@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -36,14 +35,8 @@ def make_manifest(**changes) -> Manifest:
         "num_nodes": NODES,
         "num_kept": NODES,
         "num_streams": STREAMS,
-        "tree": TreeTables(draft_topology(TreeConfig(size=NODES), STREAMS), NODES),
+        "tree": TreeTables.of(draft_topology(TreeConfig(size=NODES), STREAMS), NODES),
         "prompt_template": None,
-        "end_token_ids": (),
-        "digest": "",
-        "compression": "none",
-        "model": "none",
-        "adapter": "none",
-        "versions": {},
     }
     return Manifest(**{**values, **changes})
 
@@ -108,8 +101,6 @@ def test_rejected_slots_are_free_again_and_committed_ones_are_not():
     assert cache.offset == 2 and cache.free(4).tolist() == [1, 3, 4, 5]
     with pytest.raises(InputError, match=r"2 tokens are in a context of 6.*room for 5"):
         cache.free(5)
-    cache.trim(1)
-    assert cache.offset == 1 and cache.free(5).tolist() == [0, 1, 3, 4, 5]
 
 
 def test_a_row_sees_what_is_committed_and_its_ancestors():
@@ -276,14 +267,10 @@ def write_export(folder, **changes):
 def test_a_manifest_is_read_as_it_was_written(tmp_path):
     folder = write_export(tmp_path / "out", end_token_ids=(2, 5), prompt_template="a {prompt}")
     read = Manifest.read(folder)
-    assert read.to_json().keys() == make_manifest().to_json().keys()
-    expected = make_manifest(digest=read.digest, end_token_ids=(2, 5), prompt_template="a {prompt}")
-    same = replace(read, tree=expected.tree)
-    assert same == expected
-    for name in ("slots", "depths", "paths"):
-        assert np.array_equal(
-            getattr(read.tree.topology, name), getattr(expected.tree.topology, name)
-        )
+    changes = {"end_token_ids": (2, 5), "prompt_template": "a {prompt}"}
+    assert read == make_manifest(digest=read.digest, **changes)
+    for one in read.tree.topology.slots, read.tree.topology.depths, read.tree.topology.paths:
+        assert one.dtype == mx.int32
     assert read.package(folder) == folder / "model.mlpackage"
 
 

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from convert import train as torch_command
 from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
-from convert.export.source import build_reference
+from convert.export.export import build_reference
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import (
     load_fine_tuned,

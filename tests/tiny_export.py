@@ -10,14 +10,13 @@ from oracle import make_base
 from oracle import make_model as make_reference
 from real import write_tokenizer
 
-from convert.export.export import build_graphs
+from convert.export.export import build_graphs, make_manifest
 from convert.export.graph import DECODE, Graph
 from convert.export.settings import ExportConfig
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import save_reference
 from ssmlx.api import token_steps
 from ssmlx.exported.decode import SlotCache, streaming_decode
-from ssmlx.exported.manifest import Manifest, TreeTables
 from ssmlx.loading.adapter import Adapter, load_adapter, write_adapter
 from ssmlx.loading.load import load, load_base
 from ssmlx.settings import GenerateConfig
@@ -76,34 +75,6 @@ class TorchBackend:
         graph = self._graphs[function]
         found = graph(*(torch.from_numpy(inputs[t.name]) for t in graph.inputs), *state)
         return {t.name: x.numpy() for t, x in zip(graph.outputs, found, strict=True)}
-
-
-def make_manifest(graph: Graph, adapter: Adapter, config: ExportConfig, **changes) -> Manifest:
-    """The manifest that an export of `graph` would have."""
-    sizes = graph.profile.sizes
-    topology = config.topology(adapter.config, adapter.base.vocab_size)
-    values = {
-        "target": "coreml",
-        "profile": config.profile,
-        "dtype": "float32",
-        "cache": "arrays",
-        "cache_names": tuple(graph.caches),
-        "cache_shape": tuple(graph.cache_shape),
-        "num_slots": sizes.num_slots,
-        "chunk": sizes.chunk,
-        "num_nodes": sizes.num_nodes,
-        "num_kept": sizes.num_kept,
-        "num_streams": sizes.num_streams,
-        "tree": TreeTables(topology, sizes.num_nodes),
-        "prompt_template": None,
-        "end_token_ids": (),
-        "digest": "",
-        "compression": "none",
-        "model": "tiny",
-        "adapter": "tiny",
-        "versions": {},
-    }
-    return Manifest(**{**values, **changes})
 
 
 def torch_steps(folders: Folders, config: ExportConfig, prompt: list[int]):

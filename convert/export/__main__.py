@@ -6,16 +6,13 @@ import argparse
 import sys
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.settings import DEFAULT_MODEL, PruneConfig, TreeConfig
 
 from .. import check_installed
 from .settings import ExportConfig
-
-if TYPE_CHECKING:
-    from .export import Report
 
 PROG = "ssmlx.export"
 _NEEDED = {
@@ -84,11 +81,7 @@ def _add_tree_options(group: argparse._ArgumentGroup) -> None:
 
 
 def export_config(args: argparse.Namespace) -> ExportConfig:
-    """The settings that the options ask for.
-
-    Raises:
-        InputError: one is out of range.
-    """
+    """The settings that the options ask for."""
     pruned = args.prune_to is not None
     return ExportConfig(
         tree=TreeConfig(kind=args.tree, width=args.tree_width, size=args.tree_size),
@@ -97,25 +90,13 @@ def export_config(args: argparse.Namespace) -> ExportConfig:
     )
 
 
-def summary(out: Path, report: Report) -> str:
-    """Size, weight error, time and memory, a line each."""
-    lines = [f"{out}: {report.package_bytes / 1e6:.1f} MB"]
-    if report.weight_error is not None:
-        from .compression import WeightError
-
-        lines.append(f"weights against float32: {WeightError(**report.weight_error)}")
-    stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in report.seconds.items())
-    lines.append(f"{sum(report.seconds.values()):.0f} s ({stages})")
-    lines.append(f"peak memory {report.peak_bytes / 1e9:.2f} GB")
-    return "\n".join(lines)
-
-
 def _main(args: argparse.Namespace) -> None:
     config = export_config(args)
     check_installed(_NEEDED[args.target], args.target, f'pip install "ssmlx[{args.target}]"')
     from .export import export
 
-    print(summary(args.out, export(args.model, args.adapter, args.out, config)), file=sys.stderr)
+    report = export(args.model, args.adapter, args.out, config)
+    print(f"{args.out}: {report}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

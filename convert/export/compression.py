@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .coreml import import_coremltools, quiet
 from .graph import DECODE, Graph
+from .packages import import_coremltools, quiet
 from .settings import Compression
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ MIN_WEIGHTS = 2048
 BLOCK = 32
 LOOK_UP_BITS = 4
 LOOK_UP_ROWS = 32
-_OWN = ("lora_A", "lora_B")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,38 +65,39 @@ def compress(model: coremltools.models.MLModel, kind: Compression) -> coremltool
     with quiet():
         import coremltools.optimize.coreml as optimize
 
-        names = dict.fromkeys(weight_names(model))
         if kind == "palettised":
-            look_up = optimize.OpPalettizerConfig(
-                mode="kmeans",
-                nbits=LOOK_UP_BITS,
-                granularity="per_grouped_channel",
-                group_size=LOOK_UP_ROWS,
-                weight_threshold=MIN_WEIGHTS,
+            how, change = (
+                optimize.palettize_weights,
+                optimize.OpPalettizerConfig(
+                    mode="kmeans",
+                    nbits=LOOK_UP_BITS,
+                    granularity="per_grouped_channel",
+                    group_size=LOOK_UP_ROWS,
+                    weight_threshold=MIN_WEIGHTS,
+                ),
             )
-            config = optimize.OptimizationConfig(op_name_configs=dict.fromkeys(names, look_up))
-            return optimize.palettize_weights(model, config)
-        granularity = "per_channel" if kind == "int8" else "per_block"
-        linear = optimize.OpLinearQuantizerConfig(
-            mode="linear_symmetric",
-            dtype=kind,
-            granularity=granularity,
-            block_size=BLOCK,
-            weight_threshold=MIN_WEIGHTS,
-        )
-        config = optimize.OptimizationConfig(op_name_configs=dict.fromkeys(names, linear))
-        return optimize.linear_quantize_weights(model, config)
+        else:
+            how, change = (
+                optimize.linear_quantize_weights,
+                optimize.OpLinearQuantizerConfig(
+                    mode="linear_symmetric",
+                    dtype=kind,
+                    granularity="per_channel" if kind == "int8" else "per_block",
+                    block_size=BLOCK,
+                    weight_threshold=MIN_WEIGHTS,
+                ),
+            )
+        each = dict.fromkeys(weight_names(model), change)
+        return how(model, optimize.OptimizationConfig(op_name_configs=each))
 
 
 def weight_names(model: coremltools.models.MLModel) -> list[str]:
     """Names of the constants to compress, once each."""
-    names: dict[str, None] = {}
-    for operation in _operations(model._mil_program):
-        weight = operation.weight
-        own = any(name in weight.name for name in _OWN)
-        if weight.val is not None and weight.val.size >= MIN_WEIGHTS and not own:
-            names[weight.op.name] = None
-    return list(names)
+    weights = [operation.weight for operation in _operations(model._mil_program)]
+    large = [one for one in weights if one.val is not None and one.val.size >= MIN_WEIGHTS]
+    own = ("lora_A", "lora_B")
+    names = (one.op.name for one in large if not any(name in one.name for name in own))
+    return list(dict.fromkeys(names))
 
 
 def _operations(program: Any, function: str = "main") -> Iterator[Any]:
@@ -106,14 +106,16 @@ def _operations(program: Any, function: str = "main") -> Iterator[Any]:
             yield operation
 
 
-def expected_matrices(
-    model: coremltools.models.MLModel, truth: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def expected_matrices(model: coremltools.models.MLModel, graph: Graph) -> dict[str, np.ndarray]:
     """What each matrix product should multiply by, by the name of its output.
 
-    In float32 where it is one of `true_weights`; what the converter made by itself, such as
-    LoRA with its scale multiplied in, as it is in the uncompressed model.
+    In float32 where it is one of the graph's own matrices; what the converter made by itself, such
+    as LoRA with its scale multiplied in, as it is in the uncompressed model.
     """
+    own = [x.numpy() for x in graph.parameters() if x.dim() == 2]
+    for head in (graph.profile.head, graph.profile.draft_head):
+        own += [piece.numpy() for piece in head.weight.detach().split(head.piece)]
+    truth = {_digest(matrix): matrix for matrix in own}
     found = {}
     for operation in _operations(model._mil_program):
         weight = operation.weight.val
@@ -127,19 +129,6 @@ def _digest(weights: np.ndarray) -> str:
     return hashlib.sha256(weights.astype(np.float16).tobytes()).hexdigest()
 
 
-def true_weights(graph: Graph) -> dict[str, np.ndarray]:
-    """The float32 matrices of a graph, by digest; those of a head in pieces, piece by piece."""
-    found = {}
-    for tensor in graph.parameters():
-        if tensor.dim() == 2:
-            found[_digest(tensor.numpy())] = tensor.numpy()
-    for head in (graph.profile.head, graph.profile.draft_head):
-        for first in range(0, head.weight.shape[0], head.piece):
-            piece = head.weight[first : first + head.piece].detach().numpy()
-            found[_digest(piece)] = piece
-    return found
-
-
 def load_program(package: Path) -> Any:
     """The program of a saved package, with its weights, as coremltools reads it."""
     ct = import_coremltools()
@@ -151,27 +140,17 @@ def load_program(package: Path) -> Any:
         return load(spec, spec.specificationVersion, str(weights))
 
 
-def stored_matrices(program: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """The matrices of "decode", decompressed one by one, by the name of the product's output."""
-    for operation in _operations(program, DECODE):
-        weight = operation.weight
-        if weight.val is not None:
-            yield operation.outputs[0].name, weight.val
-        elif weight.op.op_type.startswith("constexpr"):
-            yield operation.outputs[0].name, weight.op.materialized_val_inference()
-
-
 def weight_error(package: Path, expected: Mapping[str, np.ndarray]) -> WeightError:
-    """Compare a saved package with the model's own weights.
-
-    Args:
-        package: the saved package.
-        expected: `expected_matrices` of its function "decode".
-    """
+    """Compare a saved package with `expected_matrices` of its function "decode"."""
     squares = total = worst = largest = 0.0
     matrices = count = 0
-    for name, stored in stored_matrices(load_program(package)):
-        true = expected[name].astype(np.float64).ravel()
+    for operation in _operations(load_program(package), DECODE):
+        stored = operation.weight.val
+        if stored is None:
+            if not operation.weight.op.op_type.startswith("constexpr"):
+                continue  # what one operation makes and another multiplies by
+            stored = operation.weight.op.materialized_val_inference()
+        true = expected[operation.outputs[0].name].astype(np.float64).ravel()
         gap = stored.astype(np.float64).ravel() - true
         own, size = float(gap @ gap), float(true @ true)
         worst = max(worst, math.sqrt(own / size) if size else 0.0)

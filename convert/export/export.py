@@ -13,35 +13,48 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-import resource
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from ssmlx import __version__
-from ssmlx.errors import InputError
+from ssmlx.errors import require
+from ssmlx.exported.api import peak_bytes
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, TreeTables, package_digest
-from ssmlx.loading.adapter import Adapter, load_adapter
+from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter
 from ssmlx.loading.files import new_folder
 from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
+from ssmlx.model.lora import layer_of
 from ssmlx.settings import read_json
 
-from ..base import copy_settings
+from ..base import copy_settings, load_base
+from ..reference.checkpoint import merge_weights, tensor_of
+from ..reference.format import LoraSettings
+from ..reference.model import StreamFusedReference
 from . import compression
 from .ane import AneProfile
-from .coreai import import_coreai, write_coreai
-from .coreml import convert_graph, import_coremltools, merge_functions, write_metadata, writing
 from .gpu import GpuProfile
 from .graph import DECODE, DecodeGraph, Graph, PrefillGraph
+from .packages import (
+    convert_graph,
+    import_coreai,
+    import_coremltools,
+    merge_functions,
+    write_coreai,
+    write_metadata,
+    writing,
+)
 from .settings import ExportConfig
-from .source import build_reference, check_context
 
 _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "transformers")
+_PROBE_LENGTH = 32
 
 
 @dataclass(kw_only=True)
@@ -50,13 +63,13 @@ class Report:
 
     Attributes:
         package_bytes: size of the package.
-        weight_error: `compression.WeightError` as a dictionary; None for Core AI's.
+        weight_error: None for Core AI's.
         seconds: of each stage.
         peak_bytes: most memory that the process has held.
     """
 
     package_bytes: int = 0
-    weight_error: dict[str, Any] | None = None
+    weight_error: compression.WeightError | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
 
@@ -70,7 +83,16 @@ class Report:
             yield
             shown.update()
         self.seconds[name] = round(time.perf_counter() - started, 1)
-        self.peak_bytes = _peak_bytes()
+        self.peak_bytes = peak_bytes()
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.seconds.items())
+        lines = [f"{self.package_bytes / 1e6:.1f} MB"]
+        if self.weight_error is not None:
+            lines.append(f"weights against float32: {self.weight_error}")
+        lines.append(f"{sum(self.seconds.values()):.0f} s ({stages})")
+        lines.append(f"peak memory {self.peak_bytes / 1e9:.2f} GB")
+        return "\n".join(lines)
 
 
 def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> Report:
@@ -79,72 +101,61 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
     Args:
         model: a folder, an alias or a Hub name.
         adapter: a bundled adapter's name or a folder; None for the streams of a fused model.
-        out: the folder.
+        out: the folder; one that is there is replaced only if this command wrote it.
         config: the settings.
-
-    Raises:
-        InputError: a package is missing, the model or the adapter does not fit, or the disk is
-            full.
     """
     (import_coreai if config.target == "coreai" else import_coremltools)()
-    _check_target(out)
+    ours = all((out / name).is_file() for name in (MANIFEST, REPORT))
+    require(
+        not out.exists() or (out.is_dir() and (ours or not any(out.iterdir()))),
+        f"{out} exists and is no exported model",
+        expected="a new folder, or an exported model to replace",
+        do="choose another --out",
+    )
     report = Report()
     with writing(out):
         with report.stage("load"):
             folder = resolve_model(model)
             own = _load_adapter(folder, adapter)
-            source = _Source(
-                folder, own, config, build_graphs(folder, own, config),
-                own.config.base_model or Path(model).name, Path(adapter or model).name,
-            )  # fmt: skip
+            graphs = build_graphs(folder, own, config)
+        manifest = replace(
+            make_manifest(graphs[-1], own, config),
+            model=own.config.base_model or Path(model).name,
+            adapter=Path(adapter or model).name,
+            versions=_versions(),
+        )
         with new_folder(out) as work:
-            _write_package(source, work / PACKAGES[config.target], report)
-            _write_rest(source, work, report)
+            package = work / PACKAGES[config.target]
+            _write_package(graphs, config, package, _texts(manifest, own), report)
+            copy_settings(folder, work)
+            words = load_tokenizer(work, read_json(work / "config.json", "a model's settings"))
+            ends = {*words.eos_token_ids, *own.config.end_token_ids}
+            replace(
+                manifest, end_token_ids=tuple(sorted(ends)), digest=package_digest(package)
+            ).write(work)
+            files = [file for file in package.rglob("*") if file.is_file()]
+            report.package_bytes = sum(file.stat().st_size for file in files)
+            saved = json.dumps(asdict(report), indent=1) + "\n"
+            (work / REPORT).write_text(saved, encoding="utf-8")
     return report
 
 
-@dataclass(frozen=True, eq=False)
-class _Source:
-    """What is exported.
-
-    Attributes:
-        folder: of the model.
-        adapter: the streams and LoRA.
-        config: the settings.
-        graphs: "prefill" and "decode".
-        model_name, adapter_name: what a package says of itself.
-    """
-
-    folder: Path
-    adapter: Adapter
-    config: ExportConfig
-    graphs: tuple[Graph, Graph]
-    model_name: str
-    adapter_name: str
-
-    @property
-    def texts(self) -> dict[str, str]:
-        """What a package says of itself where its host looks: in Xcode, or in its metadata."""
-        return {
-            "ssmlx.version": __version__,
-            "ssmlx.model": self.model_name,
-            "ssmlx.adapter": self.adapter_name,
-            "ssmlx.scope": self.adapter.config.adapter_scope,
-            "ssmlx.profile": self.config.profile,
-            "ssmlx.compression": self.config.compression,
-            "ssmlx.precision": self.config.precision,
-        }
+def _load_adapter(folder: Path, adapter: str | None) -> Adapter:
+    found = None if adapter is None else resolve_adapter(adapter)
+    require(
+        found is not None or (adapter is None and (folder / CONFIG_FILE).exists()),
+        "no adapter: an exported model drafts with its streams",
+        expected="--adapter, or a fused model folder",
+        do="name an adapter or its folder",
+    )
+    return load_adapter(found or folder)
 
 
 def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[Graph, Graph]:
-    """The functions "prefill" and "decode" of a base model with an adapter.
-
-    Raises:
-        InputError: adapter, model and settings do not fit one another.
-    """
+    """The functions "prefill" and "decode" of a base model with an adapter."""
     sizes = config.sizes(adapter.config, adapter.base.vocab_size)
     reference = build_reference(folder, adapter, sizes.num_streams)
-    check_context(reference, sizes.num_slots)
+    _check_context(reference, sizes.num_slots)
     profile = (AneProfile if config.profile == "ane" else GpuProfile)(reference, sizes)
     num_layers, split = adapter.config.num_layers, adapter.config.insertion_layer
     return (
@@ -153,74 +164,11 @@ def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[
     )
 
 
-def _check_target(out: Path) -> None:
-    """Refuse to replace a folder that this command did not write."""
-    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _is_export(out))):
-        raise InputError(
-            f"{out} exists and is no exported model",
-            expected="a new folder, or an exported model to replace",
-            do="choose another --out",
-        )
-
-
-def _is_export(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file() and (folder / REPORT).is_file()
-
-
-def _load_adapter(folder: Path, adapter: str | None) -> Adapter:
-    found = None if adapter is None else resolve_adapter(adapter)
-    if found is None:
-        if adapter is not None or not (folder / CONFIG_FILE).exists():
-            raise InputError(
-                "no adapter: an exported model drafts with its streams",
-                expected="--adapter, or a fused model folder",
-                do="name an adapter or its folder",
-            )
-        found = folder
-    return load_adapter(found)
-
-
-def _write_package(source: _Source, package: Path, report: Report) -> None:
-    config = source.config
-    if config.target == "coreai":
-        with report.stage("convert"):
-            write_coreai(source.graphs, config, package, source.texts)
-        return
-    models, expected = {}, {}
-    for graph in source.graphs:
-        with report.stage(f"convert {graph.name}"):
-            models[graph.name] = convert_graph(graph, config)
-        if graph.name == DECODE:
-            truth = compression.true_weights(graph)
-            expected = compression.expected_matrices(models[DECODE], truth)
-        if config.compression != "none":
-            with report.stage(f"compress {graph.name}"):
-                models[graph.name] = compression.compress(models[graph.name], config.compression)
-    with report.stage("write"):
-        merge_functions(models, package)
-        write_metadata(package, source.texts)
-    models.clear()
-    with report.stage("compare weights"):
-        report.weight_error = asdict(compression.weight_error(package, expected))
-
-
-def _write_rest(source: _Source, work: Path, report: Report) -> None:
-    """Tokenizer, manifest and report, beside the package."""
-    copy_settings(source.folder, work)
-    words = load_tokenizer(work, read_json(work / "config.json", "a model's settings"))
-    package = work / PACKAGES[source.config.target]
-    ends = {*words.eos_token_ids, *source.adapter.config.end_token_ids}
-    _manifest(source, sorted(ends), package).write(work)
-    files = [file for file in package.rglob("*") if file.is_file()]
-    report.package_bytes = sum(file.stat().st_size for file in files)
-    saved = json.dumps(asdict(report), indent=1) + "\n"
-    (work / REPORT).write_text(saved, encoding="utf-8")
-
-
-def _manifest(source: _Source, end_token_ids: list[int], package: Path) -> Manifest:
-    config, adapter, graph = source.config, source.adapter, source.graphs[-1]
+def make_manifest(graph: Graph, adapter: Adapter, config: ExportConfig) -> Manifest:
+    """What the graph "decode" says of itself; without names, digest and end tokens."""
     sizes = graph.profile.sizes
     carried = config.target == "coreml" and config.precision == "float32"
+    topology = config.topology(adapter.config, adapter.base.vocab_size)
     return Manifest(
         target=config.target,
         profile=config.profile,
@@ -233,27 +181,153 @@ def _manifest(source: _Source, end_token_ids: list[int], package: Path) -> Manif
         num_nodes=sizes.num_nodes,
         num_kept=sizes.num_kept,
         num_streams=sizes.num_streams,
-        tree=TreeTables(config.topology(adapter.config, adapter.base.vocab_size), sizes.num_nodes),
+        tree=TreeTables.of(topology, sizes.num_nodes),
         prompt_template=adapter.config.prompt_template,
-        end_token_ids=tuple(end_token_ids),
-        digest=package_digest(package),
         compression=config.compression,
-        model=source.model_name,
-        adapter=source.adapter_name,
-        versions=_versions(),
     )
+
+
+def _texts(manifest: Manifest, adapter: Adapter) -> dict[str, str]:
+    """What a package says of itself where its host looks: in Xcode, or in its metadata."""
+    return {
+        "ssmlx.version": __version__,
+        "ssmlx.model": manifest.model,
+        "ssmlx.adapter": manifest.adapter,
+        "ssmlx.scope": adapter.config.adapter_scope,
+        "ssmlx.profile": manifest.profile,
+        "ssmlx.compression": manifest.compression,
+        "ssmlx.precision": manifest.dtype,
+    }
+
+
+def _write_package(
+    graphs: Sequence[Graph],
+    config: ExportConfig,
+    package: Path,
+    texts: Mapping[str, str],
+    report: Report,
+) -> None:
+    if config.target == "coreai":
+        with report.stage("convert"):
+            write_coreai(graphs, config, package, texts)
+        return
+    models, expected = {}, {}
+    for graph in graphs:
+        with report.stage(f"convert {graph.name}"):
+            models[graph.name] = convert_graph(graph, config)
+        if graph.name == DECODE:
+            expected = compression.expected_matrices(models[DECODE], graph)
+        if config.compression != "none":
+            with report.stage(f"compress {graph.name}"):
+                models[graph.name] = compression.compress(models[graph.name], config.compression)
+    with report.stage("write"):
+        merge_functions(models, package)
+        write_metadata(package, texts)
+    models.clear()
+    with report.stage("compare weights"):
+        report.weight_error = compression.weight_error(package, expected)
 
 
 def _versions() -> dict[str, str]:
     found = {"ssmlx": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+# --- The reference with an adapter's weights ---
+
+
+def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamFusedReference:
+    """The reference with an adapter's weights, in float32; the first `num_streams` streams."""
+    base = load_base(folder)
+    difference = adapter.base.difference(_base_identity(base))
+    require(
+        not difference,
+        f"the adapter belongs to another base model: this one has {difference}",
+        expected=adapter.config.base_model or "the model it was converted for",
+        do="choose that model with --model, or another --adapter",
+    )
+    merge_weights(base, adapter.task_lora, Path("the adapter"))
+    vocab = adapter.streams.draft_vocab
+    model = StreamFusedReference(
+        base,
+        adapter.config,
+        lora=_lora_settings(adapter),
+        draft_vocab=None if vocab is None else tensor_of(vocab),
+    )
+    _fill(model, adapter)
+    model.config = replace(model.config, num_streams=num_streams)
+    if model.stream_embeddings is not None:
+        model.stream_embeddings = nn.Parameter(model.stream_embeddings[:num_streams].detach())
+    return model.eval().requires_grad_(False)
+
+
+def _base_identity(base: Any) -> BaseIdentity:
+    """What tells a PyTorch base model from another, as MLX's side knows it."""
+    inner = getattr(base, "model", None)
+    inner = getattr(inner, "decoder", inner)
+    names = ("norm", "final_layernorm", "final_layer_norm")
+    norm = next(filter(None, (getattr(inner, name, None) for name in names)), None)
+    weight = getattr(norm, "weight", torch.zeros(0))
+    config = base.config
+    return BaseIdentity(
+        config.model_type,
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.vocab_size,
+        tuple(round(value, 6) for value in weight[:_PROBE_LENGTH].float().tolist()),
+    )
+
+
+def _lora_settings(adapter: Adapter) -> LoraSettings:
+    """Of an adapter's LoRA; rank 0 where it has none."""
+    if not adapter.lora:
+        return LoraSettings()
+    sizes = {(weights.a.shape[1], weights.scale) for weights in adapter.lora.values()}
+    places = [layer_of(path) for path in adapter.lora]
+    modules, layers = sorted({m for _, m in places}), sorted({n for n, _ in places})
+    require(
+        len(sizes) == 1 and len(places) == len(modules) * len(layers),
+        "the adapter's LoRA differs from layer to layer",
+        expected="one rank and scale, on the same modules of each layer",
+        do="convert it with uniform LoRA",
+    )
+    ((rank, scale),) = sizes
+    return LoraSettings(rank, scale * rank, tuple(modules), tuple(layers))
+
+
+@torch.no_grad()
+def _fill(model: StreamFusedReference, adapter: Adapter) -> None:
+    for path, weights in adapter.lora.items():
+        layer, module = layer_of(path)
+        pair = model.adapters[f"layers.{layer}.{module}"].adapter
+        pair.lora_A.weight.copy_(tensor_of(weights.a).t())
+        pair.lora_B.weight.copy_(tensor_of(weights.b).t())
+    streams = adapter.streams
+    if model.stream_embeddings is not None:
+        assert streams.embeddings is not None
+        model.stream_embeddings.copy_(tensor_of(streams.embeddings))
+    for mine, theirs in ((model.stream_init, streams.init), (model.prune_adapter, streams.prune)):
+        if mine is not None and theirs is not None:
+            mine.lora_A.weight.copy_(tensor_of(theirs.a))
+            mine.lora_B.weight.copy_(tensor_of(theirs.b))
+
+
+def _check_context(model: StreamFusedReference, num_slots: int) -> None:
+    """Check that the model can look back over the whole cache, and has positions for it."""
+    limit = getattr(model.base.config, "max_position_embeddings", None)
+    require(
+        limit is None or num_slots <= limit,
+        f"--context {num_slots}",
+        expected=f"at most {limit}, the model's own",
+        do="choose a smaller one",
+    )
+    windows = [window for window in model.windows if window is not None]
+    require(
+        not windows or min(windows) >= num_slots,
+        f"the model looks back {min(windows, default=0)} tokens in some layers",
+        expected=f"the whole --context of {num_slots}, as every slot is visible here",
+        do="choose a --context of at most that",
+    )

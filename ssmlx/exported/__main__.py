@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..commands.options import add_prompt_options, make_parser, run
+from ..commands.options import add_counts, add_prompt_options, make_parser, run
 
 PROG = "ssmlx.exported"
 EPILOG = """examples:
@@ -25,9 +25,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="what `python -m ssmlx.export` wrote",
     )  # fmt: skip
     add_prompt_options(parser.add_argument_group("prompts"))
-    parser.add_argument(
-        "--max-tokens", type=int, default=256, help="longest answer (default: %(default)s)"
-    )
+    add_counts(parser, ("max-tokens", 256, "longest answer"))
     parser.add_argument(
         "--compute-units", choices=("all", "cpu-and-gpu", "cpu-and-ne", "cpu-only"),
         help="of Core ML (default: those that the model was exported for)",

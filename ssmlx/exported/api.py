@@ -11,27 +11,18 @@ from pathlib import Path
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..api import Budget, GenerationResponse, responses_of
-from ..errors import InputError
+from ..errors import require
 from ..loading.load import load_tokenizer
 from ..prompts import Prompt, as_messages, chat_tokens, encode, text_tokens, user_text
 from ..settings import read_json
 from .backends import Backend, coreai_backend, coreml_backend
-from .decode import Progress, SlotCache, streaming_decode
+from .decode import SlotCache, streaming_decode
 from .manifest import Manifest
-
-MakeBackend = Callable[[Path, Manifest], Backend]
-"""Runs the package at a path, which its manifest describes."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExportedModel:
-    """A model that `python -m ssmlx.export` wrote, ready to run.
-
-    Attributes:
-        backend: runs its functions.
-        manifest: what the package says of itself.
-        tokenizer: the model's.
-    """
+    """A model that `python -m ssmlx.export` wrote, ready to run."""
 
     backend: Backend
     manifest: Manifest
@@ -41,23 +32,19 @@ class ExportedModel:
         """An empty cache, for one conversation."""
         return SlotCache(self.backend.make_state(), self.manifest.num_slots)
 
-    @property
-    def end_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        return frozenset(self.manifest.end_token_ids) | frozenset(self.tokenizer.eos_token_ids)
-
 
 def load(
     folder: str | Path,
     *,
-    backend: MakeBackend | None = None,
+    backend: Callable[[Path, Manifest], Backend] | None = None,
     compute_units: str | None = None,
 ) -> ExportedModel:
-    """Load an exported model.
+    """Load what `python -m ssmlx.export --out` named.
 
     Args:
-        folder: what `python -m ssmlx.export --out` named.
-        backend: makes the backend; by default Core ML's or Core AI's, as the manifest says.
+        folder: that folder.
+        backend: runs the package at a path, which its manifest describes; by default Core ML or
+            Core AI does, as the manifest says.
         compute_units: of Core ML, one of `backends.COMPUTE_UNITS`; by default those that the
             model was exported for.
 
@@ -70,21 +57,18 @@ def load(
     settings = read_json(folder / "config.json", "the settings of the model that was exported")
     tokenizer = load_tokenizer(folder, settings)
     if backend is not None:
-        return ExportedModel(backend(package, manifest), manifest, tokenizer)
-    if manifest.target == "coreai":
-        return ExportedModel(coreai_backend(package, manifest), manifest, tokenizer)
-    return ExportedModel(coreml_backend(package, manifest, compute_units), manifest, tokenizer)
+        made = backend(package, manifest)
+    elif manifest.target == "coreai":
+        made = coreai_backend(package, manifest)
+    else:
+        made = coreml_backend(package, manifest, compute_units)
+    return ExportedModel(made, manifest, tokenizer)
 
 
 def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
     """The tokens of what a user asks, under the adapter's own template, or as a chat.
 
-    Args:
-        model: as `load` returns it.
-        prompt: a text, or an object that `prompts.read_prompts` read.
-
-    Raises:
-        InputError: the text is empty, or the model has no template for several turns.
+    `prompt` is a text, or an object that `prompts.read_prompts` read.
     """
     asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
     if len(as_messages(asked)) > 1:
@@ -98,7 +82,6 @@ def stream_generate(
     *,
     max_tokens: int = 256,
     cache: SlotCache | None = None,
-    progress: Progress | None = None,
 ) -> Iterator[GenerationResponse]:
     """Generate an answer, greedily, yielding a segment of it for each target call.
 
@@ -108,45 +91,44 @@ def stream_generate(
         max_tokens: most tokens to generate.
         cache: holds what comes before the prompt, and is left holding prompt and answer but for
             the last token, or more; a fresh one unless given.
-        progress: told (tokens processed, tokens in all) while the prompt is processed.
 
     Raises:
         InputError: the prompt is empty or leaves no room for an answer.
     """
     tokens = encode(prompt, model.tokenizer) if isinstance(prompt, str) else list(prompt)
     cache = cache if cache is not None else model.make_cache()
-    num_cached = cache.offset
-    _check_prompt(model.manifest, num_cached, len(tokens))
-    if max_tokens < 1:
-        raise InputError(f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
-    steps = streaming_decode(model.backend, model.manifest, tokens, cache, progress)
-    room = model.manifest.num_slots - model.manifest.num_nodes
-    budget = Budget(model.end_token_ids, max_tokens, is_full=lambda: cache.offset > room)
-    num_prompt = num_cached + len(tokens)
+    num_cached, manifest = cache.offset, model.manifest
+    _check_prompt(manifest, num_cached, len(tokens))
+    require(max_tokens >= 1, f"--max-tokens {max_tokens}", expected="1 or more", do="give more")
+    room = manifest.num_slots - manifest.num_nodes
+    ends = {*manifest.end_token_ids, *model.tokenizer.eos_token_ids}
     return responses_of(
-        model.tokenizer, steps, budget, num_prompt, num_cached,
-        lambda reason: {"peak_memory": _peak_memory()},
-    )  # fmt: skip
+        model.tokenizer,
+        streaming_decode(model.backend, manifest, tokens, cache),
+        Budget(ends, max_tokens, is_full=lambda: cache.offset > room),
+        num_cached + len(tokens),
+        num_cached,
+        lambda reason: {"peak_memory": peak_bytes() / 1e9},
+    )
 
 
 def _check_prompt(manifest: Manifest, offset: int, count: int) -> None:
-    if count == 0:
-        raise InputError("the prompt is empty", expected="a token or more", do="give a prompt")
+    require(count > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     chunks = -(-(count - 1) // manifest.chunk)
     after_prefill = offset + chunks * manifest.chunk
-    if max(after_prefill, offset + count - 1 + manifest.num_nodes) > manifest.num_slots:
-        raise InputError(
-            f"the prompt has {count} tokens behind {offset} others",
-            expected=f"room for an answer in a context of {manifest.num_slots}, and for whole "
-            f"chunks of {manifest.chunk}",
-            do="shorten it, or export with a larger --context",
-        )
+    require(
+        max(after_prefill, offset + count - 1 + manifest.num_nodes) <= manifest.num_slots,
+        f"the prompt has {count} tokens behind {offset} others",
+        expected=f"room for an answer in a context of {manifest.num_slots}, and for whole "
+        f"chunks of {manifest.chunk}",
+        do="shorten it, or export with a larger --context",
+    )
 
 
-def _peak_memory() -> float:
-    """GB that this process has held at most."""
+def peak_bytes() -> int:
+    """Most memory that this process has held."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e9 if sys.platform == "darwin" else peak / 1e6
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def generate(

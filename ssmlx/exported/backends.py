@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import InputError, check_choice, first_line
+from ..errors import InputError, check_choice, first_line, require
 from .manifest import Manifest
 
 PREFILL, DECODE = "prefill", "decode"
@@ -35,31 +35,21 @@ class Backend(Protocol):
         ...
 
 
-Call = Callable[[str, Arrays], Arrays]
-"""Runs a function without state: its name and inputs to its outputs."""
-
-
 class CarriedCache:
     """A backend whose caches are inputs and outputs, which the host carries from call to call.
 
     Args:
-        call: runs a function.
+        call: runs a function without state: its name and inputs to its outputs.
         manifest: names and shapes of the caches.
     """
 
-    def __init__(self, call: Call, manifest: Manifest) -> None:
+    def __init__(self, call: Callable[[str, Arrays], Arrays], manifest: Manifest) -> None:
         self._call, self._manifest = call, manifest
 
     def make_state(self) -> dict[str, np.ndarray]:
-        """See `Backend`."""
-        manifest = self._manifest
-        return {
-            name: np.zeros(manifest.cache_shape, manifest.float_type)
-            for name in manifest.cache_names
-        }
+        return self._manifest.empty_cache()
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """See `Backend`."""
         found = dict(self._call(function, {**inputs, **state}))
         for name in state:
             state[name] = found.pop(name + NEW)
@@ -77,34 +67,40 @@ class CoreMLState:
         self._models = models
 
     def make_state(self) -> Any:
-        """See `Backend`; the state that one function makes serves the other as well."""
+        # The state that one function makes serves the other as well.
         return self._models[DECODE].make_state()
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """See `Backend`."""
         return self._models[function].predict(dict(inputs), state=state)
 
 
 def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None = None) -> Backend:
-    """Run a package with Core ML itself, which only macOS has.
+    """Run an .mlpackage with Core ML itself, which only macOS has.
 
-    Args:
-        package: an .mlpackage.
-        manifest: beside it.
-        compute_units: one of `COMPUTE_UNITS`; by default those that the profile was made for.
-
-    Raises:
-        InputError: this is not macOS, or coremltools is missing or cannot load the package.
+    `compute_units` is one of `COMPUTE_UNITS`; by default those that the profile was made for.
     """
-    ct = _coremltools()
+    require(
+        sys.platform == "darwin",
+        "Core ML runs on macOS alone",
+        expected="macOS 15 or later",
+        do="copy the exported folder to a Mac",
+    )
     units = compute_units or DEFAULT_UNITS[manifest.profile]
     check_choice("--compute-units", units, COMPUTE_UNITS)
-    unit = getattr(ct.ComputeUnit, units.upper().replace("-", "_"))
     try:
+        import coremltools as ct
+
+        unit = getattr(ct.ComputeUnit, units.upper().replace("-", "_"))
         models = {
             name: ct.models.MLModel(str(package), compute_units=unit, function_name=name)
             for name in FUNCTIONS
         }
+    except ImportError as error:
+        raise InputError(
+            "coremltools is not installed",
+            expected="the package that runs Core ML models",
+            do='`pip install "ssmlx[coreml]"`',
+        ) from error
     except Exception as error:  # Core ML's own, of no common kind
         raise InputError(
             f"{package} cannot be loaded by Core ML ({first_line(error)})",
@@ -116,32 +112,10 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
     return CarriedCache(lambda name, inputs: models[name].predict(dict(inputs)), manifest)
 
 
-def _coremltools() -> Any:
-    if sys.platform != "darwin":
-        raise InputError(
-            "Core ML runs on macOS alone",
-            expected="macOS 15 or later",
-            do="copy the exported folder to a Mac",
-        )
-    try:
-        import coremltools
-    except ImportError as error:
-        raise InputError(
-            "coremltools is not installed",
-            expected="the package that runs Core ML models",
-            do='`pip install "ssmlx[coreml]"`',
-        ) from error
-    return coremltools
-
-
 class CoreAIBackend:
     """A backend whose caches are Core AI's state, in arrays that the host owns.
 
     Core AI's calls are coroutines; each is run to its end before the host goes on.
-
-    Args:
-        package: an .aimodel.
-        manifest: beside it.
     """
 
     def __init__(self, package: Path, manifest: Manifest) -> None:
@@ -157,13 +131,10 @@ class CoreAIBackend:
         self._end = weakref.finalize(self, _end, self._loop, context, self._functions)
 
     def make_state(self) -> dict[str, Any]:
-        """See `Backend`."""
-        manifest = self._manifest
-        empty = np.zeros(manifest.cache_shape, manifest.float_type)
-        return {name: self._array(empty.copy()) for name in manifest.cache_names}
+        empty = self._manifest.empty_cache()
+        return {name: self._array(zeros) for name, zeros in empty.items()}
 
     def predict(self, function: str, inputs: Arrays, state: Any) -> Arrays:
-        """See `Backend`."""
         given = {name: self._array(np.ascontiguousarray(x)) for name, x in inputs.items()}
         call = self._functions[function](inputs=given, state=state)
         found = self._loop.run_until_complete(call)
@@ -183,15 +154,7 @@ def _end(loop: Any, context: Any, functions: dict[str, Any]) -> None:
 
 
 def coreai_backend(package: Path, manifest: Manifest) -> CoreAIBackend:
-    """Run a package with Core AI.
-
-    Args:
-        package: an .aimodel.
-        manifest: beside it.
-
-    Raises:
-        InputError: the runtime is missing, or cannot load the package.
-    """
+    """Run an .aimodel with Core AI."""
     try:
         return CoreAIBackend(package, manifest)
     except ImportError as error:

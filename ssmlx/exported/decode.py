@@ -10,14 +10,14 @@ full of what nobody will see. So nothing in the cache is ever moved, and rejecti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..decoding.accept import accept
-from ..errors import InputError
+from ..errors import require
 from ..model.tree import Tree, best_tree, root_tree
 from .backends import DECODE, PREFILL, Backend
 from .manifest import Manifest
@@ -26,8 +26,6 @@ MASKED = -1e4
 """What is added to the score of a slot that a row does not see. Not minus infinity: on the Neural
 Engine and in float16 it turns into NaN where a row sees nothing, and exp(-1e4) is 0 everywhere."""
 
-Progress = Callable[[int, int], None]
-
 
 class SlotCache:
     """The cache of one sequence.
@@ -35,49 +33,30 @@ class SlotCache:
     Args:
         state: the backend's own, as its `make_state` gave it.
         num_slots: S.
+
+    Attributes:
+        offset: L, committed tokens.
     """
 
     def __init__(self, state: Any, num_slots: int) -> None:
-        self.state = state
-        self._slots: list[int] = []
+        self.state, self.offset = state, 0
         self._used = np.zeros(num_slots, bool)
 
-    @property
-    def num_slots(self) -> int:
-        """S."""
-        return len(self._used)
-
-    @property
-    def offset(self) -> int:
-        """L, committed tokens."""
-        return len(self._slots)
-
     def free(self, count: int) -> np.ndarray:
-        """[count] int32 free slots, ascending.
-
-        Raises:
-            InputError: there are not as many.
-        """
+        """[count] int32 free slots, ascending; refused where there are not as many."""
         found = np.flatnonzero(~self._used)[:count].astype(np.int32)
-        if len(found) < count:
-            raise InputError(
-                f"{self.offset} tokens are in a context of {self.num_slots}",
-                expected=f"room for {count} more",
-                do="shorten the prompt, or export with a larger --context",
-            )
+        require(
+            len(found) == count,
+            f"{self.offset} tokens are in a context of {len(self._used)}",
+            expected=f"room for {count} more",
+            do="shorten the prompt, or export with a larger --context",
+        )
         return found
 
     def commit(self, slots: np.ndarray) -> None:
-        """Make `slots` those of the next committed tokens, in this order."""
-        self._slots += [int(slot) for slot in slots]
+        """Make `slots` those of the next committed tokens."""
+        self.offset += len(slots)
         self._used[slots] = True
-
-    def trim(self, num_tokens: int) -> None:
-        """Forget all but the first `num_tokens` committed tokens."""
-        if not 0 <= num_tokens <= self.offset:
-            raise ValueError(f"cannot keep {num_tokens} tokens of {self.offset}")
-        self._used[self._slots[num_tokens:]] = False
-        del self._slots[num_tokens:]
 
     def mask(self, slots: np.ndarray, visible: np.ndarray) -> np.ndarray:
         """[1, 1, R, S] additive mask of rows that see all that is committed, and each other.
@@ -92,19 +71,12 @@ class SlotCache:
         return mask[None, None]
 
 
-def prefill(
-    backend: Backend,
-    manifest: Manifest,
-    tokens: list[int],
-    cache: SlotCache,
-    progress: Progress | None = None,
-) -> None:
+def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: SlotCache) -> None:
     """Put `tokens` into the cache, a chunk at a time; the last chunk is filled up.
 
     A row that only fills up writes into a slot that stays free.
     """
-    report, size = progress or (lambda done, total: None), manifest.chunk
-    report(0, len(tokens))
+    size = manifest.chunk
     for first in range(0, len(tokens), size):
         chunk = tokens[first : first + size]
         slots = cache.free(size)
@@ -118,19 +90,14 @@ def prefill(
         }
         backend.predict(PREFILL, inputs, cache.state)
         cache.commit(slots[: len(chunk)])
-        report(first + len(chunk), len(tokens))
 
 
 def step_inputs(
     tree: Tree, slots: np.ndarray, cache: SlotCache, manifest: Manifest
 ) -> dict[str, np.ndarray]:
-    """What the function "decode" takes; nodes that the tree lacks see themselves alone.
+    """What the function "decode" takes, of [N] free slots and a tree of at most N nodes.
 
-    Args:
-        tree: at most N nodes.
-        slots: [N] free slots.
-        cache: holds what is committed.
-        manifest: of the exported model.
+    Nodes that the tree lacks see themselves alone.
     """
     size, count = manifest.num_nodes, tree.num_nodes
     own = np.arange(size, dtype=np.int32)
@@ -157,17 +124,7 @@ def _positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
 def step(
     backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache
 ) -> tuple[list[int], Tree]:
-    """One target call: the tokens that it advances by, and the next tree.
-
-    The tree is small: what is done with it stays on the CPU, away from the exported model.
-    """
-    with mx.stream(mx.cpu):
-        return _step(backend, manifest, tree, cache)
-
-
-def _step(
-    backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache
-) -> tuple[list[int], Tree]:
+    """One target call: the tokens that it advances by, and the next tree."""
     slots = cache.free(manifest.num_nodes)
     found = backend.predict(DECODE, step_inputs(tree, slots, cache, manifest), cache.state)
     kept = np.arange(tree.num_nodes)
@@ -178,7 +135,12 @@ def _step(
     targets = found["target_tokens"][: len(kept)]
     accepted = accept(tree, mx.array(targets))
     path = np.array(accepted.path)[: int(np.array(accepted.num_accepted)[0]) + 1]
-    _check_agreement(int(path[-1]), found["last"])
+    last, drafted = int(path[-1]), int(found["last"][0])
+    if last != drafted:
+        raise RuntimeError(
+            f"the model drafted for node {drafted} and the host accepted node {last}: "
+            "the package and this loop do not belong together"
+        )
     cache.commit(slots[kept[path]])
     tokens = [int(token) for token in targets[path]]
     root, tables = mx.array(tokens[-1:]), manifest.tree
@@ -186,32 +148,20 @@ def _step(
     return tokens, best_tree(root, candidates, logprobs, tables.topology, tables.size)
 
 
-def _check_agreement(last: int, found: np.ndarray) -> None:
-    if last != int(found[0]):
-        raise RuntimeError(
-            f"the model drafted for node {int(found[0])} and the host accepted node {last}: "
-            "the package and this loop do not belong together"
-        )
-
-
 def streaming_decode(
-    backend: Backend,
-    manifest: Manifest,
-    prompt: list[int],
-    cache: SlotCache,
-    progress: Progress | None = None,
+    backend: Backend, manifest: Manifest, prompt: list[int], cache: SlotCache
 ) -> Iterator[list[int]]:
     """Yield the tokens that each target call advances by, until the cache is full.
 
     Args:
-        backend: runs the model.
-        manifest: of the exported model.
+        backend, manifest: run the model, and describe it.
         prompt: one token or more; they follow what `cache` already holds.
         cache: left holding the prompt and every yielded token but the last.
-        progress: told (prompt tokens processed, prompt tokens in all).
     """
-    prefill(backend, manifest, prompt[:-1], cache, progress)
+    prefill(backend, manifest, prompt[:-1], cache)
     tree = root_tree(mx.array(prompt[-1:]))
     while cache.offset + manifest.num_nodes <= manifest.num_slots:
-        tokens, tree = step(backend, manifest, tree, cache)
+        # The tree is small: what is done with it stays on the CPU, away from the exported model.
+        with mx.stream(mx.cpu):
+            tokens, tree = step(backend, manifest, tree, cache)
         yield tokens

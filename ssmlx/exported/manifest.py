@@ -5,22 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, require
 from ..model.tree import Topology
-from ..settings import read_json
+from ..settings import from_json, read_json
 
 FORMAT = "ssmlx-export/1"
 MANIFEST, REPORT = "manifest.json", "report.json"
-TARGETS = ("coreml", "coreai")
 PACKAGES = {"coreml": "model.mlpackage", "coreai": "model.aimodel"}
-_TABLES = ("slots", "depths", "paths")
 _DO = "export it again with this version of ssmlx"
 
 
@@ -29,24 +28,28 @@ class TreeTables:
     """The fixed part of the trees, so that a host in any language need not work it out.
 
     Attributes:
-        topology: all nodes that there can be, breadth first.
+        slots, depths, paths, num_candidates: as in `Topology`, of all nodes that there can be.
         size: nodes of a tree, the likeliest of these where there are more.
     """
 
-    topology: Topology
+    slots: tuple[int, ...]
+    depths: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...]
+    num_candidates: int
     size: int
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> TreeTables:
-        """The tables of a manifest."""
-        slots, depths, paths = (mx.array(values[name], mx.int32) for name in _TABLES)
-        topology = Topology(slots, depths, paths, values["num_candidates"], len(depths))
-        return cls(topology, values["size"])
+    def of(cls, topology: Topology, size: int) -> TreeTables:
+        """The tables of a topology's trees of `size` nodes."""
+        tables = {name: getattr(topology, name).tolist() for name in ("slots", "depths", "paths")}
+        return from_json(cls, {**tables, "num_candidates": topology.num_candidates, "size": size})
 
-    def to_json(self) -> dict[str, Any]:
-        """The tables as JSON values."""
-        arrays = {name: getattr(self.topology, name).tolist() for name in _TABLES}
-        return {**arrays, "num_candidates": self.topology.num_candidates, "size": self.size}
+    @cached_property
+    def topology(self) -> Topology:
+        """The tables as arrays."""
+        tables = (self.slots, self.depths, self.paths)
+        slots, depths, paths = (mx.array(table, mx.int32) for table in tables)
+        return Topology(slots, depths, paths, self.num_candidates, len(self.depths))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,23 +57,18 @@ class Manifest:
     """What a host needs to know of an exported model; all of it is in `manifest.json`.
 
     Attributes:
-        target: "coreml" or "coreai".
-        profile: "gpu" or "ane".
+        target: "coreml" or "coreai"; `profile` is "gpu" or "ane".
         dtype: of the floating inputs and outputs, "float32" or "float16".
         cache: "state", kept by the runtime; "arrays", inputs and outputs that the host carries.
-        cache_names: names of the cache's tensors.
-        cache_shape: of each of them.
+        cache_names, cache_shape: names of the cache's tensors, and the shape of each.
         num_slots: S, tokens that the cache has room for.
         chunk: T, tokens of a prompt chunk.
         num_nodes: N, rows of a decode step.
         num_kept: M, nodes that pruning keeps.
         num_streams: G.
-        tree: the trees that the streams draft.
         prompt_template: text with `{prompt}`, or None for the tokenizer's chat template.
         end_token_ids: tokens that end an answer.
         digest: SHA-256 of the package's files.
-        compression: how the weights are stored.
-        model, adapter: names of what was exported.
         versions: of the packages that made it.
     """
 
@@ -87,64 +85,49 @@ class Manifest:
     num_streams: int
     tree: TreeTables
     prompt_template: str | None
-    end_token_ids: tuple[int, ...]
-    digest: str
-    compression: str
-    model: str
-    adapter: str
-    versions: Mapping[str, str]
+    end_token_ids: tuple[int, ...] = ()
+    digest: str = ""
+    compression: str = "none"
+    model: str = ""
+    adapter: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def float_type(self) -> Any:
         """numpy's type of floating inputs."""
         return np.dtype(self.dtype)
 
-    def to_json(self) -> dict[str, Any]:
-        """The content of `manifest.json`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"format": FORMAT, **values, "tree": self.tree.to_json()}
+    def empty_cache(self) -> dict[str, np.ndarray]:
+        """Zeros for every tensor of the cache, by name."""
+        return {name: np.zeros(self.cache_shape, self.float_type) for name in self.cache_names}
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of an export's folder.
-
-        Raises:
-            InputError: it is missing, of another format, or lacks something.
-        """
+        """The manifest of an export's folder; refused where its numbers do not fit one another."""
         path = folder / MANIFEST
         values = read_json(path, "the manifest of a model that `python -m ssmlx.export` wrote")
-        if values.pop("format", None) != FORMAT:
-            raise InputError(f"{path} is of another format", expected=FORMAT, do=_DO)
-        names = {field.name for field in fields(cls)}
-        if names != set(values):
-            odd = ", ".join(sorted(names ^ set(values)))
-            raise InputError(f"{path} lacks or has over: {odd}", expected=FORMAT, do=_DO)
+        found = values.pop("format", None)
+        require(found == FORMAT, f"{path} is of another format", expected=FORMAT, do=_DO)
+        odd = ", ".join(sorted({one.name for one in fields(cls)} ^ set(values)))
+        require(not odd, f"{path} lacks or has over: {odd}", expected=FORMAT, do=_DO)
         try:
-            values["tree"] = TreeTables.from_json(values["tree"])
-            for name in ("cache_names", "cache_shape", "end_token_ids"):
-                values[name] = tuple(values[name])
-            manifest = cls(**values)
-            manifest.check()
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
+            manifest: Manifest = from_json(cls, values)
+            faults = manifest._faults()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} cannot be read ({error})", expected=FORMAT, do=_DO) from error
+        for fault, is_there in faults.items():
+            require(not is_there, f"{path} has {fault}", expected="sizes that fit", do=_DO)
         return manifest
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json` into `folder`."""
-        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
-    def check(self) -> None:
-        """Check that the numbers fit one another.
-
-        Raises:
-            InputError: they do not.
-        """
+    def _faults(self) -> dict[str, bool]:
         tree, count = self.tree.topology, min(self.tree.size, self.tree.topology.num_nodes)
-        faults = {
-            f"target {self.target!r}": self.target not in TARGETS,
+        return {
+            f"target {self.target!r}": self.target not in PACKAGES,
             f"cache {self.cache!r}": self.cache not in ("state", "arrays"),
             f"dtype {self.dtype!r}": self.dtype not in ("float32", "float16"),
             f"trees of {count} nodes in steps of {self.num_nodes}": count != self.num_nodes,
@@ -153,28 +136,20 @@ class Manifest:
                 len(tree.slots) + 1 != len(tree.depths) or len(tree.paths) != len(tree.depths)
             ),
             f"a tree deeper than {self.num_streams} streams": (
-                np.array(tree.depths).max() > self.num_streams
+                max(self.tree.depths) > self.num_streams
             ),
         }
-        for fault, found in faults.items():
-            if found:
-                raise InputError(f"the manifest has {fault}", expected="sizes that fit", do=_DO)
 
     def package(self, folder: Path) -> Path:
-        """The package in an export's folder, its content checked against the digest.
-
-        Raises:
-            InputError: it is missing, or is not the one that this manifest was written for.
-        """
+        """The package in an export's folder, its content checked against the digest."""
         path = folder / PACKAGES[self.target]
-        if not path.exists():
-            raise InputError(f"{path} does not exist", expected="the exported package", do=_DO)
-        if package_digest(path) != self.digest:
-            raise InputError(
-                f"{path} is not the package that {MANIFEST} was written for",
-                expected="the two files of one export, unchanged",
-                do="copy the whole folder again, or export again",
-            )
+        require(path.exists(), f"{path} does not exist", expected="the exported package", do=_DO)
+        require(
+            package_digest(path) == self.digest,
+            f"{path} is not the package that {MANIFEST} was written for",
+            expected="the two files of one export, unchanged",
+            do="copy the whole folder again, or export again",
+        )
         return path
 
 

@@ -1,21 +1,22 @@
-"""From the two graphs to a Core ML package of two functions that share their weights."""
+"""From the two graphs to a package of two functions that share their weights."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ssmlx.errors import InputError, first_line
+from ssmlx.errors import InputError, first_line, require
 from ssmlx.exported.backends import NEW
 
 from .graph import Carrying, Graph, Stateful
@@ -46,11 +47,7 @@ def quiet() -> Iterator[None]:
 
 
 def import_coremltools() -> Any:
-    """The converter.
-
-    Raises:
-        InputError: it is not installed, or not in a version that works.
-    """
+    """The converter; refused where it is not installed, or not in a version that works."""
     try:
         with quiet():
             import coremltools
@@ -60,13 +57,45 @@ def import_coremltools() -> Any:
             expected="the packages that convert to Core ML",
             do='`pip install "ssmlx[coreml]"`',
         ) from error
-    if tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4):
-        raise InputError(
-            f"numpy {np.__version__}, with which coremltools {coremltools.__version__} fails",
-            expected="numpy below 2.4",
-            do='`pip install "ssmlx[coreml]"`',
-        )
+    require(
+        tuple(int(part) for part in np.__version__.split(".")[:2]) < (2, 4),
+        f"numpy {np.__version__}, with which coremltools {coremltools.__version__} fails",
+        expected="numpy below 2.4",
+        do='`pip install "ssmlx[coreml]"`',
+    )
     return coremltools
+
+
+def import_coreai() -> Any:
+    """The converter from PyTorch to Core AI."""
+    try:
+        with quiet():
+            importlib.import_module("coreai")
+            return importlib.import_module("coreai_torch")
+    except ImportError as error:
+        raise InputError(
+            f"Core AI's converter cannot be imported ({first_line(error)})",
+            expected="the packages coreai-core and coreai-torch (Python 3.11 or later)",
+            do='`pip install "ssmlx[coreai]"`',
+        ) from error
+
+
+@contextlib.contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Tell a full or read-only disk in one line."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        reason = os.strerror(number) if number else first_line(error)
+        raise InputError(
+            f"cannot write {target} ({reason})",
+            expected="a disk with room for twice the package",
+            do="free some space, or choose another --out",
+        ) from error
+
+
+# --- Core ML ---
 
 
 def convert_graph(graph: Graph, config: ExportConfig) -> coremltools.models.MLModel:
@@ -114,18 +143,15 @@ def _precision(ct: Any, config: ExportConfig) -> Any:
         return ct.precision.FLOAT32
     if config.profile == "ane":
         return ct.precision.FLOAT16
-    return ct.transform.FP16ComputePrecision(op_selector=_fits_float16)
 
+    def fits(op: Any) -> bool:
+        """Whether an operation of the profile `gpu` may be done in float16."""
+        if op.op_type == "add":
+            given = [value.op for value in (op.x, op.y) if value.op is not None]
+            return all(one.op_type != "reduce_mean" for one in given)
+        return op.op_type not in _WIDE_OPS
 
-def _fits_float16(op: Any) -> bool:
-    """Whether an operation of the profile `gpu` may be done in float16."""
-    if op.op_type == "add":
-        return not any(_type_of(value) == "reduce_mean" for value in (op.x, op.y))
-    return op.op_type not in _WIDE_OPS
-
-
-def _type_of(value: Any) -> str | None:
-    return None if value.op is None else value.op.op_type
+    return ct.transform.FP16ComputePrecision(op_selector=fits)
 
 
 def _pipeline(ct: Any) -> Any:
@@ -165,11 +191,7 @@ def _register_pass() -> str:
 
 
 def merge_functions(models: Mapping[str, coremltools.models.MLModel], package: Path) -> None:
-    """Write `models`, by the names of their functions, as one package; equal weights once.
-
-    Raises:
-        InputError: the package cannot be written.
-    """
+    """Write `models`, by the names of their functions, as one package; equal weights once."""
     ct = import_coremltools()
     with writing(package), quiet(), tempfile.TemporaryDirectory(dir=package.parent) as work:
         descriptor = ct.utils.MultiFunctionDescriptor()
@@ -191,16 +213,43 @@ def write_metadata(package: Path, texts: Mapping[str, str]) -> None:
     path.write_bytes(spec.SerializeToString())
 
 
-@contextlib.contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Tell a full or read-only disk in one line."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        number = error.errno if isinstance(error, OSError) else None
-        reason = os.strerror(number) if number else first_line(error)
-        raise InputError(
-            f"cannot write {target} ({reason})",
-            expected="a disk with room for twice the package",
-            do="free some space, or choose another --out",
-        ) from error
+# --- Core AI ---
+
+
+def write_coreai(
+    graphs: Sequence[Graph], config: ExportConfig, package: Path, texts: Mapping[str, str]
+) -> None:
+    """Convert `graphs` and write them as one package, with `texts` in its metadata.
+
+    The cache is state in either precision. Nothing is compressed.
+    """
+    coreai_torch = import_coreai()
+    converter = coreai_torch.TorchConverter
+    with quiet():
+        conversion = converter(mode=converter.Mode.RELEASE)
+        for graph in graphs:
+            conversion.add_exported_program(
+                _exported(graph, config, coreai_torch.get_decomp_table()),
+                input_names=[tensor.name for tensor in graph.inputs],
+                output_names=[tensor.name for tensor in graph.outputs],
+                state_names=graph.caches,
+                entrypoint_name=graph.name,
+            )
+        program = conversion.to_coreai()
+
+    def describe(metadata: Any) -> None:
+        for name, text in texts.items():
+            metadata.set_custom(name, text)
+
+    with writing(package), quiet():
+        program.save_asset(package).update_metadata(describe)
+
+
+def _exported(graph: Graph, config: ExportConfig, table: Any) -> Any:
+    """The graph as torch.export gives it, in the precision that was asked for."""
+    dtype = getattr(torch, config.precision)
+    module = Stateful(graph).eval().to(dtype)
+    examples = [tensor.zeros() for tensor in graph.inputs]
+    examples = [x.to(dtype) if x.is_floating_point() else x for x in examples]
+    with torch.no_grad():
+        return torch.export.export(module, args=tuple(examples)).run_decompositions(table)
