@@ -25,7 +25,7 @@ from convert.export import compression
 from convert.export.export import Report, build_graphs, export
 from convert.export.packages import convert_graph, import_coremltools, merge_functions
 from convert.export.settings import ExportConfig
-from perf.export import __main__ as perf_export
+from perf import export as perf_export
 from ssmlx import exported
 from ssmlx.api import stream_generate
 from ssmlx.export import main
@@ -230,14 +230,10 @@ def test_the_folder_holds_all_that_a_host_needs(make_export):
 # --- The commands that measure ---
 
 
-def interpreted(folder: Path, units: str | None = None) -> exported.ExportedModel:
-    """What `perf.export` runs a package with, but without a Mac."""
-    return exported.load(folder, backend=interpreted_backend)
-
-
 def measured(folder: Path, results: Path, monkeypatch, *more: str) -> dict:
     monkeypatch.setattr("perf.run.results.RESULTS", results)
-    monkeypatch.setattr(perf_export, "load_exported", interpreted)
+    real = exported.load  # what `perf.export` runs a package with, but without a Mac
+    monkeypatch.setattr(exported, "load", lambda at, **_: real(at, backend=interpreted_backend))
     asked = ("--name", "check", "--compute-units", "cpu-only", *more)
     assert perf_export.main([str(folder), *asked]) == 0
     (row,) = json.loads((results / "check.json").read_text())["rows"]
@@ -274,19 +270,17 @@ def test_the_check_knows_the_tree_of_a_package():
 
 
 def test_operations_and_cost_are_counted_by_device():
-    class ANEComputeDevice:
-        pass
-
+    kinds = {name: type(f"ML{name}ComputeDevice", (), {}) for name in ("GPU", "CPU")}
+    used = {name: SimpleNamespace(preferred_compute_device=kind()) for name, kind in kinds.items()}
     plan = SimpleNamespace(
-        get_compute_device_usage_for_mlprogram_operation=lambda op: (
-            None if op == "const" else SimpleNamespace(preferred_compute_device=ANEComputeDevice())
-        )
+        get_compute_device_usage_for_mlprogram_operation=lambda op: used.get(op[0]),
+        get_estimated_cost_for_mlprogram_operation=lambda op: (
+            None if op[1] is None else SimpleNamespace(weight=op[1])
+        ),
     )
-    assert perf_export.device_of(plan, "const") is None
-    assert perf_export.device_of(plan, "conv") == "ANE"
-    costs = [("GPU", 3.0), ("CPU", 1.0), ("GPU", None), (None, None)]
+    costs = [("GPU", 3.0), ("CPU", 1.0), ("GPU", None), ("constant", None)]
     expected = ({"GPU": 2, "CPU": 1}, {"GPU": 0.75, "CPU": 0.25})
-    assert perf_export.placement(costs) == expected
+    assert perf_export.placement(plan, costs) == expected
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is there")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ssmlx.errors import InputError
+from ssmlx.errors import require
 
 from ..reference.model import LowRank, StreamFusedReference
 from .parts import Profile, Rows
@@ -69,13 +69,7 @@ def turn_values(values: torch.Tensor, heads: int, num_streams: int, step: float)
 
 
 class OneHotSlots:
-    """Where the node rows of a call go, as matrices.
-
-    Args:
-        slots: [node rows] int32.
-        num_slots: S.
-        like: for the dtype.
-    """
+    """Where the node rows of a call go, as matrices, of their slots [node rows] int32."""
 
     def __init__(self, slots: torch.Tensor, num_slots: int, like: torch.Tensor) -> None:
         columns = torch.arange(num_slots, dtype=torch.int32)
@@ -97,7 +91,6 @@ def attend(
         query: [1, H, Dh, R]
         keys: [1, Hkv * Dh, 1, keys]; `values` alike.
         mask: [1, 1, R, keys] additive.
-        scale: of the scores.
     """
     _, heads, width, rows = query.shape
     kv = keys.shape[1] // width
@@ -109,14 +102,9 @@ def attend(
 
 
 class AneProfile(Profile):
-    """A regular decoder in channels-first layout, on the reference's weights.
+    """A regular decoder in channels-first layout, on the reference's weights."""
 
-    Raises:
-        InputError: the layers are not those that this profile writes out, or the cache's sizes
-            are none that the Neural Engine takes.
-    """
-
-    name, axis, piece = "ane", 3, HEAD_PIECE
+    axis, piece = 3, HEAD_PIECE
     linear_of = staticmethod(convolve)
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
@@ -125,7 +113,13 @@ class AneProfile(Profile):
         self._heads = model.base.config.num_attention_heads
         self._kv_heads = self._heads // self.groups
         self._width = self.decoder.layers[0].self_attn.head_dim
-        self._check_sizes()
+        for what, size in (("--context", sizes.num_slots), ("KV width", self.cache_shape()[1])):
+            require(
+                size % 32 == 0,
+                f"{what} {size} with --profile ane",
+                expected="a multiple of 32, the only state sizes that it takes",
+                do="choose another --context, or --profile gpu",
+            )
         assert self.rotary is not None
         self._tables = tuple(table.t().contiguous() for table in self.rotary)
 
@@ -146,9 +140,9 @@ class AneProfile(Profile):
             keys, values = self._remember(index, keys, values, rows, slots)
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
             hidden = hidden + _apply(layer.self_attn.o_proj, mixed)
-            hidden = hidden + _feed_forward(
-                layer.mlp, rms_norm(layer.post_attention_layernorm, hidden, 1)
-            )
+            normed, mlp = rms_norm(layer.post_attention_layernorm, hidden, 1), layer.mlp
+            gate = mlp.act_fn(_apply(mlp.gate_proj, normed))
+            hidden = hidden + _apply(mlp.down_proj, gate * _apply(mlp.up_proj, normed))
         return hidden
 
     def _project(
@@ -165,12 +159,7 @@ class AneProfile(Profile):
         return rotate(query, cos, sin), keys, _apply(attention.v_proj, x)
 
     def _remember(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: Rows,
-        slots: OneHotSlots,
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Rows, slots: OneHotSlots
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the nodes' keys and values; what the rows see: slots, then streams."""
         nodes = rows.slots.shape[0]
@@ -208,40 +197,25 @@ class AneProfile(Profile):
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return rms_norm(self.decoder.module.norm, hidden, 1)
 
-    def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden[0, :, 0].t()
-
-    def _check_sizes(self) -> None:
-        sizes = {"--context": self.sizes.num_slots, "KV width": self._kv_heads * self._width}
-        for what, size in sizes.items():
-            if size % 32:
-                raise InputError(
-                    f"{what} {size} with --profile ane",
-                    expected="a multiple of 32, the only state sizes that it takes",
-                    do="choose another --context, or --profile gpu",
-                )
-
 
 def _apply(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return convolve(module, x) if isinstance(module, nn.Linear) else module(x)
-
-
-def _feed_forward(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    gate = mlp.act_fn(_apply(mlp.gate_proj, x))
-    return _apply(mlp.down_proj, gate * _apply(mlp.up_proj, x))
 
 
 def _check_layers(model: StreamFusedReference) -> None:
     """Refuse layers that have other parts than those that are written out here."""
     for index, layer in enumerate(model.decoder.layers):
         found = dict(layer.named_modules())
-        lacking = [name for name in _PARTS if name not in found]
-        norms = [name for name, module in found.items() if "norm" in name]
-        odd = [name for name in norms if not hasattr(found[name], "variance_epsilon")]
-        if lacking or odd:
-            fault = f"has no {lacking[0]}" if lacking else f"has a {odd[0]} that is no RMSNorm"
-            raise InputError(
-                f"layer {index} {fault}",
-                expected="layers as Llama, Mistral, Qwen2 or Qwen3 have them, for --profile ane",
-                do="use --profile gpu",
-            )
+        norms = (name for name in found if "norm" in name)
+        faults = [f"has no {name}" for name in _PARTS if name not in found]
+        faults += [
+            f"has a {name} that is no RMSNorm"
+            for name in norms
+            if not hasattr(found[name], "variance_epsilon")
+        ]
+        require(
+            not faults,
+            f"layer {index} {', '.join(faults[:1])}",
+            expected="layers as Llama, Mistral, Qwen2 or Qwen3 have them, for --profile ane",
+            do="use --profile gpu",
+        )

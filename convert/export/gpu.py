@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from ..reference.model import StreamFusedReference, rotate_values
@@ -33,11 +32,9 @@ def grouped_attention(
     The query heads of a KV head become rows of one head.
 
     Args:
-        module: the attention module.
         query: [1, H, R, Dh]
         key: [1, Hkv, keys, Dh]; `value` alike.
         attention_mask: [1, 1, H / Hkv * R, keys] additive, already repeated for the groups.
-        scaling: of the scores.
     """
     _, heads, rows, width = query.shape
     kv_heads = key.shape[1]
@@ -48,16 +45,6 @@ def grouped_attention(
         folded, key, value, attn_mask=attention_mask, scale=scaling
     )
     return mixed.reshape(1, heads, rows, width).transpose(1, 2), None
-
-
-def use_grouped_attention(base: nn.Module) -> None:
-    """Let transformers' attention modules of `base` call `grouped_attention`."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(ATTENTION, grouped_attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    base.set_attn_implementation(ATTENTION)
 
 
 class _SlotKeys:
@@ -94,11 +81,16 @@ class _SlotKeys:
 class GpuProfile(Profile):
     """The reference's parts, called on a cache of slots."""
 
-    name, axis = "gpu", 1
+    axis = 1
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
         super().__init__(model, sizes)
-        use_grouped_attention(model.base)
+        AttentionInterface.register(ATTENTION, grouped_attention)
+        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+        model.base.set_attn_implementation(ATTENTION)
 
     def cache_shape(self) -> tuple[int, ...]:
         width = self.decoder.layers[0].self_attn.head_dim
@@ -137,6 +129,3 @@ class GpuProfile(Profile):
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.decoder.norm(hidden)
-
-    def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden[0]

@@ -38,7 +38,6 @@ from ssmlx.exported.decode import MASKED
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
 from .parts import Profile, Rows
-from .settings import GraphSizes
 
 # Below every path that exists: less than any depth times the least edge, and a float16.
 _IMPOSSIBLE = -1e4
@@ -46,13 +45,7 @@ _IMPOSSIBLE = -1e4
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named input or output.
-
-    Attributes:
-        name: of the tensor.
-        shape: all of it.
-        kind: "int" for int32, "float" for the graph's own precision.
-    """
+    """A named input or output: int32, or of the graph's own precision."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,15 +56,10 @@ class Tensor:
         return torch.zeros(self.shape, dtype=torch.int32 if self.kind == "int" else torch.float32)
 
 
-def cache_names(num_layers: int) -> list[str]:
-    """Names of the cache's tensors in order: keys and values, layer by layer."""
-    return [f"{kind}_{layer:02}" for layer in range(num_layers) for kind in ("keys", "values")]
-
-
 class Graph(nn.Module):
     """A function of the exported model: `forward(*inputs, *caches) -> outputs`.
 
-    The caches are written in place.
+    The caches are written in place: keys and values, layer by layer.
 
     Attributes:
         name: of the function.
@@ -86,13 +74,9 @@ class Graph(nn.Module):
     def __init__(self, profile: Profile, num_layers: int) -> None:
         super().__init__()
         self.profile, self.num_layers = profile, num_layers
-        self.caches = cache_names(num_layers)
+        layers = [f"{layer:02}" for layer in range(num_layers)]
+        self.caches = [f"{kind}_{layer}" for layer in layers for kind in ("keys", "values")]
         self.cache_shape = profile.cache_shape()
-
-    def examples(self) -> tuple[torch.Tensor, ...]:
-        """Inputs and caches to trace with."""
-        caches = (torch.zeros(self.cache_shape) for _ in self.caches)
-        return (*(tensor.zeros() for tensor in self.inputs), *caches)
 
 
 class PrefillGraph(Graph):
@@ -119,11 +103,8 @@ class PrefillGraph(Graph):
 class DecodeGraph(Graph):
     """Verifies a tree of N nodes, and drafts from the streams of the last accepted one.
 
-    Args:
-        profile: the model's parts.
-        num_layers: of the model.
-        split: the first layer with streams.
-        vocab: [Vd] the tokens that streams draft from; None for all.
+    `split` is the first layer with streams, `vocab` [Vd] the tokens that these draft from; None
+    for all.
     """
 
     name = DECODE
@@ -142,7 +123,21 @@ class DecodeGraph(Graph):
         self.register_buffer("vocab", vocab, persistent=False)
         ahead = torch.arange(1, sizes.num_streams + 1, dtype=torch.int32)
         self.register_buffer("ahead", ahead, persistent=False)
-        self.inputs, self.outputs = _decode_inputs(sizes), _decode_outputs(sizes)
+        count, kept = sizes.num_nodes, (sizes.num_kept,)
+        drafted = (sizes.num_streams, sizes.num_candidates)
+        self.inputs = (
+            *(Tensor(name, (count,)) for name in ("tokens", "positions", "slots")),
+            Tensor("mask", (1, 1, count, sizes.num_slots), "float"),
+            *(Tensor(name, (count,)) for name in ("parents", "depths")),
+            Tensor("ancestors", (count, count), "float"),
+        )
+        self.outputs = (
+            Tensor("target_tokens", kept),
+            *((Tensor("kept", kept),) if sizes.is_pruned else ()),
+            Tensor("last", (1,)),
+            Tensor("candidate_tokens", drafted),
+            Tensor("candidate_logprobs", drafted, "float"),
+        )
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         profile, sizes = self.profile, self.profile.sizes
@@ -157,7 +152,7 @@ class DecodeGraph(Graph):
             kept, hidden = (keep,), profile.take(hidden, keep)
             tokens, positions, slots, depths = (x[keep] for x in (tokens, positions, slots, depths))
             mask, ancestors = mask[:, :, keep], ancestors[keep][:, keep]
-            parents = renumbered(keep, parents[keep])
+            parents = (parents[keep][:, None] == keep).int().argmax(dim=-1).int()
         rows = self._upper(hidden, Rows(positions, slots, mask, caches))
         nodes = profile.norm(profile.take(rows, torch.arange(sizes.num_kept)))
         targets = profile.head.choose(nodes)
@@ -181,7 +176,7 @@ class DecodeGraph(Graph):
         ahead = (nodes.positions[:, None] + self.ahead).flatten()
         positions = torch.cat([nodes.positions, ahead])
         mask = upper_mask(nodes.mask, self.own, streams)
-        hidden = profile.join(hidden, profile.start_streams(hidden))
+        hidden = torch.cat([hidden, profile.start_streams(hidden)], dim=profile.axis)
         rows = Rows(positions, nodes.slots, mask, nodes.caches, streams)
         return profile.run(hidden, self.split, self.num_layers, rows)
 
@@ -194,50 +189,24 @@ class DecodeGraph(Graph):
         return (tokens if self.vocab is None else self.vocab[tokens]), logprobs
 
 
-def _decode_inputs(sizes: GraphSizes) -> tuple[Tensor, ...]:
-    count = sizes.num_nodes
-    return (
-        *(Tensor(name, (count,)) for name in ("tokens", "positions", "slots")),
-        Tensor("mask", (1, 1, count, sizes.num_slots), "float"),
-        *(Tensor(name, (count,)) for name in ("parents", "depths")),
-        Tensor("ancestors", (count, count), "float"),
-    )
+class Converted(nn.Module):
+    """A graph as a converter takes it.
 
+    Its caches are buffers of its own, which are state to a converter, or else inputs and outputs
+    behind the others.
+    """
 
-def _decode_outputs(sizes: GraphSizes) -> tuple[Tensor, ...]:
-    kept, candidates = (sizes.num_kept,), (sizes.num_streams, sizes.num_candidates)
-    return (
-        Tensor("target_tokens", kept),
-        *((Tensor("kept", kept),) if sizes.is_pruned else ()),
-        Tensor("last", (1,)),
-        Tensor("candidate_tokens", candidates),
-        Tensor("candidate_logprobs", candidates, "float"),
-    )
-
-
-class Stateful(nn.Module):
-    """A graph whose caches are its own buffers: state, to a converter."""
-
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, *, stateful: bool) -> None:
         super().__init__()
-        self.function = graph
-        for name in graph.caches:
+        self.function, self.stateful = graph, stateful
+        for name in graph.caches if stateful else ():
             self.register_buffer(name, torch.zeros(graph.cache_shape))
 
-    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.function(*inputs, *(getattr(self, name) for name in self.function.caches))
-
-
-class Carrying(nn.Module):
-    """A graph whose caches are inputs and outputs: `forward(*inputs, *caches)` gives both."""
-
-    def __init__(self, graph: Graph) -> None:
-        super().__init__()
-        self.function = graph
-
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        caches = tensors[len(self.function.inputs) :]
-        return (*self.function(*tensors), *caches)
+        graph = self.function
+        if self.stateful:
+            return graph(*tensors, *(getattr(self, name) for name in graph.caches))
+        return (*graph(*tensors), *tensors[len(graph.inputs) :])
 
 
 # --- Masks, additive, from the mask of the nodes that the host gives --------------------------
@@ -254,10 +223,7 @@ def own_stream_mask(num_nodes: int, num_streams: int, dtype: torch.dtype) -> tor
 def upper_mask(nodes: torch.Tensor, own: torch.Tensor, num_streams: int) -> torch.Tensor:
     """[1, 1, M * (1 + G), S + M * G] mask of nodes and their streams (eqs. 1 and 2).
 
-    Args:
-        nodes: [1, 1, M, S] what each node sees; its streams see the same slots.
-        own: [M * G, M * G] as `own_stream_mask`.
-        num_streams: G.
+    `nodes` [1, 1, M, S] is what each node sees, and its streams too; `own` is `own_stream_mask`.
     """
     _, _, num_nodes, num_slots = nodes.shape
     num_rows = own.shape[0]
@@ -276,11 +242,7 @@ def surviving_nodes(
 ) -> torch.Tensor:
     """[M] int32 the `keep` nodes of the largest path probability, ascending.
 
-    Args:
-        edges: [N] early-exit log probability of each node given its parent.
-        depths: [N] int32.
-        ancestors: [N, N] 1 where the column's node is the row's or above it, else 0.
-        keep: M.
+    `edges` [N] is the early-exit log probability of each node given its parent.
     """
     below_root = (depths > 0).to(edges.dtype)
     clipped = edges.clamp(MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB) * below_root
@@ -300,19 +262,9 @@ def last_accepted(
 ) -> torch.Tensor:
     """[1] int32 the deepest node whose whole path carries the target's own tokens.
 
-    Args:
-        tokens: [M] int32 token of each node.
-        targets: [M] int32 the target's token after each node.
-        parents: [M] int32; the root's own is the root.
-        depths: [M] int32.
-        ancestors: [M, M] as in `surviving_nodes`.
+    All are of the M nodes that were kept; `targets` [M] is the target's token after each.
     """
     agrees = torch.logical_or(tokens == targets[parents], depths == 0)
     faults = (ancestors * torch.logical_not(agrees).to(ancestors.dtype)).sum(dim=-1)
     reached = (depths + 1).to(ancestors.dtype) * (faults < 0.5).to(ancestors.dtype)
     return reached.argmax(dim=0, keepdim=True).int()
-
-
-def renumbered(kept: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-    """[M] int32 where each of `nodes` [M] stands among `kept` [M]."""
-    return (nodes[:, None] == kept).int().argmax(dim=-1).int()

@@ -19,7 +19,7 @@ import torch
 from ssmlx.errors import InputError, first_line, require
 from ssmlx.exported.backends import NEW
 
-from .graph import Carrying, Graph, Stateful
+from .graph import Converted, Graph
 from .settings import ExportConfig
 
 if TYPE_CHECKING:
@@ -106,14 +106,12 @@ def convert_graph(graph: Graph, config: ExportConfig) -> coremltools.models.MLMo
     """
     ct = import_coremltools()
     stateful = config.precision == "float16"
-    module = (Stateful(graph) if stateful else Carrying(graph)).eval()
-    examples = tuple(tensor.zeros() for tensor in graph.inputs)
+    module = Converted(graph, stateful=stateful).eval()
+    examples = [tensor.zeros() for tensor in graph.inputs]
+    examples += [] if stateful else [torch.zeros(graph.cache_shape) for _ in graph.caches]
     with quiet(), torch.no_grad():
-        traced = torch.jit.trace(
-            module, examples if stateful else graph.examples(), check_trace=False
-        )
         return ct.convert(
-            traced,
+            torch.jit.trace(module, tuple(examples), check_trace=False),
             **_signature(ct, graph, stateful),
             minimum_deployment_target=ct.target.iOS18,
             compute_precision=_precision(ct, config),
@@ -248,7 +246,7 @@ def write_coreai(
 def _exported(graph: Graph, config: ExportConfig, table: Any) -> Any:
     """The graph as torch.export gives it, in the precision that was asked for."""
     dtype = getattr(torch, config.precision)
-    module = Stateful(graph).eval().to(dtype)
+    module = Converted(graph, stateful=True).eval().to(dtype)
     examples = [tensor.zeros() for tensor in graph.inputs]
     examples = [x.to(dtype) if x.is_floating_point() else x for x in examples]
     with torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,9 +52,8 @@ class Head(nn.Module):
 
     Args:
         weight: [V, D], the head's own tensor where it is whole, so that the package stores it once.
-        bias: [V], or None.
-        channels_first: whether hidden states are [1, D, 1, R], as the profile `ane` has them, in
-            place of [1, R, D].
+        bias: [V].
+        channels_first: whether hidden states are [1, D, 1, R] in place of [1, R, D].
         piece: most rows of a matrix; the Neural Engine takes no wider one.
     """
 
@@ -127,11 +127,7 @@ def columns(x: torch.Tensor, axis: int, first: int | None, last: int | None = No
 class StreamRowsLora(nn.Module):
     """LoRA on stream rows alone, where they stand behind the nodes in one call.
 
-    Args:
-        wrapped: the reference's.
-        count: of the call.
-        axis: of the rows.
-        linear: a linear module on the profile's layout.
+    The rows stand along `axis`, and `linear` calls a linear module on that layout.
     """
 
     def __init__(self, wrapped: LoraLinear, count: RowCount, axis: int, linear: Any) -> None:
@@ -156,15 +152,12 @@ class Profile(nn.Module, ABC):
         sizes: of the graph.
 
     Attributes:
-        name: of --profile.
         axis: of the rows in hidden states.
         piece: most rows of a matrix of an LM head.
         groups: H / Hkv.
         rotary: cosines and sines [positions, width]; None where the model has none.
-        count: rows in front of a call's stream rows.
     """
 
-    name: str
     axis: int
     piece: int | None = None
 
@@ -178,13 +171,11 @@ class Profile(nn.Module, ABC):
         tables = self.decoder.rotary(torch.arange(sizes.num_positions)[None])
         self.rotary = None if tables is None else tuple(table[0] for table in tables)
         head = self.base.lm_head
-        self.head = self.draft_head = self._head(head.weight, head.bias)
+        new_head = partial(Head, channels_first=self.axis == 3, piece=self.piece)
+        self.head = self.draft_head = new_head(head.weight, head.bias)
         if (vocab := model.draft_vocab) is not None:
             bias = None if head.bias is None else head.bias[vocab]
-            self.draft_head = self._head(head.weight[vocab].detach(), bias)
-
-    def _head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
-        return Head(weight, bias, channels_first=self.axis == 3, piece=self.piece)
+            self.draft_head = new_head(head.weight[vocab].detach(), bias)
 
     def _wrap_lora(self, model: StreamFusedReference) -> None:
         """Make LoRA free where it acts on every row; else apply it to stream rows."""
@@ -208,9 +199,9 @@ class Profile(nn.Module, ABC):
         """The hidden states of `rows` [m]."""
         return hidden[:, rows] if self.axis == 1 else hidden[..., rows]
 
-    def join(self, nodes: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-        """Stream rows behind node rows."""
-        return torch.cat([nodes, streams], dim=self.axis)
+    def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, D]."""
+        return hidden[0] if self.axis == 1 else hidden[0, :, 0].t()
 
     @abstractmethod
     def cache_shape(self) -> tuple[int, ...]:
@@ -235,7 +226,3 @@ class Profile(nn.Module, ABC):
     @abstractmethod
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm."""
-
-    @abstractmethod
-    def as_rows(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, D]."""

@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ import mlx.core as mx
 from ssmlx import exported
 from ssmlx.calibration.timing import Answer, ssmlx_answer
 from ssmlx.commands.options import add_counts, make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
 from ssmlx.exported.manifest import REPORT
 from ssmlx.loading.load import load
@@ -34,92 +32,33 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig, TreeConfig
 
-from ..run.results import save
-from ..run.tasks import SQL
+from .run.results import save
+from .run.tasks import SQL
 
 PROG = "perf.export"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What one exported folder came to, by one runtime.
-
-    Attributes:
-        name: of the folder.
-        backend: what ran it.
-        profile, precision, compression: of the export.
-        megabytes: size of the package.
-        weight_error: relative RMS against float32; None where it was not measured.
-        prompts: how many.
-        same_tokens: answers equal to plain decoding's, token for token.
-        same_calls: of these, answers in as many target calls as MLX's streaming took.
-        tokens_per_call: of the exported model, MLX with the same tree, and plain decoding.
-        tokens_per_second: of the same three, without the prompts.
-        largest_gap: over answers that part, the most by which MLX's logit of its own token beat
-            that of the exported model's, where they part; None where none does.
-        operations: how many Core ML would run on each device.
-        cost: the share of the estimated cost of these; empty where Core ML estimates none.
-    """
-
-    name: str
-    backend: str
-    profile: str
-    precision: str
-    compression: str
-    megabytes: float
-    weight_error: float | None
-    prompts: int
-    same_tokens: int
-    same_calls: int
-    tokens_per_call: tuple[float, ...]
-    tokens_per_second: tuple[float, ...]
-    largest_gap: float | None
-    operations: dict[str, int] = field(default_factory=dict)
-    cost: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every answer is plain decoding's."""
-        return self.same_tokens == self.prompts
-
-    def __str__(self) -> str:
-        error = "" if self.weight_error is None else f"{self.weight_error:.1e}"
-        gap = "" if self.largest_gap is None else f"; parts where logits are {self.largest_gap:.3f}"
-        calls, rates = (
-            f"{mine:.2f} {{}} (MLX {theirs:.2f}, plain {plain:.2f})"
-            for mine, theirs, plain in (self.tokens_per_call, self.tokens_per_second)
-        )
-        lines = [
-            f"{self.name:12} {self.backend:11} {self.profile:3} {self.precision:7} "
-            f"{self.compression:10} {self.megabytes:6.1f} MB  weight error {error:8} "
-            f"same tokens {self.same_tokens}/{self.prompts}, same calls {self.same_calls}{gap}",
-            f"    {calls.format('a call')}; {rates.format('tokens/s')}",
-        ]
-        for device, count in sorted(self.operations.items()):
-            share = f" ({self.cost[device]:.0%} of the cost)" if self.cost else ""
-            lines.append(f"    {device} {count} operations{share}")
-        return "\n".join(lines)
 
 
 # --- Where Core ML would run a package ---
 
 
-def placement(
-    costs: Iterable[tuple[str | None, float | None]],
-) -> tuple[dict[str, int], dict[str, float]]:
-    """Operations and shares of the cost by device, of both for each operation.
+def placement(plan: Any, operations: Iterable[Any]) -> tuple[dict[str, int], dict[str, float]]:
+    """Operations, and shares of their estimated cost, by the device that each prefers in `plan`.
 
     Constants, which run nowhere, have no device.
     """
-    operations: Counter[str] = Counter()
+    counts: dict[str, int] = {}
     weights: dict[str, float] = {}
-    for device, cost in costs:
-        if device is not None:
-            operations[device] += 1
-            weights[device] = weights.get(device, 0.0) + (cost or 0.0)
+    for operation in operations:
+        usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
+        if usage is None:
+            continue
+        name = type(usage.preferred_compute_device).__name__
+        device = name.removeprefix("ML").removesuffix("ComputeDevice")
+        cost = plan.get_estimated_cost_for_mlprogram_operation(operation)
+        counts[device] = counts.get(device, 0) + 1
+        weights[device] = weights.get(device, 0.0) + (0.0 if cost is None else cost.weight)
     total = sum(weights.values())
-    shares = {device: weight / total for device, weight in weights.items()} if total else {}
-    return dict(operations), shares
+    return counts, {device: weight / total for device, weight in weights.items() if total}
 
 
 def compute_plan(package: Path, compute_units: str) -> tuple[dict[str, int], dict[str, float]]:
@@ -130,22 +69,7 @@ def compute_plan(package: Path, compute_units: str) -> tuple[dict[str, int], dic
     unit = getattr(ct.ComputeUnit, compute_units.upper().replace("-", "_"))
     compiled = ct.models.utils.compile_model(str(package))
     plan: Any = MLComputePlan.load_from_path(path=compiled, compute_units=unit)
-    operations = plan.model_structure.program.functions[DECODE].block.operations
-    return placement((device_of(plan, op), _cost(plan, op)) for op in operations)
-
-
-def device_of(plan: Any, operation: Any) -> str | None:
-    """The device that an operation prefers; None for a constant."""
-    usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
-    if usage is None:
-        return None
-    name = type(usage.preferred_compute_device).__name__
-    return name.removeprefix("ML").removesuffix("ComputeDevice")
-
-
-def _cost(plan: Any, operation: Any) -> float | None:
-    found = plan.get_estimated_cost_for_mlprogram_operation(operation)
-    return None if found is None else float(found.weight)
+    return placement(plan, plan.model_structure.program.functions[DECODE].block.operations)
 
 
 # --- Answers ---
@@ -186,19 +110,16 @@ def gap(model: StreamFusedModel, prompt: Sequence[int], mine: Answer, theirs: An
     return to_float(logits[theirs.tokens[where]] - logits[mine.tokens[where]])
 
 
-def load_exported(folder: Path, units: str | None) -> exported.ExportedModel:
-    """An exported model, to run on this machine."""
-    return exported.load(folder, compute_units=units)
-
-
-def compare(args: argparse.Namespace, folder: Path, mlx: tuple[StreamFusedModel, Any]) -> list[Row]:
+def compare(
+    args: argparse.Namespace, folder: Path, mlx: tuple[StreamFusedModel, Any]
+) -> list[dict[str, Any]]:
     """Run one exported folder on the prompts and compare, a row for each choice of units."""
     manifest = exported.Manifest.read(folder)
     choices: Sequence[str | None] = [args.compute_units] if args.compute_units else COMPUTE_UNITS
     prompts: list[list[int]] = []
     plain, streaming, rows = [], [], []
     for units in choices if manifest.target == "coreml" else [None]:
-        package = load_exported(folder, units)
+        package = exported.load(folder, compute_units=units)
         if not prompts:
             asked = read_prompts(args.prompts)[: args.count]
             prompts = [exported.prompt_tokens(package, prompt) for prompt in asked]
@@ -214,8 +135,9 @@ def compare(args: argparse.Namespace, folder: Path, mlx: tuple[StreamFusedModel,
             for prompt, mine, theirs in zip(prompts, answers, plain, strict=True)
             if mine.tokens != theirs.tokens
         ]
-        rows.append(_row(folder, units, manifest, (answers, streaming, plain), gaps))
-        print(rows[-1], flush=True)
+        row = _row(folder, units, manifest, (answers, streaming, plain))
+        rows.append({**row, "largest_gap": round(max(gaps), 4) if gaps else None})
+        print(shown(rows[-1]), flush=True)
     return rows
 
 
@@ -224,36 +146,61 @@ def _row(
     units: str | None,
     manifest: exported.Manifest,
     sides: tuple[Sequence[Answer], ...],
-    gaps: Sequence[float],
-) -> Row:
+) -> dict[str, Any]:
+    """What one exported folder came to, by one runtime.
+
+    `sides` are its answers, those of MLX with the same tree, and plain decoding's; the figures by
+    call and by second are of these three, without the prompts.
+    """
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     same = [(a, b) for a, b, c in zip(*sides, strict=True) if a.tokens == c.tokens]
     counts = [sum(len(a.tokens) for a in side) for side in sides]
     calls = [sum(a.target_calls for a in side) for side in sides]
     seconds = [sum(a.decode_seconds for a in side) for side in sides]
-    package = manifest.package(folder)
     is_core_ml = units is not None and sys.platform == "darwin"
-    operations, cost = compute_plan(package, units or "") if is_core_ml else ({}, {})
-    return Row(
-        name=folder.name,
-        backend="Core AI" if units is None else f"Core ML, {units}",
-        profile=manifest.profile,
-        precision=manifest.dtype,
-        compression=manifest.compression,
-        megabytes=round(report["package_bytes"] / 1e6, 1),
-        weight_error=(report["weight_error"] or {}).get("relative_rms"),
-        prompts=len(sides[0]),
-        same_tokens=len(same),
-        same_calls=sum(mine.target_calls == theirs.target_calls for mine, theirs in same),
-        tokens_per_call=tuple(round(n / c, 3) for n, c in zip(counts, calls, strict=True)),
-        tokens_per_second=tuple(
+    planned = compute_plan(manifest.package(folder), units or "") if is_core_ml else ({}, {})
+    return {
+        "name": folder.name,
+        "backend": "Core AI" if units is None else f"Core ML, {units}",
+        "profile": manifest.profile,
+        "precision": manifest.dtype,
+        "compression": manifest.compression,
+        "megabytes": round(report["package_bytes"] / 1e6, 1),
+        "weight_error": (report["weight_error"] or {}).get("relative_rms"),
+        "prompts": len(sides[0]),
+        "same_tokens": len(same),
+        "same_calls": sum(mine.target_calls == theirs.target_calls for mine, theirs in same),
+        "tokens_per_call": [round(n / c, 3) for n, c in zip(counts, calls, strict=True)],
+        "tokens_per_second": [
             round((n - len(sides[0])) / s, 2) if s else 0.0
             for n, s in zip(counts, seconds, strict=True)
-        ),
-        largest_gap=round(max(gaps), 4) if gaps else None,
-        operations=operations,
-        cost=cost,
+        ],
+        "operations": planned[0],
+        "cost": planned[1],
+    }
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    """A row of the result, in lines to print."""
+    error, gap = row["weight_error"], row["largest_gap"]
+    rates = (
+        "{:.2f} {} (MLX {:.2f}, plain {:.2f})".format(row[name][0], unit, *row[name][1:])
+        for name, unit in (("tokens_per_call", "a call"), ("tokens_per_second", "tokens/s"))
     )
+    lines = [
+        "{name:12} {backend:11} {profile:3} {precision:7} {compression:10} {megabytes:6.1f} MB  "
+        "weight error {error:8} same tokens {same_tokens}/{prompts}, same calls {same_calls}"
+        "{gap}".format(
+            **row,
+            error="" if error is None else f"{error:.1e}",
+            gap="" if gap is None else f"; parts where logits are {gap:.3f}",
+        ),
+        "    " + "; ".join(rates),
+    ]
+    for device, count in sorted(row["operations"].items()):
+        share = f" ({row['cost'][device]:.0%} of the cost)" if row["cost"] else ""
+        lines.append(f"    {device} {count} operations{share}")
+    return "\n".join(lines)
 
 
 # --- The command ---
@@ -287,12 +234,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> int:
-    if args.count < 1:
-        raise InputError(f"--count {args.count}", expected="1 or more", do="give a larger number")
+    require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     mlx = load(args.model, adapter=args.adapter, dtype=args.dtype)
     rows = [row for folder in args.folders for row in compare(args, folder, mlx)]
-    print("saved", save(args.name, {"rows": [asdict(row) for row in rows]}), file=sys.stderr)
-    return 0 if all(row.is_exact for row in rows if row.precision == "float32") else 1
+    print("saved", save(args.name, {"rows": rows}), file=sys.stderr)
+    exact = all(
+        row["same_tokens"] == row["prompts"] for row in rows if row["precision"] == "float32"
+    )
+    return 0 if exact else 1
 
 
 def main(argv: list[str] | None = None) -> int:
