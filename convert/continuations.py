@@ -7,10 +7,10 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.errors import InputError, require
@@ -19,7 +19,9 @@ from ssmlx.prompts import as_messages, encode, read_prompts, refusing_turns
 from ssmlx.settings import DEFAULT_MODEL
 
 from . import check_torch
-from .generation import Answer, Sampling, end_tokens, generate_batch, load_generator
+
+if TYPE_CHECKING:
+    import torch
 
 PROG = "convert.continuations"
 EPILOG = """examples:
@@ -39,6 +41,197 @@ comes again is left out unless --temp is above 0.
 
 Finished batches are kept in OUT.part, and the same command goes on from there. On a machine
 whose cores are shared, OMP_NUM_THREADS=1 can be many times faster than the default."""
+COMPACT_AT = 0.125  # drop finished rows once they are this share of the batch
+
+
+# --- Answers of a batch ---
+
+
+class Answer(NamedTuple):
+    """What the model said to one prompt.
+
+    Attributes:
+        tokens: the tokens, with the end token where there is one.
+        finish_reason: "stop" at an end token, "length" where max_tokens came first.
+    """
+
+    tokens: list[int]
+    finish_reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen, as `ssmlx.settings.SamplingConfig`, and when to stop."""
+
+    max_tokens: int = 160
+    temp: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, good, expected in (
+            ("--max-tokens", self.max_tokens, self.max_tokens >= 1, "1 or more"),
+            ("--temp", self.temp, 0 <= self.temp < float("inf"), "0 or more"),
+            ("--seed", self.seed, self.seed >= 0, "0 or more"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1"),
+        ):
+            require(good, f"{name} {value}", expected=expected, do=f"change {name}")
+
+
+def generate_batch(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    end_tokens: Sequence[int],
+    stream: int = 0,
+) -> list[Answer]:
+    """Answer B prompts together.
+
+    Args:
+        model: a causal LM of transformers.
+        prompts: B lists of tokens; they are padded on the left to the longest.
+        sampling: how to choose tokens.
+        end_tokens: tokens that end an answer.
+        stream: with `sampling.seed` the seed of this batch, so that batches do not depend on
+            which ones ran before.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    device = next(model.parameters()).device
+    tokens, mask = (part.to(device) for part in left_pad(prompts))  # [B, L] both
+    generator = torch.Generator(device).manual_seed(sampling.seed * 1_000_003 + stream)
+    ends = torch.tensor(list(end_tokens), device=device)
+    positions, cache = mask.cumsum(1).sub(1).clamp(min=0), DynamicCache()
+    answers: list[list[int]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))  # the prompt that each row of the batch answers
+    ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    for _ in range(sampling.max_tokens):
+        with torch.inference_mode():
+            output = model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        chosen = choose_tokens(output.logits[:, -1].float(), sampling, generator)  # [B]
+        for row, token, done in zip(rows, chosen.tolist(), ended.tolist(), strict=True):
+            if not done:
+                answers[row].append(token)
+        ended |= torch.isin(chosen, ends)
+        if ended.all():
+            break
+        if ended.float().mean() >= COMPACT_AT:
+            kept = (~ended).nonzero()[:, 0]
+            cache.batch_select_indices(kept)
+            rows = [rows[index] for index in kept.tolist()]
+            chosen, mask, positions, ended = (x[kept] for x in (chosen, mask, positions, ended))
+        tokens, positions = chosen[:, None], positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+    stop = set(end_tokens)
+    return [Answer(answer, "stop" if answer[-1] in stop else "length") for answer in answers]
+
+
+def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """B lists of tokens -> [B, L] tokens and [B, L] 0/1 mask, padding first."""
+    import torch
+
+    longest = max(len(prompt) for prompt in prompts)
+    tokens = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(tokens), torch.tensor(mask)
+
+
+def choose_tokens(
+    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator
+) -> torch.Tensor:
+    """[B, V] float32 logits -> [B] tokens."""
+    import torch
+
+    if sampling.temp == 0:
+        return logits.argmax(dim=1)
+    probs, order = (logits / sampling.temp).softmax(dim=1).sort(dim=1, descending=True)
+    before = probs.cumsum(dim=1) - probs
+    probs = probs.masked_fill(before >= sampling.top_p, 0.0)
+    return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
+
+
+def grouped_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one new token a row, without a copy of the keys for every query head.
+
+    On the CPU several times as fast as PyTorch's kernel there, which takes over for prompts.
+
+    Args:
+        query: [B, H, L, Dh].
+        key: [B, Hkv, S, Dh]; `value` alike.
+        attention_mask: [B, 1, L, S], True or 0 where visible, or None where everything is.
+
+    Returns:
+        [B, L, H, Dh], and no weights.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    batch, heads, length, width = query.shape
+    if length > 1:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], width)
+    scores = grouped @ key.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
+    if attention_mask is not None and attention_mask.dtype is not scores.dtype:
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.float().softmax(dim=-1).to(value.dtype)
+    return (weights @ value).reshape(batch, 1, heads, width), None
+
+
+def load_generator(
+    path: Path, dtype: str, device: str, lora: Path | None = None
+) -> tuple[Any, Any]:
+    """The model and the tokenizer of a folder, ready for `generate_batch`.
+
+    `lora` is what the model is to answer with, as `fine_tuned` reads it.
+    """
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer
+    from transformers.masking_utils import sdpa_mask
+
+    from .base import load_base
+    from .reference.checkpoint import fine_tuned
+    from .training.run import choose_device
+
+    place = choose_device(device)
+    model = load_base(path, attn_implementation="sdpa")
+    if lora is not None:
+        model = fine_tuned(model, lora)
+    model = model.to(place, getattr(torch, dtype)).eval()
+    if place.type == "cpu":
+        AttentionInterface.register("grouped", grouped_attention)
+        AttentionMaskInterface.register("grouped", sdpa_mask)
+        model.set_attn_implementation("grouped")
+    return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end an answer: the tokenizer's, and those of the model's settings."""
+    own = model.generation_config.eos_token_id if model.generation_config else None
+    own = own if isinstance(own, list) else [own]
+    return sorted({token for token in (tokenizer.eos_token_id, *own) if token is not None})
+
+
+# --- All prompts ---
 
 
 def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -52,13 +245,10 @@ class PartFile:
 
     Args:
         path: the file; it is made where it does not exist.
-        settings: what the answers depend on.
+        settings: what the answers depend on; a file made with others is refused.
 
     Attributes:
-        done: answers of the batches that were there already.
-
-    Raises:
-        InputError: the file was made with other settings.
+        done: answers of the batches that are there.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -77,6 +267,7 @@ class PartFile:
     def append(self, answers: Sequence[Answer]) -> None:
         """Keep a batch; once this returns, a kill does not lose it."""
         self._write([list(answer) for answer in answers])
+        self.done.append(list(answers))
 
     def close(self) -> None:
         """Leave the file as it is."""
@@ -92,28 +283,23 @@ class PartFile:
         data = self.path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         try:
-            values = [json.loads(line) for line in lines]
-            if values and values[0] != settings:
-                raise self._refusal(values[0], settings)
-            self.done = [[Answer(*answer) for answer in batch] for batch in values[1:]]
+            found, *batches = [json.loads(line) for line in lines] or [settings]
+            self.done = [[Answer(*answer) for answer in batch] for batch in batches]
         except (ValueError, TypeError) as error:
-            if isinstance(error, InputError):
-                raise
             raise InputError(
                 f"{self.path} cannot be read",
                 expected="the finished batches of an earlier run",
                 do="delete it to start again",
             ) from error
-        return sum(len(line) + 1 for line in lines)
-
-    def _refusal(self, found: Any, settings: dict[str, Any]) -> InputError:
         old = found if isinstance(found, dict) else {}
         names = [name for name in settings if old.get(name) != settings[name]]
-        return InputError(
+        require(
+            found == settings,
             f"{self.path} was made with another {', '.join(names) or 'command'}",
             expected="the command that began it",
             do="repeat that command, choose another --out, or delete the file to start again",
         )
+        return sum(len(line) + 1 for line in lines)
 
 
 def generate_all(
@@ -122,37 +308,21 @@ def generate_all(
     batch_size: int,
     part: PartFile,
 ) -> list[Answer]:
-    """Answer every prompt, keeping each finished batch in `part`.
+    """Answer every prompt, in the order of the prompts, keeping each finished batch in `part`.
 
-    Args:
-        encoded: P prompts.
-        generate: answers a batch, given the prompts and the number of the batch.
-        batch_size: the most prompts of a batch.
-        part: where finished batches are kept.
-
-    Returns:
-        P answers, in the order of the prompts.
+    `generate` answers a batch, given the prompts and the number of the batch.
     """
-    batches = plan_batches([len(tokens) for tokens in encoded], batch_size)
-    answers: list[Answer | None] = [None] * len(encoded)
-    for indices, batch in zip(batches, part.done, strict=False):
-        _place(answers, indices, batch)
     from huggingface_hub.utils import tqdm
 
+    batches = plan_batches([len(tokens) for tokens in encoded], batch_size)
     done = sum(map(len, part.done))
     with tqdm(total=len(encoded), initial=done, unit="prompt", disable=None, leave=False) as bar:
         for number in range(len(part.done), len(batches)):
-            indices = batches[number]
-            batch = generate([encoded[index] for index in indices], number)
-            part.append(batch)
-            _place(answers, indices, batch)
-            bar.update(len(batch))
-    return [answer for answer in answers if answer is not None]
-
-
-def _place(answers: list[Answer | None], indices: Sequence[int], batch: Sequence[Answer]) -> None:
-    for index, answer in zip(indices, batch, strict=True):
-        answers[index] = answer
+            part.append(generate([encoded[index] for index in batches[number]], number))
+            bar.update(len(batches[number]))
+    order = [index for batch in batches for index in batch]
+    answers = [answer for batch in part.done for answer in batch]
+    return [answer for _, answer in sorted(zip(order, answers, strict=True))]
 
 
 def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -173,69 +343,37 @@ def encode_prompts(
         tokenizer: the model's, of transformers.
         longest: the most tokens a prompt may have.
         template: text with `{prompt}`; None for the model's chat template.
-
-    Raises:
-        InputError: there is no chat template, a template does not take a prompt, or a prompt is
-            too long.
     """
-    if template is None and not tokenizer.chat_template:
-        raise InputError(
-            "the model's tokenizer has no chat template",
-            expected="a model made for chat",
-            do="choose another --model",
-        )
+    require(
+        template is not None or bool(tokenizer.chat_template),
+        "the model's tokenizer has no chat template",
+        expected="a model made for chat",
+        do="choose another --model",
+    )
     encoded = []
     for number, prompt in enumerate(prompts, 1):
+        messages = as_messages(prompt)
         if template is None:
-            tokens = _encode(prompt, tokenizer, number)
+            with refusing_turns(f"the turns of prompt {number}"):
+                tokens = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=False
+                )
         else:
-            tokens = encode(template.replace("{prompt}", _one_text(prompt, number)), tokenizer)
-        if len(tokens) > longest:
-            raise InputError(
-                f"prompt {number} has {len(tokens)} tokens",
-                expected=f"at most {longest}, the model's context less --max-tokens",
-                do="shorten or drop it",
+            require(
+                len(messages) == 1,
+                f"prompt {number} has {len(messages)} turns",
+                expected="one, as the checkpoint's template takes it",
+                do="drop that prompt",
             )
-        encoded.append(tokens)
+            tokens = encode(template.replace("{prompt}", messages[0]["content"]), tokenizer)
+        require(
+            len(tokens) <= longest,
+            f"prompt {number} has {len(tokens)} tokens",
+            expected=f"at most {longest}, the model's context less --max-tokens",
+            do="shorten or drop it",
+        )
+        encoded.append(list(tokens))
     return encoded
-
-
-def _one_text(prompt: dict[str, Any], number: int) -> str:
-    """The text of a prompt that is a single turn."""
-    messages = as_messages(prompt)
-    if len(messages) != 1:
-        raise InputError(
-            f"prompt {number} has {len(messages)} turns",
-            expected="one, as the checkpoint's template takes it",
-            do="drop that prompt",
-        )
-    return messages[0]["content"]
-
-
-def _encode(prompt: dict[str, Any], tokenizer: Any, number: int) -> list[int]:
-    with refusing_turns(f"the turns of prompt {number}"):
-        return list(
-            tokenizer.apply_chat_template(
-                as_messages(prompt), add_generation_prompt=True, return_dict=False
-            )
-        )
-
-
-def records(
-    prompts: Sequence[dict[str, Any]],
-    encoded: Sequence[Sequence[int]],
-    answers: Sequence[Answer],
-    tokenizer: Any,
-) -> Iterator[dict[str, Any]]:
-    """What the output file holds, a dictionary a line."""
-    for prompt, tokens, answer in zip(prompts, encoded, answers, strict=True):
-        yield {
-            **prompt,
-            "completion": tokenizer.decode(answer.tokens, skip_special_tokens=True),
-            "prompt_tokens": list(tokens),
-            "completion_tokens": answer.tokens,
-            "finish_reason": answer.finish_reason,
-        }
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -315,8 +453,14 @@ def _main(args: argparse.Namespace) -> None:
     make_folder(args.out.parent)
     template = None if args.lora is None else template_of(args.lora)
     model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device, args.lora)
-    longest = _longest_prompt(model, args.max_tokens)
-    encoded = encode_prompts(prompts, tokenizer, longest, template)
+    context = int(model.config.max_position_embeddings)
+    require(
+        args.max_tokens < context,
+        f"--max-tokens {args.max_tokens}",
+        expected=f"less than the model's context, {context}",
+        do="lower --max-tokens",
+    )
+    encoded = encode_prompts(prompts, tokenizer, context - args.max_tokens, template)
     stop = end_tokens(model, tokenizer)
     part = PartFile(
         args.out.with_name(args.out.name + ".part"),
@@ -337,27 +481,25 @@ def _main(args: argparse.Namespace) -> None:
         part,
     )
     part.close()
-    write_jsonl(args.out, records(prompts, encoded, answers, tokenizer))
+    rows = [
+        {
+            **prompt,
+            "completion": tokenizer.decode(answer.tokens, skip_special_tokens=True),
+            "prompt_tokens": tokens,
+            "completion_tokens": answer.tokens,
+            "finish_reason": answer.finish_reason,
+        }
+        for prompt, tokens, answer in zip(prompts, encoded, answers, strict=True)
+    ]
+    write_jsonl(args.out, rows)
     part.path.unlink()
-    print(_report(args.out, answers), file=sys.stderr)
-
-
-def _longest_prompt(model: Any, max_tokens: int) -> int:
-    """Tokens that the model's context leaves for a prompt."""
-    context = int(model.config.max_position_embeddings)
-    if max_tokens >= context:
-        raise InputError(
-            f"--max-tokens {max_tokens}",
-            expected=f"less than the model's context, {context}",
-            do="lower --max-tokens",
-        )
-    return context - max_tokens
-
-
-def _report(out: Path, answers: Sequence[Answer]) -> str:
     count = sum(len(answer.tokens) for answer in answers)
     cut = sum(answer.finish_reason == "length" for answer in answers)
-    return f"{out}: {len(answers):,} answers of {count:,} tokens, {cut:,} of them cut at the limit"
+    print(
+        f"{args.out}: {len(answers):,} answers of {count:,} tokens, {cut:,} of them cut at the "
+        "limit",
+        file=sys.stderr,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,10 +11,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from convert import continuations, generation
+from convert import continuations
 from convert.__main__ import main as convert
-from convert.continuations import PartFile, encode_prompts
-from convert.generation import Sampling, generate_batch
+from convert.continuations import PartFile, Sampling, encode_prompts, generate_batch
 from ssmlx.errors import InputError
 from ssmlx.prompts import as_messages, read_prompts
 from ssmlx.settings import StreamConfig
@@ -359,7 +358,7 @@ def test_top_p_keeps_the_likeliest_tokens():
     generator = torch.Generator().manual_seed(0)
     for top_p, kept in ((0.1, {0}), (0.7, {0, 1}), (1.0, {0, 1, 2, 3})):
         sampling = Sampling(temp=1.0, top_p=top_p)
-        assert set(generation.choose_tokens(logits, sampling, generator).tolist()) == kept
+        assert set(continuations.choose_tokens(logits, sampling, generator).tolist()) == kept
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -371,9 +370,9 @@ def test_grouped_attention_is_sdpa(masked):
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, enable_gqa=True
     )
-    found, _ = generation.grouped_attention(None, query, key, value, mask)
+    found, _ = continuations.grouped_attention(None, query, key, value, mask)
     torch.testing.assert_close(found, expected.transpose(1, 2))
     if mask is not None:
         additive = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-        found, _ = generation.grouped_attention(None, query, key, value, additive)
+        found, _ = continuations.grouped_attention(None, query, key, value, additive)
         torch.testing.assert_close(found, expected.transpose(1, 2))

@@ -18,13 +18,16 @@ from typing import Any
 
 from convert import check_torch
 from convert.continuations import (
+    Sampling,
     add_generator_options,
     check_batch_size,
     encode_prompts,
+    end_tokens,
+    generate_batch,
+    load_generator,
     plan_batches,
     write_jsonl,
 )
-from convert.generation import Answer, Sampling, end_tokens, generate_batch, load_generator
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError
 from ssmlx.loading.files import make_folder
@@ -311,7 +314,7 @@ def sample_prompts(
     return found[:count]
 
 
-def _finished(answers: Iterable[Answer], tokenizer: Any) -> list[str]:
+def _finished(answers: Iterable[Any], tokenizer: Any) -> list[str]:
     """Texts of the samples that came to their own end."""
     return [
         tokenizer.decode(answer.tokens[:-1]).strip()
