@@ -1,22 +1,29 @@
-"""Which way of drafting is expected to be fastest, from costs and replayed answers."""
+"""Which way of drafting is expected to be fastest, from costs and replayed answers.
+
+Whether that was the truth is checked: some ways of decoding, timed on other prompts.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from ..model.streams import StreamFusedModel
-from ..settings import PruneConfig, TreeConfig
+from ..settings import GenerateConfig, PruneConfig, TreeConfig
 from ..tuning.cost import DraftShape, MeasuredShape, StepCosts
 from ..tuning.profile import MLX_VERSION, SLACK, Profile, ProfileKey
 from ..tuning.replay import Guesses, advance, depths_within, needed_sizes, needed_widths
-from .costs import SCHEDULES
+from .costs import SCHEDULES, config_of
 from .guesses import EXIT_TREE, Exits, RecordedAnswer, record_exits
+from .timing import Answer, in_turns, progress, ssmlx_answer
 
 FULL_WIDTHS = (1, 2, 3, 4)
+PLAIN, CHOSEN = "plain", "chosen"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +113,9 @@ def choose(
     sizes: Sequence[int],
 ) -> Choice:
     """The fastest way to draft these answers: trees first, then what pruning adds to them."""
-    context = round(sum(one.middle for one in answers) / len(answers))
     guesses = [one.guesses for one in answers]
+    middles = [len(one.prompt) + len(one.guesses.answer) / 2 for one in answers]
+    context = round(sum(middles) / len(middles))
     price = partial(PricedShape.of, costs=costs, context=context)
     candidates = unpruned(guesses, sizes, price)
     if costs.early_exit is not None:
@@ -200,4 +208,89 @@ def pruned(
             budget = replace(shape, prune=PruneConfig(kind="budget", keep=keep))
             left = advanced(nodes, keep) / whole
             found.append(price(budget, one.tokens_per_call * left))
+    return found
+
+
+def check(
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
+    prompts: Sequence[list[int]],
+    choice: Choice,
+    max_tokens: int,
+) -> list[dict[str, Any]]:
+    """Decode `prompts` in several ways, and set what was expected beside what came."""
+    shapes = shapes_to_check(choice.chosen, choice.candidates)
+    configs = {name: config_of(one.shape, max_tokens=max_tokens) for name, one in shapes.items()}
+    configs[PLAIN] = GenerateConfig(decoding="plain", max_tokens=max_tokens)
+    answers: dict[str, list[Answer]] = {name: [] for name in configs}
+    for config in configs.values():  # one each that does not count
+        ssmlx_answer(model, tokenizer, prompts[0], config)
+    for prompt, name in progress(in_turns(prompts, list(configs)), "held-out answers"):
+        answers[name].append(ssmlx_answer(model, tokenizer, prompt, configs[name]))
+    return compare(shapes, answers)
+
+
+def shapes_to_check(
+    chosen: PricedShape, candidates: Sequence[PricedShape]
+) -> dict[str, PricedShape]:
+    """The chosen shape, and others that it should beat: the default, a small tree, and the other
+    schedule, as far as they are others."""
+    shape, streams = chosen.shape, max(one.shape.num_streams for one in candidates)
+    schedule = "second-pass" if shape.stream_schedule == "fused" else "fused"
+    wanted = {
+        "default": DraftShape(tree=TreeConfig(), num_streams=streams),
+        "small": DraftShape(tree=TreeConfig(size=4), num_streams=streams),
+        "other schedule": replace(shape, stream_schedule=schedule),  # type: ignore[arg-type]
+    }
+    known = {one.shape: one for one in candidates if one.shape != shape}
+    others = {name: known[one] for name, one in wanted.items() if one in known}
+    return {CHOSEN: chosen, **others}
+
+
+def compare(
+    shapes: Mapping[str, PricedShape], answers: Mapping[str, Sequence[Answer]]
+) -> list[dict[str, Any]]:
+    """Expected beside measured, of each of `shapes` and of plain decoding, as JSON values.
+
+    `expected` and `measured` are tokens/s after the prompt's call, `ratio` the one over the other;
+    tokens per call, seconds of a call and the speed-up over plain decoding are told likewise.
+    Empty where one has nothing to time: every answer is a single token.
+    """
+    totals = {
+        name: (
+            # The first token is the prompt's call's.
+            sum(len(one.tokens) - 1 for one in own),
+            sum(one.target_calls - 1 for one in own),
+            sum(one.decode_seconds for one in own),
+        )
+        for name, own in answers.items()
+    }
+    if not all(calls and seconds for _, calls, seconds in totals.values()):
+        return []
+    plain_seconds = shapes[CHOSEN].plain_seconds
+    plain_tokens, _, plain_took = totals[PLAIN]
+    said = [one.tokens for one in answers[PLAIN]]
+    found = []
+    for name, (tokens, calls, seconds) in totals.items():
+        priced = shapes.get(name)
+        per_call = priced.tokens_per_call if priced else 1.0
+        call_seconds = priced.step_seconds if priced else plain_seconds
+        expected, measured = per_call / call_seconds, tokens / seconds
+        found.append(
+            {
+                "name": name,
+                "what": priced.shape.text() if priced else "plain decoding",
+                "nodes": priced.shape.num_nodes if priced else 1,
+                "expected": expected,
+                "measured": measured,
+                "ratio": expected / measured,
+                "expected_per_call": per_call,
+                "per_call": tokens / calls,
+                "expected_seconds": call_seconds,
+                "seconds": seconds / calls,
+                "expected_speedup": expected * plain_seconds,
+                "speedup": measured / (plain_tokens / plain_took),
+                "same_tokens": [one.tokens for one in answers[name]] == said,
+            }
+        )
     return found

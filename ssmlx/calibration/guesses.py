@@ -22,7 +22,6 @@ from ..decoding.drafter import rank_candidates
 from ..decoding.loop import prefill
 from ..decoding.prune import transition_logprobs
 from ..errors import require
-from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, clip_edges, full_topology
 from ..prompts import encode_prompt, read_prompts
@@ -42,20 +41,11 @@ class RecordedAnswer:
     prompt: list[int]
     guesses: Guesses
 
-    @property
-    def middle(self) -> float:
-        """Committed tokens half-way through the answer."""
-        return len(self.prompt) + len(self.guesses.answer) / 2
-
 
 def read_tokens(
     path: Path, model: StreamFusedModel, tokenizer: TokenizerWrapper
 ) -> list[list[int]]:
-    """The prompts of a file, under the adapter's template.
-
-    Raises:
-        InputError: the file or a prompt is bad.
-    """
+    """The prompts of a file, under the adapter's template."""
     found = [encode_prompt(prompt, model, tokenizer) for prompt in read_prompts(path, "--data")]
     for tokens in found:
         check_prompt(model, len(tokens))
@@ -68,9 +58,6 @@ def split_prompts(
     """The last `count` prompts to learn from, and `checked` before them to check on.
 
     The first prompts of a file are those that other measurements take.
-
-    Raises:
-        InputError: there are too few.
     """
     require(
         count >= 1 and checked >= 0 and len(prompts) >= count + checked,
@@ -89,11 +76,7 @@ def record_answers(
     max_tokens: int,
     largest: int,
 ) -> list[RecordedAnswer]:
-    """Decode each prompt, and record what trees of up to `largest` nodes are made of.
-
-    Raises:
-        InputError: there is too little to learn from.
-    """
+    """Decode each prompt, and record what trees of up to `largest` nodes are made of."""
     config = GenerateConfig(decoding="streaming", max_tokens=max_tokens, tree=TreeConfig())
     most = contenders(largest, model.draft_vocab_size, model.num_streams).topology.num_candidates
     found = []
@@ -116,20 +99,15 @@ def guesses_along(
     """What the streams guess along `answer`: [A, G, count], fewer where the vocabulary is."""
     cache, streams = model.make_cache(), model.num_streams
     prefill(model, prompt[:-1], cache)
-    tree = _chain([prompt[-1], *answer[:-1]])
+    topology = full_topology(1, len(answer) - 1)
+    nodes = mx.array([prompt[-1], *answer[:-1]], mx.int32)
+    tree = Tree(nodes, topology.depths, topology.paths, topology.num_internal, topology)
     cache.reserve(tokens=1, scratch=tree.num_nodes * (1 + streams))
     hidden = model.insert(model.lower(tree, cache), streams)
     rows = model.upper(hidden, tree, cache, streams)[:, tree.num_nodes :]
     tokens, logprobs = _ranked(model, rows, min(count, model.draft_vocab_size))
     shape = (len(answer), streams, -1)
     return Guesses(tokens.reshape(shape), logprobs.reshape(shape), np.array(answer))
-
-
-def _chain(tokens: Sequence[int]) -> Tree:
-    """A tree of one branch."""
-    topology = full_topology(1, len(tokens) - 1)
-    nodes = mx.array(list(tokens), mx.int32)
-    return Tree(nodes, topology.depths, topology.paths, topology.num_internal, topology)
 
 
 def _ranked(model: StreamFusedModel, rows: mx.array, count: int) -> tuple[Ints, Floats]:
@@ -225,7 +203,9 @@ def exits_along(
         scores = known.scores(guesses.logprobs[place])
         keep = np.sort(np.argsort(-scores, kind="stable")[:size])
         tree = _drafted(known, answer[place], guesses.tokens[place, :levels], keep)
-        judged = _early_exit_scores(model, tree, cache)
+        logits = model.early_exit_logits(model.lower(tree, cache)[:, : tree.num_internal])
+        edges = clip_edges(transition_logprobs(tree, logits))
+        judged = np.array(tree.path_sums(edges), np.float32)
         nodes = known.path(ranks[place])
         path = [int(np.searchsorted(keep, n)) if n in keep else -1 for n in nodes]
         rows.append((scores[keep], judged, path + [-1] * (levels - len(path))))
@@ -241,11 +221,3 @@ def _drafted(known: Contenders, root: int, tokens: Ints, keep: NDArray[np.intp])
     nodes = mx.array(np.concatenate([[root], below]).astype(np.int32))
     whole = Tree(nodes, topology.depths, topology.paths, topology.num_internal)
     return whole.select(mx.array(keep.astype(np.int32)))
-
-
-def _early_exit_scores(model: StreamFusedModel, tree: Tree, cache: TreeCache) -> Floats:
-    """[N] of each node's path."""
-    hidden = model.lower(tree, cache)
-    logits = model.early_exit_logits(hidden[:, : tree.num_internal])
-    edges = clip_edges(transition_logprobs(tree, logits))
-    return np.array(tree.path_sums(edges), np.float32)

@@ -11,7 +11,7 @@ from ..settings import from_json, to_json
 from ..tuning.cost import DraftShape, StepCosts
 from ..tuning.machine import machine
 from ..tuning.profile import FORMAT, Profile
-from ..tuning.report import Columns, every_pair, finish, new_figure, table
+from ..tuning.report import Columns, finish, new_figure, table
 from . import BUSY
 from .choice import Choice
 from .guesses import rank_table
@@ -19,8 +19,6 @@ from .guesses import rank_table
 Result = Mapping[str, Any]
 RANKS = (1, 2, 3, 4, 8, 16)
 COLOURS = {"second-pass": "#0b6e4f", "fused": "#b06f10"}
-CONTEXT_COLOURS = ("#33658a", "#7b5ea7", "#b23a48", "#2b2d42")
-PLAIN_COLOUR = "#8d99ae"
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN_SHAPES = 6
 
@@ -52,10 +50,14 @@ def result_of(
 
 
 def forward_table(costs: StepCosts) -> list[str]:
-    """Milliseconds of a forward on R nodes, by context."""
+    """Milliseconds of a forward on R nodes, all layers and the head without streams, by context."""
 
     def cell(rows: int) -> Callable[[int], str]:
-        return lambda context: f"{1e3 * forward_seconds(costs, rows, context):.1f}"
+        def text(context: int) -> str:
+            layers = costs.lower.at(rows, context) + costs.upper.at(rows, context)
+            return f"{1e3 * (layers + costs.head.at(rows)):.1f}"
+
+        return text
 
     rows = [rows for rows in _SHOWN_ROWS if rows in costs.lower.rows]
     columns: Columns = {
@@ -64,11 +66,6 @@ def forward_table(costs: StepCosts) -> list[str]:
         "plain call": lambda context: f"{1e3 * costs.plain_seconds(context):.1f}",
     }
     return table(columns, costs.lower.contexts)
-
-
-def forward_seconds(costs: StepCosts, rows: int, context: float) -> float:
-    """All layers and the head on `rows` nodes, without streams."""
-    return costs.lower.at(rows, context) + costs.upper.at(rows, context) + costs.head.at(rows)
 
 
 def rank_lines(ranks: Sequence[Sequence[float]]) -> list[str]:
@@ -154,43 +151,14 @@ def report(result: Result) -> str:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Seconds against rows, and expected tokens/s against nodes, with what was measured."""
-    figure = new_figure(10.4, 4.6)
-    left, right = figure.subplots(1, 2)
-    draw_costs(left, from_json(StepCosts, result["costs"]))
-    draw_speeds(right, result)
-    figure.suptitle(
-        f"{result['model']}, adapter {result['adapter']}, {result['dtype']}\n{result['where']}",
-        fontsize=9,
-    )
-    caption = (
-        "Left: all layers and the LM head on R nodes behind a context; dots are medians. Right: "
-        "best trees of the chosen number of streams, expected from costs and replayed answers; "
-        "diamonds are held-out prompts, measured."
-    )
-    finish(figure, caption, path)
-
-
-def draw_costs(axes: Any, costs: StepCosts) -> None:
-    """Milliseconds of a forward by rows, a line for each context."""
-    looks = every_pair(CONTEXT_COLOURS, ("-", "--", "-.", ":"))
-    for context, (colour, style) in zip(costs.lower.contexts, looks, strict=False):
-        rows = costs.lower.rows
-        times = [1e3 * forward_seconds(costs, row, context) for row in rows]
-        axes.plot(rows, times, f"o{style}", ms=3, lw=1.2, color=colour, label=f"{context} tokens")
-    axes.set(xlabel="rows R of a forward", ylabel="milliseconds")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=8, title="behind", title_fontsize=8)
-
-
-def draw_speeds(axes: Any, result: Result) -> None:
-    """Tokens/s by nodes, of both schedules, beside plain decoding's."""
-    chosen = result["chosen"]
+    """Expected tokens/s of both schedules against nodes, with what was measured."""
+    figure = new_figure(6.4, 4.8)
+    axes, chosen = figure.subplots(), result["chosen"]
     for schedule, colour in COLOURS.items():
         points = tree_points(result["candidates"], chosen["shape"]["num_streams"], schedule)
         axes.plot(*zip(*points, strict=True), "-", color=colour, label=schedule.replace("-", " "))
     plain = 1 / chosen["plain_seconds"]
-    axes.axhline(plain, color=PLAIN_COLOUR, ls="--", label="plain decoding, expected")
+    axes.axhline(plain, color="#8d99ae", ls="--", label="plain decoding, expected")
     nodes = from_json(DraftShape, chosen["shape"]).num_nodes
     axes.plot(nodes, chosen["tokens_per_second"], "*", ms=14, color="#b23a48", label="chosen")
     measured = [(one["nodes"], one["measured"]) for one in result["checks"]]
@@ -200,6 +168,15 @@ def draw_speeds(axes: Any, result: Result) -> None:
     axes.set(xlabel="nodes N of the tree (1: plain decoding)", ylabel="tokens/s after the first")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(
+        f"{result['model']}, adapter {result['adapter']}, {result['dtype']}\n{result['where']}",
+        fontsize=9,
+    )
+    caption = (
+        "Best trees of the chosen number of streams, expected from costs and replayed answers; "
+        "diamonds are held-out prompts, measured."
+    )
+    finish(figure, caption, path)
 
 
 def tree_points(

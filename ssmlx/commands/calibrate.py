@@ -86,11 +86,7 @@ def results_dir() -> Path:
 
 
 def plan_of(args: argparse.Namespace) -> CostPlan:
-    """What to time.
-
-    Raises:
-        InputError: a number is out of range.
-    """
+    """What to time."""
     from ..calibration.costs import CostPlan
 
     for flag, least in (("repeats", args.repeats), ("contexts", min(args.contexts)),
@@ -103,11 +99,7 @@ def plan_of(args: argparse.Namespace) -> CostPlan:
 
 
 def load_streams(args: argparse.Namespace) -> Any:
-    """The model that the options name, with streams, and its tokenizer.
-
-    Raises:
-        InputError: it has none.
-    """
+    """The model that the options name, with streams, and its tokenizer."""
     from ..loading.attach import adapters_for
 
     model, tokenizer = load_target(
@@ -124,11 +116,7 @@ def load_streams(args: argparse.Namespace) -> Any:
 
 
 def prompts_of(args: argparse.Namespace) -> Path:
-    """The prompts that ship with the adapter, or with a fused model.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The prompts that ship with the adapter, or with a fused model."""
     folder = resolve_adapter(args.adapter) if args.adapter else resolve_model(args.model)
     path = (folder or Path()) / PROMPTS_FILE
     require(
@@ -157,8 +145,7 @@ def keep(args: argparse.Namespace, profile: Profile, noise: float) -> str:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ..calibration.check import check
-    from ..calibration.choice import choose
+    from ..calibration.choice import check, choose
     from ..calibration.costs import measure_costs
     from ..calibration.guesses import read_tokens, record_answers, split_prompts
     from ..calibration.report import draw, report, result_of
