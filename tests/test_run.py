@@ -16,7 +16,7 @@ from real import make_adapter, write_base, write_tiny_adapter
 from tiny import make_lora
 
 from perf.run.experiment import speedups
-from perf.run.results import machine_load
+from perf.run.results import AnswerStore, Kept, files_version, machine_load
 from perf.run.statistics import (
     Estimate,
     mean,
@@ -25,7 +25,6 @@ from perf.run.statistics import (
     ratio,
     speedup,
 )
-from perf.run.store import AnswerStore, Kept, files_version
 from perf.run.target import (
     MLX_LM,
     PLAIN,

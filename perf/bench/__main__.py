@@ -32,8 +32,7 @@ from ssmlx.tuning.report import publish
 
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import adapter_with_streams, add_base, add_out, check_counts
-from ..run.results import machine_load
-from ..run.store import Kept
+from ..run.results import Kept, machine_load
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, data_file, read_examples
 from .clock import Clock, Rounds, rounds

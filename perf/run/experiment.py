@@ -25,9 +25,8 @@ from ssmlx.model.shapes import to_float
 from ssmlx.prompts import encode_prompt
 from ssmlx.tuning.machine import machine
 
-from .results import machine_load
+from .results import AnswerStore, Kept, code_version, files_version, machine_load, timed_on
 from .statistics import mean, median, ratio, speedup
-from .store import AnswerStore, Kept, code_version, files_version, timed_on
 from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from .tasks import Example, Task, figures
 
