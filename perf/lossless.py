@@ -22,8 +22,11 @@ from ssmlx.tuning.report import Columns, table
 from .run import results
 from .run.experiment import Measured, same_answers, task_result
 from .run.options import add_sample_options, sample_experiment
-from .run.show import figure, number
-from .run.target import MLX_LM, PLAIN, STREAMS, System
+from .run.show import (
+    figure,
+    number,
+)
+from .run.target import MLX_LM, STREAMS, System, plain_systems
 
 PROG = "perf.lossless"
 
@@ -37,11 +40,9 @@ def variants(max_tokens: int, *, can_prune: bool = True) -> list[System]:
         )
         return System(name, STREAMS, config)
 
-    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     full, best = TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=16)
     whole = [
-        System(MLX_LM, MLX_LM, plain),
-        System(PLAIN, PLAIN, plain),
+        *plain_systems(max_tokens),
         streaming("full, 1 a level", TreeConfig(kind="full", width=1)),
         streaming("full, 2 a level", full),
         streaming("best 16", best),

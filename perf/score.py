@@ -49,9 +49,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "answers", nargs="+", metavar="NAME=FILE.jsonl",
         help="a JSON object a line: prompt and completion",
     )  # fmt: skip
-    data = parser.add_argument_group("data")
-    data.add_argument("--task", choices=tuple(TASKS), required=True)
-    add_data_options(data)
+    add_data_options(parser.add_argument_group("data"))
     add_out(parser)
     return parser.parse_args(argv)
 

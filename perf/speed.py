@@ -11,7 +11,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,9 +30,17 @@ from ssmlx.tuning.report import Columns, publish, table
 from .run import results
 from .run.experiment import task_result
 from .run.options import add_sample_options, check_counts, sample_experiment
-from .run.show import TOKENS_PER_CALL, Panel, Row, draw_tasks, figure, interval, notes_of, same_text
+from .run.show import (
+    TOKENS_PER_CALL,
+    Panel,
+    Row,
+    draw_tasks,
+    figure,
+    notes_of,
+    same_text,
+)
 from .run.statistics import median_ratio
-from .run.target import MLX_LM, PLAIN, STREAMS, System
+from .run.target import STREAMS, System, plain_systems
 
 PROG = "perf.speed"
 WARM_UP = 3
@@ -42,43 +49,29 @@ FORWARDS = ("lower", "upper", "second_pass", "logits", "draft_logits")
 """What the model computes in a step."""
 
 
-def systems(max_tokens: int, tree_size: int) -> list[System]:
-    """The systems to time, each greedy and with the same `max_tokens`."""
-    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
-    tree = TreeConfig(kind="best", size=tree_size)
-    streaming = replace(plain, decoding="streaming", tree=tree)
-    return [
-        System(MLX_LM, MLX_LM, plain),
-        System(PLAIN, PLAIN, plain),
-        System(STREAMS, STREAMS, streaming),
-    ]
-
-
-def report(summary: Row, cost: Row) -> str:
+def report(result: Row) -> str:
     """The result as text."""
+    summary, cost = result["summary"], result["step"]
     columns: Columns = {
         "system": lambda row: row["name"],
         "decode tokens/s": figure("decode_rate", 1),
-        "over mlx-lm": lambda row: interval(row["speedup"], 2) if row["speedup"] else "-",
+        "over mlx-lm": figure("speedup"),
         "tokens/call": figure("tokens_per_call"),
         "same tokens as plain": same_text(summary["prompts"]),
     }
     streams = summary["systems"][-1]
-    lines = [*table(columns, summary["systems"]), *notes_of(summary)]
     low, high = cost["interval"]
     allowed = streams["tokens_per_call"]["value"] * cost["one_row"] / cost["forward"]
-    lines.append(
-        f"one row takes {cost['one_row'] * 1e3:.1f} ms: the forward allows {allowed:.2f}x"
-        + (
-            f", {streams['speedup']['value'] / allowed:.2f} of it reached"
-            * bool(streams["speedup"])
-        )
-    )
-    forward, rest = (f"{cost[name] * 1e3:.1f} ms" for name in ("forward", "rest"))
-    lines.append(
+    found = streams["speedup"]
+    reached = f", {found['value'] / allowed:.2f} of it reached" if found else ""
+    one_row, forward, rest = (f"{cost[one] * 1e3:.1f} ms" for one in ("one_row", "forward", "rest"))
+    lines = [
+        *table(columns, summary["systems"]),
+        *notes_of(summary),
+        f"one row takes {one_row}: the forward allows {allowed:.2f}x{reached}",
         f"a step of {cost['tree_size']} nodes: its forward {forward}, all else {rest}: "
-        f"{cost['beside_forward']:.1%} [{low:.1%}, {high:.1%}] beside it"
-    )
+        f"{cost['beside_forward']:.1%} [{low:.1%}, {high:.1%}] beside it",
+    ]
     return "\n".join(lines)
 
 
@@ -91,11 +84,7 @@ def draw(result: Row, path: Path) -> None:
 
 
 class ForwardDone:
-    """A model whose forward was run before: it gives what that gave, and computes nothing.
-
-    Args:
-        model: what it stands for.
-    """
+    """A model whose forward was run before: it gives what that gave, and computes nothing."""
 
     def __init__(self, model: StreamFusedModel) -> None:
         self._model = model
@@ -162,13 +151,8 @@ def seconds_of(call: Callable[[], None]) -> float:
 
 
 class Steps:
-    """The steps of one answer, each taken on a forward that was run before.
-
-    Args:
-        model: with streams, which run in a second pass.
-        prompt: tokens.
-        size: nodes of a tree, the likeliest.
-    """
+    """The steps of one answer, each taken on a forward that was run before: streams in a second
+    pass, trees of the `size` likeliest nodes."""
 
     def __init__(self, model: StreamFusedModel, prompt: list[int], size: int) -> None:
         self.cache = model.make_cache()
@@ -223,15 +207,16 @@ def step_cost(
 
 
 def _main(args: argparse.Namespace) -> int:
-    three = systems(args.max_tokens, args.tree_size)  # nonsense is refused before loading
-    measured = replace(sample_experiment(args, "all"), systems=three).run()
+    tree = TreeConfig(kind="best", size=args.tree_size)
+    streaming = GenerateConfig(decoding="streaming", max_tokens=args.max_tokens, tree=tree)
+    systems = [*plain_systems(args.max_tokens), System(STREAMS, STREAMS, streaming)]
+    measured = sample_experiment(args, "all", systems).run()
     model = measured.target.drafting(STREAMS).model
     cost = step_cost(model, measured.prompts[0], args.tree_size, args.repeats)
-    summary = task_result(measured)
     make_folder(results.RESULTS)
     name = f"speed-{measured.experiment.name}" if args.adapter else "speed"
-    result = {"machine": machine(), "summary": summary, "step": cost}
-    publish(result, results.RESULTS / name, report(summary, cost), draw)
+    result = {"machine": machine(), "summary": task_result(measured), "step": cost}
+    publish(result, results.RESULTS / name, report(result), draw)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""perf.compare on tiny models: every system, its tables, and what stops and goes on."""
+"""perf.compare, perf.quality and perf.score: every system, its tables, what stops and goes on."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ from real import (
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
+from perf import quality, score
 from perf.compare import __main__ as compare
-from perf.compare import report as compare_report
-from perf.compare.__main__ import SYSTEMS, experiment_of, parse_systems
-from perf.compare.report import FIRST, LAST, draw, report, rewrite
+from perf.compare.report import draw, report
 from perf.run import experiment as figures
 from perf.run import target
-from perf.run.experiment import Measured
+from perf.run.experiment import Experiment, Measured
+from perf.run.options import SYSTEMS, experiment_of, parse_systems
+from perf.run.tasks import SQL
 from ssmlx.decoding import loop as decode
 from ssmlx.drafters.heads import write_heads
-from ssmlx.errors import InputError
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.settings import SamplingConfig
-from ssmlx.tuning.report import write_result
 
 TEMPLATE = "user: {prompt} | model:"
-PROMPTS = [words(4, first) for first in (1, 9, 17)]
+PROMPTS = [words(4, first) for first in (1, 9, 17, 25)]
 LOSSLESS = [name for name in SYSTEMS if name != "mlx-lm"]
 MEASURED = Path(__file__).parents[1] / "perf" / "measured"
 
@@ -70,12 +69,12 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def arguments(folders, tmp_path):
-    """Options of the command on the tiny model."""
+    """Options of the commands on the tiny model."""
 
-    def arguments(*more, adapter="tuned"):
-        argv = ["--task", "sql", "--model", folders / "base", "--data-dir", folders]
+    def arguments(*more, adapter="tuned", task="sql"):
+        argv = ["--task", task, "--model", folders / "base", "--data-dir", folders]
         argv += ["--out", tmp_path / "out", "--repeats", 2, "--max-tokens", 9]
-        argv += ["--adapter", folders / adapter, *more]
+        argv += ["--count", 3, "--adapter", folders / adapter, *more]
         return [str(item) for item in argv]
 
     return arguments
@@ -83,12 +82,13 @@ def arguments(folders, tmp_path):
 
 @pytest.fixture
 def command(arguments, capsys, monkeypatch):
-    """Run the command on the tiny model, without its picture; (exit code, stdout, stderr)."""
+    """Run a command on the tiny model, perf.compare without its picture: (exit code, stdout,
+    stderr)."""
     monkeypatch.setattr(compare, "draw", lambda result, path: None)
 
-    def run(*more, **settings):
+    def run(*more, module=compare, **settings):
         try:
-            code = compare.main(arguments(*more, **settings))
+            code = module.main(arguments(*more, **settings))
         except SystemExit as stopped:
             code = stopped.code
         return code, *capsys.readouterr()
@@ -103,8 +103,12 @@ def weights(folders):
     return (*heads, "--draft-model", folders / "draft")
 
 
-def saved(tmp_path: Path, folder: str = "out") -> dict:
-    return json.loads((tmp_path / folder / "compare.json").read_text())
+def saved(tmp_path: Path, name: str = "out/compare") -> dict:
+    return json.loads((tmp_path / f"{name}.json").read_text())
+
+
+def experiment(argv: list[str]) -> Experiment:
+    return experiment_of(compare.parse_args(argv), "compare")
 
 
 def rows_of(result: dict) -> dict[str, dict]:
@@ -174,7 +178,7 @@ def test_a_system_without_its_weights_is_left_out(command, folders, arguments, t
     assert set(saved(tmp_path)["tasks"][0]["left_out"]) == {*HEAD_KINDS, "draft-model"}
     assert "medusa: left out, no --medusa FOLDER" in out
     assert "sql: medusa is left out, no --medusa FOLDER" in err
-    plan = experiment_of(compare.parse_args([*arguments(), "--adapter", "none"]))
+    plan = experiment([*arguments(), "--adapter", "none"])
     assert plan.left_out["streams"] == "no --adapter FOLDER"
     assert plan.weights.scope is None
     adapter = make_adapter(folders / "base")
@@ -182,7 +186,7 @@ def test_a_system_without_its_weights_is_left_out(command, folders, arguments, t
     config = replace(adapter.config, num_streams=0, prune_rank=0)
     (tmp_path / "lora").mkdir()
     write_adapter(tmp_path / "lora", replace(adapter, config=config, streams=streams))
-    plan = experiment_of(compare.parse_args([*arguments(), "--adapter", str(tmp_path / "lora")]))
+    plan = experiment([*arguments(), "--adapter", str(tmp_path / "lora")])
     assert plan.left_out["streams"] == "the adapter has no streams"
 
 
@@ -196,6 +200,8 @@ def test_systems_have_the_options_of_generate(command, weights, tmp_path):
     assert (options["levels"], options["nodes"]) == (1, 3)
     assert options["tree"]["width"] == 2 and options["prune"]["kind"] == "budget"
     assert rows["medusa --tree-size 5"]["options"]["nodes"] == 5
+    (lookahead,) = parse_systems(["lookahead window=7"], SamplingConfig(), 9)[2:]
+    assert lookahead.config.lookahead.window == 7 and lookahead.config.max_tokens == 9
 
 
 @pytest.mark.slow
@@ -251,7 +257,7 @@ def test_a_run_that_was_stopped_goes_on(command, asked, tmp_path):
     code, _, err = command(*systems)
     assert code == 0 and "compare-sql, streams: 3 answers of an earlier run" in err
     assert len(names) == 4 + 4 * 3 * 2 - 10
-    assert without_times(saved(tmp_path)) == without_times(saved(tmp_path, "whole"))
+    assert without_times(saved(tmp_path)) == without_times(saved(tmp_path, "whole/compare"))
     names[:] = []
     assert command(*systems)[0] == 0 and not names  # every answer is there
     assert command(*systems, "--fresh")[0] == 0 and len(names) == 4 + 4 * 3 * 2
@@ -269,9 +275,8 @@ def without_times(result: dict) -> list:
 
 def test_answers_depend_on_all_that_moves_them(arguments, weights, monkeypatch):
     def settings(*more, system="medusa", **adapter):
-        args = compare.parse_args(arguments(*weights, *more, **adapter))
-        experiment = experiment_of(args)
-        return experiment.settings(next(s for s in experiment.systems if s.name == system))
+        plan = experiment(arguments(*weights, *more, **adapter))
+        return plan.settings(next(one for one in plan.systems if one.name == system))
 
     first = settings()
     assert first == settings("--repeats", 5) == settings("--count", 2)
@@ -327,10 +332,9 @@ def test_mlx_lm_that_differs_is_told_and_no_failure(command, monkeypatch, tmp_pa
 
 
 def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
-    args = compare.parse_args(arguments("--systems", "streams", "--dtype", "bfloat16"))
-    experiment = experiment_of(args)
-    loaded, prompts = experiment.load()
-    measured = Measured(experiment, loaded, prompts, {}, "")
+    plan = experiment(arguments("--systems", "streams", "--dtype", "bfloat16"))
+    loaded, prompts = plan.load()
+    measured = Measured(plan, loaded, prompts, {}, "")
     logits = loaded.mlx_model(mx.array([prompts[0]]))[0, -1].astype(mx.float32)
     order = [int(token) for token in mx.argsort(-logits)]
     close = min(range(VOCAB - 1), key=lambda i: float(logits[order[i]] - logits[order[i + 1]]))
@@ -341,7 +345,7 @@ def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
         row = {"name": "x", "kind": "streams", "differences": [found]}
         failed = figures.failures({"tasks": [{"task": "sql", "systems": [row]}]})
         assert failed == ([] if tie else ["sql, x"])
-    exact = replace(experiment, weights=replace(experiment.weights, dtype="float32"))
+    exact = replace(plan, weights=replace(plan.weights, dtype="float32"))
     pair = [order[close]], [order[close + 1]]
     found = figures.difference(replace(measured, experiment=exact), 0, *pair)
     assert found["near_tie"] is (found["gap"] == 0)
@@ -351,54 +355,13 @@ def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
 # ------------------------------------------------------------------------- saved results
 
 
-def test_the_published_tables_are_those_of_the_saved_result():
-    readme = (MEASURED.parents[1] / "README.md").read_text()
-    result = compare.read_results([MEASURED / "compare.json"])
-    table = readme.partition(FIRST)[2].partition(LAST)[0].strip()
-    assert not table or table == compare_report.markdown(result)
+def test_the_published_tables_are_those_of_the_saved_result(capsys):
+    readme = (MEASURED.parent / "README.md").read_text()
+    table = readme.partition("<!-- perf.compare -->")[2].partition("<!-- /perf.compare -->")[0]
+    assert compare.main(["--from", str(MEASURED / "compare.json"), "--markdown"]) == 0
+    assert table.strip() and capsys.readouterr().out.endswith(table[1:])
     for name in ("compare-100.json", "figure-5.json"):
         assert report(compare.read_results([MEASURED / name])).startswith("smollm2-135m-q4_1")
-
-
-def test_the_readmes_table_is_rewritten_between_its_marks(command, tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_bytes(f"# a\r\n\r\n{FIRST}\nold\n{LAST}\r\nb\n".encode())
-    assert command("--systems", "streams", "--readme", readme)[0] == 0
-    text = readme.read_bytes().decode()
-    assert text.startswith(f"# a\r\n\r\n{FIRST}\n") and text.endswith(f"\n{LAST}\r\nb\n")
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    names = ["| `mlx-lm`", "| `plain`", "| `streams`"]
-    assert "old" not in text and [line.split(" | ")[0] for line in lines[2:]] == names
-    assert len({line.count("|") for line in lines}) == 1 and "3 of 3" in lines[-1]
-    result = tmp_path / "out" / "compare.json"
-    assert compare.main(["--from", str(result), "--readme", str(readme)]) == 0
-    assert readme.read_bytes().decode() == text
-    assert capsys.readouterr().out == result.with_suffix(".txt").read_text()
-
-
-def test_a_kill_leaves_readme_and_result_as_they_were(monkeypatch, tmp_path):
-    def killed(*args):
-        raise KeyboardInterrupt
-
-    readme, result = tmp_path / "README.md", tmp_path / "x.json"
-    readme.write_text(f"{FIRST}\nold\n{LAST}\n")
-    result.write_text("old")
-    monkeypatch.setattr(compare_report, "markdown", lambda result: "new")
-    monkeypatch.setattr(Path, "replace", killed)
-    for write in (lambda: rewrite(readme, {}), lambda: write_result({}, result, "new")):
-        with pytest.raises(KeyboardInterrupt):
-            write()
-    assert "old" in readme.read_text() and result.read_text() == "old"
-    assert len(list(tmp_path.iterdir())) == 2, "nothing is left beside them"
-
-
-@pytest.mark.parametrize("text", ["", FIRST, f"{LAST} {FIRST}", f"{FIRST}{FIRST}{LAST}"])
-def test_a_readme_without_its_marks_is_refused_before_the_run(command, tmp_path, text):
-    readme = tmp_path / "README.md"
-    readme.write_text(text)
-    code, out, err = command("--readme", readme)
-    assert (code, out) == (2, "") and "has no place for the table" in one_line(err, "perf.compare")
-    assert readme.read_text() == text
 
 
 def test_results_of_several_tasks_are_shown_as_one(tmp_path, capsys):
@@ -441,10 +404,50 @@ def test_an_incomplete_result_is_told_in_one_line(tmp_path, capsys):
         out, err = capsys.readouterr()
         assert code == 0 or (out == "" and str(cut) in one_line(err, "perf.compare"))
     assert codes == {0, 2}
-    for text, said in (("{}", "holds something else"), ("[", "is not valid JSON")):
+    for text, said in (("{}", "is incomplete (no '"), ("[", "is not valid JSON")):
         cut.write_text(text)
         assert compare.main(["--from", str(cut)]) == 2
         assert said in one_line(capsys.readouterr().err, "perf.compare")
+
+
+# --------------------------------------------------------------------------------- quality
+
+
+def test_trees_beside_plain_decoding_and_a_baseline(command, folders, tmp_path):
+    trees = ["streams --tree full --tree-width 2", "streams --tree-size 8"]
+    more = ("--baseline", folders / "tuned", "--systems", *trees)
+    code, out, err = command(*more, module=quality)
+    assert code == 0, err
+    result = saved(tmp_path, "out/quality-sql")
+    own, baseline = result["tasks"]
+    rows = {row["name"]: row for row in own["systems"]}
+    assert list(rows) == ["mlx-lm", "plain", *trees]
+    assert {row["same_as_plain"] for row in rows.values()} == {3}
+    metric = [row["figures"]["exact match"]["value"] for row in rows.values()]
+    assert metric == pytest.approx([100 / 3] * 4)
+    assert rows[trees[1]]["tokens_per_call"]["value"] >= 1
+    # The same LoRA: streams change no answer, and plain decoding has a token a call.
+    assert [row["kind"] for row in baseline["systems"]] == ["mlx-lm", "plain"]
+    plain = baseline["systems"][1]
+    assert plain["tokens"] == plain["target_calls"] == rows["plain"]["tokens"]
+    assert own["differences"] == {key: {"value": 0, "low": 0, "high": 0} for key in SQL.figures}
+    assert "tuned - baseline, exact match: +0.0 [+0.0, +0.0], within noise" in out
+    assert "3.53 to 4.13 tokens per call, exact match 87.40 to 91.70" in out
+    text = (tmp_path / "out" / "quality-sql.txt").read_text()
+    assert text == out == quality.report(result) + "\n"
+    assert (tmp_path / "out" / "quality-sql.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_rouge_and_chat_without_references(command, folders, tmp_path):
+    data = ("--data", folders / "sql" / "test.jsonl")
+    code, out, _ = command(*data, module=quality, task="e2e")
+    (task,) = saved(tmp_path, "out/quality-e2e")["tasks"]
+    assert code == 0 and task["figures"] == ["ROUGE-1", "ROUGE-LSum"]
+    assert task["systems"][0]["figures"]["ROUGE-1"]["value"] >= 33
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text('{"prompt": "w1 w2"}\n')
+    code, out, _ = command("--data", chat, module=quality, task="chat", adapter="light")
+    assert code == 0 and "1 of 1" in out and "ROUGE" not in out
 
 
 # ------------------------------------------------------------------------------- bad input
@@ -476,6 +479,16 @@ def test_bad_input_is_one_line(command, args, message):
     assert message in one_line(err, "perf.compare")
 
 
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [("nowhere", "no folder nowhere"), ("light", "adapter_config.json does not exist")],
+)
+def test_a_baseline_that_is_none_is_refused(command, folders, folder, said):
+    folder = folders / folder if folder == "light" else folder
+    code, _, err = command("--baseline", folder, "--systems", "streams", module=quality)
+    assert code == 2 and said in one_line(err, "perf.quality")
+
+
 def test_weights_of_another_model_are_refused(command, folders):
     medusa = ("--systems", "medusa", "--medusa")
     for more, adapter, said in (
@@ -489,19 +502,67 @@ def test_weights_of_another_model_are_refused(command, folders):
         assert code == 2 and said in one_line(err, "perf.compare"), said
 
 
-def test_systems_are_parsed_with_the_options_of_generate():
-    texts = ["streams", "lookahead window=7"]
-    systems = {s.name: s for s in parse_systems(texts, SamplingConfig(), 9)}
-    assert list(systems) == ["mlx-lm", "plain", *texts]
-    assert systems[texts[1]].config.lookahead.window == 7
-    assert {system.config.max_tokens for system in systems.values()} == {9}
-    assert systems["plain"].config.decoding == "plain"
-    assert systems["streams"].config.drafter == "streams"
-    with pytest.raises(InputError, match="names 'plain' twice"):
-        parse_systems(["plain", "plain"], SamplingConfig(), 9)
-
-
 def test_the_command_as_users_run_it():
     done = run_module("perf.compare", "--task", "poems")
     assert done.returncode == 2
     assert "invalid choice: 'poems'" in one_line(done.stderr, "perf.compare")
+
+
+# ---------------------------------------------------------------------------------- score
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Forty prompts; of two files of answers, one is right in thirty and one in ten of them."""
+    rows = [{"prompt": f"q{i}", "completion": f"SELECT {i}"} for i in range(40)]
+    (tmp_path / "sql").mkdir()
+    write(tmp_path / "sql" / "test.jsonl", rows)
+    for name, right in (("good", 30), ("poor", 10)):
+        answers = [
+            {"prompt": f"q{i}", "completion": f"SELECT {i}" if i < right else "select 7"}
+            for i in reversed(range(40))
+        ]
+        write(tmp_path / f"{name}.jsonl", answers)
+    return tmp_path
+
+
+def score_argv(data, *names):
+    files = [f"{name}={data / name}.jsonl" for name in names]
+    return ["--task", "sql", "--data-dir", str(data), "--out", str(data / "out"), *files]
+
+
+def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
+    assert score.main(score_argv(data, "good", "poor")) == 0
+    text = capsys.readouterr().out
+    result = json.loads((data / "out" / "score-sql.json").read_text())
+    good, poor = result["rows"]
+    assert good["figures"]["exact match"]["value"] == 75
+    assert poor["figures"]["exact match"]["value"] == 25
+    gap = poor["differences"]["exact match"]
+    assert gap["value"] == -50 and gap["low"] < -50 < gap["high"] < 0
+    assert "poor - good, exact match: -50.0" in text and "not within noise: lower" in text
+    assert set(good["differences"]["exact match"].values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: ["good"], "expected NAME=FILE.jsonl"),
+        (lambda data: [f"a={data}/good.jsonl", f"a={data}/poor.jsonl"], "a name of its own"),
+        (lambda data: [f"a={data}/none.jsonl"], "does not exist"),
+        (lambda data: [f"a={write(data / 'x', [{'prompt': 'q1'}])}"], "no answer to 40 of 40"),
+        (
+            lambda data: [f"a={write(data / 'x', [{'prompt': 'q0', 'completion': 'b'}])}"],
+            "no answer to 39 of 40",
+        ),
+    ],
+)
+def test_bad_files_are_told_in_one_line(data, capsys, change, said):
+    assert score.main([*score_argv(data), *change(data)]) == 2
+    assert said in one_line(capsys.readouterr().err, score.PROG)
+    assert not (data / "out").exists()

@@ -13,7 +13,6 @@ from real import one_line
 from convert.reference.format import ADAPTER_WEIGHTS
 from convert.train import STORE_FILE, parse_args
 from perf.compare import __main__ as compare
-from perf.compare.__main__ import parse_systems
 from perf.paper import ablation, figures, learning
 from perf.paper.ablation import read_run, read_runs, report
 from perf.paper.figures import (
@@ -23,6 +22,7 @@ from perf.paper.figures import (
     theoretical_speedup,
     tree_curves,
 )
+from perf.run.options import parse_systems
 from perf.run.published import TABLE_1, TABLE_2, latencies, speeds
 from perf.run.statistics import Estimate
 from ssmlx.commands.train_options import train_config

@@ -24,7 +24,7 @@ from ssmlx.calibration.timing import Answer
 from ssmlx.commands.options import make_parser, run
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
-from ssmlx.loading.names import resolve_adapter, resolve_model
+from ssmlx.loading.names import resolve_model
 from ssmlx.plan import make_plan
 from ssmlx.settings import DTYPES, GenerateConfig
 from ssmlx.tuning.machine import machine
@@ -165,9 +165,7 @@ def systems(max_tokens: int) -> list[System]:
 
 def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:
     """What is asked of an adapter."""
-    folder, task = resolve_adapter(part.adapter), TASKS[part.task]
-    assert folder is not None
-    adapter = adapter_with_streams(folder)
+    task, (folder, adapter) = TASKS[part.task], adapter_with_streams(part.adapter)
     return Experiment(
         name=Path(part.adapter).name,
         weights=Weights(base, dtype, draft_head="auto", adapter=adapter, folder=folder),

@@ -1,6 +1,6 @@
 """What `perf.compare` shows: tables 1 and 2 with the paper's lines below, memory, and a picture.
 
-And the table of the README, which stands between two marks there; all of it from a result alone.
+And the table of perf/README.md; all of it from a result alone.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssmlx.errors import require
-from ssmlx.loading.files import write_whole
 from ssmlx.memory import MIB
 from ssmlx.tuning.report import Columns, cells, table
 
@@ -20,17 +18,20 @@ from ..run.show import (
     Cell,
     Panel,
     Row,
+    cut_text,
     draw_tasks,
     figure,
+    heading,
     interval,
     metrics,
     notes_of,
     number,
     paper_span,
     same_text,
+    task_heading,
+    title_of,
 )
 
-FIRST, LAST = "<!-- perf.compare -->", "<!-- /perf.compare -->"
 NOTES = (
     "speed-up: ratio of median decode tokens/s to mlx-lm's own stream_generate; "
     "tokens/call: the paper's call reduction",
@@ -47,7 +48,7 @@ def report(result: Row) -> str:
     for task in result["tasks"]:
         rows = task["systems"]
         blocks += [
-            [f"== {_task_heading(task)}"],
+            [f"== {task_heading(task)}"],
             table(_speed_columns(task), rows, _paper_lines(task, speeds, _speed_cells)),
             table(_latency_columns(task), rows, _paper_lines(task, latencies, _latency_cells)),
             table(_memory_columns(task), rows),
@@ -63,64 +64,12 @@ def markdown(result: Row) -> str:
     return "\n\n".join([lead, *(_task_markdown(task) for task in result["tasks"])])
 
 
-def check_markers(path: Path) -> None:
-    """Check that a file has the two marks, each once and in order."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    counts = [text.count(mark) for mark in (FIRST, LAST)]
-    require(
-        counts == [1, 1] and text.find(FIRST) < text.find(LAST),
-        f"--readme {path} has no place for the table",
-        expected=f"a file with a line {FIRST} and, below it, a line {LAST}",
-        do="add the two lines where the table shall stand",
-    )
-
-
-def rewrite(path: Path, result: Row) -> None:
-    """Put the tables between the marks; the rest of the file stays as it is."""
-    check_markers(path)
-    # Bytes, so that line ends stay what they are.
-    before, rest = path.read_bytes().decode("utf-8").split(FIRST)
-    after = rest.split(LAST)[1]
-    write_whole(path, f"{before}{FIRST}\n{markdown(result)}\n{LAST}{after}".encode())
-
-
-def heading(result: Row) -> str:
-    """What was measured, and on what."""
-    machine = result["machine"]
-    return (
-        f"{result['model']}, {decoding_text(result)}, {result['dtype']}; {machine['machine']}, "
-        f"{machine['memory']}, {machine['os']}, power: {machine['power']}; mlx {machine['mlx']}, "
-        f"mlx-lm {machine['mlx-lm']}, ssmlx {machine['ssmlx']} ({machine['commit']})"
-    )
-
-
-def decoding_text(result: Row) -> str:
-    """`greedy`, or how tokens were drawn."""
-    if not result["temp"]:
-        return "greedy"
-    top_k = f", top-k {result['top_k']}" if result["top_k"] else ""
-    return f"temperature {result['temp']:g}{top_k}, seed {result['seed']}"
-
-
-def _task_heading(task: Row) -> str:
-    target = {
-        "all": f"the base with the LoRA of {task['adapter']} merged, for every system",
-        "task": f"the base with the task's LoRA of {task['adapter']} merged, for every system",
-        "streams": f"the base as it is; the adapter {task['adapter']} drafts",
-        None: "the base as it is",
-    }[task["scope"]]
-    return (
-        f"{task['task']}: {task['prompts']} prompts of {task['data']}, at most "
-        f"{task['max_tokens']} tokens an answer; target: {target}"
-    )
-
-
 def _task_markdown(task: Row) -> str:
     columns = _markdown_columns(task)
     rows = [list(columns), ["---"] * len(columns), *cells(columns, task["systems"])]
-    lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     missing = "; ".join(f"{name}: {why}" for name, why in task["left_out"].items())
-    blocks = [f"**{_task_heading(task)}**", lines, f"Left out: {missing}." if missing else ""]
+    blocks = [f"**{task_heading(task)}**", lines, f"Left out: {missing}." if missing else ""]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -250,9 +199,7 @@ def _task_notes(task: Row) -> list[str]:
             lines.append(f"{row['name']}: {interval(over, 2)} over the draft model's tokens/s")
     if task["draft_call_seconds"]:
         lines.append(f"draft model: {1e3 * task['draft_call_seconds']:.1f} ms a call")
-    cut = next(row["cut_at_max_tokens"] for row in rows if row["name"] == "plain")
-    last = f"cut at {task['max_tokens']} tokens: {cut} of plain's answers"
-    return [*lines, *notes_of(task), last]
+    return [*lines, *notes_of(task), cut_text(task)]
 
 
 def _difference_text(one: Row) -> str:
@@ -282,10 +229,4 @@ def draw(result: Row, path: Path) -> None:
         ),
         TOKENS_PER_CALL,
     ]
-    title = (
-        f"{result['model']}, {decoding_text(result)}, {result['dtype']}; "
-        f"{result['machine']['machine']}\n"
-        "95 % intervals over prompts; pale bands: the paper's table 1, least to most over its "
-        "models of 1.3B to 7B"
-    )
-    draw_tasks(result["tasks"], panels, title, path)
+    draw_tasks(result["tasks"], panels, title_of(result), path)

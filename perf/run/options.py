@@ -1,24 +1,42 @@
-"""Options that the measuring commands share, and what those of a sample name."""
+"""Options that the measuring commands share, and the experiment that they name."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from convert.formats.adapter import read_checkpoint
-from ssmlx.errors import require
+from ssmlx.commands.options import Parser, add_tree_options, generate_config
+from ssmlx.errors import InputError, require
 from ssmlx.loading.adapter import Adapter
+from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import load_base
-from ssmlx.loading.names import resolve_adapter, resolve_model
-from ssmlx.settings import AdapterScope
+from ssmlx.loading.names import bundled_adapters, resolve_adapter, resolve_model
+from ssmlx.settings import AdapterScope, GenerateConfig, SamplingConfig
 
 from .experiment import Experiment
 from .results import RESULTS, ROOT
-from .target import Weights, read_own_lora
-from .tasks import CHAT, SQL, TASKS, read_examples
+from .target import (
+    CHECKPOINTS,
+    DRAFT_ALONE,
+    DRAFT_MODEL,
+    MLX_LM,
+    PLAIN,
+    STREAMS,
+    System,
+    Weights,
+    read_own_lora,
+)
+from .tasks import CHAT, SQL, TASKS, add_data_options, data_file, read_examples, scorer_of
 
 BASE = "smollm2-135m-q4_1"
 CHECKPOINT = ROOT / "examples" / "smollm2-135m-sql"
+SYSTEMS = (MLX_LM, PLAIN, STREAMS, *CHECKPOINTS, "lookahead", "prompt-lookup")
+_RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attention")
 
 
 def add_base(group: argparse._ActionsContainer) -> None:
@@ -29,22 +47,11 @@ def add_base(group: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
-def add_max_tokens(group: argparse._ActionsContainer) -> None:
-    """How long answers may be."""
-    most = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
-    group.add_argument("--max-tokens", type=int, help=f"longest answer (default: {most})")
-
-
 def add_out(group: argparse._ActionsContainer) -> None:
     """Where results go."""
     group.add_argument(
         "--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s"
     )
-
-
-def add_fresh(group: argparse._ActionsContainer) -> None:
-    """Whether kept answers count."""
-    group.add_argument("--fresh", action="store_true", help="use no answers of an earlier run")
 
 
 def split_name(item: str) -> tuple[str | None, str]:
@@ -61,6 +68,179 @@ def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *nam
         least = min(value) if isinstance(value, list) else value
         if least is not None and least < 1:
             parser.error(f"--{name.replace('_', '-')} {least}: expected 1 or more")
+
+
+# ---------------------------------------------------------------- systems side by side on a task
+
+
+def add_experiment_options(
+    parser: argparse.ArgumentParser,
+    saved: argparse._MutuallyExclusiveGroup | None = None,
+    *,
+    systems: Sequence[str] = SYSTEMS,
+    repeats: int = 1,
+) -> None:
+    """What `experiment_of` reads; `saved` is the group of an option in place of --task."""
+    add_data_options(parser.add_argument_group("data"), saved)
+    weights = parser.add_argument_group("weights")
+    add_base(weights)
+    weights.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
+        help="of all weights; in half precision near ties may part (default: %(default)s)",
+    )  # fmt: skip
+    weights.add_argument(
+        "--adapter", metavar="NAME|FOLDER",
+        help="streams and LoRA; `none` for the base alone (default: the bundled adapter of the "
+        "task's name, where there is one)",
+    )  # fmt: skip
+    for kind in CHECKPOINTS:
+        metavar = "MODEL" if kind == DRAFT_MODEL else "FOLDER"
+        weights.add_argument(f"--{kind}", metavar=metavar, help=f"what `{kind}` drafts with")
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--systems", nargs="+", default=list(systems), metavar="SYSTEM",
+        help=f"which of {', '.join(SYSTEMS)}; mlx-lm and plain always take part (default: "
+        f"{'all' if systems == SYSTEMS else ' '.join(systems)})",
+    )  # fmt: skip
+    most = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
+    group.add_argument("--max-tokens", type=int, help=f"longest answer (default: {most})")
+    for name, default, text in (
+        ("repeats", repeats, "times that every prompt is answered"),
+        ("top-k", 0, "sample from the K likeliest tokens; 0 is all"),
+        ("seed", 0, "of sampling"),
+    ):
+        group.add_argument(
+            f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)"
+        )
+    group.add_argument(
+        "--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)"
+    )
+    group.add_argument("--fresh", action="store_true", help="use no answers of an earlier run")
+
+
+def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
+    """What the options name; all is checked that can be without loading a model."""
+    task = TASKS[args.task]
+    for flag, value in (("--top-k", args.top_k), ("--seed", args.seed)):
+        require(
+            args.temp != 0 or not value,
+            f"{flag} would do nothing here", expected="--temp", do=f"drop {flag}",
+        )  # fmt: skip
+    # Under a seed, so that every drafter must write the same.
+    seed = args.seed if args.temp else None
+    sampling = SamplingConfig(temp=args.temp, top_k=args.top_k, seed=seed)
+    systems = parse_systems(args.systems, sampling, args.max_tokens or task.max_tokens)
+    data = data_file(task, args.data, args.data_dir)
+    examples = read_examples(data, task, args.count)
+    scorer_of(task)
+    weights = _weights_of(args)
+    lacking = _lacking(weights)
+    left_out = {one.name: lacking[one.kind] for one in systems if one.kind in lacking}
+    for system, why in left_out.items():
+        print(f"{task.name}: {system} is left out, {why}", file=sys.stderr)
+    taking_part = [system for system in systems if system.kind not in lacking]
+    drafts = [system for system in taking_part if system.kind == DRAFT_MODEL]
+    alone = [System(DRAFT_ALONE, DRAFT_ALONE, one.config) for one in drafts[:1]]
+    make_folder(args.out)
+    return Experiment(
+        name=f"{name}-{task.name}",
+        weights=weights,
+        systems=[*taking_part, *alone],
+        examples=examples,
+        task=task,
+        repeats=args.repeats,
+        out=args.out,
+        fresh=args.fresh,
+        data=data.name,
+        left_out=left_out,
+    )
+
+
+class _SystemParser(Parser):
+    """The options of one system; a mistake names it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(
+            f"--systems: {self.prog} ({message})",
+            expected="a system, or in quotes a system and drafting options of ssmlx.generate",
+            do="see python -m ssmlx.generate --help",
+        )
+
+
+def parse_systems(
+    texts: Sequence[str], sampling: SamplingConfig, max_tokens: int = 256
+) -> list[System]:
+    """The systems to run, mlx-lm and plain decoding always among them."""
+    missing = [kind for kind in (MLX_LM, PLAIN) if kind not in texts]
+    systems: dict[str, System] = {}
+    for text in (*missing, *texts):
+        name, kind, config = _parse_system(text)
+        require(
+            name not in systems,
+            f"--systems names {text!r} twice", expected="each once", do="drop one",
+        )  # fmt: skip
+        config = replace(
+            config, max_tokens=max_tokens,
+            temp=sampling.temp, top_k=sampling.top_k, seed=sampling.seed,
+        )  # fmt: skip
+        systems[name] = System(name, kind, config)
+    return list(systems.values())
+
+
+def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
+    """`streams lookup=8 --tree full`: a drafter with its keys, and options of ssmlx.generate."""
+    words = text.split()
+    kind, flags = next(iter(words), ""), [n for n, word in enumerate(words) if word[0] == "-"]
+    require(
+        kind in SYSTEMS and not (kind in (MLX_LM, PLAIN) and words[1:]),
+        f"--systems {text!r}",
+        expected="one of " + ", ".join(SYSTEMS) + "; those that draft with options, in quotes",
+        do='write such as --systems mlx-lm streams "streams --tree full"',
+    )
+    name = " ".join(words)
+    if kind in (MLX_LM, PLAIN):
+        return name, kind, GenerateConfig(decoding="plain")
+    first = next(iter(flags), len(words))
+    parser = _SystemParser(prog=name, add_help=False, allow_abbrev=False)
+    add_tree_options(parser.add_argument_group())
+    for key in words[1:first]:
+        if key.partition("=")[0] in _RESERVED:
+            parser.error(f"{key} is not a system's to choose here")
+    args = parser.parse_args(words[first:])
+    args.decoding, args.drafter = "streaming", " ".join(words[:first])
+    # What its name says, on every machine: no profile of this one decides.
+    return name, kind, generate_config(args).with_default_shape()
+
+
+def _weights_of(args: argparse.Namespace) -> Weights:
+    """The target, by default with the bundled adapter of the task's name, and what drafts."""
+    folder = bundled_adapters().get(args.task)
+    if args.adapter is not None:
+        folder = resolve_adapter(args.adapter)
+    given = {kind: getattr(args, kind.replace("-", "_")) for kind in CHECKPOINTS}
+    checkpoints = {
+        kind: resolve_model(value) if kind == DRAFT_MODEL else Path(value).expanduser()
+        for kind, value in given.items()
+        if value is not None
+    }
+    adapter = None if folder is None else read_own_lora(folder)
+    base = resolve_model(args.model)
+    return Weights(base, args.dtype, adapter=adapter, folder=folder, checkpoints=checkpoints)
+
+
+def _lacking(weights: Weights) -> dict[str, str]:
+    """Which kinds of systems lack their weights, and how to give them."""
+    lacking = {
+        kind: f"no --{kind} FOLDER" for kind in CHECKPOINTS if kind not in weights.checkpoints
+    }
+    if weights.adapter is None:
+        lacking[STREAMS] = "no --adapter FOLDER"
+    elif not weights.adapter.config.num_streams:
+        lacking[STREAMS] = "the adapter has no streams"
+    return lacking
+
+
+# ------------------------------------------------------------ the streams of one adapter, a sample
 
 
 def add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
@@ -84,12 +264,10 @@ def add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
 
 
-def sample_experiment(args: argparse.Namespace, scope: AdapterScope) -> Experiment:
-    """What the options name, without systems; the sample checkpoint is read with `scope`.
-
-    Raises:
-        InputError: the adapter, its base or the prompts are missing or broken.
-    """
+def sample_experiment(
+    args: argparse.Namespace, scope: AdapterScope, systems: Sequence[System] = ()
+) -> Experiment:
+    """What the options name; the sample checkpoint is read with `scope`."""
     examples, name = read_examples(args.prompts, CHAT, args.count), CHECKPOINT.name
     if args.adapter is None:
         require(
@@ -98,19 +276,12 @@ def sample_experiment(args: argparse.Namespace, scope: AdapterScope) -> Experime
         )  # fmt: skip
         weights = sample_weights(scope)
     else:
-        folder = resolve_adapter(args.adapter)
-        require(
-            folder is not None,
-            f"--adapter {args.adapter}",
-            expected="streams to measure",
-            do="name an adapter or its folder",
-        )
-        assert folder is not None
-        name, adapter = folder.resolve().name, adapter_with_streams(folder)
+        folder, adapter = adapter_with_streams(args.adapter)
+        name = folder.resolve().name
         base = resolve_model(args.model or adapter.config.base_model or BASE)
         weights = Weights(base, adapter=adapter, folder=folder)
     data = args.prompts.name
-    return Experiment(name=name, weights=weights, systems=(), examples=examples, data=data)
+    return Experiment(name=name, weights=weights, systems=systems, examples=examples, data=data)
 
 
 def sample_weights(scope: AdapterScope) -> Weights:
@@ -123,17 +294,14 @@ def sample_weights(scope: AdapterScope) -> Weights:
     return Weights(base, adapter=adapter, folder=CHECKPOINT)
 
 
-def adapter_with_streams(folder: Path) -> Adapter:
-    """An adapter that drafts.
-
-    Raises:
-        InputError: it is broken, a fused model, or has no streams.
-    """
-    adapter = read_own_lora(folder)
-    require(
-        adapter.config.num_streams > 0,
-        f"{folder} has no streams",
-        expected="an adapter that drafts",
-        do="choose another one",
-    )
-    return adapter
+def adapter_with_streams(name: str) -> tuple[Path, Adapter]:
+    """The folder of an adapter that drafts, and what is in it."""
+    folder = resolve_adapter(name)
+    adapter = None if folder is None else read_own_lora(folder)
+    if folder is None or adapter is None or not adapter.config.num_streams:
+        raise InputError(
+            f"--adapter {name} has no streams",
+            expected="streams to measure",
+            do="name an adapter that drafts, or its folder",
+        )
+    return folder, adapter

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-DATASETS = {"sql": "SqlContext", "e2e": "E2E-NLG", "dialogsum": "DialogSum"}
+SQL, DIALOG, E2E = "SqlContext", "DialogSum", "E2E-NLG"
+DATASETS = {"sql": SQL, "e2e": E2E, "dialogsum": DIALOG}
 """What our tasks are called there."""
 
+OPT, PHI, LLAMA, OPT_LARGE = "OPT-1.3b", "PHI-1.3b", "OpenLlama-7b", "OPT-6.7b"
 STREAMS, MEDUSA, TWO_MODEL = "SS (ours)", "Medusa", "Two-model SD"
 METHODS = {"streams": STREAMS, "medusa": MEDUSA, "draft-model": TWO_MODEL}
 """What our systems are called there."""
@@ -41,11 +43,7 @@ class Latency:
     target_calls: float
     draft_calls: float
     milliseconds: float
-    metrics: tuple[float, ...]
 
-
-OPT, PHI, LLAMA, OPT_LARGE = "OPT-1.3b", "PHI-1.3b", "OpenLlama-7b", "OPT-6.7b"
-SQL, DIALOG, E2E = "SqlContext", "DialogSum", "E2E-NLG"
 
 TABLE_1 = (
     Speed(SQL, OPT, MEDUSA, 2.07, 2.79, (84.98,), 4.28e8),
@@ -69,18 +67,18 @@ TABLE_1 = (
 )
 
 TABLE_2 = (
-    Latency(SQL, OPT, TWO_MODEL, 6.59, 22.35, 269.24, (84.98,)),
-    Latency(SQL, OPT, STREAMS, 7.79, 0, 133.48, (87.40,)),
-    Latency(SQL, OPT_LARGE, TWO_MODEL, 6.60, 22.41, 301.10, (89.13,)),
-    Latency(SQL, OPT_LARGE, STREAMS, 6.88, 0, 157.04, (89.34,)),
-    Latency(DIALOG, OPT, TWO_MODEL, 11.65, 42.59, 493.59, (43.40, 35.60)),
-    Latency(DIALOG, OPT, STREAMS, 13.41, 0, 248.26, (44.07, 35.99)),
-    Latency(DIALOG, OPT_LARGE, TWO_MODEL, 12.15, 35.76, 555.99, (44.40, 36.60)),
-    Latency(DIALOG, OPT_LARGE, STREAMS, 14.39, 0, 442.83, (44.30, 36.30)),
-    Latency(E2E, OPT, TWO_MODEL, 8.86, 31.47, 345.72, (69.48, 50.17)),
-    Latency(E2E, OPT, STREAMS, 9.80, 0, 164.23, (69.32, 50.51)),
-    Latency(E2E, OPT_LARGE, TWO_MODEL, 8.90, 31.58, 412.02, (69.34, 49.88)),
-    Latency(E2E, OPT_LARGE, STREAMS, 10.26, 0, 243.62, (69.07, 49.69)),
+    Latency(SQL, OPT, TWO_MODEL, 6.59, 22.35, 269.24),
+    Latency(SQL, OPT, STREAMS, 7.79, 0, 133.48),
+    Latency(SQL, OPT_LARGE, TWO_MODEL, 6.60, 22.41, 301.10),
+    Latency(SQL, OPT_LARGE, STREAMS, 6.88, 0, 157.04),
+    Latency(DIALOG, OPT, TWO_MODEL, 11.65, 42.59, 493.59),
+    Latency(DIALOG, OPT, STREAMS, 13.41, 0, 248.26),
+    Latency(DIALOG, OPT_LARGE, TWO_MODEL, 12.15, 35.76, 555.99),
+    Latency(DIALOG, OPT_LARGE, STREAMS, 14.39, 0, 442.83),
+    Latency(E2E, OPT, TWO_MODEL, 8.86, 31.47, 345.72),
+    Latency(E2E, OPT, STREAMS, 9.80, 0, 164.23),
+    Latency(E2E, OPT_LARGE, TWO_MODEL, 8.90, 31.58, 412.02),
+    Latency(E2E, OPT_LARGE, STREAMS, 10.26, 0, 243.62),
 )
 
 
@@ -100,28 +98,3 @@ def span(values: Iterable[float]) -> Span:
     """From the least to the most."""
     found = list(values)
     return min(found), max(found)
-
-
-@dataclass(frozen=True)
-class Paper:
-    """Speculative Streaming in table 1, from least to most over its models of 1.3B to 7B.
-
-    Attributes:
-        name: of the data set there.
-        metric: the first figure.
-        call_reduction: tokens per target call.
-    """
-
-    name: str
-    metric: Span
-    call_reduction: Span
-
-
-PAPER = {
-    task: Paper(
-        dataset,
-        span(row.metrics[0] for row in speeds(task, STREAMS)),
-        span(row.call_reduction for row in speeds(task, STREAMS)),
-    )
-    for task, dataset in DATASETS.items()
-}

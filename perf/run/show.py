@@ -30,8 +30,8 @@ _NOTHING = {"value": 0.0, "low": 0.0, "high": 0.0}
 
 
 def figure(name: str, digits: int = 2, scale: float = 1.0) -> Cell:
-    """A cell with a figure of the row and its interval."""
-    return lambda row: interval(row[name], digits, scale)
+    """A cell with a figure of the row and its interval, if there is one."""
+    return lambda row: interval(row[name], digits, scale) if row[name] else "-"
 
 
 def number(name: str, nothing: str = "-") -> Cell:
@@ -44,6 +44,10 @@ def metrics(names: Sequence[str]) -> dict[str, Cell]:
     return {f"{name}, %": _metric(name) for name in names}
 
 
+def _metric(name: str) -> Cell:
+    return lambda row: interval(row["figures"][name], 1)
+
+
 def same_text(prompts: int) -> Cell:
     """A cell with how many answers are plain decoding's, token for token."""
 
@@ -52,10 +56,6 @@ def same_text(prompts: int) -> Cell:
         return "draws of its own" if count is None else f"{count} of {prompts}"
 
     return cell
-
-
-def _metric(name: str) -> Cell:
-    return lambda row: interval(row["figures"][name], 1)
 
 
 def interval(values: Mapping[str, float], digits: int, scale: float = 1.0) -> str:
@@ -77,6 +77,52 @@ def notes_of(found: Row) -> list[str]:
     few = f"fewer than {FEW} prompts: the intervals are narrower than they should be"
     lines = [few] if found["prompts"] < FEW else []
     return [*lines, f"load: {found['load']}"] if "load" in found else lines
+
+
+def heading(result: Row) -> str:
+    """What was measured, and on what."""
+    machine = result["machine"]
+    return (
+        f"{_measured_text(result)}, "
+        f"{machine['memory']}, {machine['os']}, power: {machine['power']}; mlx {machine['mlx']}, "
+        f"mlx-lm {machine['mlx-lm']}, ssmlx {machine['ssmlx']} ({machine['commit']})"
+    )
+
+
+def title_of(result: Row) -> str:
+    """What stands above a picture."""
+    return (
+        f"{_measured_text(result)}\n95 % intervals over prompts; pale bands: the paper's table 1, "
+        "least to most over its models of 1.3B to 7B"
+    )
+
+
+def _measured_text(result: Row) -> str:
+    decoding = "greedy"
+    if result["temp"]:
+        top_k = f", top-k {result['top_k']}" if result["top_k"] else ""
+        decoding = f"temperature {result['temp']:g}{top_k}, seed {result['seed']}"
+    return f"{result['model']}, {decoding}, {result['dtype']}; {result['machine']['machine']}"
+
+
+def task_heading(task: Row) -> str:
+    """What was asked of which target."""
+    target = {
+        "all": f"the base with the LoRA of {task['adapter']} merged, for every system",
+        "task": f"the base with the task's LoRA of {task['adapter']} merged, for every system",
+        "streams": f"the base as it is; the adapter {task['adapter']} drafts",
+        None: "the base as it is",
+    }[task["scope"]]
+    return (
+        f"{task['task']}: {task['prompts']} prompts of {task['data']}, at most "
+        f"{task['max_tokens']} tokens an answer; target: {target}"
+    )
+
+
+def cut_text(task: Row) -> str:
+    """How many answers ended for want of room."""
+    cut = next(row["cut_at_max_tokens"] for row in task["systems"] if row["name"] == "plain")
+    return f"cut at {task['max_tokens']} tokens: {cut} of plain's answers"
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,12 @@ class Example:
     references: tuple[str, ...] = ()
 
 
-def add_data_options(data: argparse._ArgumentGroup) -> None:
-    """The examples of a task."""
+def add_data_options(
+    data: argparse._ArgumentGroup, saved: argparse._MutuallyExclusiveGroup | None = None
+) -> None:
+    """A task and its examples; `saved` is the group of an option in place of --task."""
+    task = (saved or data).add_argument("--task", choices=tuple(TASKS), help="what to ask")
+    task.required = saved is None
     data.add_argument("--data", type=Path, metavar="FILE.jsonl", help=DATA_HELP)
     data.add_argument("--data-dir", type=Path, metavar="FOLDER", help="holds TASK/test.jsonl")
     data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
