@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .errors import InputError
+from .errors import InputError, require
 from .settings import StreamConfig
 
 Message = Mapping[str, str]
@@ -18,9 +18,6 @@ Message = Mapping[str, str]
 
 Prompt = Mapping[str, Any]
 """What is asked, a line of a file: "prompt", a text, or "messages", the turns of a chat."""
-
-_KINDS = ("prompt", "messages")
-_ROLES = ("system", "user", "assistant")
 
 
 class Model(Protocol):
@@ -38,31 +35,22 @@ def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
     Args:
         path: the file.
         option: the command line's name for it, for messages.
-
-    Raises:
-        InputError: the file is missing, empty or no text, or a line holds no prompt.
     """
-    prompts = [
-        _checked_prompt(line, f"{path}, line {number},")
-        for number, line in read_lines(path, option)
-    ]
-    if not prompts:
-        raise InputError(
-            f"{path} holds no prompts", expected="a JSON object a line", do=f"check {option}"
-        )
-    return prompts
+    lines = read_lines(path, option)
+    require(
+        bool(lines),
+        f"{path} holds no prompts",
+        expected="a JSON object a line",
+        do=f"check {option}",
+    )
+    return [_checked_prompt(line, f"{path}, line {number},") for number, line in lines]
 
 
 def read_lines(
     path: Path, option: str, expected: str = "a JSON object a line"
 ) -> list[tuple[int, str]]:
-    """The lines of a JSON Lines file that are not blank, each with its number.
-
-    Raises:
-        InputError: the file is missing, or no UTF-8.
-    """
-    if not path.is_file():
-        raise InputError(f"{path} does not exist", expected=expected, do=f"check {option}")
+    """The lines of a JSON Lines file that are not blank, each with its number."""
+    require(path.is_file(), f"{path} does not exist", expected=expected, do=f"check {option}")
     try:
         # JSON allows line separators inside texts that str.splitlines would cut at.
         numbered = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
@@ -79,47 +67,33 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError as error:
         raise InputError(f"{where} is not JSON ({error})", expected=expected, do=do) from error
-    kinds = [kind for kind in _KINDS if isinstance(record, dict) and kind in record]
-    if len(kinds) != 1:
-        found = "has both a prompt and messages" if kinds else "has no prompt"
-        raise InputError(
-            f"{where} {found}", expected='an object with either "prompt" or "messages"', do=do
-        )
-    if kinds == ["messages"]:
-        record["messages"] = _unanswered(record["messages"])
-    messages = as_messages(record)
-    if not _are_messages(messages):
-        raise InputError(
-            f'{where} has a bad "{kinds[0]}"',
-            expected="a text, or a list of objects with role (system, user, assistant) and "
-            "content, the last one from the user, or an answer to it",
-            do=do,
-        )
-    if not messages[-1]["content"].strip():
-        raise InputError(f"{where} has an empty prompt", expected=expected, do=do)
-    return record
-
-
-def _unanswered(messages: Any) -> Any:
-    """Turns of a chat without the answer at their end, if there is one."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    is_answer = isinstance(last, dict) and last.get("role") == "assistant"
-    return messages[:-1] if is_answer else messages
-
-
-def _are_messages(messages: Any) -> bool:
-    """Whether these are turns of a chat that the model has to answer now."""
-    return (
-        isinstance(messages, list)
-        and len(messages) > 0
-        and all(
-            isinstance(turn, dict)
-            and turn.get("role") in _ROLES
-            and isinstance(turn.get("content"), str)
-            for turn in messages
-        )
-        and messages[-1]["role"] == "user"
+    kinds = [kind for kind in ("prompt", "messages") if isinstance(record, dict) and kind in record]
+    require(
+        len(kinds) == 1,
+        f"{where} {'has both a prompt and messages' if kinds else 'has no prompt'}",
+        expected='an object with either "prompt" or "messages"',
+        do=do,
     )
+    messages = as_messages(record)
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if isinstance(last, dict) and last.get("role") == "assistant":
+        record["messages"] = messages = messages[:-1]
+    are_turns = isinstance(messages, list) and all(
+        isinstance(turn, dict)
+        and turn.get("role") in ("system", "user", "assistant")
+        and isinstance(turn.get("content"), str)
+        for turn in messages
+    )
+    require(
+        are_turns and bool(messages) and messages[-1]["role"] == "user",
+        f'{where} has a bad "{kinds[0]}"',
+        expected="a text, or a list of objects with role (system, user, assistant) and "
+        "content, the last one from the user, or an answer to it",
+        do=do,
+    )
+    found = f"{where} has an empty prompt"
+    require(bool(messages[-1]["content"].strip()), found, expected=expected, do=do)
+    return record
 
 
 def as_messages(prompt: Prompt) -> Any:
@@ -140,11 +114,7 @@ def encode_prompt(
     tokenizer: TokenizerWrapper,
     template: str | None = None,
 ) -> list[int]:
-    """Under a template as `prompt_tokens`; several turns under the model's own chat template.
-
-    Raises:
-        InputError: the template cannot be used, or a turn is not Unicode.
-    """
+    """Under a template as `prompt_tokens`; several turns under the model's own chat template."""
     messages = as_messages(prompt)
     if len(messages) == 1:
         return prompt_tokens(user_text(prompt), model, tokenizer, template)
@@ -157,7 +127,12 @@ def chat_tokens(tokenizer: TokenizerWrapper, messages: Sequence[Message]) -> lis
     Raises:
         InputError: there is no template, or it refuses the turns.
     """
-    _require_template(tokenizer)
+    require(
+        tokenizer.has_chat_template,
+        "the model's tokenizer has no chat template",
+        expected="a model made for chat",
+        do="use such a model, or generate with --template raw",
+    )
     for message in messages:
         content: object = message.get("content")
         # Training data may hold a turn of tools, without text.
@@ -202,20 +177,19 @@ def prompt_tokens(
 
 def text_tokens(text: str, tokenizer: TokenizerWrapper, template: str | None) -> list[int]:
     """The tokens of one prompt under a template as `prompt_tokens` takes it."""
-    if not text.strip():
-        raise InputError("the prompt is empty", expected="some text", do="give a prompt")
+    require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
     if template is None:
         template = "chat" if tokenizer.has_chat_template else "raw"
     if template == "chat":
         return chat_tokens(tokenizer, [{"role": "user", "content": text}])
     if template == "raw":
         return encode(text, tokenizer)
-    if "{prompt}" not in template:
-        raise InputError(
-            f"--template {template!r}",
-            expected="chat, raw, or a text with {prompt} in it",
-            do="put {prompt} where the prompt goes",
-        )
+    require(
+        "{prompt}" in template,
+        f"--template {template!r}",
+        expected="chat, raw, or a text with {prompt} in it",
+        do="put {prompt} where the prompt goes",
+    )
     return encode(template.replace("{prompt}", text), tokenizer)
 
 
@@ -228,11 +202,7 @@ def encode(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def check_text(text: str) -> None:
-    """Check that `text` has no stray byte or half of a surrogate pair, which tokenizers refuse.
-
-    Raises:
-        InputError: it has one.
-    """
+    """Check that `text` has no stray byte or half of a surrogate pair, which tokenizers refuse."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -241,15 +211,6 @@ def check_text(text: str) -> None:
             expected="UTF-8 text",
             do="correct that character",
         ) from error
-
-
-def _require_template(tokenizer: TokenizerWrapper) -> None:
-    if not tokenizer.has_chat_template:
-        raise InputError(
-            "the model's tokenizer has no chat template",
-            expected="a model made for chat",
-            do="use such a model, or generate with --template raw",
-        )
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
