@@ -165,11 +165,7 @@ def planned_steps(
 
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
-    """Check that a prompt of `num_tokens` leaves room for an answer.
-
-    Raises:
-        InputError: it is empty, or fills the context.
-    """
+    """Check that a prompt of `num_tokens` leaves room for an answer."""
     limit = model.backbone.context_length
     require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     require(
@@ -236,16 +232,12 @@ def stream_generate(
             "memory": memory_of(model, cache, plan.drafter, plan.loaded) if reason else None,
         }
 
-    responses = responses_of(tokenizer, steps, budget, num_prompt, num_cached, measured)
-    return _wired(model, responses)
+    def responses() -> Iterator[GenerationResponse]:
+        # The weights are wired while an answer comes, as mlx-lm does on macOS.
+        with wired_limit(model.backbone.model):
+            yield from responses_of(tokenizer, steps, budget, num_prompt, num_cached, measured)
 
-
-def _wired(
-    model: StreamFusedModel, responses: Iterator[GenerationResponse]
-) -> Iterator[GenerationResponse]:
-    """`responses`, with the weights wired while they come, as mlx-lm does on macOS."""
-    with wired_limit(model.backbone.model):
-        yield from responses
+    return responses()
 
 
 def responses_of(

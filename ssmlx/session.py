@@ -44,15 +44,6 @@ class ChatTotals:
     reused_tokens: int = 0
     prompt_tokens: int = 0
 
-    def add(self, response: GenerationResponse) -> None:
-        """Count an answer by its last response."""
-        self.answers += 1
-        self.tokens += response.generation_tokens
-        self.target_calls += response.target_calls
-        self.decode_tokens += response.generation_tokens - 1
-        self.decode_seconds += response.decode_seconds
-        self.prompt_tokens += response.prompt_tokens
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -120,11 +111,7 @@ class ChatSession:
 
     @property
     def plan(self) -> Plan:
-        """How answers are decoded; behind a long context, a profile may decide otherwise.
-
-        Raises:
-            InputError: the settings do not fit the model.
-        """
+        """How answers are decoded; behind a long context, a profile may decide otherwise."""
         return self._plan_on(self.model)
 
     def _plan_on(self, model: StreamFusedModel) -> Plan:
@@ -170,7 +157,10 @@ class ChatSession:
         """
         question: Message = {"role": "user", "content": text}
         prompt = chat_tokens(self.tokenizer, [*self.messages, question])
-        reused = self._reuse(prompt)
+        # At least one token is left to process.
+        reused = common_prefix(self._cached_tokens, prompt[:-1])
+        self._cache.trim(reused)
+        del self._cached_tokens[reused:]
         responses = stream_generate(
             self.model,
             self.tokenizer,
@@ -190,8 +180,7 @@ class ChatSession:
         reused: int,
         responses: Iterator[GenerationResponse],
     ) -> Iterator[GenerationResponse]:
-        text, last = "", None
-        written = list(prompt)
+        text, last, written = "", None, list(prompt)
         self.messages.append(question)
         try:
             for last in responses:
@@ -200,23 +189,19 @@ class ChatSession:
                 yield last
         finally:
             self.messages.append({"role": "assistant", "content": text})
-            self._remember(written)
-            self.totals.reused_tokens += reused
+            # What was written is in the cache, as far as it got.
+            self._cache.trim(min(self._cache.offset, len(written)))
+            self._cached_tokens = written[: self._cache.offset]
+            totals = self.totals
+            totals.reused_tokens += reused
             if last is not None:
-                self.totals.add(last)
+                totals.answers += 1
+                totals.tokens += last.generation_tokens
+                totals.target_calls += last.target_calls
+                totals.decode_tokens += last.generation_tokens - 1
+                totals.decode_seconds += last.decode_seconds
+                totals.prompt_tokens += last.prompt_tokens
                 self._memory = last.memory
-
-    def _reuse(self, prompt: list[int]) -> int:
-        """Tokens of `prompt` that the cache keeps; at least one is left to process."""
-        common = common_prefix(self._cached_tokens, prompt[:-1])
-        self._cache.trim(common)
-        del self._cached_tokens[common:]
-        return common
-
-    def _remember(self, written: list[int]) -> None:
-        """Note which tokens the cache holds: those written, as far as it got."""
-        self._cache.trim(min(self._cache.offset, len(written)))
-        self._cached_tokens = written[: self._cache.offset]
 
     def compare(self) -> Comparison:
         """Answer the last message twice more, streaming and plain, beside the conversation.
@@ -227,27 +212,22 @@ class ChatSession:
             InputError: nothing was said yet.
         """
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        require(
-            bool(users),
-            "nothing was said yet",
-            expected="a message to answer",
-            do="say something first",
-        )
+        found, do = "nothing was said yet", "say something first"
+        require(bool(users), found, expected="a message to answer", do=do)
         prompt = chat_tokens(self.tokenizer, self.messages[: users[-1] + 1])
         # The same noise for both, or two samples would be compared.
         seed = self.config.seed
         if seed is None and self.config.temp > 0:
             seed = to_int(mx.random.randint(0, 2**31 - 1))
         config = replace(self.config, seed=seed)
-        streamed, streaming = self._answer_beside(prompt, replace(config, decoding="streaming"))
-        plain_tokens, plain = self._answer_beside(prompt, replace(config, decoding="plain"))
-        self.plain_tps = plain.generation_tps
-        return Comparison(streamed == plain_tokens, streaming, plain)
-
-    def _answer_beside(
-        self, prompt: list[int], config: GenerateConfig
-    ) -> tuple[list[int], GenerationResponse]:
-        responses = list(
-            stream_generate(self.model, self.tokenizer, prompt, config, **self._drafts)
+        model, tokenizer = self.model, self.tokenizer
+        streaming, plain = (
+            list(stream_generate(model, tokenizer, prompt, one, **self._drafts))
+            for one in (replace(config, decoding="streaming"), replace(config, decoding="plain"))
         )
-        return [token for response in responses for token in response.tokens], responses[-1]
+        streamed, expected = (
+            [token for response in answer for token in response.tokens]
+            for answer in (streaming, plain)
+        )
+        self.plain_tps = plain[-1].generation_tps
+        return Comparison(streamed == expected, streaming[-1], plain[-1])
