@@ -16,7 +16,7 @@ from tiny import LAYERS, make_adapter, make_base, make_lora, make_model, make_to
 from tiny_heads import HEAD_KINDS, make_heads
 
 from ssmlx.api import stream_generate
-from ssmlx.commands.chat import Chat, Screen, command
+from ssmlx.commands.chat import Chat, Screen, turn
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.memory import MIB, Memory, memory_of
@@ -181,10 +181,10 @@ def test_a_chat_tells_its_memory(tmp_path, capsys):
     loaded = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     session = ChatSession(*loaded, GenerateConfig(max_tokens=9, tree=TREE))
     chat = Chat(session, Screen(), None)
-    assert command("/memory", chat)
+    assert turn("/memory", chat)
     assert "second pass" not in capsys.readouterr().err  # nothing was said yet
     list(session.reply("w1 w2"))
-    assert command("/memory", chat)
+    assert turn("/memory", chat)
     said = capsys.readouterr().err
     for part in ("base model", "stream weights", "cache", "tree", "second pass", "at once"):
         assert part in said

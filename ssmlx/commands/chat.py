@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
 
 PROG = "ssmlx.chat"
 DEFAULT_ADAPTER = "chat"
-NO_DEFAULT = (
-    "ssmlx ships no chat adapter for this model: plain decoding; "
-    "`python -m convert.train --help` says how to train one"
-)
 EPILOG = """examples:
   python -m ssmlx.chat
   python -m ssmlx.chat --adapter sql --tree best --tree-size 16
@@ -95,24 +92,17 @@ class Screen:
                 return None
 
 
-@contextmanager
-def history(path: Path, screen: Screen) -> Iterator[None]:
-    """Line editing with a history that lasts from chat to chat, on a terminal."""
+def keep_history(path: Path) -> None:
+    """Line editing with a history that lasts from chat to chat."""
     try:
         import readline
     except ImportError:
-        readline = None  # type: ignore[assignment]
-    if readline is None or not screen.interactive:
-        yield
         return
     if path.exists():
         readline.read_history_file(path)
     readline.set_history_length(1000)
-    try:
-        yield
-    finally:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        readline.write_history_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atexit.register(readline.write_history_file, path)
 
 
 @contextmanager
@@ -139,17 +129,11 @@ def stoppable() -> Iterator[Callable[[], bool]]:
 
 @dataclass
 class Chat:
-    """What a line of the user may act on.
-
-    Attributes:
-        session: the conversation.
-        screen: where things are shown.
-        adapter: what the user calls the adapter in use; None for a fused model's own streams.
-    """
+    """What a line of the user may act on."""
 
     session: ChatSession
     screen: Screen
-    adapter: str | None
+    adapter: str | None  # what the user calls it; None for a fused model's own streams
 
 
 def answer(session: ChatSession, text: str, screen: Screen) -> None:
@@ -197,10 +181,17 @@ def compare(session: ChatSession) -> str:
 
 def adapter(rest: str, chat: Chat) -> str:
     """What /adapter shows, after the swap that it may ask for."""
-    if not rest:
-        return f"{current_adapter(chat)}\n{_available(chat.session)}"
     import mlx.core as mx
 
+    from ..loading.attach import adapters_for
+
+    if not rest:
+        fitting = adapters_for(chat.session.model)
+        others = [name for name in bundled_adapters() if name not in fitting]
+        names = ", ".join(fitting) or "none for this model"
+        names += f" (for other models: {', '.join(others)})" if others else ""
+        hint = "/adapter NAME, FOLDER or none takes another"
+        return f"{current_adapter(chat)}\nshipped with ssmlx: {names}; {hint}"
     chat.session.swap_adapter(rest)
     mx.reset_peak_memory()
     chat.adapter = rest
@@ -247,16 +238,6 @@ def _trained_on_another_form(session: ChatSession) -> bool:
     return own != chat_tokens(tokenizer, [{"role": "user", "content": text}])
 
 
-def _available(session: ChatSession) -> str:
-    from ..loading.attach import adapters_for
-
-    fitting = adapters_for(session.model)
-    others = [name for name in bundled_adapters() if name not in fitting]
-    names = ", ".join(fitting) or "none for this model"
-    names += f" (for other models: {', '.join(others)})" if others else ""
-    return f"shipped with ssmlx: {names}; /adapter NAME, FOLDER or none takes another"
-
-
 def _reset(rest: str, chat: Chat) -> str:
     chat.session.reset(chat.session.system)
     return "the conversation is forgotten"
@@ -278,30 +259,21 @@ COMMANDS: dict[str, Callable[[str, Chat], str]] = {
 }
 
 
-def command(line: str, chat: Chat) -> bool:
-    """Carry out a line that starts with a slash; False to leave."""
-    name, _, rest = line.partition(" ")
-    if name == "/quit":
-        return False
-    known = name in COMMANDS
-    chat.screen.note(
-        COMMANDS[name](rest.strip(), chat) if known else f"no command {name}; /help lists them"
-    )
-    return True
-
-
 def turn(line: str, chat: Chat) -> bool:
     """Handle one line of the user; False to leave. A mistake is told and the chat goes on."""
+    name, _, rest = line.partition(" ")
     is_command = line.startswith("/")
     try:
-        if is_command:
-            return command(line, chat)
-        if line.strip():
+        if name in COMMANDS:
+            chat.screen.note(COMMANDS[name](rest.strip(), chat))
+        elif is_command and name != "/quit":
+            chat.screen.note(f"no command {name}; /help lists them")
+        elif line.strip() and not is_command:
             answer(chat.session, line, chat.screen)
     except InputError as error:
         full = not is_command and "context" in str(error)
         chat.screen.note(f"{error}" + ("; /reset starts anew" if full else ""))
-    return True
+    return name != "/quit"
 
 
 def _main(args: argparse.Namespace) -> None:
@@ -311,29 +283,30 @@ def _main(args: argparse.Namespace) -> None:
         screen.note(HINT)
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
-    ready = load_all(args, DEFAULT_ADAPTER)
+    model, tokenizer, config, drafts = load_all(args, DEFAULT_ADAPTER)
 
     import mlx.core as mx
 
     from ..loading.names import cache_dir
     from ..session import ChatSession
 
-    session = ChatSession(
-        ready.model, ready.tokenizer, ready.config, system=args.system, **ready.drafts
-    )
+    session = ChatSession(model, tokenizer, config, system=args.system, **drafts)
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     chat = Chat(session, screen, args.adapter)
-    undrafted = ready.model.num_streams == 0 and session.plan.kind is None
+    undrafted = model.num_streams == 0 and session.plan.kind is None
     if args.adapter is None and args.decoding is None and undrafted:
-        screen.note(NO_DEFAULT)
+        screen.note(
+            "ssmlx ships no chat adapter for this model: plain decoding; "
+            "`python -m convert.train --help` says how to train one"
+        )
     _note_tuning(chat)
     if screen.interactive:
-        dtype = str(ready.model.backbone.dtype).removeprefix("mlx.core.")
+        dtype = str(model.backbone.dtype).removeprefix("mlx.core.")
         screen.note(f"{args.model}, {dtype}; {current_adapter(chat)}. /help lists the commands.")
-    with history(cache_dir() / "chat_history", screen):
-        while (line := screen.ask()) is not None:
-            if not turn(line, chat):
-                break
+        keep_history(cache_dir() / "chat_history")
+    while (line := screen.ask()) is not None:
+        if not turn(line, chat):
+            break
 
 
 def _note_tuning(chat: Chat) -> None:

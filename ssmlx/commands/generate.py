@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .options import (
     PromptBar,
@@ -19,9 +18,6 @@ from .options import (
     run,
     template_text,
 )
-
-if TYPE_CHECKING:
-    from ..api import GenerationResponse
 
 PROG = "ssmlx.generate"
 EPILOG = """examples:
@@ -49,53 +45,32 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("prompts and answers")
     add_prompt_options(group)
     group.add_argument(
-        "--template",
-        type=template_text,
-        metavar="chat|raw|TEXT",
+        "--template", type=template_text, metavar="TEXT",
         help="chat: the model's chat template; raw: the prompt as it is; or a text with {prompt}, "
-        "with \\n for a new line (default: the adapter's own template, then chat, then raw)",
-    )
+        "\\n for new lines (default: the adapter's own, then chat, then raw)",
+    )  # fmt: skip
     output = group.add_mutually_exclusive_group()
     output.add_argument(
         "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
     )
     output.add_argument(
-        "--verbose",
-        action="store_true",
+        "--verbose", action="store_true",
         help="say how it is decoded and why, and where the memory goes",
-    )
+    )  # fmt: skip
     add_model_options(parser)
     add_decoding_options(parser, max_tokens=256)
     return parser.parse_args(argv)
-
-
-def _print_text(
-    responses: Iterator[GenerationResponse], *, verbose: bool
-) -> list[GenerationResponse]:
-    from ..api import summary
-
-    seen = []
-    for response in responses:
-        seen.append(response)
-        print(response.text, end="", flush=True)
-    print(flush=True)
-    print(f"[{summary(seen[-1])}]", file=sys.stderr)
-    memory = seen[-1].memory
-    if verbose and memory is not None:
-        print(f"[{memory.line()}]", file=sys.stderr)
-    return seen
 
 
 def _main(args: argparse.Namespace) -> None:
     from ..prompts import encode_prompt, read_prompts, user_text
 
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
-    ready = load_all(args)
-    model, tokenizer = ready.model, ready.tokenizer
+    model, tokenizer, config, drafts = load_all(args)
 
     import mlx.core as mx
 
-    from ..api import check_prompt, record, stream_generate
+    from ..api import check_prompt, record, stream_generate, summary
     from ..plan import make_plan
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
@@ -103,20 +78,25 @@ def _main(args: argparse.Namespace) -> None:
     for tokens in encoded:
         check_prompt(model, len(tokens))
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
-    plan = make_plan(model, ready.config, **ready.drafts)
+    plan = make_plan(model, config, **drafts)
     if plan.is_tuned or args.verbose:
         print(f"[{plan.decision}]", file=sys.stderr)
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
     for prompt, tokens in bar(pairs, len(prompts), "prompts") if show_bar else pairs:
-        responses = stream_generate(
-            model, tokenizer, tokens, ready.config, progress=PromptBar(), **ready.drafts
-        )
+        answer, progress = [], PromptBar()
+        for one in stream_generate(model, tokenizer, tokens, config, progress=progress, **drafts):
+            answer.append(one)
+            if not args.jsonl:
+                print(one.text, end="", flush=True)
         if args.jsonl:
-            answer = record(user_text(prompt), list(responses))
-            print(json.dumps(answer, ensure_ascii=False), flush=True)
-        else:
-            _print_text(responses, verbose=args.verbose)
+            print(json.dumps(record(user_text(prompt), answer), ensure_ascii=False), flush=True)
+            continue
+        print(flush=True)
+        print(f"[{summary(answer[-1])}]", file=sys.stderr)
+        memory = answer[-1].memory
+        if args.verbose and memory is not None:
+            print(f"[{memory.line()}]", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

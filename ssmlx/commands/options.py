@@ -48,13 +48,16 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(module: str, description: str, epilog: str, usage: str | None = None) -> Parser:
     """A parser for `python -m <module>`; `usage` is what follows that, where it is short."""
-    return Parser(
+    parser = Parser(
         prog=f"python -m {module}",
         usage=f"python -m {module} {usage}" if usage else None,
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    return parser
 
 
 def add_counts(
@@ -127,14 +130,7 @@ acceptance=typical: LOSSY, accept what the model finds likely enough (Medusa)"""
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOption:
-    """What --drafter says.
-
-    Attributes:
-        kind: what drafts; None leaves it to the model.
-        settings: fields of `GenerateConfig`.
-        draft_model, heads: what it drafts with, a model's name and a folder.
-        draft_head, attention: as `ssmlx.load` and `ssmlx.model.metal.use` take them.
-    """
+    """What --drafter says; `settings` are fields of `GenerateConfig`."""
 
     kind: DrafterKind | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -145,29 +141,25 @@ class DrafterOption:
 
 
 def drafter_option(text: str | None) -> DrafterOption:
-    """What the text of --drafter says.
-
-    Raises:
-        InputError: the drafter is unknown, or a key is not its own, or a value is none.
-    """
+    """What the text of --drafter says."""
     if text is None:
         return DrafterOption()
     kind, *words = _split("--drafter", text) or [""]
     check_choice("--drafter", kind, DRAFTERS)
-    given = _pairs(f"--drafter {kind}", words, _shown({**_KEYS[kind], **_SHARED_KEYS}))
+    places = {**_KEYS[kind], **_SHARED_KEYS}
+    given = _pairs(f"--drafter {kind}", words, _shown(places))
     if given.get("acceptance") != "typical":
         for key in {"epsilon", "delta"} & set(given):
             _refuse(f"{key}=", "acceptance=typical beside it")
-    own = {one.name for one in fields(DrafterOption)}
-    loaded: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in given.items():
-        place, _, inner = {**_KEYS[kind], **_SHARED_KEYS}[key].partition(".")
+        place, _, inner = places[key].partition(".")
         if inner:
-            before = settings.get(place, getattr(_DEFAULTS, place))
+            before = values.get(place, getattr(_DEFAULTS, place))
             value = replace(before, **{inner: value})
-        (loaded if place in own else settings)[place] = value
-    return DrafterOption(kind=cast("DrafterKind", kind), settings=settings, **loaded)
+        values[place] = value
+    loaded = {one.name: values.pop(one.name) for one in fields(DrafterOption) if one.name in values}
+    return DrafterOption(kind=cast("DrafterKind", kind), settings=values, **loaded)
 
 
 def _split(option: str, text: str) -> list[str]:
@@ -228,37 +220,32 @@ def _value(told: str, key: str, text: str) -> Any:
 
 
 def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | None = None) -> None:
-    """Which model and adapter to load.
-
-    Args:
-        parser: where the options go.
-        default_adapter: what is taken where none is named, for the help.
-    """
+    """Which model and adapter to load; `default_adapter` is for the help."""
     bundled = ", ".join(bundled_adapters()) or "none in this installation"
     default = f"{default_adapter}, where it belongs to the model" if default_adapter else "none"
-    _add(
+    add_options(
         parser.add_argument_group("model"),
         ("--model", "MODEL", "a folder (mlx-lm or Hugging Face layout), a Hub name such as "
          "org/name or org/name@revision, or an alias (default: %(default)s)", DEFAULT_MODEL),
-        ("--adapter", "NAME|FOLDER", "the streams that draft, and LoRA: one that ships with ssmlx "
+        ("--adapter", "ADAPTER", "the streams that draft, and LoRA: one that ships with ssmlx "
          f"({bundled}), a folder that was trained, or none; a fused model brings its own "
          f"(default: {default})", str),
-        ("--dtype", DTYPES, "weights as stored, or unpacked and cast; auto: as stored on a GPU, "
-         "float32 on the CPU", DTYPES[0]),
+        ("--dtype", "TYPE", "stored, or the weights unpacked and cast to float32, float16 or "
+         "bfloat16 (default: auto, as stored on a GPU and float32 on the CPU)", DTYPES[0], DTYPES),
     )  # fmt: skip
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """How to decode, sample and draft."""
-    _add(
+    add_options(
         parser.add_argument_group("decoding"),
-        ("--decoding", DECODINGS, "streaming: verify what a drafter proposes, the same answer in "
-         "fewer forward passes; plain: a token a pass (default: streaming with an adapter or a "
-         "drafter, unless `python -m ssmlx.calibrate` found plain decoding faster here)", str),
+        ("--decoding", "HOW", "streaming: verify what a drafter proposes, the same answer in fewer "
+         "forward passes; plain: a token a pass (default: streaming where something drafts, "
+         "unless `python -m ssmlx.calibrate` found plain decoding faster)", str, DECODINGS),
         ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
     )  # fmt: skip
     group = parser.add_argument_group("sampling (exact with every drafter)")
-    _add(
+    add_options(
         group,
         ("--temp", "T", "temperature; 0 is greedy (default: 0)", 0.0),
         ("--top-p", "P", "sample from the likeliest tokens that together have probability P",
@@ -266,8 +253,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         ("--min-p", "P", "sample from tokens with at least P of the likeliest one's probability",
          float),
         ("--top-k", "K", "sample from the K likeliest tokens", int),
-        ("--seed", "N", "the same one gives the same answer plain and streaming, with any drafter, "
-         "in float32", int),
+        ("--seed", "N", "repeats an answer, plain or streaming, with any drafter, in float32", int),
     )  # fmt: skip
     group.add_argument(
         "--penalty", action="append", metavar="NAME=X",
@@ -276,8 +262,8 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         f"{_DEFAULTS.repetition_context_size}); repeatable",
     )  # fmt: skip
     group.add_argument(
-        "--logit-bias", type=_token_bias, action="append", metavar="TOKEN=BIAS",
-        help="add BIAS to the logit of the token with this id; repeatable",
+        "--logit-bias", type=_token_bias, action="append", metavar="ID=X",
+        help="add X to the logit of the token with this id; repeatable",
     )  # fmt: skip
     add_drafting_options(parser)
 
@@ -294,10 +280,10 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         for name, keys in {**_KEYS, "any of them": _SHARED_KEYS}.items()
     ]
     title = "What drafts, and its own settings with their defaults:"
-    _add(
+    add_options(
         parser.add_argument_group("drafting (streaming only)", "\n".join([title, *rows, _LEGEND])),
-        ("--drafter", '"NAME KEY=VALUE ..."', 'such as "lookahead window=7" (default: streams, '
-         "where there are any)", str),
+        ("--drafter", '"NAME ..."', 'such as "lookahead window=7" (default: streams, where there '
+         "are any)", str),
     )  # fmt: skip
     tuned = "Without these, streams draft as `python -m ssmlx.calibrate` found fastest here, if it"
     add_tree_options(parser.add_argument_group("draft tree", f"{tuned} was run."))
@@ -306,32 +292,32 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
 def add_tree_options(group: argparse._ArgumentGroup) -> None:
     """What to draft."""
     tree, prune = TreeConfig(), PruneConfig()
-    _add(
+    add_options(
         group,
-        ("--num-streams", "G", "tokens that streams draft ahead (default: all that the adapter was "
-         "trained with)", int),
-        ("--tree", ("full", "best"), "of streams and Medusa heads. full: every combination of K "
-         "children a level; best: the N likeliest nodes (default: best)", str),
+        ("--num-streams", "G", "tokens that streams draft ahead (default: all that were trained)",
+         int),
+        ("--tree", None, "of streams and Medusa heads. full: every combination of K children a "
+         "level; best: the N likeliest nodes (default: best)", str, ("full", "best")),
         ("--tree-width", "K", f"children a level (default: {tree.full_width} for full, no limit "
          "for best)", int),
         ("--tree-size", "N", f"nodes of the best tree, the root included (default: {tree.size})",
          int),
-        ("--prune", "off|budget|threshold[=P]", "drop unlikely nodes before the upper layers, by "
-         "early exit, of any drafter's tree but lookahead's: budget keeps the M likeliest, "
-         "threshold those with a probability of P given their parent (default: off; P: "
+        ("--prune", "HOW", "drop unlikely nodes before the upper layers, by early exit, of any "
+         "drafter's tree but lookahead's: budget keeps the M likeliest, threshold or threshold=P "
+         "those with a probability of P given their parent (default: off; P: "
          f"{prune.threshold})", str),
         ("--prune-to", "M", f"nodes that a budget keeps (default: {prune.keep})", int),
     )  # fmt: skip
 
 
-def _add(group: argparse._ArgumentGroup, *rows: tuple[str, str | Sequence[str], str, Any]) -> None:
-    """Options: (flag, a word for its value or the values, help, default or else type) each."""
-    for flag, values, text, default in rows:
-        more: dict[str, Any] = {"type": default}
+def add_options(group: argparse._ArgumentGroup, *rows: tuple[Any, ...]) -> None:
+    """Options: (flag, a word for its value, help, default or else type, and the values if it is
+    one of a few) each."""
+    for flag, word, text, default, *choices in rows:
+        more = {"type": default, "choices": choices[0] if choices else None}
         if not isinstance(default, type):
-            more = {"type": type(default), "default": default}
-        more["metavar" if isinstance(values, str) else "choices"] = values
-        group.add_argument(flag, help=text, **more)
+            more |= {"type": type(default), "default": default}
+        group.add_argument(flag, metavar=word, help=text, **more)
 
 
 # --- From options to settings ---
@@ -347,11 +333,7 @@ _DRAFTERS_WITH = {
 
 
 def generate_config(args: argparse.Namespace) -> GenerateConfig:
-    """The settings that the options ask for; a command need not have every option.
-
-    Raises:
-        InputError: a value is out of range, or an option could have no effect.
-    """
+    """The settings that the options ask for; a command need not have every option."""
     drafter = drafter_option(getattr(args, "drafter", None))
     prune, has_threshold, _ = (getattr(args, "prune", None) or "").partition("=")
     _reject_idle_options(args, drafter.kind, prune)
@@ -429,31 +411,18 @@ def _refuse(option: str, needs: str) -> NoReturn:
 # --- Loading what the options name ---
 
 
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """What a command decodes with.
-
-    Attributes:
-        model, tokenizer: as `ssmlx.load` returns them.
-        config: the settings.
-        drafts: the draft model or the heads, as `ssmlx.stream_generate` takes them by name.
-    """
-
-    model: Any
-    tokenizer: Any
-    config: GenerateConfig
-    drafts: Mapping[str, Any]
-
-
-def load_all(args: argparse.Namespace, default_adapter: str | None = None) -> Loaded:
+def load_all(
+    args: argparse.Namespace, default_adapter: str | None = None
+) -> tuple[Any, Any, GenerateConfig, dict[str, Any]]:
     """Everything that the options of `add_model_options` and `add_decoding_options` name.
 
     Args:
         args: the options.
         default_adapter: as for `load_target`, where nothing else is to draft.
 
-    Raises:
-        InputError: it cannot be loaded, or does not fit together.
+    Returns:
+        Model, tokenizer, settings, and what is loaded to draft with, all as
+        `ssmlx.stream_generate` takes them.
     """
     config, drafter = generate_config(args), drafter_option(args.drafter)
     wants_streams = drafter.kind in (None, "streams")
@@ -480,7 +449,7 @@ def load_all(args: argparse.Namespace, default_adapter: str | None = None) -> Lo
         from ..drafters.heads import load_heads
 
         drafts["heads"] = load_heads(drafter.heads, model)
-    return Loaded(model, tokenizer, config, drafts)
+    return model, tokenizer, config, drafts
 
 
 def load_target(
@@ -496,8 +465,7 @@ def load_target(
         args: the options.
         default_adapter: a bundled adapter to use where none is named, the model brings no
             streams, and the adapter belongs to the model; `args.adapter` then names it.
-        draft_head: as `ssmlx.load` takes it.
-        attention: as `ssmlx.model.metal.use` takes it.
+        draft_head, attention: as `ssmlx.load` and `ssmlx.model.metal.use` take them.
     """
     from ..loading.attach import adapters_for, swap_adapter
     from ..loading.load import load
