@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from mlx_lm.models import gpt2, mamba
 from mlx_lm.models.rope_utils import initialize_rope
+from real import refusal
 from tiny import (
     ARCHITECTURES,
+    VOCAB,
     assert_close,
     best_rank_paths,
     first_tokens,
@@ -21,9 +23,11 @@ from tiny import (
     make_model,
     make_packed_base,
     random_tree,
+    slow,
     tree_from_parents,
 )
 
+from ssmlx.api import token_steps
 from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
@@ -32,7 +36,9 @@ from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merged
 from ssmlx.model.masks import StepMasks, stream_visibility
 from ssmlx.model.tree import draft_topology, full_topology, grow_tree
-from ssmlx.settings import TreeConfig
+from ssmlx.settings import GenerateConfig, TreeConfig
+
+PROMPT = [5, 2, 3, 11, 7]
 
 # --- what is needed of a model: regular layers, and rotary embeddings with positions ---
 
@@ -111,9 +117,9 @@ SCALED = {"llama3": "llama", "yarn": "qwen2", "linear": "llama", "longrope": "ph
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_ropes_decode_the_same(kind):
     model = make_model(SCALED[kind], rope_scaling=ROPES[kind])
-    expected = first_tokens(plain_decode(model, [1, 2, 3], model.make_cache()), 12)[0]
+    expected = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 12)[0]
     drafter = StreamDrafter(model, TreeConfig(), 3)
-    steps = streaming_decode(model, [1, 2, 3], model.make_cache(), drafter=drafter)
+    steps = streaming_decode(model, PROMPT, model.make_cache(), drafter=drafter)
     assert first_tokens(steps, 12)[0] == expected
 
 
@@ -163,6 +169,75 @@ def test_scope_streams_leaves_node_rows_untouched(quantised):
     assert mx.array_equal(rows[0][:, :3], rows[1][:, :3])
     apart = mx.abs(rows[0][:, 3:] - rows[1][:, 3:]).max()
     assert apart > 0.01 * mx.abs(rows[0]).max()
+
+
+# --- draft vocabularies ---
+
+
+DRAFT_VOCAB = [1, 4, 5, 8, 12]
+
+
+@pytest.mark.parametrize("draft", [[2, 5, 7, 9], *slow([3], [0, 12])])
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_drafts_from_few_tokens_lose_nothing(scope, draft):
+    """Every tree here wants more candidates than there are tokens to draft."""
+    model = make_model("llama", scope, adapter={"draft_vocab": draft})
+    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 24)
+    for tree in (
+        TreeConfig(kind="full", width=5),
+        TreeConfig(kind="best", size=16),
+        TreeConfig(kind="best", size=40, width=9),
+        TreeConfig(kind="best", size=1),
+    ):
+        steps = token_steps(model, PROMPT, model.make_cache(), GenerateConfig(tree=tree))
+        tokens, lengths = first_tokens(steps, 24)
+        assert tokens == expected
+        if tree.kind == "full" and len(draft) == 4:
+            assert len(lengths) < 24  # something was drafted, and accepted
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_draft_head_is_rows_of_the_head(bias, tied, quantised):
+    if bias and tied:
+        return
+    base = make_base(tie_word_embeddings=tied, intermediate_size=64)
+    if bias:
+        base.lm_head.bias = mx.random.normal((VOCAB,), key=mx.random.key(4))
+    if quantised:
+        nn.quantize(base, group_size=32, bits=4)
+    backbone, rows = Backbone(base), mx.array(DRAFT_VOCAB)
+    hidden = mx.random.normal((1, 6, 32), key=mx.random.key(3))
+    found = backbone.logits(hidden, backbone.draft_head(rows))
+    assert found.shape == (6, len(DRAFT_VOCAB))
+    assert_close(found, backbone.logits(hidden)[:, rows])
+    head = base.model.embed_tokens if tied else base.lm_head
+    assert head.weight.shape[0] == VOCAB  # the model's own stays whole
+    if quantised:
+        packed = (head[name][rows] for name in ("weight", "scales", "biases"))
+        weight = mx.dequantize(*packed, group_size=32, bits=4)
+        expected = base.model.norm(hidden)[0] @ weight.T + (head.bias[rows] if bias else 0)
+        assert_close(found, expected)
+
+
+def test_draft_head_is_gathered_once():
+    model, hidden = make_model(adapter={"draft_vocab": DRAFT_VOCAB}), mx.ones((1, 3, 32))
+    before = model.draft_logits(hidden)
+    model.backbone.model.lm_head.weight = mx.zeros((VOCAB, 32))
+    assert mx.array_equal(model.draft_logits(hidden), before)
+    assert not model.backbone.logits(hidden).any()
+
+
+def test_a_head_without_rows_is_refused():
+    class Head(nn.Module):
+        def __call__(self, x):
+            return x[..., :VOCAB]
+
+    base = make_base()
+    base.lm_head = Head()
+    message = refusal(make_model, base=base, adapter={"draft_vocab": DRAFT_VOCAB})
+    assert "its LM head is a Head" in message
 
 
 # --- the cache, against one that concatenates ---

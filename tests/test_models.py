@@ -1,8 +1,10 @@
-"""The paper's architectures: OPT, in a file of ours, and Phi and OpenLLaMA through mlx-lm."""
+"""The paper's architectures and the designs of streams: formats, and PyTorch against MLX."""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import ssmlx
 
@@ -13,29 +15,40 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+import oracle
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model, save_config, save_model
-from oracle import greedy_streaming, mlx_step, reference_step
-from real import answer, one_line, snapshot, write_tokenizer
+from oracle import (
+    LAYERS,
+    STREAMS,
+    WIDTH,
+    gap,
+    greedy_streaming,
+    make_model,
+    mlx_step,
+    reference_step,
+    some_tokens,
+    stream_config,
+)
+from real import EXAMPLE, answer, one_line, refusal, snapshot, write_tokenizer
+from safetensors.torch import load, save_file
 from tiny import assert_close, first_tokens, slow
 
 from convert import base as convert_base
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference, save_reference
-from convert.reference.format import LoraSettings
-from convert.reference.model import StreamFusedReference
+from convert.reference.format import LoraSettings, read_stream_config, stream_settings
+from convert.reference.model import StreamFusedReference, rotate_values
 from ssmlx.api import token_steps
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter, read_streams, write_adapter
+from ssmlx.loading.adapter import BaseIdentity, load_adapter, write_adapter
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import load_base
 from ssmlx.model.architectures import model_classes
-from ssmlx.model.backbone import decoder_path
-from ssmlx.model.lora import LoraWeights
-from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.streams import StreamFusedModel, ValueRotation
 from ssmlx.settings import GenerateConfig, StreamConfig, TreeConfig
 
-LAYERS, STREAMS, VOCAB, CONTEXT = 4, 2, 64, 48
+VOCAB, CONTEXT = 64, 48
 PROMPT = [5, 2, 3, 11, 7]
 TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]
 COMMON = {
@@ -69,10 +82,26 @@ BASES = {
         "Llama",
         {**MLP, "hidden_size": 200, "num_attention_heads": 2, "rms_norm_eps": 1e-6},
     ),
+    "llama": ("Llama", {**MLP, "num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {**MLP, "num_key_value_heads": 2, "head_dim": 8}),
     "stablelm": ("StableLm", {**MLP, "num_key_value_heads": 2, "use_qkv_bias": True}),
 }
-OTHERS = [name for name in BASES if name != "opt"]
 OPTS = [name for name in BASES if name.startswith("opt")]
+SOME = ["opt", *slow(*(name for name in BASES if name != "opt"))]
+DRAFT_VOCAB = [1, 4, 5, 8, 12]
+DRAFTING = {"draft_vocab": DRAFT_VOCAB}
+RESIDUAL = {"stream_init": "residual", "stream_init_rank": 3}
+ROTATION = {"stream_design": "value_rotation", "rotation_step": 0.4}
+BOTH = {**DRAFTING, **ROTATION, **RESIDUAL}
+PAIRS = [
+    ("opt", RESIDUAL),
+    # Nothing but its embedding, or the rotation of its values, tells a stream its place.
+    ("opt", {}),
+    ("opt", ROTATION),
+    ("llama", BOTH),
+    *slow(*((name, RESIDUAL) for name in BASES if name != "opt")),
+    *slow(("llama", DRAFTING), ("llama", ROTATION), ("qwen3", BOTH)),
+]
 
 
 def make_base(name, *, seed=0, **changes):
@@ -99,49 +128,38 @@ def write_base(folder, name, **changes):
     return base
 
 
-def make_reference(base, **changes):
+def make_reference(base=None, *, draft_vocab=(), lora_rank=3, **changes):
     """Streams, LoRA and a pruning adapter that all do something."""
-    values = {"num_streams": STREAMS, "num_msa_layers": 2, "prune_rank": 4, "stream_init_rank": 3}
-    values |= {"num_layers": LAYERS, "hidden_size": base.config.hidden_size}
-    config = StreamConfig(**{**values, "stream_init": "residual", **changes})
-    model = StreamFusedReference(base, config, lora=LoraSettings(3, 6)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.15)
-    return model
+    base = make_base("llama") if base is None else base
+    return make_model(
+        base=base,
+        lora=LoraSettings(lora_rank, 6),
+        draft_vocab=torch.tensor(draft_vocab, dtype=torch.int32) if draft_vocab else None,
+        hidden_size=base.config.hidden_size,
+        draft_vocab_size=len(draft_vocab),
+        **changes,
+    )
 
 
-def lora_of(reference, path):
-    """The reference's LoRA as MLX has it, below `path`, without the converter."""
-
-    def array(linear):
-        return mx.array(linear.weight.detach().numpy()).T
-
-    return {
-        f"{path}.{name}": LoraWeights(
-            array(module.adapter.lora_A), array(module.adapter.lora_B), module.scale
-        )
-        for name, module in reference.adapters.items()
-    }
+def convert(folder, reference):
+    """The MLX adapter folder that the converter makes of a reference, and its base's backbone."""
+    checkpoint, adapter = folder / "checkpoint", folder / "adapter"
+    save_reference(reference, checkpoint)
+    adapter.mkdir()
+    backbone, _ = load_base(folder / "base", "float32")
+    streams = checkpoint / "streams.safetensors"
+    write_adapter(adapter, read_checkpoint(checkpoint, streams, backbone))
+    return adapter, backbone
 
 
-def make_pair(folder, name, **changes):
-    """A reference, and the folder of an MLX adapter with its weights; base in folder/"base"."""
+def make_pair(folder, name="llama", **changes):
+    """A reference, the folder of an MLX adapter with its weights, and their base in MLX."""
     reference = make_reference(write_base(folder / "base", name), **changes)
-    save_reference(reference, folder / "checkpoint")
-    backbone, _ = load_base(folder / "base", "float32")
-    config, identity = reference.config, BaseIdentity.of(backbone)
-    streams = read_streams(folder / "checkpoint" / "streams.safetensors", config, VOCAB)
-    lora = lora_of(reference, decoder_path(backbone.model))
-    (folder / "adapter").mkdir()
-    write_adapter(folder / "adapter", Adapter(config, streams, identity, lora))
-    return reference, folder / "adapter"
+    return reference, *convert(folder, reference)
 
 
-def load_pair(folder, name, merge_lora=True, **changes):
-    reference, adapter = make_pair(folder, name, **changes)
-    backbone, _ = load_base(folder / "base", "float32")
+def load_pair(folder, name="llama", merge_lora=True, **changes):
+    reference, adapter, backbone = make_pair(folder, name, **changes)
     return reference, fuse_streams(backbone, load_adapter(adapter), merge_lora=merge_lora)
 
 
@@ -165,7 +183,7 @@ def test_plain_model_is_transformers(name, tmp_path):
     assert_close(mx.concatenate(parts), expected)
 
 
-@pytest.mark.parametrize("name", ["opt", *slow(*OTHERS)])
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision(name, dtype, tmp_path):
     base = write_base(tmp_path, name)
@@ -250,24 +268,23 @@ def test_embeddings_of_opt_need_positions(tmp_path):
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("name", BASES)
-def test_parity(name, scope, tmp_path):
-    reference, model = load_pair(tmp_path, name, adapter_scope=scope)
-    for prompt, *tree in (
-        (PROMPT[:-1], PROMPT[-1:], [-1]),
-        (PROMPT, TREE_TOKENS, TREE_PARENTS),
-    ):
-        steps = mlx_step(model, prompt, *tree), reference_step(reference, prompt, *tree)
-        for found, expected in zip(*steps, strict=True):
-            assert_close(found, expected, 1e-4)
+@pytest.mark.parametrize("name, changes", PAIRS)
+def test_parity(name, changes, scope, tmp_path):
+    reference, model = load_pair(tmp_path, name, adapter_scope=scope, **changes)
+    for step in ((PROMPT[:-1], PROMPT[-1:], [-1]), (PROMPT, TREE_TOKENS, TREE_PARENTS)):
+        oracle.assert_close(mlx_step(model, *step), reference_step(reference, *step))
     whole = model.backbone.logits(model.backbone.append(mx.array(PROMPT), model.make_cache()))
     assert_close(whole, torch_logits(reference.base, PROMPT), 1e-4)
+    if scope == "all":
+        settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        layer = dict(model.backbone.layers[-1].named_modules())
+        assert set(settings["lora_parameters"]["keys"]) <= layer.keys()
 
 
-@pytest.mark.parametrize("name", ["opt", *slow(*OTHERS)])
-def test_oracle_takes_the_same_steps(name, tmp_path):
-    reference, model = load_pair(tmp_path, name, merge_lora=False)
-    for width in (1, 3):
+@pytest.mark.parametrize("name, changes", PAIRS)
+def test_oracle_takes_the_same_steps(name, changes, tmp_path):
+    reference, model = load_pair(tmp_path, name, merge_lora=False, **changes)
+    for width in (1, 3, 7):  # 7 children of a stream that may know 5 tokens
         tokens, calls = greedy_streaming(
             reference, PROMPT, width=width, max_tokens=14, end_token_ids=[]
         )
@@ -277,25 +294,11 @@ def test_oracle_takes_the_same_steps(name, tmp_path):
         assert (found, len(lengths)) == (tokens, calls)
 
 
-@pytest.mark.parametrize("design", [{}, {"stream_design": "value_rotation", "rotation_step": 0.3}])
-def test_streams_of_opt_stand_where_their_node_stands(design, tmp_path):
-    """Nothing but its embedding, or the rotation of its values, tells a stream its place."""
-    reference, model = load_pair(
-        tmp_path, "opt", stream_init="identity", stream_init_rank=0, **design
-    )
-    main, streams, _ = mlx_step(model, PROMPT, TREE_TOKENS, TREE_PARENTS)
-    expected = reference_step(reference, PROMPT, TREE_TOKENS, TREE_PARENTS)
-    assert_close(main, expected[0], 1e-4)
-    assert_close(streams, expected[1], 1e-4)
-    apart = mx.abs(streams[:, 0] - streams[:, 1]).max()
-    assert apart > 0.01 * mx.abs(streams).max()
-
-
 @pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("name", ["opt", *slow(*OTHERS)])
+@pytest.mark.parametrize("name", SOME)
 def test_decoding_is_mlx_lms(name, scope, tmp_path):
     """From folders, as users have them; mlx-lm runs the very model that was loaded."""
-    _, adapter = make_pair(tmp_path, name, adapter_scope=scope)
+    _, adapter, _ = make_pair(tmp_path, name, adapter_scope=scope)
     model, tokenizer = ssmlx.load(str(tmp_path / "base"), adapter=adapter, dtype="float32")
     found = mlx_lm.stream_generate(model.backbone.model, tokenizer, PROMPT, max_tokens=16)
     expected = [response.token for response in found]
@@ -310,7 +313,7 @@ def test_decoding_is_mlx_lms(name, scope, tmp_path):
 @pytest.mark.parametrize("name", OPTS)
 def test_context_of_opt(name, tmp_path):
     """Trees reach beyond the last learned position; answers end there."""
-    _, adapter = make_pair(tmp_path, name)
+    _, adapter, _ = make_pair(tmp_path, name)
     model, tokenizer = ssmlx.load(str(tmp_path / "base"), adapter=adapter, dtype="float32")
     tokenizer._eos_token_ids = set()
     assert model.backbone.context_length == CONTEXT
@@ -327,34 +330,10 @@ def test_context_of_opt(name, tmp_path):
         answer(model, tokenizer, [3] * CONTEXT)
 
 
-# --- Converter, PEFT and packed weights ---
-
-
-@pytest.mark.parametrize("name", ["opt", *slow(*OTHERS)])
-def test_converter_round_trip(name, tmp_path):
-    reference, adapter = make_pair(tmp_path, name)
-    backbone, _ = load_base(tmp_path / "base", "float32")
-    checkpoint = tmp_path / "checkpoint"
-    found = read_checkpoint(checkpoint, checkpoint / "streams.safetensors", backbone)
-    expected = load_adapter(adapter)
-    assert (found.config, found.base) == (expected.config, expected.base)
-    settings = json.loads((adapter / "adapter_config.json").read_text())["lora_parameters"]
-    layer = dict(backbone.layers[-1].named_modules())
-    assert set(settings["keys"]) <= layer.keys()
-    assert found.lora.keys() == expected.lora.keys()
-    for path, lora in found.lora.items():
-        assert mx.array_equal(lora.a, expected.lora[path].a)
-        assert mx.array_equal(lora.b, expected.lora[path].b)
-        assert lora.scale == expected.lora[path].scale
-    model = fuse_streams(backbone, found, merge_lora=True)
-    steps = mlx_step(model, PROMPT, TREE_TOKENS, TREE_PARENTS)
-    assert_close(steps[1], reference_step(reference, PROMPT, TREE_TOKENS, TREE_PARENTS)[1], 1e-4)
-
-
-@pytest.mark.parametrize("name", ["opt", *slow(*OTHERS)])
+@pytest.mark.parametrize("name", SOME)
 def test_peft_reads_the_lora(name, tmp_path):
     peft = pytest.importorskip("peft")
-    reference, _ = make_pair(tmp_path, name)
+    reference, *_ = make_pair(tmp_path, name)
     adapted = peft.PeftModel.from_pretrained(make_base(name), tmp_path / "checkpoint")
     expected = torch_logits(adapted, PROMPT)
     assert_close(torch_logits(reference.base, PROMPT), expected)
@@ -362,19 +341,6 @@ def test_peft_reads_the_lora(name, tmp_path):
     again = load_reference(make_base(name), tmp_path / "checkpoint")
     ids = torch.tensor([PROMPT])
     assert torch.equal(again(ids).stream_logits, reference(ids).stream_logits)
-
-
-@pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("name", ["opt", *slow(*OTHERS)])
-def test_reference_is_trained(name, scope):
-    """Every weight that is to learn gets a gradient, and the base gets none."""
-    model = make_reference(make_base(name), adapter_scope=scope)
-    output = model(torch.tensor([PROMPT]))
-    scores = (output.main_logits, output.stream_logits, output.early_exit_logits)
-    sum(part.logsumexp(-1).sum() - part[..., 3].sum() for part in scores).backward()
-    for parameter_name, parameter in model.named_parameters():
-        learns = parameter.grad is not None and bool(parameter.grad.abs().sum())
-        assert learns == parameter.requires_grad, parameter_name
 
 
 @pytest.mark.parametrize("name", ["opt", "opt-350m", "phi"])
@@ -462,3 +428,212 @@ def test_bin_files_that_cannot_be_read(fault, pickled, tmp_path, capsys):
     assert convert_base.main([str(pickled), str(out)]) == 2
     one_line(capsys.readouterr().err, "convert.base")
     assert snapshot(tmp_path) == before
+
+
+# --- Draft vocabularies and rotated values ---
+
+
+def test_draft_logits_of_the_reference_follow_the_model():
+    model, ids = make_reference(draft_vocab=DRAFT_VOCAB), some_tokens(6, vocab=VOCAB)
+    whole = make_reference()
+    whole.load_state_dict({k: v for k, v in model.state_dict().items() if k != "draft_vocab"})
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model, whole = model.to(dtype), whole.to(dtype)
+        found, expected = model(ids), whole(ids)
+        assert model.draft_vocab.dtype == torch.int32
+        assert found.draft_vocab is model.draft_vocab and expected.draft_vocab is None
+        assert found.stream_logits.dtype == dtype
+        columns = expected.stream_logits[..., DRAFT_VOCAB]
+        bound = 1e-5 if dtype != torch.bfloat16 else 0.02
+        assert gap(found.stream_logits.float(), columns.float()) < bound
+        assert found.early_exit_logits.shape[-1] == VOCAB
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 3])
+def test_values_turn_as_complex_numbers(num_streams):
+    rng, step = np.random.default_rng(0), 0.3
+    values = rng.normal(size=(1, 2, 4 * (1 + num_streams), 6)).astype(np.float32)
+    angles = step * (1 + np.arange(4 * num_streams) % num_streams)
+    streams = values[:, :, 4:]
+    turned = (streams[..., :3] + 1j * streams[..., 3:]) * np.exp(1j * angles)[:, None]
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    rotation = ValueRotation(3, step)
+    found = np.array(rotation(mx.array(values), 4, num_streams))
+    assert np.array_equal(found[:, :, :4], values[:, :, :4])
+    assert gap(found[:, :, 4:], expected) < 1e-6
+    theirs = rotate_values(torch.tensor(streams), num_streams, step)
+    assert gap(theirs, expected) < 1e-6
+    half = rotation(mx.array(values).astype(mx.float16), 4, num_streams)
+    assert half.dtype == mx.float16 and gap(half, found) < 2e-3
+    assert rotation(mx.ones((1, 2, 4, 6)), 4, 0).shape == (1, 2, 4, 6)
+
+
+def test_first_stream_hardly_turned_is_a_row_of_the_base_one_place_on():
+    """Keys and queries stand at p + 1 whatever becomes of the values."""
+    base, ids = make_base("llama"), some_tokens(5, vocab=VOCAB)
+    config = {**ROTATION, "rotation_step": 1e-6, "num_msa_layers": LAYERS, "num_streams": 1}
+    model = make_reference(base, lora_rank=0, **config)
+    expected = base(torch.cat([ids, ids[:, -1:]], dim=1)).logits[:, -1]
+    assert gap(model(ids).stream_logits[:, -1, 0], expected) < 1e-4
+    model.config = replace(model.config, rotation_step=0.5)
+    assert gap(model(ids).stream_logits[:, -1, 0], expected) > 1e-2
+
+
+@pytest.mark.parametrize("config", [{}, ROTATION])
+def test_a_narrow_base_under_wider_adapters(config):
+    """Trained in mixed precision, the base is bfloat16 and what is trained float32."""
+    model = make_reference(make_base("llama").bfloat16(), **DRAFTING, **config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    ids = some_tokens(6, vocab=VOCAB)
+    with torch.autocast("cpu", torch.bfloat16):
+        nodes = torch.randn(1, 3, WIDTH, dtype=torch.bfloat16)
+        assert model.insert_streams(nodes).dtype == torch.bfloat16
+        logits = model(ids).stream_logits
+    assert logits.shape == (1, 6, STREAMS, len(DRAFT_VOCAB)) and logits.isfinite().all()
+    logits.float().square().mean().backward()
+    trained = [p for n, p in model.named_parameters() if "layers.2." in n and p.requires_grad]
+    assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in trained)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stream_design": "rotation"}, "stream_design is 'rotation'; expected one of embeddings"),
+        ({"stream_design": "value_rotation"}, "has rotation_step 0.0; expected more than 0"),
+        ({**ROTATION, "rotation_step": -0.1}, "rotation_step is -0.1; expected 0 to 1.57"),
+        ({**ROTATION, "rotation_step": 1.6}, "rotation_step is 1.6; expected 0 to 1.57"),
+        ({**ROTATION, "rotation_step": math.nan}, "rotation_step is nan"),
+        ({**ROTATION, "rotation_step": True}, "rotation_step is True"),
+        ({**ROTATION, "rotation_step": "0.1"}, "rotation_step is '0.1'"),
+        ({"rotation_step": 0.1}, "'embeddings' has rotation_step 0.1; expected 0"),
+        ({"draft_vocab_size": -1}, "draft_vocab_size is -1; expected 0 or more"),
+        ({"draft_vocab_size": 2.0}, "draft_vocab_size is 2.0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, said):
+    assert said in refusal(stream_config, **changes)
+
+
+def test_settings_survive_both_files(tmp_path):
+    config = stream_config(**ROTATION, draft_vocab_size=5, prune_rank=2)
+    assert StreamConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    path = tmp_path / "streams_config.json"
+    path.write_text(json.dumps(stream_settings(config)))
+    assert read_stream_config(path) == config
+    assert stream_config(**{**ROTATION, "rotation_step": math.pi / 2}).rotation_step > 1.57
+
+
+def test_settings_from_before_still_load(tmp_path):
+    config = read_stream_config(EXAMPLE / "streams_config.json")
+    new = {"stream_design": "embeddings", "rotation_step": 0, "draft_vocab_size": 0}
+    assert new.items() <= vars(config).items()
+    _, adapter, backbone = make_pair(tmp_path)
+    for folder in (tmp_path / "checkpoint", adapter):
+        change_settings(folder, dict.fromkeys(new))
+    assert load_reference(make_base("llama"), tmp_path / "checkpoint").draft_vocab is None
+    model = fuse_streams(backbone, load_adapter(adapter), merge_lora=True)
+    assert model.draft_vocab is None and model.draft_vocab_size == VOCAB
+
+
+def change_settings(folder, changes):
+    """Changes settings of a folder; those that become None are taken out."""
+    path = folder / "streams_config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def tensors_of(folder):
+    return load((folder / "streams.safetensors").read_bytes())
+
+
+@pytest.mark.parametrize("design", [DRAFTING, ROTATION, BOTH], ids=["draft", "rotation", "both"])
+def test_round_trip(design, tmp_path):
+    reference, adapter, _ = make_pair(tmp_path, **design)
+    saved, written = tensors_of(tmp_path / "checkpoint"), tensors_of(adapter)
+    assert saved.keys() == written.keys()
+    assert all(torch.equal(saved[name], written[name]) for name in saved)
+    assert ("stream_embeddings" in saved) == ("stream_design" not in design)
+    numbers = sum(tensor.numel() for name, tensor in saved.items() if name != "draft_vocab")
+    assert load_adapter(adapter).streams.num_parameters == numbers
+    again = load_reference(make_base("llama"), tmp_path / "checkpoint")
+    assert again.config == reference.config
+    ids = some_tokens(6, vocab=VOCAB)
+    assert torch.equal(again(ids).stream_logits, reference(ids).stream_logits)
+    backbone, _ = load_base(tmp_path / "base", "float16")
+    half = fuse_streams(backbone, load_adapter(adapter), merge_lora=True)
+    if draft := design.get("draft_vocab"):
+        assert saved["draft_vocab"].dtype == torch.int32 and half.draft_vocab.dtype == mx.int32
+        assert saved["draft_vocab"].tolist() == half.draft_vocab.tolist() == draft
+    tokens, _ = first_tokens(token_steps(half, PROMPT, half.make_cache(), GenerateConfig()), 8)
+    assert len(tokens) == 8
+
+
+def test_streams_without_any_tensor(tmp_path):
+    """Rotation, no initial map, no pruning: only the settings remain."""
+    _, adapter, backbone = make_pair(tmp_path, **ROTATION, prune_rank=0)
+    assert tensors_of(adapter) == {}
+    loaded = load_adapter(adapter)
+    assert loaded.streams.num_parameters == 0
+    assert fuse_streams(backbone, loaded, merge_lora=True).num_streams == STREAMS
+    assert load_reference(make_base("llama"), tmp_path / "checkpoint").config.num_streams == 2
+
+
+RULE = "expected int32 [5], token ids strictly ascending from 0 to 63"
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ([1, 4, 8, 5, 12], "a draft_vocab that is not strictly ascending"),
+        ([1, 4, 4, 8, 12], "a draft_vocab that is not strictly ascending"),
+        ([1, 4, 5, 8, 64], "tokens 1 to 64 in draft_vocab"),
+        ([-1, 4, 5, 8, 12], "tokens -1 to 12 in draft_vocab"),
+        (torch.tensor([1.0, 4, 5, 8, 12]), "a draft_vocab of float32 [5]"),
+        (torch.tensor([1, 4, 5, 8, 12]), "a draft_vocab of int64 [5]"),
+        ([[1, 4, 5, 8, 12]], "draft_vocab"),
+        ([1, 4, 5, 8], "draft_vocab"),
+        (None, "draft_vocab"),
+    ],
+)
+def test_a_faulty_draft_vocabulary_is_told(draft, said, tmp_path):
+    _, adapter, backbone = make_pair(tmp_path, **DRAFTING)
+    draft = torch.tensor(draft, dtype=torch.int32) if isinstance(draft, list) else draft
+    checkpoint = tmp_path / "checkpoint"
+    for folder in (checkpoint, adapter):
+        tensors = {**tensors_of(folder), "draft_vocab": draft}
+        kept = {k: v for k, v in tensors.items() if v is not None}
+        save_file(kept, folder / "streams.safetensors")
+    streams = checkpoint / "streams.safetensors"
+    messages = [
+        refusal(load_reference, make_base("llama"), checkpoint),
+        refusal(read_checkpoint, checkpoint, streams, backbone),
+        refusal(load_adapter, adapter),
+    ]
+    for message, folder in zip(messages, (checkpoint, checkpoint, adapter), strict=True):
+        assert said in message and str(folder / "streams.safetensors") in message
+        assert said == "draft_vocab" or RULE in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"draft_vocab_size": 0}, "draft_vocab"), (ROTATION, "stream_emb")]
+)
+def test_tensors_of_another_design_are_told(changes, name, tmp_path):
+    _, adapter, _ = make_pair(tmp_path, **DRAFTING)
+    for folder in (tmp_path / "checkpoint", adapter):
+        change_settings(folder, changes)
+    assert f"spare: {name}" in refusal(load_adapter, adapter)
+    message = refusal(load_reference, make_base("llama"), tmp_path / "checkpoint")
+    assert f"streams.safetensors has tensors spare: {name}" in message
+
+
+def test_a_draft_vocabulary_must_come_with_its_size():
+    ids = torch.tensor(DRAFT_VOCAB, dtype=torch.int32)
+    for size, given, said in (
+        (5, None, "has no draft_vocab"),
+        (0, ids, "has a draft_vocab"),
+        (5, ids.long(), "draft_vocab of int64 [5]"),
+    ):
+        config = stream_config(draft_vocab_size=size)
+        assert said in refusal(StreamFusedReference, make_base("llama"), config, draft_vocab=given)
