@@ -13,12 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import save_config, save_model
 
 from ssmlx.errors import require
-from ssmlx.loading.adapter import (
-    Adapter,
-    BaseIdentity,
-    read_streams,
-    write_streams,
-)
+from ssmlx.loading.adapter import Adapter, BaseIdentity, read_streams, write_streams
 from ssmlx.loading.files import account_for
 from ssmlx.loading.load import is_quantised
 from ssmlx.model.backbone import Backbone
@@ -49,12 +44,11 @@ def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str,
         expected[f"{PEFT_PREFIX}{module}.lora_A.weight"] = (settings.rank, in_size)
         expected[f"{PEFT_PREFIX}{module}.lora_B.weight"] = (out_size, settings.rank)
     account_for(tensors, expected, path)
-
-    def pair(module: str) -> LoraWeights:
+    found = {}
+    for module in paths:
         a, b = (tensors[f"{PEFT_PREFIX}{module}.lora_{part}.weight"].T for part in "AB")
-        return LoraWeights(mx.contiguous(a), mx.contiguous(b), settings.scale)
-
-    return {module: pair(module) for module in paths}
+        found[module] = LoraWeights(mx.contiguous(a), mx.contiguous(b), settings.scale)
+    return found
 
 
 def read_checkpoint(
@@ -85,23 +79,18 @@ def read_checkpoint(
     )
     streams = read_streams(streams_file, config, backbone.vocab_size)
     lora = read_lora(lora_folder, config, backbone.model)
-    task = {} if task_folder is None else read_task_lora(task_folder, config, backbone)
+    task = {}
+    if task_folder is not None:
+        require(
+            config.adapter_scope == "streams",
+            f"the LoRA of a task in {task_folder} beside LoRA of scope 'all'",
+            expected="streams of scope 'streams'",
+            do="drop --task-lora, or train with --adapter-scope streams",
+        )
+        own = task_folder / STREAMS_CONFIG
+        task_config = read_stream_config(own) if own.is_file() else config
+        task = read_lora(task_folder, task_config, backbone.model)
     return Adapter(config, streams, BaseIdentity.of(backbone), lora, task)
-
-
-def read_task_lora(
-    folder: Path, streams: StreamConfig, backbone: Backbone
-) -> dict[str, LoraWeights]:
-    """The LoRA of a task, for whose model streams draft."""
-    require(
-        streams.adapter_scope == "streams",
-        f"the LoRA of a task in {folder} beside LoRA of scope 'all'",
-        expected="streams of scope 'streams'",
-        do="drop --task-lora, or train with --adapter-scope streams",
-    )
-    own = folder / STREAMS_CONFIG
-    config = read_stream_config(own) if own.is_file() else streams
-    return read_lora(folder, config, backbone.model)
 
 
 def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:

@@ -32,7 +32,7 @@ from ssmlx.drafters.head_drafter import HeadConfig, HeadKind
 from ssmlx.drafters.heads import Heads, cast_heads, check_heads
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
-from ssmlx.errors import InputError, require
+from ssmlx.errors import require
 from ssmlx.loading.adapter import BaseIdentity, check_draft_vocab
 from ssmlx.loading.files import read_tensors
 from ssmlx.model.architectures import MEDUSA_PREFIX
@@ -50,6 +50,8 @@ MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
 _SPECULATOR, _SPECULATOR_PREFIX, _WEIGHTS = "mlp_speculator", "speculator.", "model.safetensors"
 _MEDUSA_NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+_SPECULATOR_SETTINGS = ("emb_dim", "inner_dim", "n_predict", "vocab_size", "tie_weights",
+                        "scale_input")  # fmt: skip
 _PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
 
 
@@ -75,39 +77,37 @@ def read_published(
 ) -> tuple[HeadConfig, dict[str, mx.array]]:
     """Published heads of either kind, every tensor accounted for, rows of the draft vocabulary.
 
-    Args:
-        folder: holds them.
-        vocab_size: V of the base model; by default as the heads' own matrices have it.
+    `vocab_size` is V of the base model; by default as the heads' own matrices have it.
     """
     config: HeadConfig
     if detect_kind(folder) == "medusa":
         source, tensors = _medusa_tensors(folder)
         most_rows = max((array.shape[0] for array in tensors.values()), default=1)
-        config = medusa_config(tensors, source, vocab_size or most_rows)
+        config = _medusa_config(tensors, source, vocab_size or most_rows)
     else:
         source, path = folder, folder / "config.json"
         config = MlpSpeculatorConfig.read(path, read_json(path, "an MLP speculator's config.json"))
-        tensors = without_duplicates(_speculator_tensors(folder), config, folder)
+        tensors = _speculator_tensors(folder, config)
     check_heads(config, tensors, source)
-    vocab = read_draft_vocab(folder)
-    if vocab is None:
+    path = folder / DRAFT_VOCAB_FILE
+    if not path.exists():
         return config, tensors
+    beside = read_tensors(path, "a draft vocabulary")
+    require(
+        set(beside) == {"draft_vocab"} and beside["draft_vocab"].ndim == 1,
+        f"{path} holds {', '.join(beside) or 'nothing'}",
+        expected="draft_vocab alone, a list of token ids",
+        do="use the files that belong together",
+    )
+    vocab = beside["draft_vocab"]
     taken = {name: tensors[name][vocab] for name in config.matrix_names}
     config = replace(config, draft_vocab_size=vocab.size)
-    path = folder / DRAFT_VOCAB_FILE
     check_draft_vocab(vocab, cast("Any", config), config.vocab_size, path)
     return config, {**tensors, **taken, "draft_vocab": vocab}
 
 
 def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str) -> Heads:
-    """Published heads as MLX heads of a base model.
-
-    Args:
-        folder: holds them.
-        backbone: the model that they draft for.
-        base_model: what to call it.
-        dtype: of the tensors; "stored" and "auto" leave them as they are.
-    """
+    """Published heads as MLX heads of a base model; "stored" and "auto" leave them as they are."""
     config, tensors = read_published(folder, backbone.vocab_size)
     check_base_sizes(config, backbone.vocab_size, backbone.hidden_size, folder)
     if dtype not in ("stored", "auto"):
@@ -152,21 +152,30 @@ def save_published(
 ) -> None:
     """Write what `load_published` and the programs that published the formats read.
 
-    Args:
-        model: the heads.
-        folder: where to write.
-        base_model: name of the base model.
-        lm_head: [V, D] of the base model: the rows of Medusa matrices that a draft vocabulary
-            leaves out.
+    The base model's `lm_head` [V, D] has the rows of Medusa matrices that a draft vocabulary
+    leaves out.
     """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(model.config, MedusaConfig):
+    config: HeadConfig = model.config
+    if isinstance(config, MedusaConfig):
         files = {MEDUSA_FILES[0]: _whole_tensors(model, lm_head)}
+        settings: dict[str, Any] = {
+            "medusa_num_heads": config.num_heads,
+            "medusa_num_layers": config.num_layers,
+        }
     else:  # Of tokens that its draft vocabulary leaves out, a speculator's heads have zeros.
         tensors = _whole_tensors(model, None)
         files = {_WEIGHTS: {_SPECULATOR_PREFIX + name: own for name, own in tensors.items()}}
+        assert isinstance(config, MlpSpeculatorConfig)
+        settings = {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": _SPECULATOR,
+            **{name: getattr(config, name) for name in _SPECULATOR_SETTINGS},
+            "top_k_tokens_per_head": list(config.widths),
+            "n_candidates": config.candidates,
+        }
     if model.draft_vocab is not None:
         files[DRAFT_VOCAB_FILE] = {"draft_vocab": model.draft_vocab.cpu()}
     else:  # an earlier one would be taken for these heads'
@@ -175,7 +184,7 @@ def save_published(
         work = folder / (file + ".new")
         save_file(content, work, metadata={"format": "pt"})
         work.replace(folder / file)
-    settings = {**_published_settings(model.config), "base_model_name_or_path": base_model}
+    settings["base_model_name_or_path"] = base_model
     text = json.dumps(settings, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 
@@ -198,45 +207,8 @@ def _whole_tensors(model: HeadReference, rest: torch.Tensor | None) -> dict[str,
     return tensors
 
 
-def _published_settings(config: MedusaConfig | MlpSpeculatorConfig) -> dict[str, object]:
-    if isinstance(config, MedusaConfig):
-        return {
-            "medusa_num_heads": config.num_heads,
-            "medusa_num_layers": config.num_layers,
-        }
-    same = ("emb_dim", "inner_dim", "n_predict", "vocab_size", "tie_weights", "scale_input")
-    return {
-        "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "model_type": _SPECULATOR,
-        **{name: getattr(config, name) for name in same},
-        "top_k_tokens_per_head": list(config.widths),
-        "n_candidates": config.candidates,
-    }
-
-
-def read_draft_vocab(folder: Path) -> mx.array | None:
-    """[Vd] the draft vocabulary beside published heads; None for all tokens."""
-    path = folder / DRAFT_VOCAB_FILE
-    if not path.exists():
-        return None
-    tensors = read_tensors(path, "a draft vocabulary")
-    require(
-        set(tensors) == {"draft_vocab"} and tensors["draft_vocab"].ndim == 1,
-        f"{path} holds {', '.join(tensors) or 'nothing'}",
-        expected="draft_vocab alone, a list of token ids",
-        do="use the files that belong together",
-    )
-    return tensors["draft_vocab"]
-
-
-def medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: int) -> MedusaConfig:
-    """What the tensors' names say of the heads; a head without a matrix shares the LM head.
-
-    Args:
-        tensors: under their published names.
-        source: where they are from.
-        vocab_size: V of the base model.
-    """
+def _medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: int) -> MedusaConfig:
+    """What the tensors' names say of the heads; a head without a matrix shares the LM head."""
     found = [match.groups() for match in map(_MEDUSA_NAME.fullmatch, tensors) if match]
     require(
         bool(found),
@@ -256,31 +228,6 @@ def medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: int
     )
 
 
-def without_duplicates(
-    tensors: Mapping[str, mx.array], config: MlpSpeculatorConfig, source: Path
-) -> dict[str, mx.array]:
-    """The tensors without "speculator." before their names, each shared one once.
-
-    What belongs to no speculator of these settings is left in, under its whole name.
-    """
-    owner = {
-        f"{_SPECULATOR_PREFIX}{part.replace('.', f'.{stage}.')}": config.name_of(part, stage)
-        for part in _PARTS
-        for stage in range(config.n_predict)
-    }
-    kept: dict[str, mx.array] = {}
-    for name, array in sorted(tensors.items()):
-        own = owner.get(name, name)
-        require(
-            own not in kept or bool(mx.array_equal(kept[own], array).item()),
-            f"{name} in {source} differs from {own}, which it is tied to",
-            expected="tie_weights false in config.json, or equal tensors",
-            do="use the files that belong together",
-        )
-        kept.setdefault(own, array)
-    return kept
-
-
 def _medusa_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
     """Where Medusa heads are, and their tensors under their published names."""
     source, pickled = (folder / name for name in MEDUSA_FILES)
@@ -293,28 +240,40 @@ def _medusa_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
     return source, {name.removeprefix(MEDUSA_PREFIX): array for name, array in tensors.items()}
 
 
-def _speculator_tensors(folder: Path) -> dict[str, mx.array]:
+def _speculator_tensors(folder: Path, config: MlpSpeculatorConfig) -> dict[str, mx.array]:
+    """The tensors without "speculator." before their names, each shared one once.
+
+    What belongs to no speculator of these settings is left in, under its whole name.
+    """
     pickled = folder / "pytorch_model.bin"
     paths = sorted(folder.glob("model*.safetensors"))
-    if not paths and pickled.is_file():
-        return read_pickle(pickled)
     tensors: dict[str, mx.array] = {}
-    for path in paths or [folder / _WEIGHTS]:
-        tensors |= read_tensors(path, "an MLP speculator's weights")
-    return tensors
+    if not paths and pickled.is_file():
+        tensors = read_pickle(pickled)
+    else:
+        for path in paths or [folder / _WEIGHTS]:
+            tensors |= read_tensors(path, "an MLP speculator's weights")
+    owner = {
+        f"{_SPECULATOR_PREFIX}{part.replace('.', f'.{stage}.')}": config.name_of(part, stage)
+        for part in _PARTS
+        for stage in range(config.n_predict)
+    }
+    kept: dict[str, mx.array] = {}
+    for name, array in sorted(tensors.items()):
+        own = owner.get(name, name)
+        require(
+            own not in kept or bool(mx.array_equal(kept[own], array).item()),
+            f"{name} in {folder} differs from {own}, which it is tied to",
+            expected="tie_weights false in config.json, or equal tensors",
+            do="use the files that belong together",
+        )
+        kept.setdefault(own, array)
+    return kept
 
 
 def _carried_medusa(folder: Path) -> dict[str, mx.array]:
-    """Medusa heads among a model's own weights, which are read only when they are used."""
+    """Medusa heads among a model's own weights, of which nothing else is read."""
     tensors: dict[str, mx.array] = {}
     for path in sorted(folder.glob("model*.safetensors")):
-        try:
-            loaded: Any = mx.load(str(path), format="safetensors")
-        except (RuntimeError, ValueError, OSError) as error:
-            raise InputError(
-                f"{path} cannot be read ({path.stat().st_size} bytes)",
-                expected="a whole safetensors file",
-                do="copy it again, it may be truncated",
-            ) from error
-        tensors |= {name: own for name, own in loaded.items() if name.startswith(MEDUSA_PREFIX)}
+        tensors |= read_tensors(path, "a model's weights", MEDUSA_PREFIX)
     return tensors

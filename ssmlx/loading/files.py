@@ -90,21 +90,22 @@ def folder_digest(folder: Path | None) -> str:
     return digest.hexdigest()
 
 
-def read_tensors(path: Path, what: str) -> dict[str, mx.array]:
-    """Every tensor of a safetensors file."""
+def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]:
+    """Every tensor of a safetensors file whose name begins with `prefix`."""
     if not path.is_file():
         raise InputError(f"{path} does not exist", expected=what, do="check the path")
     try:
         loaded = mx.load(str(path), format="safetensors")
         assert isinstance(loaded, dict)
-        mx.eval(loaded)
+        found = {name: array for name, array in loaded.items() if name.startswith(prefix)}
+        mx.eval(found)
     except (RuntimeError, ValueError, OSError) as error:
         raise InputError(
             f"{path} cannot be read ({first_line(error)}; {path.stat().st_size} bytes)",
             expected=f"{what}, a whole safetensors file",
             do="copy it again, it may be truncated",
         ) from error
-    return loaded
+    return found
 
 
 def account_for(
