@@ -40,11 +40,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "or .pt, or a model with medusa_head.* in its weights) or an MLP speculator",
     )  # fmt: skip
     parser.add_argument(
-        "--streams",
-        type=Path,
-        metavar="FILE",
+        "--streams", type=Path, metavar="FILE",
         help="stream weights, safetensors (default: streams.safetensors in PEFT's folder)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--task-lora", type=Path, metavar="FOLDER",
         help="the LoRA that every row has beside streams of scope streams: of the fine-tuned model "
@@ -71,25 +69,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def _check_target(out: Path) -> None:
     """Refuse to replace a folder that this command did not write."""
     from ssmlx.drafters.heads import is_heads_folder
+    from ssmlx.loading.adapter import FORMAT
+    from ssmlx.loading.names import CONFIG_FILE
 
-    is_empty = out.is_dir() and not any(out.iterdir())
+    is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    try:  # a PyTorch checkpoint has settings of the same name
+        is_adapter = read_json(out / CONFIG_FILE, FORMAT).get("format") == FORMAT
+    except InputError:
+        is_adapter = False
     require(
-        not out.exists() or is_empty or _is_adapter(out) or is_heads_folder(out),
+        is_new or is_adapter or is_heads_folder(out),
         f"{out} exists and is not an adapter",
         expected="a new folder, or an adapter to replace",
         do="choose another --out",
     )
-
-
-def _is_adapter(folder: Path) -> bool:
-    """Whether it holds an adapter; a PyTorch checkpoint has settings of the same name."""
-    from ssmlx.loading.adapter import FORMAT
-    from ssmlx.loading.names import CONFIG_FILE
-
-    try:
-        return read_json(folder / CONFIG_FILE, FORMAT).get("format") == FORMAT
-    except InputError:
-        return False
 
 
 def _report(adapter: Any, args: argparse.Namespace) -> str:
@@ -97,12 +90,11 @@ def _report(adapter: Any, args: argparse.Namespace) -> str:
     task_size = sum(w.a.size + w.b.size for w in adapter.task_lora.values())
     config = adapter.config
     task = f"; beside LoRA of the task, {task_size:,} parameters" if task_size else ""
+    kind = "merged" if args.fuse else f"scope {config.adapter_scope}"
     return (
         f"{args.out}: {config.num_streams} streams in the top {config.num_msa_layers} of "
         f"{config.num_layers} layers, {adapter.streams.num_parameters:,} stream parameters; LoRA "
-        f"on {len(adapter.lora)} modules, {lora_size:,} parameters, "
-        + ("merged" if args.fuse else f"scope {config.adapter_scope}")
-        + task
+        f"on {len(adapter.lora)} modules, {lora_size:,} parameters, {kind}{task}"
     )
 
 
@@ -130,23 +122,24 @@ def _convert_heads(args: argparse.Namespace) -> None:
     )
 
 
-def _main(args: argparse.Namespace) -> None:
+def _convert_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.adapter import write_adapter
     from ssmlx.loading.files import new_folder
     from ssmlx.loading.load import load_base, load_tokenizer
     from ssmlx.loading.names import resolve_model
 
     from .formats.adapter import cast_adapter, read_checkpoint, write_fused
-    from .reference.format import TASK_LORA
+    from .reference.format import STREAMS_WEIGHTS, TASK_LORA
 
     _check_target(args.out)
-    if args.task_lora is None and (args.lora / TASK_LORA).is_dir():
-        args.task_lora = args.lora / TASK_LORA
+    task = args.task_lora
+    if task is None and (args.lora / TASK_LORA).is_dir():
+        task = args.lora / TASK_LORA
     path = resolve_model(args.base)
     backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
     adapter = read_checkpoint(
-        args.lora, args.streams, backbone,
-        scope=args.scope, base_model=args.base, task_folder=args.task_lora,
+        args.lora, args.streams or args.lora / STREAMS_WEIGHTS, backbone,
+        scope=args.scope, base_model=args.base, task_folder=task,
     )  # fmt: skip
     with new_folder(args.out) as folder:
         if args.fuse:
@@ -159,10 +152,7 @@ def _main(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = parse_args(argv)
-    if args.heads is not None:
-        return run(lambda: _convert_heads(args), PROG)
-    args.streams = args.streams or args.lora / "streams.safetensors"
-    return run(lambda: _main(args), PROG)
+    return run(lambda: (_convert_heads if args.heads else _convert_streams)(args), PROG)
 
 
 if __name__ == "__main__":

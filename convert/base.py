@@ -9,7 +9,6 @@ writes a folder that mlx-lm, `ssmlx` and transformers load. No pickled code is r
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 PROG = "convert.base"
 PICKLES = "pytorch_model*.bin"
+_PACKING = ("group_size", "bits", "mode")
 
 
 def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
@@ -124,19 +124,15 @@ def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, tor
             continue
         if is_packed and kind == "weight":
             own = quantization.get(module)  # where mlx-lm packed one module otherwise
-            own = own if isinstance(own, dict) else {}
-            array = _unpack(packed, module, {**quantization, **own})
+            settings = {**quantization, **(own if isinstance(own, dict) else {})}
+            settings = {key: settings[key] for key in _PACKING if key in settings}
+            scales, biases = packed[f"{module}.scales"], packed.get(f"{module}.biases")
+            if biases is not None:
+                scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+            # on the CPU: the same bits on every machine
+            array = mx.dequantize(array, scales, biases, **settings, stream=mx.cpu)
         weights[name] = torch.from_numpy(np.array(array.astype(mx.float32)))
     return weights
-
-
-def _unpack(packed: Mapping[str, Any], module: str, settings: Mapping[str, Any]) -> Any:
-    """One module's [out, in] weight in float32, on the CPU: the same bits on every machine."""
-    scales, biases = packed[f"{module}.scales"], packed.get(f"{module}.biases")
-    if biases is not None:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    options = {key: settings[key] for key in ("group_size", "bits", "mode") if key in settings}
-    return mx.dequantize(packed[f"{module}.weight"], scales, biases, **options, stream=mx.cpu)
 
 
 def _tied(model: Any) -> set[str]:
@@ -158,6 +154,7 @@ def write_safetensors(source: Path, target: Path) -> None:
 
     Weights keep their names and their dtype; settings and tokenizer are copied.
     """
+    check_torch()
     from safetensors.torch import save_file
 
     read_json(source / "config.json", "a model folder")
@@ -208,25 +205,15 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
     description = "Write a model folder whose weights are .bin files with safetensors instead."
     epilog = "example:\n  python -m convert.base opt-125m opt-125m-safetensors"
     parser = make_parser(PROG, description, epilog)
     parser.add_argument("source", type=Path, metavar="FOLDER", help=f"has {PICKLES}")
     parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write")
-    return parser.parse_args(argv)
-
-
-def _main(args: argparse.Namespace) -> None:
-    check_torch()
-    write_safetensors(args.source, args.target)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
+    args = parser.parse_args(argv)
+    return run(lambda: write_safetensors(args.source, args.target), PROG)
 
 
 if __name__ == "__main__":

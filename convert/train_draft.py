@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
@@ -64,16 +63,6 @@ def draft_train_config(args: argparse.Namespace) -> TrainConfig:
     return TrainConfig(num_streams=0, num_msa_layers=args.layers, prune_rank=0, **values)
 
 
-def _check_out(out: Path) -> None:
-    """Refuse to replace a model that no run in this folder wrote."""
-    require(
-        (out / STATE_FILE).exists() or not (out / MODEL_FOLDER).exists(),
-        f"{out / MODEL_FOLDER} exists, and {STATE_FILE} beside it does not",
-        expected="a new folder, or one of a stopped run",
-        do="choose another --out",
-    )
-
-
 def _main(args: argparse.Namespace) -> None:
     check_torch()
     import torch
@@ -87,7 +76,12 @@ def _main(args: argparse.Namespace) -> None:
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     job, path = prepare(run_options(args), draft_train_config(args))
     out = job.options.out
-    _check_out(out)
+    require(  # not to replace a model that no run in this folder wrote
+        (out / STATE_FILE).exists() or not (out / MODEL_FOLDER).exists(),
+        f"{out / MODEL_FOLDER} exists, and {STATE_FILE} beside it does not",
+        expected="a new folder, or one of a stopped run",
+        do="choose another --out",
+    )
     make_folder(out)
     model = build_draft(path, job.config, args.layers).to(device)
     freeze_base(model, dtype)

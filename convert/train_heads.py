@@ -47,8 +47,6 @@ log.jsonl and curves.png."""
 _MEDUSA, _SPECULATOR = "medusa", "mlp_speculator"
 _DEFAULT_HEADS = {_MEDUSA: 4, _SPECULATOR: 3}
 _LATE = {"batch_size": 64, "learning_rate": 1e-4, "max_length": 256}
-
-
 _ONLY = {
     _MEDUSA: ("num_layers", "share_lm_head", "decay"),
     _SPECULATOR: ("inner_dim", "tie_weights", "scale_input", "widths", "stage"),
@@ -102,12 +100,6 @@ class HeadSettings:
             expected=f"{self.num_heads} numbers of 1 or more, one a head",
             do="correct the option",
         )
-
-    @property
-    def loss_weights(self) -> tuple[float, ...]:
-        """Of each head."""
-        rate = self.decay if self.kind == _MEDUSA else 1.0
-        return tuple(rate**head for head in range(self.num_heads))
 
 
 # What an option that is not given comes to, in words; nothing for a switch.
@@ -175,22 +167,6 @@ def _reject(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
         )
 
 
-def head_train_config(args: argparse.Namespace, settings: HeadSettings, vocab: int) -> TrainConfig:
-    """The settings that all trainers share; heads stand in the place of streams."""
-    values = {name: getattr(args, name) for name in OPTIMISATION}
-    for name, late in _LATE.items():
-        if values[name] is None:
-            values[name] = late if settings.stage == 2 else DEFAULTS[name]
-    return TrainConfig(
-        num_streams=settings.num_heads,
-        num_msa_layers=1,
-        prune_rank=0,
-        stream_weights=settings.loss_weights,
-        draft_vocab_size=vocab,
-        **values,
-    )
-
-
 def head_config(
     settings: HeadSettings, vocab_size: int, width: int, draft_vocab_size: int
 ) -> HeadConfig:
@@ -218,44 +194,46 @@ def head_config(
     )
 
 
-def read_init(args: argparse.Namespace, vocab_size: int) -> HeadReference | None:
-    """The heads to go on from."""
-    if args.init is None:
-        return None
-    from .formats.heads import detect_kind, load_published
-
-    kind = detect_kind(args.init)
-    found = f"--init {args.init} is a {kind}"
-    require(kind == args.kind, found, expected=args.kind, do="give heads of one kind")
-    return load_published(args.init, vocab_size)
-
-
-def check_continuations(path: Path) -> None:
-    """Check that a data file holds a model's own answers."""
-    from ssmlx.prompts import read_lines
-
-    for number, line in read_lines(path, "--data"):
-        require(
-            '"completion_tokens"' in line,
-            f"{path}, line {number} has no completion_tokens",
-            expected="in stage 2, the model's own answers",
-            do="make them with `python -m convert.continuations`",
-        )
-
-
 def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadReference | None]:
     """The data, the base model's folder, what is trained, and the heads to go on from."""
+    from ssmlx.prompts import read_lines
     from ssmlx.training.job import prepare, read_base
 
+    from .formats.heads import detect_kind, load_published
+
     options = run_options(args)
-    init = read_init(args, read_base(resolve_model(options.model))["vocab_size"])
+    init = None
+    if args.init is not None:
+        kind = detect_kind(args.init)
+        found = f"--init {args.init} is a {kind}"
+        require(kind == args.kind, found, expected=args.kind, do="give heads of one kind")
+        init = load_published(args.init, read_base(resolve_model(options.model))["vocab_size"])
     settings = head_settings(args, init)
     vocab = None if init is None or init.draft_vocab is None else init.draft_vocab.numpy()
-    vocab_size = (args.draft_vocab_size or 0) if vocab is None else len(vocab)
     if settings.stage == 2:
-        check_continuations(options.data / "train.jsonl")
-    job, path = prepare(options, head_train_config(args, settings, vocab_size))
-    return job if init is None else replace(job, draft_vocab=vocab), path, settings, init
+        path = options.data / "train.jsonl"
+        for number, line in read_lines(path, "--data"):
+            require(
+                '"completion_tokens"' in line,
+                f"{path}, line {number} has no completion_tokens",
+                expected="in stage 2, the model's own answers",
+                do="make them with `python -m convert.continuations`",
+            )
+    values = {name: getattr(args, name) for name in OPTIMISATION}
+    for name, late in _LATE.items():
+        if values[name] is None:
+            values[name] = late if settings.stage == 2 else DEFAULTS[name]
+    rate = settings.decay if settings.kind == _MEDUSA else 1.0
+    train = TrainConfig(  # heads stand in the place of streams
+        num_streams=settings.num_heads,
+        num_msa_layers=1,
+        prune_rank=0,
+        stream_weights=tuple(rate**head for head in range(settings.num_heads)),
+        draft_vocab_size=(args.draft_vocab_size or 0) if vocab is None else len(vocab),
+        **values,
+    )
+    job, folder = prepare(options, train)
+    return job if init is None else replace(job, draft_vocab=vocab), folder, settings, init
 
 
 def _main(args: argparse.Namespace) -> None:

@@ -45,9 +45,7 @@ _STREAMS, _LORA = "stream weights", "PEFT's LoRA weights"
 def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedReference:
     """Read a PyTorch stream checkpoint: PEFT's two files and the two stream files.
 
-    Args:
-        base: the base model, as `load_base` gives it.
-        checkpoint_dir: the folder. Without either of PEFT's files the model has no LoRA.
+    Without either of PEFT's files the model has no LoRA.
     """
     folder = Path(checkpoint_dir)
     config = read_stream_config(folder / STREAMS_CONFIG)
@@ -56,12 +54,8 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     check_base(base, config)
     vocab_size: Any = base.config.vocab_size
     streams = read_streams(folder / STREAMS_WEIGHTS, config, vocab_size)
-    model = StreamFusedReference(
-        base,
-        config,
-        draft_vocab=None if streams.draft_vocab is None else tensor_of(streams.draft_vocab),
-        lora=lora,
-    )
+    vocab = None if streams.draft_vocab is None else tensor_of(streams.draft_vocab)
+    model = StreamFusedReference(base, config, draft_vocab=vocab, lora=lora)
     if has_lora:
         path, tensors = read_peft_tensors(folder)
         _fill(_lora_parameters(model), tensors, path)
@@ -109,8 +103,7 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
     """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them.
 
-    The checkpoint may lack parts, such as streams where it is a LoRA alone. Its draft vocabulary
-    is left aside.
+    Its draft vocabulary is left aside.
     """
     folder = Path(checkpoint_dir)
     config = read_stream_config(folder / STREAMS_CONFIG)
@@ -131,12 +124,10 @@ def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
 
 
 def fine_tuned(base: Any, folder: Path) -> Any:
-    """`base` with LoRA added into its weights, whichever trainer wrote that LoRA.
+    """`base`, in place, with LoRA added into its weights, whichever trainer wrote that LoRA.
 
-    Args:
-        base: a model as `convert.base.load_base` gives it; changed in place.
-        folder: a checkpoint of `convert.train` of scope "all", or LoRA as mlx-lm's training and
-            `ssmlx.train` write it.
+    The folder is a checkpoint of `convert.train` of scope "all", or LoRA as mlx-lm's training and
+    `ssmlx.train` write it.
     """
     if (folder / LORA_FILE).is_file() and not (folder / ADAPTER_WEIGHTS).is_file():
         merge_weights(base, read_lora(folder, "--lora"), folder)

@@ -49,8 +49,10 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(n, str) for n in value)
+def _are_modules(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(name, str) for name in value)
+    return value == "all-linear"
 
 
 # Settings of LoRA: PEFT's default, what is taken, and what to say of the rest. PEFT's other ways
@@ -58,8 +60,7 @@ def _are_names(value: Any) -> bool:
 _LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "r": (None, lambda r: _is_whole(r) and r > 0, "a positive whole number"),
     "lora_alpha": (8, lambda alpha: _is_whole(alpha) or isinstance(alpha, float), "a number"),
-    "target_modules": (None, lambda names: names == "all-linear" or _are_names(names),
-                       "a list of names, or all-linear"),
+    "target_modules": (None, _are_modules, "a list of names, or all-linear"),
     "use_rslora": (False, lambda flag: isinstance(flag, bool), "true or false"),
     "init_lora_weights": (True, lambda way: isinstance(way, bool) or way == "gaussian",
                           "true, false or 'gaussian', which leave the base's weights alone"),
@@ -68,21 +69,13 @@ _LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The LoRA of a model, in PEFT's terms.
+    """The LoRA of a model, in PEFT's terms."""
 
-    Attributes:
-        rank: r; 0 for a model without LoRA.
-        alpha: the numerator of the scale.
-        modules: names of linear modules, whole or last parts; () for every one.
-        layers: numbers of the layers they are in.
-        rank_stabilised: scale alpha / sqrt(r) in place of alpha / r.
-    """
-
-    rank: int = 0
-    alpha: float = 32
-    modules: tuple[str, ...] = ()
+    rank: int = 0  # r; 0 for a model without LoRA
+    alpha: float = 32  # the numerator of the scale
+    modules: tuple[str, ...] = ()  # names of linear modules, whole or last parts; () for every one
     layers: tuple[int, ...] = ()
-    rank_stabilised: bool = False
+    rank_stabilised: bool = False  # scale alpha / sqrt(r) in place of alpha / r
 
     @property
     def scale(self) -> float:
@@ -145,24 +138,19 @@ def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
         _require(found == expected, path, name, found, repr(expected))
     for name, (default, is_fit, expected) in _LORA_VALUES.items():
         _require(is_fit(values.get(name, default)), path, name, values.get(name), expected)
-    targets = values["target_modules"]
+    targets, layers = values["target_modules"], values.get("layers_to_transform")
+    every = range(config.num_layers)
+    chosen = list(every) if layers is None else layers if isinstance(layers, list) else [layers]
+    are_layers = bool(chosen) and all(_is_whole(layer) and layer in every for layer in chosen)
+    expected = f"layers of 0 to {config.num_layers - 1}"
+    _require(are_layers, path, "layers_to_transform", layers, expected)
     return LoraSettings(
         values["r"],
         values.get("lora_alpha", 8),
         () if targets == "all-linear" else tuple(targets),
-        _layers(path, values.get("layers_to_transform"), config.num_layers),
+        tuple(chosen),
         values.get("use_rslora", False),
     )
-
-
-def _layers(path: Path, layers: Any, num_layers: int) -> tuple[int, ...]:
-    if layers is None:
-        return tuple(range(num_layers))
-    chosen = layers if isinstance(layers, list) else [layers]
-    are_layers = bool(chosen) and all(_is_whole(n) and 0 <= n < num_layers for n in chosen)
-    expected = f"layers of 0 to {num_layers - 1}"
-    _require(are_layers, path, "layers_to_transform", layers, expected)
-    return tuple(chosen)
 
 
 def peft_settings(lora: LoraSettings, modules: Iterable[str], base_model: str) -> dict[str, Any]:

@@ -21,12 +21,7 @@ Linear = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class HeadReference(nn.Module):
-    """Heads of one kind.
-
-    Args:
-        config: their settings.
-        draft_vocab: [Vd] int32, given exactly where the settings have a `draft_vocab_size`.
-    """
+    """Heads of one kind; `draft_vocab` [Vd] int32 is there where `draft_vocab_size` is not 0."""
 
     draft_vocab: torch.Tensor | None
 
@@ -148,13 +143,7 @@ class MlpSpeculatorReference(HeadReference):
         return rms(hidden) / math.sqrt(2) if self.config.scale_input else hidden
 
     def next_state(self, stage: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """[..., inner] the state of `stage`.
-
-        Args:
-            stage: which one.
-            state: [..., D] of `first_state`, or [..., inner] of the stage before.
-            tokens: [...] the last token of each path.
-        """
+        """[..., inner] the state of `stage`, of the state before it and each path's last token."""
         weight = self.config.emb_weight / self.config.state_weight
         mixed = self.proj[stage](state) + weight * self.emb[stage](tokens)
         return nn.functional.gelu(self.ln[stage](mixed.float()))
@@ -170,15 +159,10 @@ class MlpSpeculatorReference(HeadReference):
     def rank_paths(
         self, roots: torch.Tensor, hidden: torch.Tensor, widths: Sequence[int]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Tokens and edge log probabilities of full trees, level by level.
+        """Tokens and edge log probabilities of full trees of `widths` branches, level by level.
 
-        Args:
-            roots: [E] the token decided at each hidden state.
-            hidden: [E, D] behind the base model's final norm.
-            widths: branches at each stage.
-
-        Returns:
-            For level i, [E, widths[0] * ... * widths[i]] both, path by path.
+        `roots` [E] are the tokens decided at `hidden` [E, D], behind the base model's final norm.
+        At level i both are [E, widths[0] * ... * widths[i]], path by path.
         """
         state, tokens = self.first_state(hidden)[:, None], roots[:, None]  # [E, beams, D]
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])

@@ -56,17 +56,11 @@ class ReferenceOutput:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The final norm's output, ready for the LM head.
+    """The final norm's output, ready for the LM head; early exit's needs a prune adapter."""
 
-    Attributes:
-        main: [B, T, D]
-        streams: [B, K, G, D]
-        early_exit: [B, T, D], or None without a prune adapter.
-    """
-
-    main: torch.Tensor
-    streams: torch.Tensor
-    early_exit: torch.Tensor | None
+    main: torch.Tensor  # [B, T, D]
+    streams: torch.Tensor  # [B, K, G, D]
+    early_exit: torch.Tensor | None  # [B, T, D]
 
 
 class LowRank(nn.Module):
@@ -107,12 +101,11 @@ class _Rows:
     """One kind of rows through the layers.
 
     Attributes:
-        positions: [B, R]
         rotary: cos and sin, [B, R, Dh] each; None where positions are learned.
         masks: sliding window of a layer (None: no window) to additive mask [B, 1, R, keys].
     """
 
-    positions: torch.Tensor
+    positions: torch.Tensor  # [B, R]
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     masks: dict[int | None, torch.Tensor]
 
@@ -142,9 +135,6 @@ class _NodeKeys:
 
 class _Decoder:
     """What of a model of transformers stands around its layers: embedding, positions, norm.
-
-    Args:
-        base: the model, which a `_Decoder` refers to and does not copy.
 
     Attributes:
         path: where the decoder is in the model, as PEFT's names of LoRA say it.
@@ -248,7 +238,15 @@ class StreamFusedReference(nn.Module):
     ) -> None:
         super().__init__()
         check_base(base, config)
-        _check_draft_vocab(draft_vocab, base, config)
+        require(
+            (draft_vocab is not None) == (config.draft_vocab_size > 0),
+            f"the model has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
+            f"the draft_vocab_size {config.draft_vocab_size}",
+            expected="both or neither",
+            do="give the tensor draft_vocab exactly where draft_vocab_size is not 0",
+        )
+        if draft_vocab is not None:
+            check_draft_vocab(draft_vocab, config, base.config.vocab_size, "the model")
         self.base, self.config = base.requires_grad_(False), config
         self.decoder = _decoder_kind(base)(base)
         self.windows = _sliding_windows(base.config, config.num_layers)
@@ -388,8 +386,10 @@ class StreamFusedReference(nn.Module):
             positions = torch.arange(length).expand(batch, length)
         if visible is None:
             visible = torch.ones(length, length, dtype=torch.bool).tril().expand(batch, -1, -1)
-        _expect_shape("positions", positions, (batch, length))
-        _expect_shape("visible", visible, (batch, length, length))
+        shapes = {"positions": (batch, length), "visible": (batch, length, length)}
+        for (what, expected), given in zip(shapes.items(), (positions, visible), strict=True):
+            if given.shape != expected:
+                raise ValueError(f"{what} has shape {tuple(given.shape)}, expected {expected}")
         carriers = torch.arange(length) if stream_rows is None else stream_rows
         carriers = carriers if num_streams else carriers[:0]
         positions, visible = positions.to(device), visible.to(device)
@@ -407,12 +407,13 @@ class StreamFusedReference(nn.Module):
         self, positions: torch.Tensor, visible: torch.Tensor, key_positions: torch.Tensor
     ) -> _Rows:
         """Rotary tables and masks of rows at `positions` that see keys at `key_positions`."""
-        masks = {
-            window: additive_mask(
-                within_window(visible, positions, key_positions, window), self.decoder.like.dtype
-            )
-            for window in set(self.windows)
-        }
+        masks, dtype = {}, self.decoder.like.dtype
+        for window in set(self.windows):
+            seen = visible
+            if window is not None:
+                seen = visible & (positions[:, :, None] - key_positions[:, None] < window)
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            masks[window] = mask.masked_fill(~seen, torch.finfo(dtype).min)[:, None]
         return _Rows(positions, self.decoder.rotary(positions), masks)
 
     def _run_layer(
@@ -494,12 +495,6 @@ def rotate_values(values: torch.Tensor, num_streams: int, step: float) -> torch.
     return turned.flatten(2, 3).to(values.dtype)
 
 
-def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, R, keys] bool -> [B, 1, R, keys], 0 where visible and the dtype's least elsewhere."""
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
-
-
 def stream_visibility(
     visible: torch.Tensor, stream_rows: torch.Tensor, num_streams: int
 ) -> torch.Tensor:
@@ -514,10 +509,7 @@ def stream_visibility(
         s11  x   x           x
         s12  x   x           x   x
 
-    Args:
-        visible: [B, T, T] bool, which node row sees which.
-        stream_rows: [K] node rows that carry streams.
-        num_streams: G.
+    `visible` is [B, T, T], and `stream_rows` [K] the node rows that carry streams.
     """
     sees_nodes = visible[:, stream_rows].repeat_interleave(num_streams, dim=1)
     count = len(stream_rows) * num_streams
@@ -525,18 +517,6 @@ def stream_visibility(
     same_node = row[:, None] // num_streams == row // num_streams
     sees_streams = same_node & (row <= row[:, None])
     return torch.cat([sees_nodes, sees_streams.expand(len(visible), count, count)], dim=2)
-
-
-def within_window(
-    visible: torch.Tensor,
-    query_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    window: int | None,
-) -> torch.Tensor:
-    """`visible` [B, R, keys] without the keys that a layer's sliding window has left behind."""
-    if window is None:
-        return visible
-    return visible & (query_positions[:, :, None] - key_positions[:, None] < window)
 
 
 def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
@@ -553,11 +533,6 @@ def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:
         do="choose another base model",
     )
     return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _expect_shape(what: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{what} has shape {tuple(tensor.shape)}, expected {shape}")
 
 
 def check_base(base: nn.Module, config: StreamConfig) -> None:
@@ -584,18 +559,3 @@ def check_base(base: nn.Module, config: StreamConfig) -> None:
     )
     sizes: Any = base.config
     check_sizes(config, sizes.num_hidden_layers, sizes.hidden_size)
-
-
-def _check_draft_vocab(
-    draft_vocab: torch.Tensor | None, base: nn.Module, config: StreamConfig
-) -> None:
-    """Check that there is a draft vocabulary where the settings say so, and a sound one."""
-    require(
-        (draft_vocab is not None) == (config.draft_vocab_size > 0),
-        f"the model has {'no' if draft_vocab is None else 'a'} draft_vocab, and its settings "
-        f"the draft_vocab_size {config.draft_vocab_size}",
-        expected="both or neither",
-        do="give the tensor draft_vocab exactly where draft_vocab_size is not 0",
-    )
-    if draft_vocab is not None:
-        check_draft_vocab(draft_vocab, config, base.config.vocab_size, "the model")

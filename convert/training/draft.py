@@ -45,12 +45,9 @@ def load_first_layers(path: Path, num_layers: int) -> Any:
 
 
 def build_draft(path: Path, config: StreamConfig, num_layers: int) -> StreamFusedReference:
-    """The draft model, its layers and its norm to be trained.
+    """The draft model of K layers, these and its norm to be trained.
 
-    Args:
-        path: the base model's folder.
-        config: settings of a model without streams.
-        num_layers: K.
+    `config` has the settings of a model without streams.
     """
     settings = replace(config, num_layers=num_layers, num_msa_layers=num_layers)
     model = StreamFusedReference(load_first_layers(path, num_layers), settings)
@@ -84,9 +81,7 @@ def chain_calls(agrees: np.ndarray, num_draft_tokens: int) -> int:
     As long as a chain agrees with the text, its next token is the one that the text before it
     calls for: so one forward over the text tells where every chain would end.
 
-    Args:
-        agrees: [A] whether the draft model's likeliest token is the answer's.
-        num_draft_tokens: of each chain.
+    `agrees` [A] says whether the draft model's likeliest token is the answer's.
     """
     place, calls = 0, 1
     while place + 1 < len(agrees):
@@ -108,11 +103,8 @@ def write_draft(
 ) -> None:
     """Write a model folder that mlx-lm and transformers load, in float32.
 
-    Args:
-        trained: as `trained_weights` gives it; the rest is the base model's, unrounded.
-        source: the base model's folder.
-        num_layers: K.
-        target: the folder, which is replaced if it exists.
+    What was not `trained` is the base model's, unrounded, of the folder `source`. A folder `target`
+    that exists is replaced.
     """
     base = load_first_layers(source, num_layers)
     base.load_state_dict(trained, strict=False)

@@ -98,13 +98,7 @@ class HeadObjective(TorchObjective):
     def loss(
         self, batch: Batch, lower: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The weighted sum, and each head's mean in nats a token.
-
-        Args:
-            batch: the examples.
-            lower: [B, T, D] as `lower` gives them.
-            step: not used.
-        """
+        """The weighted sum, and each head's mean in nats a token; `step` changes nothing."""
         total = torch.zeros((), device=self.device)
         parts: dict[str, float] = {}
         heads = zip(self._rows(batch, lower), self.train.alphas, strict=True)
@@ -149,15 +143,12 @@ class HeadObjective(TorchObjective):
         logprobs = torch.stack([best.values for best in found], dim=2)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
+    @torch.no_grad()
     def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay | None:
         """The target calls that decoding the answers would take, with trees of that size."""
-        if isinstance(self.model, MlpSpeculatorReference):
-            return self._replay_stages(batch, lower, size)
-        return super().replay(batch, lower, size)
-
-    @torch.no_grad()
-    def _replay_stages(self, batch: Batch, lower: torch.Tensor, keep: int) -> Replay:
-        """As `replay`, of all answers side by side: a stage's guesses depend on the path."""
+        if not isinstance(self.model, MlpSpeculatorReference):
+            return super().replay(batch, lower, size)
+        # All answers side by side: a stage's guesses depend on the path.
         hidden = self._carried(batch, lower)
         texts = [answer.tolist() for answer in answers(batch)]
         places, calls = [0] * len(texts), len(texts)
@@ -174,7 +165,7 @@ class HeadObjective(TorchObjective):
                 following = texts[row][places[row] + 1 :]
                 said = [level[place].cpu().numpy() for level in tokens]
                 sure = [level[place].cpu().numpy() for level in edges]
-                places[row] += 1 + accepted_depth(said, sure, widths, keep, following)
+                places[row] += 1 + accepted_depth(said, sure, widths, size, following)
                 calls += 1
 
 

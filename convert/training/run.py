@@ -76,14 +76,7 @@ def choose_device(name: str) -> torch.device:
 
 
 class TorchObjective(Objective):
-    """Eq. 5 over a model and its draft vocabulary.
-
-    Args:
-        model: the model to train.
-        train: the weights of the losses.
-        draft_vocab: [Vd] tokens that streams may guess, or None.
-        device, dtype: what it runs on and in.
-    """
+    """Eq. 5 over a model and its draft vocabulary [Vd], if it has one."""
 
     def __init__(
         self,
@@ -122,10 +115,8 @@ class TorchObjective(Objective):
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """The weighted sum of eq. 5, and each of its parts in nats a token.
 
-        Args:
-            batch: the examples.
-            lower: [B, T, D] as `lower` gives them.
-            step: decides which carriers teach the pruning adapter.
+        `lower` [B, T, D] is as `lower` gives it; `step` decides which carriers teach the pruning
+        adapter.
         """
         nodes = lower.to(self.device)
         hidden = self.upper(batch, nodes)
@@ -185,12 +176,11 @@ class TorchTrainer(Trainer):
         self.objective, self.num_steps, self.step = objective, num_steps, 0
         self.named = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
         train = objective.train
-        embeddings = {n: p for n, p in self.named.items() if n == "stream_embeddings"}
-        rest = [p for n, p in self.named.items() if n not in embeddings]
+        rest = [p for name, p in self.named.items() if name != "stream_embeddings"]
         groups: list[dict[str, Any]] = [{"params": rest, "multiple": 1.0}]
-        if embeddings:
-            multiple = train.embedding_rate
-            groups.append({"params": list(embeddings.values()), "multiple": multiple})
+        if "stream_embeddings" in self.named:
+            own = [self.named["stream_embeddings"]]
+            groups.append({"params": own, "multiple": train.embedding_rate})
         self.optimizer = torch.optim.AdamW(
             groups, lr=train.learning_rate, weight_decay=train.weight_decay
         )
@@ -211,13 +201,8 @@ class TorchTrainer(Trainer):
 
     def write(self, path: Path, identity: str) -> None:
         weights = {name: p.detach().cpu() for name, p in self.named.items()}
-        state = {
-            "identity": identity,
-            "step": self.step,
-            "weights": weights,
-            "optimizer": self.optimizer.state_dict(),
-        }
-        torch.save(state, path)
+        state = {"identity": identity, "step": self.step, "weights": weights}
+        torch.save({**state, "optimizer": self.optimizer.state_dict()}, path)
 
     def read(self, path: Path) -> tuple[str, Any]:
         state: dict[str, Any] = torch.load(path, "cpu", weights_only=True)
@@ -238,7 +223,10 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     scales: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scaled sum of cross-entropies under a linear head, and each row's own.
+    """The scaled sum of cross-entropies under a linear head, and each row's own [R] in nats.
+
+    No gradient passes through the rows' losses. The logits are by far the largest arrays of a
+    step: loss and gradient are computed a few rows at a time, in one go, and no logits are kept.
 
     Args:
         hidden: [R, D], which the gradient reaches.
@@ -246,9 +234,6 @@ def linear_cross_entropy(
             which it does not.
         targets: [R] token ids; a row with `IGNORED` counts nothing.
         scales: [R] the weight of each row in the sum.
-
-    Returns:
-        The sum, and [R] losses in nats that no gradient passes through.
     """
     total, losses = _LinearCrossEntropy.apply(hidden, weight, bias, targets, scales)
     return total, losses
@@ -303,8 +288,8 @@ def mean_scales(targets: torch.Tensor, weight: float) -> torch.Tensor:
 def use_stream_attention(base: nn.Module, num_streams: int) -> None:
     """Let transformers' attention modules of `base` score stream rows sparsely.
 
-    Node rows go to PyTorch's own kernel. For a model whose stream rows stand node by node, as
-    `StreamFusedReference` has them.
+    With K carriers of G streams, a stream row sees the node rows and at most G of the K * G stream
+    rows; PyTorch's kernels would score it against all of them. Node rows go to these kernels.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
