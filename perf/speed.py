@@ -17,7 +17,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.decoding.loop import greedy, prefill, step
+from ssmlx.decoding.loop import prefill, step
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.loading.files import make_folder
 from ssmlx.model.cache import StreamCache, TreeCache
@@ -176,7 +176,7 @@ class Steps:
         self.cache.trim(self.cache.offset)
 
     def _take(self) -> tuple[int, Tree]:
-        result = step(self._done, self.tree, self.cache, self._drafter, PruneConfig(), greedy)
+        result = step(self._done, self.tree, self.cache, self._drafter, PruneConfig())
         mx.eval(result.arrays(), self.cache.state)
         return len(result.read()), result.next_tree
 

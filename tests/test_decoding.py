@@ -477,11 +477,11 @@ def exact_distribution(prompt):
 def sampled_counts(seed, draws=DRAWS):
     model, cache = make_model(vocab=SMALL, adapter={"num_streams": 2}), TreeCache(3, scratch=21)
     drafter = StreamDrafter(model, TreeConfig(kind="full", width=2), 2)
-    sampler = mlx_lm.sample_utils.make_sampler(temp=1.0)
     counts, steps_taken = np.zeros(SMALL**LENGTH), 0
     mx.random.seed(seed)
     for _ in range(draws):
         cache.trim(0)
+        sampler = Sampling(SamplingConfig(temp=1.0), SMALL)
         steps = streaming_decode(model, [1], cache, drafter=drafter, sampler=sampler)
         tokens, lengths = first_tokens(steps, LENGTH)
         steps_taken += len(lengths)

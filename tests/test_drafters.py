@@ -49,7 +49,7 @@ from ssmlx.drafters.lookup import (
 )
 from ssmlx.drafters.trie import Trie, padded_size
 from ssmlx.errors import InputError
-from ssmlx.model.architectures import carries_heads
+from ssmlx.loading.load import carries_heads
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora

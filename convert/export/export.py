@@ -242,10 +242,9 @@ def _versions() -> dict[str, str]:
 def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamFusedReference:
     """The reference with an adapter's weights, in float32; the first `num_streams` streams."""
     base = load_base(folder)
-    difference = adapter.base.difference(_base_identity(base))
-    require(
-        not difference,
-        f"the adapter belongs to another base model: this one has {difference}",
+    adapter.base.require_same(
+        _base_identity(base),
+        "the adapter belongs",
         expected=adapter.config.base_model or "the model it was converted for",
         do="choose that model with --model, or another --adapter",
     )

@@ -35,7 +35,7 @@ from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
 from ssmlx.loading.adapter import BaseIdentity, check_draft_vocab
 from ssmlx.loading.files import read_tensors
-from ssmlx.model.architectures import MEDUSA_PREFIX
+from ssmlx.loading.load import MEDUSA_PREFIX
 from ssmlx.model.backbone import Backbone
 from ssmlx.settings import read_json
 

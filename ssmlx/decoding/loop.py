@@ -19,16 +19,7 @@ from .accept import Acceptance, accept, accept_typical
 from .drafter import Drafter, Verified
 from .pace import Pace
 from .prune import is_pruned, surviving_nodes
-from .sampling import (
-    Places,
-    Sampler,
-    Sampling,
-    TargetSampler,
-    greedy,
-    last_tokens,
-    places_of,
-    target_sampler,
-)
+from .sampling import GREEDY, Places, Sampling, last_tokens, places_of
 
 Progress = Callable[[int, int], None]
 """Told (prompt tokens processed, prompt tokens in all)."""
@@ -75,7 +66,7 @@ def prune_tree(
 
 
 def choose(
-    model: StreamFusedModel, hidden: mx.array, sampler: TargetSampler, places: Places
+    model: StreamFusedModel, hidden: mx.array, sampler: Sampling, places: Places
 ) -> mx.array:
     """[R] the target's token after each row of `hidden` [1, R, D]."""
     return sampler.choose(model.backbone.logits(hidden), places)
@@ -85,7 +76,7 @@ def verify(
     model: StreamFusedModel,
     tree: Tree,
     hidden: mx.array,
-    sampler: TargetSampler,
+    sampler: Sampling,
     places: Places,
     acceptance: AcceptanceConfig,
 ) -> tuple[mx.array, Acceptance]:
@@ -97,8 +88,8 @@ def verify(
     if acceptance.kind == "exact":
         target_tokens = choose(model, hidden, sampler, places)
         return target_tokens, accept(tree, target_tokens)
-    if not isinstance(sampler, Sampling) or sampler.config.temp == 0:
-        raise ValueError("typical acceptance needs a `Sampling` with a temperature above 0")
+    if sampler.config.temp == 0:
+        raise ValueError("typical acceptance needs a temperature above 0")
     logprobs = sampler.logprobs(model.backbone.logits(hidden), places)
     target_tokens = mx.argmax(sampler.perturb(logprobs, places), axis=-1).astype(mx.int32)
     return target_tokens, accept_typical(tree, target_tokens, logprobs, acceptance)
@@ -154,7 +145,7 @@ def step(
     cache: TreeCache,
     drafter: Drafter,
     prune: PruneConfig,
-    sampler: Sampler | TargetSampler = greedy,
+    sampler: Sampling = GREEDY,
     *,
     acceptance: AcceptanceConfig = EXACT,
     tail: mx.array | None = None,
@@ -166,7 +157,6 @@ def step(
     it is not to draft, the next tree is a bare root: plain decoding.
     """
     num_streams, split = drafter.num_streams if drafts else 0, model.insertion_layer
-    sampler = target_sampler(sampler)
     tail = last_tokens((), sampler.context_size) if tail is None else tail
     cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
 
@@ -197,7 +187,7 @@ def streaming_decode(
     drafter: Drafter,
     context: Sequence[int] = (),
     prune: PruneConfig | None = None,
-    sampler: Sampler | TargetSampler = greedy,
+    sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     progress: Progress | None = None,
@@ -218,8 +208,7 @@ def streaming_decode(
         drafter: proposes each next tree.
         context: the tokens that `cache` holds, for drafters and samplers that read the text.
         prune: which nodes to drop half-way up; off unless told.
-        sampler: decides the target's tokens: `sampling.Sampling`, or a sampler of mlx-lm's;
-            greedy unless told.
+        sampler: decides the target's tokens; greedy unless told.
         acceptance: when a drafted token counts as the target's; exact unless told.
         ends: told the tokens before they are yielded: whether no more will be asked for. The next
             step is not started then, and is not wasted.
@@ -228,7 +217,7 @@ def streaming_decode(
 
     The prompt's last token is the first tree: a bare root, whose step drafts like any other.
     """
-    prune, sampler, pace = prune or PruneConfig(), target_sampler(sampler), pace or Pace()
+    prune, pace = prune or PruneConfig(), pace or Pace()
     drafter.start([*context, *prompt])
     cache.trim(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
@@ -240,12 +229,9 @@ def streaming_decode(
             acceptance=acceptance, tail=tail, drafts=pace.drafting,
         )  # fmt: skip
 
-    def launch(result: StepResult) -> None:
-        mx.async_eval(result.arrays(), cache.state)
-
     builds_ahead = not drafter.waits and prune.kind != "threshold"
     result = build(root_tree(mx.array(prompt[-1:], mx.int32)), tail)
-    launch(result)
+    mx.async_eval(result.arrays(), cache.state)
     is_first = True
     while True:
         before, upcoming = cache.hold(), None
@@ -262,10 +248,10 @@ def streaming_decode(
             cache.advance(len(new_tokens))
             yield new_tokens
             upcoming = build(result.next_tree, result.tail)
-            launch(upcoming)
+            mx.async_eval(upcoming.arrays(), cache.state)
         else:
             del before  # MLX writes in place only into what nobody else holds.
-            launch(upcoming)
+            mx.async_eval(upcoming.arrays(), cache.state)
             cache.advance(len(new_tokens))
             yield new_tokens
         result = upcoming
@@ -277,7 +263,7 @@ def plain_decode(
     cache: TreeCache,
     *,
     context: Sequence[int] = (),
-    sampler: Sampler | TargetSampler = greedy,
+    sampler: Sampling = GREEDY,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     progress: Progress | None = None,
 ) -> Iterator[list[int]]:
@@ -286,7 +272,6 @@ def plain_decode(
     As in mlx-lm, the next call is under way while its predecessor's token is read; a call whose
     token nobody asks for is wasted, and not counted. The arguments are `streaming_decode`'s.
     """
-    sampler = target_sampler(sampler)
     cache.trim(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)

@@ -13,10 +13,9 @@ the committed tokens and the node's own path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
@@ -25,9 +24,6 @@ from ..errors import InputError
 from ..model.shapes import expect_shape, indices, to_int
 from ..model.tree import PAD_TOKEN, Tree
 from ..settings import SamplingConfig
-
-Sampler = Callable[[mx.array], mx.array]
-"""Log probabilities [R, V] to tokens [R], as mlx-lm's samplers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,31 +67,19 @@ def places_of(tree: Tree, first: mx.array, tail: mx.array) -> Places:
     return Places(first, tree.depths, num_levels, mx.take_along_axis(text, window, axis=1))
 
 
-class TargetSampler(Protocol):
-    """Decides on the target's tokens.
-
-    Attributes:
-        context_size: C, recent tokens that it needs of each row.
-    """
-
-    context_size: int
-
-    def choose(self, logits: mx.array, places: Places) -> mx.array:
-        """[R] the token after each row, of its logits [R, V]."""
-        ...
-
-
 class Sampling:
     """The target's decisions under `SamplingConfig`.
 
     Args:
         config: the settings.
-        vocab_size: V.
+        vocab_size: V, which a logit bias must keep to.
+
+    Attributes:
+        context_size: C, recent tokens that it needs of each row.
     """
 
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
         self.config, self.context_size = config, config.context_size
-        self._vocab_size = vocab_size
         bias = config.logit_bias or {}
         if bias and max(bias) >= vocab_size:
             raise InputError(
@@ -138,33 +122,11 @@ class Sampling:
         return logprobs + noise[places.depths]
 
     def choose(self, logits: mx.array, places: Places) -> mx.array:
-        """See `TargetSampler.choose`."""
+        """[R] the token after each row, of its logits [R, V]."""
         return mx.argmax(self.scores(logits, places), axis=-1).astype(mx.int32)
 
 
-class SamplerOnly:
-    """A sampler of mlx-lm's kind, which sees log probabilities and nothing else."""
-
-    context_size = 0
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-
-    def choose(self, logits: mx.array, places: Places) -> mx.array:
-        """See `TargetSampler.choose`."""
-        if self._sampler is not greedy:
-            logits = log_softmax(logits)
-        return self._sampler(logits).astype(mx.int32)
-
-
-def target_sampler(sampler: Sampler | TargetSampler) -> TargetSampler:
-    """`sampler` itself, or what stands for one of mlx-lm's."""
-    return SamplerOnly(sampler) if callable(sampler) else sampler
-
-
-def greedy(logprobs: mx.array) -> mx.array:
-    """[R] the likeliest token of each row of `logprobs` [R, V]."""
-    return mx.argmax(logprobs, axis=-1)
+GREEDY = Sampling(SamplingConfig(), 0)
 
 
 def log_softmax(logits: mx.array) -> mx.array:
@@ -185,17 +147,20 @@ def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
 
 def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.array:
     """[R, V] logits with the penalties of each row's own recent tokens [R, C]."""
-    if config.repetition_penalty:
-        seen = count_tokens(recent[:, -config.repetition_context_size :], logits.shape[1]) > 0
-        penalty = config.repetition_penalty
+
+    def counts(size: int) -> mx.array:
+        return count_tokens(recent[:, -size:], logits.shape[1])
+
+    if penalty := config.repetition_penalty:
+        seen = counts(config.repetition_context_size) > 0
         weaker = mx.where(logits < 0, logits * penalty, logits / penalty)
         logits = mx.where(seen, weaker, logits)
     if config.presence_penalty:
-        seen = count_tokens(recent[:, -config.presence_context_size :], logits.shape[1]) > 0
+        seen = counts(config.presence_context_size) > 0
         logits = mx.where(seen, logits - config.presence_penalty, logits)
     if config.frequency_penalty:
-        counts = count_tokens(recent[:, -config.frequency_context_size :], logits.shape[1])
-        logits = logits - config.frequency_penalty * counts.astype(logits.dtype)
+        times = counts(config.frequency_context_size).astype(logits.dtype)
+        logits = logits - config.frequency_penalty * times
     return logits
 
 

@@ -125,10 +125,9 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
     Raises:
         InputError: they are another model's.
     """
-    difference = heads.base.difference(BaseIdentity.of(backbone))
-    require(
-        not difference,
-        f"the heads belong to another base model: this one has {difference}",
+    heads.base.require_same(
+        BaseIdentity.of(backbone),
+        "the heads belong",
         expected=heads.base_model or "the model they were converted for",
         do="choose that model with --model, or other heads",
     )

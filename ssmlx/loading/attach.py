@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from ..errors import InputError, require
 from ..model.backbone import Backbone, BaseIdentity
-from ..model.lora import LoraWeights, RowScope, attach_lora, detach_lora, linear_shape
+from ..model.lora import LoraWeights, RowScope, attach_lora, linear_shape
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, load_adapter, lora_tensors, read_identity, read_lora
 from .files import account_for
@@ -20,14 +22,13 @@ from .names import CONFIG_FILE, bundled_adapters, resolve_adapter
 
 def check_base(adapter: Adapter, backbone: Backbone) -> None:
     """Check that `backbone` is the model that the adapter was made for."""
-    difference = adapter.base.difference(BaseIdentity.of(backbone))
-    require(
-        difference is None,
-        f"the adapter belongs to another base model: this one has {difference}",
-        expected=f"{adapter.config.base_model or 'the model it was converted for'}",
+    config, base = adapter.config, adapter.base
+    base.require_same(
+        BaseIdentity.of(backbone),
+        "the adapter belongs",
+        expected=config.base_model or "the model it was converted for",
         do="choose that model with --model, or another --adapter",
     )
-    config, base = adapter.config, adapter.base
     require(
         (config.num_layers, config.hidden_size) == (base.num_layers, base.hidden_size),
         f"the adapter's settings say {config.num_layers} layers of width {config.hidden_size}",
@@ -42,14 +43,7 @@ def check_lora(
     source: Path,
     replaced: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Check that every LoRA pair fits a linear layer of `model`.
-
-    Args:
-        model: an mlx-lm model.
-        lora: weights by module path.
-        source: where they are from, for the message.
-        replaced: modules that others stand in for, by path.
-    """
+    """Check that every LoRA pair fits a linear layer of `model`, or one that is `replaced`."""
     modules = {**dict(model.named_modules()), **(replaced or {})}
     expected: dict[str, tuple[int, ...]] = {}
     for path, weights in lora.items():
@@ -82,9 +76,8 @@ def fuse_streams(
     check_base(adapter, backbone)
     for lora in (adapter.every_row_lora, adapter.stream_lora):
         check_lora(backbone.model, lora, Path("the adapter"), backbone.kept)
-    every_row = RowScope(0)
+    every_row, dtype = RowScope(0), backbone.dtype
     scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
-    dtype = backbone.dtype
     streams = adapter.streams.astype(dtype)
     fused = StreamFusedModel(backbone, adapter.config, streams, scope)
     fused.is_fine_tuned = bool(adapter.every_row_lora)
@@ -112,7 +105,7 @@ def unfuse_streams(backbone: Backbone) -> None:
     """
     dropped = [path for path, module in backbone.replaced.items() if module is None]
     read = backbone.reload(dropped) if dropped and backbone.reload is not None else {}
-    detach_lora(backbone.model, {**backbone.kept, **read})
+    backbone.model.update_modules(tree_unflatten([*backbone.kept.items(), *read.items()]))
     backbone.replaced = {}
 
 
@@ -173,25 +166,21 @@ def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
 
     Reads their settings, no weights. One whose settings cannot be read belongs to no model.
     """
-    identity = BaseIdentity.of(model.backbone)
-
-    def fits(folder: Path) -> bool:
-        try:
-            return read_identity(folder).difference(identity) is None
-        except InputError:
-            return False
-
-    return {name: folder for name, folder in bundled_adapters().items() if fits(folder)}
+    identity, found = BaseIdentity.of(model.backbone), {}
+    for name, folder in bundled_adapters().items():
+        with suppress(InputError):
+            if read_identity(folder).difference(identity) is None:
+                found[name] = folder
+    return found
 
 
 def read_task_lora(folder: Path, backbone: Backbone) -> dict[str, LoraWeights]:
     """The LoRA that a model is to have on every row while streams learn to draft for it."""
     lora = read_lora(folder, "--task-lora")
     if (folder / CONFIG_FILE).exists():
-        difference = read_identity(folder).difference(BaseIdentity.of(backbone))
-        require(
-            difference is None,
-            f"the LoRA in {folder} belongs to another base model: this one has {difference}",
+        read_identity(folder).require_same(
+            BaseIdentity.of(backbone),
+            f"the LoRA in {folder} belongs",
             expected="a LoRA of this model",
             do="choose its model with --model, or another --task-lora",
         )

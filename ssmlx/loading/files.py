@@ -49,23 +49,18 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         yield work
         work.chmod(0o755)
-        _swap(work, target)
+        old = work.with_name(work.name + ".old")
+        if target.exists():
+            target.rename(old)
+        try:
+            work.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _swap(work: Path, target: Path) -> None:
-    if not target.exists():
-        work.rename(target)
-        return
-    old = work.with_name(work.name + ".old")
-    target.rename(old)
-    try:
-        work.rename(target)
-    except BaseException:
-        old.rename(target)
-        raise
-    shutil.rmtree(old)
 
 
 def write_whole(target: Path, content: bytes) -> None:
@@ -119,13 +114,9 @@ def account_for(
         for name, shape in expected.items()
         if name in found and found[name].shape != shape
     ]
-    broken = [name for name, tensor in found.items() if not _is_finite(tensor)]
-    kinds = {
-        "missing": missing,
-        "spare": spare,
-        "misshapen": misshapen,
-        "with NaN or infinity": broken,
-    }
+    broken = [name for name, tensor in found.items() if not mx.isfinite(tensor).all().item()]
+    kinds = {"missing": missing, "spare": spare, "misshapen": misshapen}
+    kinds["with NaN or infinity"] = broken
     problems = [f"{kind}: {_shortened(names)}" for kind, names in kinds.items() if names]
     if problems:
         raise InputError(
@@ -133,10 +124,6 @@ def account_for(
             expected=f"{len(expected)} tensors that fit its settings and the base model",
             do="use the files that belong together, or make the checkpoint again",
         )
-
-
-def _is_finite(tensor: mx.array) -> bool:
-    return bool(mx.isfinite(tensor).all().item())
 
 
 def _shortened(names: list[str]) -> str:

@@ -14,13 +14,19 @@ from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError, check_choice, first_line
-from ..model.architectures import carries_heads, classes_without_heads, model_classes
+from ..model import opt
 from ..model.backbone import PACKED_KINDS, Backbone
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, read_json
 from .adapter import load_adapter
 from .attach import fuse_streams
 from .names import CONFIG_FILE, resolve_adapter, resolve_model
+
+# Architectures that mlx-lm lacks, each a model file in mlx-lm's own style.
+_FILES = {"opt": opt}
+
+MEDUSA_PREFIX = "medusa_head."
+"""Of the tensors of Medusa heads that are among the model's own weights (Medusa-2)."""
 
 
 def resolve_dtype(name: str) -> str:
@@ -86,10 +92,27 @@ def own_classes(path: Path) -> dict[str, Any]:
     Either mlx-lm lacks it, or the weights hold Medusa heads beside the model.
     """
     config = read_json(path / "config.json", "a model's settings")
-    classes = model_classes(config.get("model_type", ""))
-    if classes is not None:
-        return {"get_model_classes": lambda config: classes}
+    if file := _FILES.get(config.get("model_type", "")):
+        return {"get_model_classes": lambda config: (file.Model, file.ModelArgs)}
     return {"get_model_classes": classes_without_heads} if carries_heads(path) else {}
+
+
+def carries_heads(folder: Path) -> bool:
+    """Whether a model's own weights hold Medusa heads (Medusa-2). Reads their names alone."""
+    files: list[Any] = [mx.load(str(path)) for path in folder.glob("model*.safetensors")]
+    return any(name.startswith(MEDUSA_PREFIX) for tensors in files for name in tensors)
+
+
+def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's classes of a model, which leave out the Medusa heads in its own weights."""
+    model, args = utils._get_classes(config)
+
+    class WithoutHeads(model):  # type: ignore[misc, valid-type]
+        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            kept = {n: tensor for n, tensor in weights.items() if not n.startswith(MEDUSA_PREFIX)}
+            return super().sanitize(kept) if hasattr(model, "sanitize") else kept
+
+    return WithoutHeads, args
 
 
 def load_base(

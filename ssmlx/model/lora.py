@@ -61,8 +61,7 @@ def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: s
     Args:
         paths: of its linear modules, such as "self_attn.q_proj".
         names: whole paths or their last parts; all are chosen where there are none.
-        where: the layer, for the message.
-        do: what to do about a name that is not there.
+        where, do: the layer, and what to do about a name that is not there, for the message.
     """
 
     def is_named(path: str, name: str) -> bool:
@@ -81,13 +80,7 @@ def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: s
 def linear_paths(
     model: nn.Module, layers: Iterable[int], names: Sequence[str], do: str
 ) -> list[str]:
-    """Paths of the modules that LoRA acts on, such as `model.layers.22.self_attn.q_proj`.
-
-    Args:
-        model: an mlx-lm model.
-        layers: numbers of the layers that they are in.
-        names, do: as `select_modules` takes them.
-    """
+    """Paths of the modules of `layers` that LoRA acts on; see `select_modules`."""
     found: dict[int, dict[str, str]] = {layer: {} for layer in layers}
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.QuantizedLinear) and "layers." in path:
@@ -165,8 +158,8 @@ def attach_lora(
         dtype: type of the activations, to which LoRA that is not merged is cast.
 
     Returns:
-        The modules that it replaced, by path, for `detach_lora`. While those of merged layers
-        are kept, their weights are in memory twice.
+        The modules that it replaced, by path, their weights untouched. While those of merged
+        layers are kept, their weights are in memory twice.
     """
     modules = dict(model.named_modules())
     updates: list[tuple[str, nn.Module]] = []
@@ -179,8 +172,3 @@ def attach_lora(
             updates.append((path, RowLora(linear, cast, scope)))
     model.update_modules(tree_unflatten(updates))
     return {path: modules[path] for path in lora}
-
-
-def detach_lora(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:
-    """Undo `attach_lora`: put back the very modules that it replaced, their weights untouched."""
-    model.update_modules(tree_unflatten(list(replaced.items())))

@@ -15,11 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import (
-    BaseModelArgs,
-    create_attention_mask,
-    scaled_dot_product_attention,
-)
+from mlx_lm.models.base import BaseModelArgs, create_attention_mask, scaled_dot_product_attention
 
 _FIRST_POSITION = 2
 """Row of the position table that belongs to the first token."""
@@ -62,11 +58,6 @@ class ModelArgs(BaseModelArgs):
         if self.activation_function not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
             raise ValueError(f"activation_function {self.activation_function!r} is none of {known}")
-
-    @property
-    def has_final_norm(self) -> bool:
-        """Whether a norm stands behind the last layer."""
-        return self.do_layer_norm_before and not self._remove_final_layer_norm
 
     def layer_norm(self) -> nn.LayerNorm:
         """A new norm of hidden states."""
@@ -133,7 +124,7 @@ class Decoder(nn.Module):
             self.project_in = nn.Linear(embedded, size, bias=False)
             self.project_out = nn.Linear(size, embedded, bias=False)
         self.layers = [DecoderLayer(args) for _ in range(args.num_hidden_layers)]
-        self.has_final_norm = args.has_final_norm
+        self.has_final_norm = args.do_layer_norm_before and not args._remove_final_layer_norm
         if self.has_final_norm:
             self.final_layer_norm = args.layer_norm()
 
@@ -208,11 +199,3 @@ class Model(nn.Module):
     @property
     def layers(self) -> list[Any]:
         return self.model.decoder.layers
-
-    @property
-    def head_dim(self) -> int:
-        return self.args.hidden_size // self.args.num_attention_heads
-
-    @property
-    def n_kv_heads(self) -> int:
-        return self.args.num_attention_heads
