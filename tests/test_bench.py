@@ -12,16 +12,10 @@ from real import one_line, words, write_base, write_tiny_adapter
 
 from perf.bench import __main__ as bench
 from perf.bench import energy as bench_energy
-from perf.bench.__main__ import (
-    Part,
-    Texts,
-    answer_tokens,
-    contexts_result,
-    expected_seconds,
-)
-from perf.bench.clock import Clock, rounds
+from perf.bench.__main__ import Clock, Part, contexts_result, expected_seconds, rounds
 from perf.bench.report import line, report
-from perf.run.tasks import TASKS, Example, data_file
+from perf.run.tasks import Example
+from ssmlx.calibration.timing import Answer
 
 
 class FakeTime:
@@ -68,18 +62,12 @@ def test_as_many_rounds_as_fit_after_a_warm_up(time):
     assert found.found == ["a", "b", "c"] and not found.is_cold and found.seconds == 4
     assert seen == [(0, "a"), (0, "a"), (1, "b"), (2, "c")]
     assert time() <= 118
-
-
-def test_rounds_that_grow_slower_stop_earlier(time):
     seconds = iter([1, 1, 6, 6, 6])
-
-    def measure(turn, item):
-        time.spend(next(seconds))
-        return item
-
-    found = rounds("abcde", measure, time() + 13, label="", now=time)
-    assert found.found == ["a", "b"]  # a third might end at 114
-    assert time() <= 113
+    found = rounds(
+        "abcde", lambda turn, item: time.spend(next(seconds)) or item, time() + 13, label="",
+        now=time,
+    )  # fmt: skip
+    assert found.found == ["a", "b"]  # rounds grew slower: a third might end too late
 
 
 def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
@@ -91,25 +79,12 @@ def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
 
 SAMPLES = """*** Sampled system activity (Fri Sep 11 13:41:46 2026 -0700) (1002.90ms elapsed) ***
 
-**** Processor usage ****
-
-E-Cluster HW active frequency: 1248 MHz
 CPU Power: 823 mW
 GPU Power: 26 mW
-ANE Power: 323 mW
 Combined Power (CPU + GPU + ANE): 1172 mW
-
-**** GPU usage ****
-
-GPU Power: 26 mW
 *** Sampled system activity (Fri Sep 11 13:41:47 2026 -0700) (1010.09ms elapsed) ***
 Combined Power (CPU + GPU + ANE): 2.5 W
 """
-
-
-def test_only_the_combined_power_of_each_sample_counts():
-    assert bench_energy.watts_of(SAMPLES) == [1.172, 2.5]
-    assert bench_energy.watts_of("CPU Power: 823 mW\n") == []
 
 
 def test_why_there_is_no_energy(monkeypatch):
@@ -123,10 +98,6 @@ def test_why_there_is_no_energy(monkeypatch):
     assert "no combined power" in bench_energy.unavailable()
     said["sudo"] = SAMPLES
     assert bench_energy.unavailable() is None
-
-
-class FakeAnswer:
-    tokens = (1, 2, 3, 4)
 
 
 def sampler(text: str):
@@ -146,7 +117,7 @@ def test_energy_is_power_times_time_over_tokens():
     def answer(prompt):
         asked.append(prompt)
         sleep(0.05)
-        return FakeAnswer
+        return Answer([1, 2, 3, 4], 4, 0.05)
 
     found = bench_energy.energy_of(answer, [[1], [2]], 0.25, sampler(SAMPLES))
     assert found["watts"] == pytest.approx(1.836) and asked[:3] == [[1], [2], [1]]
@@ -181,14 +152,14 @@ def loaded(folders):
 
 
 def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):
-    texts = Texts([[1, 2, 3], [4, 5], [6, 7]], [[8], [9, 10], []])
-    assert texts.of_length(2, 0) == [2, 3]
-    assert texts.of_length(6, 1) == [1, 2, 3, 8, 4, 5]
-    assert texts.of_length(9, 4) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
+    texts = [[1, 2, 3], [4, 5], [6, 7]], [[8], [9, 10], []]
+    assert bench.text_of_length(2, 0, *texts) == [2, 3]
+    assert bench.text_of_length(6, 1, *texts) == [1, 2, 3, 8, 4, 5]
+    assert bench.text_of_length(9, 4, *texts) == [10, 6, 7, 1, 2, 3, 8, 4, 5]
     _, target, _ = loaded(folders)
-    *text, end = answer_tokens(Example({"prompt": "w1"}, ("w5 w6", "w7")), target)
+    *text, end = bench.answer_tokens(Example({"prompt": "w1"}, ("w5 w6", "w7")), target)
     assert target.tokenizer.decode(text) == "w5 w6" and end == target.tokenizer.eos_token_id
-    assert answer_tokens(Example({"prompt": "w1"}), target) == []
+    assert bench.answer_tokens(Example({"prompt": "w1"}), target) == []
 
 
 def run_bench(folders, out, monkeypatch, *more):
@@ -254,16 +225,8 @@ def test_a_longer_context_is_not_begun_where_a_shorter_one_was_too_long(folders,
     assert expected_seconds(before, 10) > expected_seconds(before, 1) > 0
     monkeypatch.setattr(bench, "expected_seconds", lambda found, growth: 5 * growth)
     clock = Clock(12, {"8": 1, "24": 1, "48": 1}, now=time)
-    texts = Texts(prompts, [[], []])
-    found = contexts_result(experiment, target, texts, before, clock, (8, 24, 48))
+    found = contexts_result(experiment, target, prompts, before, clock, (8, 24, 48))
     assert [one["tokens"] for one in found] == [8]  # 24 might take 15 s of the 12
-
-
-def test_what_ships_is_asked():
-    assert [data_file(TASKS[part.task], part.data).name for part in bench.PARTS] == [
-        "sql_test_100.jsonl",
-        "chat_test.jsonl",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+from huggingface_hub.utils import tqdm
 
 from ssmlx.calibration.timing import Answer
 from ssmlx.commands.options import make_parser, run
@@ -33,10 +34,9 @@ from ssmlx.tuning.report import publish
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import adapter_with_streams, add_base, add_out, check_counts
 from ..run.results import Kept, machine_load
-from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
+from ..run.target import STREAMS, System, Target, Weights, plain_systems
 from ..run.tasks import TASKS, Example, data_file, read_examples
-from .clock import Clock, Rounds, rounds
-from .energy import measure_energy, unavailable
+from .energy import energy_of, unavailable
 from .report import draw, line, report
 
 PROG = "perf.bench"
@@ -49,24 +49,15 @@ EPILOG = """examples:
 Writes bench.json, .txt and .png into --out, and adds the line to bench.jsonl there. What there is
 no time for is left out, and the report says so."""
 STREAMING = "streaming"
+Now = Callable[[], float]
 CONTEXTS = (64, 512, 2000)
 CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
 MOST_ROUNDS = 12  # at each length of context
 SAFETY = 1.3
-Found = dict[str, Answer]
-"""One round: an answer of each system."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """An adapter to measure.
-
-    Attributes:
-        adapter: a bundled name, or a folder.
-        task: one of `TASKS`.
-        max_tokens: longest answer.
-        data: what to ask; None for what ships for the task.
-    """
+class Part(NamedTuple):
+    """An adapter to measure, a bundled name or a folder; None asks what ships for the task."""
 
     adapter: str
     task: str
@@ -85,29 +76,69 @@ def context_weight(length: int) -> float:
     return 0.06 + 7e-5 * length
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description.partition(": ")[2], f"{more}\n{EPILOG}")
-    parser.add_argument(
-        "--minutes", type=float, default=5.0, metavar="N", help="at most (default: %(default)g)"
-    )
-    add_base(parser)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto",
-        help="as of python -m ssmlx.generate (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="N",
-        help="tokens of context (default: " + " ".join(map(str, CONTEXTS)) + ")",
-    )  # fmt: skip
-    add_out(parser)
-    args = parser.parse_args(argv)
-    args.contexts = sorted(set(args.contexts))
-    check_counts(parser, args, "contexts")
-    if not args.minutes > 0:
-        parser.error(f"--minutes {args.minutes:g}: expected more than 0")
-    return args
+class Clock:
+    """Shares the `seconds` from now between parts by weight, in order: what one leaves, later
+    ones get."""
+
+    def __init__(
+        self, seconds: float, weights: Mapping[str, float], now: Now = time.perf_counter
+    ) -> None:
+        self.now, self._end = now, now() + seconds
+        self._weights = dict(weights)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end; below 0 when it is past."""
+        return self._end - self.now()
+
+    def deadline(self, part: str) -> float:
+        """When `part`, which begins now, should end. Parts before it are over."""
+        names = list(self._weights)
+        for name in names[: names.index(part)]:
+            del self._weights[name]
+        share = self._weights[part] / sum(self._weights.values())
+        return self.now() + max(0.0, share * self.left)
+
+
+class Rounds(NamedTuple):
+    """What was found in every round that counts.
+
+    Attributes:
+        found: in each, an answer of every system.
+        is_cold: whether the only one was the first, which warms up.
+        seconds: of the longest.
+    """
+
+    found: Sequence[Mapping[str, Answer]]
+    is_cold: bool
+    seconds: float
+
+
+def rounds(
+    items: Sequence[Any],
+    measure: Callable[[int, Any], Any],
+    deadline: float,
+    *,
+    label: str,
+    now: Now = time.perf_counter,
+) -> Rounds:
+    """Measure the first item to warm up and to see what it takes, then as many as time allows.
+
+    None is begun that would probably end after the deadline.
+    """
+    started, found = now(), []
+    warm_up = measure(0, items[0])
+    longest = now() - started
+    planned = min(len(items), max(0, int((deadline - now()) / max(longest, 1e-9))))
+    with tqdm(total=max(1, planned), desc=label, unit="round", disable=None) as bar:
+        for index, item in enumerate(items[:planned]):
+            started = now()
+            if started + longest > deadline:
+                break
+            found.append(measure(index, item))
+            longest = max(longest, now() - started)
+            bar.update()
+    return Rounds(found or [warm_up], not found, longest)
 
 
 def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
@@ -149,18 +180,11 @@ def weights_of(parts: Sequence[Part], contexts: Sequence[int]) -> dict[str, floa
     return {first: adapters.pop(first), **between, **adapters}
 
 
-def add_line(result: Mapping[str, Any], path: Path) -> None:
-    """Put the result's line behind those of earlier runs."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line(result) + "\n")
-
-
 def systems(max_tokens: int) -> list[System]:
     """How each answers, greedily; streaming as by default: where a profile says that drafting does
     not pay, it stops."""
-    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     streaming = System(STREAMING, STREAMS, GenerateConfig(max_tokens=max_tokens))
-    return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), streaming]
+    return [*plain_systems(max_tokens), streaming]
 
 
 def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:
@@ -197,9 +221,7 @@ def measure_part(
     )  # fmt: skip
     if not contexts:
         return {"answers": answers}
-    texts = Texts(prompts, [answer_tokens(one, target) for one in experiment.examples])
-    measured = contexts_result(experiment, target, texts, found, clock, contexts)
-    answerers = {one.name: partial(target.answer, one) for one in experiment.systems}
+    measured = contexts_result(experiment, target, prompts, found, clock, contexts)
     return {
         "answers": answers,
         # What another adapter will take at least; its answers are longer.
@@ -207,14 +229,28 @@ def measure_part(
         "weights": weights_text(target),
         "contexts": measured,
         "left_out": [f"{length} tokens of context" for length in contexts[len(measured) :]],
-        "energy": measure_energy(answerers, prompts, clock),
+        "energy": energy_result(experiment.systems, target, prompts, clock),
     }
 
 
-def round_of(target: Target, of: Sequence[System]) -> Callable[[int, list[int]], Found]:
+def energy_result(
+    of: Sequence[System], target: Target, prompts: Sequence[list[int]], clock: Clock
+) -> dict[str, Any] | str:
+    """The energy of each system until its deadline; or why there is none."""
+    why = unavailable()
+    if why is not None:
+        return why
+    share = (clock.deadline("energy") - clock.now()) / len(of)
+    if share < 1:
+        return "not measured: no time left"
+    found = {one.name: energy_of(partial(target.answer, one), prompts, share) for one in of}
+    return found if all(found.values()) else "not measured: powermetrics could not be read"
+
+
+def round_of(target: Target, of: Sequence[System]) -> Callable[[int, list[int]], dict[str, Answer]]:
     """Told a turn and a prompt, an answer of each system, in an order that rotates."""
 
-    def one_round(turn: int, prompt: list[int]) -> Found:
+    def one_round(turn: int, prompt: list[int]) -> dict[str, Answer]:
         first = turn % len(of)
         return {one.name: target.answer(one, prompt) for one in (*of[first:], *of[:first])}
 
@@ -225,7 +261,7 @@ def figures_of(
     experiment: Experiment,
     target: Target,
     prompts: Sequence[list[int]],
-    found: Rounds[Found],
+    found: Rounds,
     **more: Any,
 ) -> dict[str, Any]:
     """What rounds of answers come to."""
@@ -246,22 +282,17 @@ def weights_text(target: Target) -> str:
     return f"{'/'.join(map(str, sorted(bits)))}-bit weights, {dtype}"
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Prompts, and a right answer to each with its end; nothing where none is known."""
-
-    prompts: Sequence[list[int]]
-    answers: Sequence[list[int]]
-
-    def of_length(self, length: int, turn: int) -> list[int]:
-        """`length` tokens that end with a prompt, the one of that number: prompts with their
-        answers stand before it, as far as there is room."""
-        text = list(self.prompts[turn % len(self.prompts)])
-        while len(text) < length:
-            turn -= 1
-            before = turn % len(self.prompts)
-            text = [*self.prompts[before], *self.answers[before], *text]
-        return text[-length:]
+def text_of_length(
+    length: int, turn: int, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> list[int]:
+    """`length` tokens that end with a prompt, the one of that number: prompts with their answers
+    stand before it, as far as there is room."""
+    text = list(prompts[turn % len(prompts)])
+    while len(text) < length:
+        turn -= 1
+        before = turn % len(prompts)
+        text = [*prompts[before], *answers[before], *text]
+    return text[-length:]
 
 
 def answer_tokens(example: Example, target: Target) -> list[int]:
@@ -276,30 +307,25 @@ def answer_tokens(example: Example, target: Target) -> list[int]:
 def contexts_result(
     experiment: Experiment,
     target: Target,
-    texts: Texts,
-    before: Rounds[Found],
+    prompts: Sequence[list[int]],
+    before: Rounds,
     clock: Clock,
     contexts: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Speeds by length of context, each length until its deadline.
+    """Speeds by length of context, ascending, each length until its deadline.
 
-    Where a first round would not end in time, that length and the longer ones are left out.
-
-    Args:
-        experiment, target: who decodes.
-        texts: what contexts are made of.
-        before: answers to prompts, which tell what to expect.
-        clock: says how much time there is.
-        contexts: tokens, ascending.
+    Where a first round would not end in time, by what `before` took, that length and the longer
+    ones are left out.
     """
+    answers = [answer_tokens(one, target) for one in experiment.examples]
     experiment, results = replace(experiment, systems=systems(CONTEXT_TOKENS)), []
     limit = target.plain.backbone.context_length or max(contexts) + CONTEXT_TOKENS
-    found, known = before, len(texts.prompts[0])
+    found, known = before, len(prompts[0])
     for length in contexts:
         expected = expected_seconds(found, length / known)
         if length + CONTEXT_TOKENS > limit or expected > clock.left:
             break
-        own = [texts.of_length(length, turn) for turn in range(MOST_ROUNDS)]
+        own = [text_of_length(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
         with target.endless():
             found = rounds(
                 own, round_of(target, experiment.systems), clock.deadline(str(length)),
@@ -310,7 +336,7 @@ def contexts_result(
     return results
 
 
-def expected_seconds(found: Rounds[Found], growth: float) -> float:
+def expected_seconds(found: Rounds, growth: float) -> float:
     """What a round will take at most, where prompts are `growth` times as long."""
     answers = [answer for one in found.found for answer in one.values()]
     seconds = sum(a.prefill_seconds * max(1.0, growth) + a.decode_seconds for a in answers)
@@ -321,7 +347,8 @@ def _main(args: argparse.Namespace) -> int:
     make_folder(args.out)
     result = measure(args, PARTS)
     publish(result, args.out / "bench", report(result), draw)
-    add_line(result, args.out / "bench.jsonl")
+    with (args.out / "bench.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line(result) + "\n")
     differing = [
         task["adapter"]
         for task in result["answers"]
@@ -335,7 +362,26 @@ def _main(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = parse_args(argv)
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = make_parser(PROG, description.partition(": ")[2], f"{more}\n{EPILOG}")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, metavar="N", help="at most (default: %(default)g)"
+    )
+    add_base(parser)
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto",
+        help="as of python -m ssmlx.generate (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="N",
+        help="tokens of context (default: " + " ".join(map(str, CONTEXTS)) + ")",
+    )  # fmt: skip
+    add_out(parser)
+    args = parser.parse_args(argv)
+    args.contexts = sorted(set(args.contexts))
+    check_counts(parser, args, "contexts")
+    if not args.minutes > 0:
+        parser.error(f"--minutes {args.minutes:g}: expected more than 0")
     return run(lambda: _main(args), PROG)
 
 

@@ -7,19 +7,15 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean
-from typing import IO, Any
+from typing import IO
 
 from ssmlx.calibration.timing import Answer
 from ssmlx.tuning.machine import output_of
 
-from .clock import Clock
-
 INTERVAL_MS = 250
 COMMAND = ("sudo", "-n", "powermetrics", "--samplers", "cpu_power,gpu_power", "-i")
-NEEDS_MAC, NEEDS_SUDO = "not measured: needs macOS", "not measured: needs sudo"
-UNREADABLE = "not measured: powermetrics names no combined power"
 _POWER = re.compile(r"^Combined Power \(CPU \+ GPU \+ ANE\): *([\d.]+) *(m?)W", re.MULTILINE)
 
 Answerer = Callable[[list[int]], Answer]
@@ -32,11 +28,11 @@ def unavailable() -> str | None:
     Needs a password that was typed not long ago (`sudo -v`), or a rule that asks for none.
     """
     if platform.system() != "Darwin":
-        return NEEDS_MAC
+        return "not measured: needs macOS"
     said = output_of(*COMMAND, "100", "-n", "1")
     if not said:
-        return NEEDS_SUDO
-    return None if watts_of(said) else UNREADABLE
+        return "not measured: needs sudo"
+    return None if watts_of(said) else "not measured: powermetrics names no combined power"
 
 
 def watts_of(text: str) -> list[float]:
@@ -56,17 +52,8 @@ def energy_of(
     seconds: float,
     sampler: Sampler = start_sampler,
 ) -> dict[str, float] | None:
-    """Answer prompt after prompt while power is sampled.
-
-    Args:
-        answer: the system; it should be warm.
-        prompts: one or more, over and over.
-        seconds: for how long.
-        sampler: starts what prints the samples.
-
-    Returns:
-        Watts, and joules a token, prompts included; None where no sample can be read.
-    """
+    """Watts, and joules a token, prompts included, of a warm system that answers prompt after
+    prompt while power is sampled; None where no sample can be read."""
     tokens, turn = 0, 0
     # A file: a pipe that nobody empties would stop the sampler.
     with tempfile.TemporaryFile("w+") as output:
@@ -81,18 +68,3 @@ def energy_of(
     if not watts or not tokens:
         return None
     return {"watts": mean(watts), "joules_per_token": mean(watts) * elapsed / tokens}
-
-
-def measure_energy(
-    answerers: Mapping[str, Answerer], prompts: Sequence[list[int]], clock: Clock
-) -> dict[str, Any] | str:
-    """The energy of each system until its deadline; or why there is none."""
-    why = unavailable()
-    if why is not None:
-        return why
-    share = (clock.deadline("energy") - clock.now()) / len(answerers)
-    if share < 1:
-        return "not measured: no time left"
-    found = {name: energy_of(answer, prompts, share) for name, answer in answerers.items()}
-    measured = {name: values for name, values in found.items() if values is not None}
-    return measured if len(measured) == len(found) else UNREADABLE

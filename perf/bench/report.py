@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ssmlx.memory import LABELS, MIB, Memory
-from ssmlx.tuning.report import Columns, new_figure, table
+from ssmlx.tuning.report import Columns, table
 
-from ..run.show import COLOURS, Panel, Row, draw_panel, interval, same_text
+from ..run.show import TOKENS_PER_CALL, Cell, Panel, Row, draw_tasks, interval, same_text
 from ..run.statistics import FEW
 
 WEIGHTS = ("base", "lora", "streams", "draft_head")
@@ -31,59 +30,55 @@ def report(result: Row) -> str:
         f"{result['model']}, {result['weights']}, {found['device']}; mlx {found['mlx']}, mlx-lm "
         f"{found['mlx-lm']}, ssmlx {found['ssmlx']} ({found['commit']}), Python {found['python']}",
     ]
-    blocks = [heading, *(_answers_block(task) for task in result["answers"])]
-    if result["contexts"]:
-        blocks.append(_contexts_block(result))
-    blocks += [_energy_lines(result), _memory_lines(result), _note_lines(result)]
-    paste = ["for a shared table:", line(result)]
-    return "\n\n".join("\n".join(block) for block in [*blocks, paste])
+    blocks = [
+        heading,
+        *(_block(task) for task in (*result["answers"], *result["contexts"])),
+        [*_energy_lines(result["energy"]), *(_memory_line(task) for task in result["answers"])],
+        _note_lines(result),
+        ["for a shared table:", line(result)],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _interval(values: Row | None, task: Row, digits: int, scale: float = 1.0) -> str:
-    """A figure, with its interval where more than one was measured."""
-    if values is None:
-        return "-"
-    text = interval(values, digits, scale)
-    return text if task["prompts"] > 1 else text.partition(" ")[0]
-
-
-def _answers_block(task: Row) -> list[str]:
-    cold = "; the first round alone, not warmed up" if task["is_cold"] else ""
+def _block(task: Row) -> list[str]:
+    """Answers of an adapter, or those behind a length of context."""
+    rounds = f"{task['prompts']} {'round' if 'tokens' in task else 'prompt'}"
+    what = f"{rounds}{'s' * (task['prompts'] != 1)}, at most {task['max_tokens']} tokens"
+    if "drafting" in task:
+        what += f"; {task['drafting']}"
+    if task["is_cold"]:
+        what += "; the first round alone, not warmed up"
     columns: Columns = {
         "system": lambda row: row["name"],
-        "decode tokens/s": lambda row: _interval(row["decode_rate"], task, 1),
-        "over mlx-lm": lambda row: _interval(row["speedup"], task, 2),
+        "decode tokens/s": _interval(task, "decode_rate", 1),
+        "over mlx-lm": _interval(task, "speedup", 2),
         "tokens/call": lambda row: f"{row['tokens_per_call']['value']:.2f}",
-        "first token, ms": lambda row: _interval(row["first_token_seconds"], task, 0, 1e3),
+        "ms a call": lambda row: f"{1e3 * row['call_seconds']:.1f}" if row["call_seconds"] else "-",
+        "first token, ms": _interval(task, "first_token_seconds", 0, 1e3),
+    }
+    if "tokens" in task:
+        columns = {**columns, "prefill tokens/s": lambda row: f"{prefill_rate(task, row):.0f}"}
+    columns = {
+        **columns,
         "peak, MiB": lambda row: f"{_peak(task, row) / MIB:.1f}",
         "same tokens as plain": same_text(task["prompts"]),
     }
-    heading = (
-        f"== {task['adapter']} (scope {task['scope']}): {_counted(task['prompts'], 'prompt')}, at "
-        f"most {task['max_tokens']} tokens; {task['drafting']}{cold}"
-    )
-    return [heading, *table(columns, task["systems"])]
+    return [f"== {_name(task)} (scope {task['scope']}): {what}", *table(columns, task["systems"])]
 
 
-def _contexts_block(result: Row) -> list[str]:
-    measured = ", ".join(
-        f"{one['tokens']} ({_counted(one['prompts'], 'round')}{', cold' if one['is_cold'] else ''})"
-        for one in result["contexts"]
-    )
-    columns: Columns = {
-        "context": lambda row: f"{row['of']['tokens']:5} {row['name']}",
-        "prefill tokens/s": lambda row: f"{prefill_rate(row['of'], row):.0f}",
-        "decode tokens/s": lambda row: _interval(row["decode_rate"], row["of"], 1),
-        "tokens/call": lambda row: f"{row['tokens_per_call']['value']:.2f}",
-        "ms a call": lambda row: f"{1e3 * row['call_seconds']:.1f}",
-    }
-    rows = [{**row, "of": one} for one in result["contexts"] for row in one["systems"]]
-    heading = f"== by tokens of context: {measured}; {result['context_tokens']} tokens written"
-    return [heading, *table(columns, rows)]
+def _name(task: Row) -> str:
+    context = f" behind {task['tokens']} tokens of context" if "tokens" in task else ""
+    return f"{task['adapter']}{context}"
+
+
+def _interval(task: Row, name: str, digits: int, scale: float = 1.0) -> Cell:
+    """A cell with a figure, with its interval where more than one was measured."""
+
+    def cell(row: Row) -> str:
+        text = interval(row[name], digits, scale) if row[name] else "-"
+        return text if task["prompts"] > 1 else text.partition(" ")[0]
+
+    return cell
 
 
 def _peak(task: Row, row: Row) -> int:
@@ -96,9 +91,8 @@ def prefill_rate(context: Row, row: Row) -> float:
     return float(context["tokens"] / row["first_token_seconds"]["value"])
 
 
-def _energy_lines(result: Row) -> list[str]:
+def _energy_lines(energy: Any) -> list[str]:
     """Joules a token, or why there are none."""
-    energy = result["energy"]
     if isinstance(energy, str):
         return [f"energy: {energy}"]
     return [
@@ -107,20 +101,15 @@ def _energy_lines(result: Row) -> list[str]:
     ]
 
 
-def _memory_lines(result: Row) -> list[str]:
+def _memory_line(task: Row) -> str:
     """What streaming keeps beside plain decoding, part by part."""
-    lines = []
-    for task in result["answers"]:
-        parts = Memory(**task["memory"]).parts
-        weights = ", ".join(
-            f"{LABELS[name]} {parts[name] / MIB:.1f}" for name in WEIGHTS if parts[name]
-        )
-        _, plain, streaming = (_peak(task, row) for row in task["systems"])
-        lines.append(
-            f"memory, {task['adapter']}: weights in MiB: {weights}; streaming's peak is "
-            f"{streaming / plain - 1:+.1%} on plain decoding's"
-        )
-    return lines
+    parts = Memory(**task["memory"]).parts
+    shown = [f"{LABELS[name]} {parts[name] / MIB:.1f}" for name in WEIGHTS if parts[name]]
+    _, plain, streaming = (_peak(task, row) for row in task["systems"])
+    return (
+        f"memory, {task['adapter']}: weights in MiB: {', '.join(shown)}; streaming's peak is "
+        f"{streaming / plain - 1:+.1%} on plain decoding's"
+    )
 
 
 def _note_lines(result: Row) -> list[str]:
@@ -135,13 +124,13 @@ def _note_lines(result: Row) -> list[str]:
 
 def line(result: Row) -> str:
     """The result in one line of flat JSON; null is what was not measured."""
-    found = result["machine"]
+    found, energy = result["machine"], result["energy"]
+    names = ("memory", "os", "power", "mlx", "mlx-lm", "ssmlx", "commit")
     values: dict[str, Any] = {
         "bench": 1,
         "date": result["date"],
         "chip": found["machine"].partition(", ")[2],
-        **{name: found[name] for name in ("memory", "os", "power", "mlx", "mlx-lm", "ssmlx")},
-        "commit": found["commit"],
+        **{name: found[name] for name in names},
         "model": result["model"],
         "weights": result["weights"],
     }
@@ -152,7 +141,6 @@ def line(result: Row) -> str:
             label = f"context{one['tokens']}_%s_{_key(row)}"
             values[label % "tps"] = round(row["tokens_per_second"], 1)
             values[label % "prefill"] = round(prefill_rate(one, row), 1)
-    energy = result["energy"]
     for row in result["answers"][0]["systems"]:
         joules = None if isinstance(energy, str) else energy[row["name"]]["joules_per_token"]
         values[f"joules_per_token_{_key(row)}"] = joules and round(joules, 4)
@@ -181,51 +169,15 @@ def _answers_values(task: Row) -> dict[str, Any]:
 
 
 def draw(result: Row, path: Path) -> None:
-    """The picture: answers above, speeds by length of context below."""
-    tasks, contexts, found = result["answers"], result["contexts"], result["machine"]
-    columns = max(2, len(tasks))
-    picture = new_figure(4.6 * columns, 5.6 if contexts else 2.9)
-    grid = picture.add_gridspec(2 if contexts else 1, columns)
-    for place, task in enumerate(tasks):
-        spot = grid[0, place] if len(tasks) > 1 else grid[0, :]
-        _draw_task(task, picture.add_subplot(spot))
-    if contexts:
-        rate = "decode tokens/s"
-        _draw_contexts(contexts, picture.add_subplot(grid[1, 0]), rate, decode_rate)
-        _draw_contexts(contexts, picture.add_subplot(grid[1, 1]), "prefill tokens/s", prefill_rate)
-    picture.suptitle(
+    """The picture: a row for each adapter, and for each length of context."""
+    tasks = [
+        {**one, "task": _name(one), "adapter": None}
+        for one in (*result["answers"], *result["contexts"])
+    ]
+    rate = Panel("decode tokens/s", lambda row: row["decode_rate"], digits=1)
+    found = result["machine"]
+    title = (
         f"{found['machine']}, {found['memory']}; {result['model']}, {result['weights']}; mlx "
-        f"{found['mlx']}\n95 % intervals; systems take turns",
-        fontsize=9,
+        f"{found['mlx']}\n95 % intervals; systems take turns"
     )
-    picture.savefig(path, dpi=150)
-
-
-def decode_rate(context: Row, row: Row) -> float:
-    """Tokens/s behind the first."""
-    return float(row["tokens_per_second"])
-
-
-def _draw_task(task: Row, axes: Any) -> None:
-    """Decode tokens/s of each system, and what they are over mlx-lm's."""
-    draw_panel(axes, task, Panel("decode tokens/s", lambda row: row["decode_rate"], digits=1))
-    over, calls = task["systems"][-1]["speedup"], task["systems"][-1]["tokens_per_call"]["value"]
-    gain = f": {_interval(over, task, 2)} times mlx-lm" if over else ""
-    title = f"{task['adapter']}, {_counted(task['prompts'], 'prompt')}{gain}"
-    axes.set_title(f"{title}\n{calls:.2f} tokens a call", loc="left", fontsize=9)
-
-
-def _draw_contexts(contexts: Any, axes: Any, label: str, rate: Callable[[Row, Row], float]) -> None:
-    """A line for each system over the lengths."""
-    lengths = [one["tokens"] for one in contexts]
-    for place, row in enumerate(contexts[0]["systems"]):
-        rates = [rate(one, one["systems"][place]) for one in contexts]
-        axes.plot(lengths, rates, label=row["name"], color=COLOURS[row["kind"]], marker="o", ms=4)
-    axes.set_xscale("log")
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.minorticks_off()
-    axes.set_ylim(0, None)
-    axes.set_xlabel("tokens of context", fontsize=9)
-    axes.set_ylabel(label, fontsize=9)
-    axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    draw_tasks(tasks, [rate, TOKENS_PER_CALL], title, path)
