@@ -117,7 +117,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
         write_heads(folder, heads)
     print(
         f"{args.out}: {heads.config.kind}, {heads.config.num_levels} tokens ahead, "
-        f"{heads.num_parameters:,} parameters",
+        f"{heads.config.num_parameters:,} parameters",
         file=sys.stderr,
     )
 

@@ -70,7 +70,7 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.loading.files import make_folder
     from ssmlx.training.job import finish, prepare, run_to_end
 
-    from .training.draft import DraftObjective, build_draft, trained_weights, write_draft
+    from .training.drafters import DraftObjective, build_draft, trained_weights, write_draft
     from .training.run import TorchTrainer, choose_device, freeze_base
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)

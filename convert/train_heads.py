@@ -145,14 +145,11 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
     )
     given = {name: getattr(args, name) for name in ("num_heads", *_ONLY[args.kind])}
     given = {name: value for name, value in given.items() if value is not None}
-    shape = {"num_heads": _DEFAULT_HEADS[args.kind], "widths": ()}
+    settings = {"num_heads": _DEFAULT_HEADS[args.kind], "widths": (), **given}
     if init is not None:
         _reject(args, _SHAPE, "--init, which has its own shape")
-        shape = {
-            "num_heads": init.config.num_levels,
-            "widths": getattr(init.config, "widths", ()),
-        }
-    settings = {**shape, **given}
+        settings["num_heads"] = init.config.num_levels
+        settings["widths"] = settings["widths"] or getattr(init.config, "widths", ())
     return HeadSettings(kind=args.kind, **{**settings, "widths": tuple(settings["widths"])})
 
 
@@ -199,15 +196,15 @@ def _read(args: argparse.Namespace) -> tuple[Job, Path, HeadSettings, HeadRefere
     from ssmlx.prompts import read_lines
     from ssmlx.training.job import prepare, read_base
 
-    from .formats.heads import detect_kind, load_published
+    from .formats.heads import load_published
 
     options = run_options(args)
     init = None
     if args.init is not None:
-        kind = detect_kind(args.init)
+        init = load_published(args.init, read_base(resolve_model(options.model))["vocab_size"])
+        kind = init.config.kind
         found = f"--init {args.init} is a {kind}"
         require(kind == args.kind, found, expected=args.kind, do="give heads of one kind")
-        init = load_published(args.init, read_base(resolve_model(options.model))["vocab_size"])
     settings = head_settings(args, init)
     vocab = None if init is None or init.draft_vocab is None else init.draft_vocab.numpy()
     if settings.stage == 2:
@@ -244,7 +241,7 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.training.job import finish, run_to_end
 
     from .formats.heads import check_base_sizes, save_published
-    from .training.heads import HeadObjective, build_heads, load_frozen
+    from .training.drafters import HeadObjective, build_heads, load_frozen
     from .training.run import TorchTrainer, choose_device
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)

@@ -86,7 +86,7 @@ class Allowed:
     def text(self) -> str:
         """What it may be, in words."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            return "one of " + ", ".join(map(str, self.choices))
         if math.isfinite(self.least) and math.isfinite(self.most):
             return f"{self.least} to {self.most}"
         bounds = {

@@ -27,7 +27,6 @@ from convert.base import load_base as load_torch_base
 from convert.formats.heads import (
     DRAFT_VOCAB_FILE,
     MEDUSA_FILES,
-    detect_kind,
     load_published,
     read_published,
     save_published,
@@ -377,7 +376,7 @@ def test_every_published_form_of_medusa_loads(backbone, base, published, tmp_pat
         weights = load_file(folder / "model.safetensors")
         weights |= {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert detect_kind(folder) == "medusa"
+    assert read_published(folder)[0].kind == "medusa"
     again = load_published(folder)
     assert (again.config.num_heads, again.config.num_layers) == (3, 1)
     assert same_weights(expected, again)
@@ -386,7 +385,7 @@ def test_every_published_form_of_medusa_loads(backbone, base, published, tmp_pat
 @pytest.mark.parametrize(("kind", "changes"), SPECULATORS)
 def test_published_speculators_come_back(backbone, published, kind, changes):
     folder, model = published(kind, **changes), random_reference(kind, backbone, **changes)
-    assert detect_kind(folder) == "mlp_speculator"
+    assert read_published(folder)[0].kind == "mlp_speculator"
     again = load_published(folder)
     assert again.config.top_k_tokens_per_head == model.config.widths
     assert same_weights(model, again)

@@ -41,14 +41,17 @@ from convert.reference.heads import MlpSpeculatorReference
 from convert.train import main as train_streams
 from convert.train_draft import MODEL_FOLDER
 from convert.train_heads import STATE_FILE, STORE_FILE, HeadSettings, head_config
-from convert.training.draft import (
+from convert.training.drafters import (
     DraftObjective,
+    HeadObjective,
+    accepted_depth,
     build_draft,
+    build_heads,
     chain_calls,
+    load_frozen,
     trained_weights,
     write_draft,
 )
-from convert.training.heads import HeadObjective, accepted_depth, build_heads, load_frozen
 from convert.training.run import TorchTrainer, freeze_base, linear_cross_entropy, mean_scales
 from ssmlx.commands.generate import main as generate
 from ssmlx.drafters.heads import load_heads
@@ -535,7 +538,7 @@ def test_what_heads_learn_shows_when_they_draft(base, data, tmp_path, kind, more
     assert convert(["--base", str(base), "--heads", str(run), "--out", str(folder)]) == 0
     backbone, _ = load_mlx_base(base, "float32")
     heads = load_heads(folder, backbone)
-    assert heads.draft_vocab_size == (60 if "--draft-vocab-size" in more else VOCAB)
+    assert heads.config.num_guessed == (60 if "--draft-vocab-size" in more else VOCAB)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.drafters.head_drafter import HeadConfig, HeadKind
+from ssmlx.drafters.head_drafter import HeadConfig
 from ssmlx.drafters.heads import Heads, cast_heads, check_heads
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
@@ -55,23 +55,6 @@ _SPECULATOR_SETTINGS = ("emb_dim", "inner_dim", "n_predict", "vocab_size", "tie_
 _PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
 
 
-def detect_kind(folder: Path) -> HeadKind:
-    """What kind of published heads a folder holds."""
-    if any((folder / name).is_file() for name in MEDUSA_FILES):
-        return "medusa"
-    config = folder / "config.json"
-    if config.is_file() and read_json(config, "settings").get("model_type") == _SPECULATOR:
-        return "mlp_speculator"
-    require(
-        bool(_carried_medusa(folder)),
-        f"{folder} holds no drafting heads",
-        expected="medusa_lm_head.safetensors (or .pt), model weights with medusa_head.*, or a "
-        "config.json of the model_type mlp_speculator",
-        do="check the path",
-    )
-    return "medusa"
-
-
 def read_published(
     folder: Path, vocab_size: int | None = None
 ) -> tuple[HeadConfig, dict[str, mx.array]]:
@@ -79,14 +62,23 @@ def read_published(
 
     `vocab_size` is V of the base model; by default as the heads' own matrices have it.
     """
+    path = folder / "config.json"
     config: HeadConfig
-    if detect_kind(folder) == "medusa":
-        source, tensors = _medusa_tensors(folder)
-        most_rows = max((array.shape[0] for array in tensors.values()), default=1)
+    medusa, source = _medusa_tensors(folder)
+    if medusa:
+        tensors = {name.removeprefix(MEDUSA_PREFIX): array for name, array in medusa.items()}
+        most_rows = max(array.shape[0] for array in tensors.values())
         config = _medusa_config(tensors, source, vocab_size or most_rows)
     else:
-        source, path = folder, folder / "config.json"
-        config = MlpSpeculatorConfig.read(path, read_json(path, "an MLP speculator's config.json"))
+        values = read_json(path, "the settings of a speculator") if path.is_file() else {}
+        require(
+            values.get("model_type") == _SPECULATOR,
+            f"{folder} holds no drafting heads",
+            expected="medusa_lm_head.safetensors (or .pt), model weights with medusa_head.*, or a "
+            "config.json of the model_type mlp_speculator",
+            do="check the path",
+        )
+        config = MlpSpeculatorConfig.read(path, values)
         tensors = _speculator_tensors(folder, config)
     check_heads(config, tensors, source)
     path = folder / DRAFT_VOCAB_FILE
@@ -228,16 +220,17 @@ def _medusa_config(tensors: Mapping[str, mx.array], source: Path, vocab_size: in
     )
 
 
-def _medusa_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
-    """Where Medusa heads are, and their tensors under their published names."""
+def _medusa_tensors(folder: Path) -> tuple[dict[str, mx.array], Path]:
+    """Medusa heads under their names in the files, if there are any, and where they are."""
     source, pickled = (folder / name for name in MEDUSA_FILES)
     if source.is_file():
-        tensors = read_tensors(source, "Medusa heads")
-    elif pickled.is_file():
-        source, tensors = pickled, read_pickle(pickled)
-    else:
-        source, tensors = folder, _carried_medusa(folder)
-    return source, {name.removeprefix(MEDUSA_PREFIX): array for name, array in tensors.items()}
+        return read_tensors(source, "Medusa heads"), source
+    if pickled.is_file():
+        return read_pickle(pickled), pickled
+    tensors: dict[str, mx.array] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        tensors |= read_tensors(path, "a model's weights", MEDUSA_PREFIX)
+    return tensors, folder
 
 
 def _speculator_tensors(folder: Path, config: MlpSpeculatorConfig) -> dict[str, mx.array]:
@@ -269,11 +262,3 @@ def _speculator_tensors(folder: Path, config: MlpSpeculatorConfig) -> dict[str, 
         )
         kept.setdefault(own, array)
     return kept
-
-
-def _carried_medusa(folder: Path) -> dict[str, mx.array]:
-    """Medusa heads among a model's own weights, of which nothing else is read."""
-    tensors: dict[str, mx.array] = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        tensors |= read_tensors(path, "a model's weights", MEDUSA_PREFIX)
-    return tensors

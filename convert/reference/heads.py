@@ -19,6 +19,9 @@ from ssmlx.drafters.mlp_speculator import EPSILON, MlpSpeculatorConfig
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 """A weight [V, D] and its bias [V], or None."""
 
+Rows = Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+"""Of each head, [..., W] states, and the matrix [Vd, W] and bias that they are given to."""
+
 
 class HeadReference(nn.Module):
     """Heads of one kind; `draft_vocab` [Vd] int32 is there where `draft_vocab_size` is not 0."""
@@ -30,10 +33,8 @@ class HeadReference(nn.Module):
         self.config: Any = config
         self.register_buffer("draft_vocab", draft_vocab)
 
-    def rows(
-        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Of each head, [..., W] states, and the matrix [Vd, W] and bias that they are given to.
+    def rows(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
+        """What each head makes of the text.
 
         Args:
             hidden: [..., D] behind the base model's final norm.
@@ -87,9 +88,7 @@ class MedusaReference(HeadReference):
             for matrix in head[self.config.num_layers :]:
                 matrix.weight.copy_(rows)
 
-    def rows(
-        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    def rows(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
         for head in self.heads:
             state = hidden
             for block in head[: self.config.num_layers]:
@@ -144,13 +143,10 @@ class MlpSpeculatorReference(HeadReference):
 
     def next_state(self, stage: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[..., inner] the state of `stage`, of the state before it and each path's last token."""
-        weight = self.config.emb_weight / self.config.state_weight
-        mixed = self.proj[stage](state) + weight * self.emb[stage](tokens)
+        mixed = self.proj[stage](state) + self.config.emb_weight * self.emb[stage](tokens)
         return nn.functional.gelu(self.ln[stage](mixed.float()))
 
-    def rows(
-        self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    def rows(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
         state = self.first_state(hidden)
         for stage in range(self.config.n_predict):
             state = self.next_state(stage, state, following[..., stage])
@@ -179,7 +175,5 @@ class MlpSpeculatorReference(HeadReference):
 
 def new_reference(config: HeadConfig, draft_vocab: torch.Tensor | None) -> HeadReference:
     """Heads of these settings, as they are before training."""
-    if isinstance(config, MedusaConfig):
-        return MedusaReference(config, draft_vocab)
-    assert isinstance(config, MlpSpeculatorConfig)
-    return MlpSpeculatorReference(config, draft_vocab)
+    kinds: dict[str, Any] = {"medusa": MedusaReference, "mlp_speculator": MlpSpeculatorReference}
+    return kinds[config.kind](config, draft_vocab)

@@ -37,6 +37,7 @@ class DraftModel:
         InputError: its cache cannot take tokens back.
 
     Attributes:
+        vocab_size: Vd, tokens of its embedding.
         owner: the drafter that the cache follows.
     """
 
@@ -51,13 +52,10 @@ class DraftModel:
                 expected="a model with plain key/value caches",
                 do="choose another draft model",
             )
+        self.num_parameters: int = get_total_parameters(model)
+        self.vocab_size: int = model.args.vocab_size
         self._text: list[int] = []
         self.owner: object = None
-
-    @property
-    def num_parameters(self) -> int:
-        """All its parameters."""
-        return get_total_parameters(self.model)
 
     @property
     def nbytes(self) -> int:
@@ -66,23 +64,14 @@ class DraftModel:
         return weights + sum(cache.nbytes for cache in self._cache)
 
     @property
-    def vocab_size(self) -> int:
-        """Vd, tokens of its embedding."""
-        return int(self.model.args.vocab_size)
-
-    @property
     def offset(self) -> int:
         """Tokens in the cache."""
         return int(self._cache[0].offset)
 
-    def keep(self, count: int) -> None:
-        """Forget all but the first `count` tokens."""
-        trim_prompt_cache(self._cache, self.offset - count)
-
     def start(self, tokens: Sequence[int], owner: object) -> int:
         """Make the cache hold `tokens`, as much of it as it can keep; the forward passes taken."""
         common = common_prefix(self._text[: self.offset], tokens)
-        self.keep(common)
+        self.note((), common)
         calls = 0
         for first in range(common, len(tokens), PREFILL_STEP_SIZE):
             self.logits(mx.array(list(tokens[first : first + PREFILL_STEP_SIZE])))
@@ -98,7 +87,7 @@ class DraftModel:
     def note(self, tokens: Sequence[int], held: int) -> None:
         """The text has gone on by `tokens`; keep `held` of all its tokens in the cache."""
         self._text.extend(tokens)
-        self.keep(held)
+        trim_prompt_cache(self._cache, self.offset - held)
 
 
 class DraftModelDrafter:
@@ -106,12 +95,8 @@ class DraftModelDrafter:
 
     The K forward passes are one graph: no drafted token is read by the host while drafting.
     Where the target samples, so does the draft model, under the same settings and the same noise
-    of each place: where both distributions are alike, so are the draws.
-
-    Args:
-        model: the draft model.
-        config: what to draft.
-        sampling: how the target decides; None drafts the likeliest tokens.
+    of each place: where both distributions are alike, so are the draws. Without `sampling`, the
+    likeliest tokens are drafted.
     """
 
     num_streams, cache_bytes = 0, 0
@@ -136,27 +121,19 @@ class DraftModelDrafter:
     def propose(self, verified: Verified) -> Tree:
         """See `Drafter.propose`. Waits for the target, to know how much of the cache holds."""
         new_tokens, chain = verified.read(self._chain)
-        unseen = self._catch_up(new_tokens, chain)
-        rows = self._draft(mx.array(unseen))
+        if self._model.owner is not self:
+            self.draft_calls += self._model.start(self._text, self)
+            chain = []
+        # The cache holds the text that it last drafted from and all of its chain but the last
+        # token. At least the newest token is left to process, whose logits are needed.
+        common = common_prefix(chain[:-1], new_tokens[:-1])
+        self._model.note(new_tokens, len(self._text) + common)
+        self._text.extend(new_tokens)
+        rows = self._draft(mx.array(new_tokens[common:]))
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
         tokens = mx.concatenate([verified.root, mx.concatenate(rows)[topology.slots]])
         return Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
-
-    def _catch_up(self, new_tokens: list[int], chain: list[int]) -> list[int]:
-        """Keep what the cache holds of the text, and give the tokens that it lacks.
-
-        It holds the text that it last drafted from and all of its chain but the last token. At
-        least the newest token is left, whose logits are needed.
-        """
-        known = len(self._text)
-        self._text.extend(new_tokens)
-        if self._model.owner is not self:
-            self.draft_calls += self._model.start(self._text[:known], self)
-            chain = []
-        common = common_prefix(chain[:-1], new_tokens[:-1])
-        self._model.note(new_tokens, known + common)
-        return new_tokens[common:]
 
     def _draft(self, tokens: mx.array) -> list[mx.array]:
         """The candidates [W] of each level, best first, after `tokens` [R]."""
@@ -208,11 +185,7 @@ def load_draft_model(
 def check_vocabulary(
     draft: DraftModel, own: TokenizerWrapper, tokenizer: TokenizerWrapper, vocab_size: int
 ) -> None:
-    """Check that a drafted token means to the target what it means to the draft model.
-
-    Raises:
-        InputError: the vocabularies differ; the message says in what.
-    """
+    """Check that a drafted token means to the target what it means to the draft model."""
     do = "choose a draft model of the same family"
     require(
         draft.vocab_size == vocab_size,

@@ -5,6 +5,7 @@ Heads guess the next tokens from the target's newest hidden state, behind its fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -19,8 +20,6 @@ from ..model.tree import Tree
 from ..settings import DrafterKind, check_settings, setting
 
 HeadKind = Literal["medusa", "mlp_speculator"]
-_FOUND = "{name} is {value!r} in the settings of drafting heads"
-_DO = "check the heads, or convert them again"
 _Config = TypeVar("_Config", bound="HeadConfig")
 
 
@@ -38,34 +37,22 @@ class HeadConfig:
     draft_vocab_size: int = setting(0, least=0)
 
     def __post_init__(self) -> None:
-        check_settings(self, found=_FOUND, do=_DO)
+        found = "{name} is {value!r} in the settings of drafting heads"
+        check_settings(self, found=found, do="check the heads, or convert them again")
 
     @classmethod
     def read(cls: type[_Config], path: Path, values: Mapping[str, Any]) -> _Config:
-        """The settings in the JSON `values` of the file `path`; others are passed over.
-
-        Raises:
-            InputError: one is missing, or out of range.
-        """
+        """The settings in the JSON `values` of the file `path`; others are passed over."""
         known: dict[str, Any] = {
             field.name: tuple(value) if isinstance(value, list) else value
             for field in fields(cls)
             if (value := values.get(field.name)) is not None
         }
         needed = [field.name for field in fields(cls) if field.default is MISSING]
-        missing = [name for name in needed if name not in known]
-        require(
-            not missing,
-            f"{path} lacks {', '.join(missing)}",
-            expected=", ".join(needed),
-            do="copy or convert it again",
-        )
+        missing = ", ".join(name for name in needed if name not in known)
+        do = "copy or convert it again"
+        require(not missing, f"{path} lacks {missing}", expected=", ".join(needed), do=do)
         return cls(**known)
-
-    def check(self, name: str, ok: bool, expected: str) -> None:
-        """Refuse a setting unless `ok`."""
-        found = _FOUND.format(name=name, value=getattr(self, name))
-        require(ok, found, expected=expected, do=_DO)
 
     @property
     def base_width(self) -> int:
@@ -96,6 +83,11 @@ class HeadConfig:
         vocab = {"draft_vocab": (self.draft_vocab_size,)} if self.draft_vocab_size else {}
         return {**self.weight_shapes(), **vocab}
 
+    @property
+    def num_parameters(self) -> int:
+        """Trained numbers, those that heads share counted once."""
+        return sum(math.prod(shape) for shape in self.weight_shapes().values())
+
 
 class DraftingHeads:
     """Heads on a base model.
@@ -108,7 +100,6 @@ class DraftingHeads:
     Attributes:
         config: as given.
         draft_vocab: [Vd] int32, the token of each column of the logits; None for all.
-        num_parameters: weights of their own, those that heads share counted once.
         nbytes: bytes of what they keep in memory beside the base model.
         drafter: the name under which they draft.
     """
@@ -121,19 +112,10 @@ class DraftingHeads:
     ) -> None:
         self.config: Any = config
         self.draft_vocab = tensors.get("draft_vocab")
-        self.num_parameters = num_trained(tensors)
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Vd; V where the heads guess among the whole vocabulary."""
-        return self.config.num_guessed
+        self.num_parameters: int = config.num_parameters
 
     def fitting(self, tree: Any) -> Any:
-        """The settings of a tree, filled up and narrowed to what these heads can draft.
-
-        Raises:
-            InputError: they cannot draft such a tree.
-        """
+        """The settings of a tree, filled up and narrowed to what these heads can draft."""
         raise NotImplementedError
 
     def tree_size(self, tree: Any) -> tuple[int, int]:
@@ -147,24 +129,12 @@ class DraftingHeads:
             root: the token that the base model decided on at `hidden`.
             hidden: [1, D] the newest accepted node's state, behind the base model's final norm.
             tree: as `fitting` takes it.
-
-        Raises:
-            InputError: the heads cannot draft such a tree.
         """
         raise NotImplementedError
 
 
 class HeadDrafter:
-    """Drafts from heads on the newest accepted node.
-
-    Args:
-        backbone: the target.
-        heads: those that were attached to it.
-        tree: settings of the tree, as the heads' `fitting` takes them.
-
-    Raises:
-        InputError: the heads cannot draft such a tree.
-    """
+    """Drafts from heads on the newest accepted node; `tree` is as their `fitting` takes it."""
 
     num_streams, draft_calls, cache_bytes = 0, 0, 0
     waits = False
@@ -180,8 +150,3 @@ class HeadDrafter:
     def propose(self, verified: Verified) -> Tree:
         hidden = self._backbone.final_norm(verified.last_hidden)[0]
         return self._heads.propose_tree(verified.root, hidden, self._tree)
-
-
-def num_trained(tensors: Mapping[str, mx.array]) -> int:
-    """Numbers in the tensors of heads; the ids of a draft vocabulary are no weights."""
-    return sum(array.size for name, array in tensors.items() if name != "draft_vocab")

@@ -21,7 +21,7 @@ from ..loading.files import account_for, read_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..settings import read_json
-from .head_drafter import DraftingHeads, HeadConfig, HeadKind, num_trained
+from .head_drafter import DraftingHeads, HeadConfig, HeadKind
 from .medusa import MedusaConfig, MedusaHeads
 from .mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 
@@ -49,11 +49,6 @@ class Heads:
     base: BaseIdentity
     base_model: str = ""
 
-    @property
-    def num_parameters(self) -> int:
-        """Trained numbers."""
-        return num_trained(self.tensors)
-
 
 def is_heads_folder(folder: Path) -> bool:
     """Whether a folder holds heads that `load_heads` may read."""
@@ -77,11 +72,7 @@ def write_heads(folder: Path, heads: Heads) -> None:
 
 
 def read_heads(folder: Path) -> Heads:
-    """Read a heads folder, every tensor accounted for.
-
-    Raises:
-        InputError: a file is missing, truncated, of another format, or does not fit the rest.
-    """
+    """Read a heads folder, every tensor accounted for."""
     require(
         folder.is_dir(),
         f"no heads folder {folder}",
@@ -120,11 +111,7 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 
 
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
-    """Heads in memory, ready to draft for `backbone`, in its dtype.
-
-    Raises:
-        InputError: they are another model's.
-    """
+    """Heads in memory, ready to draft for `backbone`, in its dtype."""
     heads.base.require_same(
         BaseIdentity.of(backbone),
         "the heads belong",
@@ -137,11 +124,7 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
 
 
 def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
-    """Check that `tensors` are exactly those that the settings ask for.
-
-    Raises:
-        InputError: says which are missing, spare, misshapen or not finite.
-    """
+    """Check that `tensors` are exactly those that the settings ask for."""
     account_for(tensors, config.expected_tensors(), source)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)

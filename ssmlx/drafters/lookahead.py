@@ -33,12 +33,7 @@ MAX_KEYS = 1 << 16  # first tokens whose n-grams are kept
 
 
 class NgramPool:
-    """N-grams by their first token; those that were seen longest ago are forgotten.
-
-    Args:
-        per_key: n-grams kept of each first token.
-        max_keys: first tokens kept.
-    """
+    """N-grams by their first token; those that were seen longest ago are forgotten."""
 
     def __init__(self, per_key: int, max_keys: int = MAX_KEYS) -> None:
         self._per_key, self._max_keys = per_key, max_keys
@@ -89,7 +84,7 @@ class LookaheadDrafter:
                 self._pool.add(tokens[first : first + config.ngram])
         self._window = [rng.choices(tokens, k=config.window) for _ in range(self._num_rows)]
         self._tree: Tree | None = None
-        self._nodes: list[list[int]] = []
+        self._last_level: list[int] = []
 
     def propose(self, verified: Verified) -> Tree:
         """See `Drafter.propose`. Waits for the target, whose tokens are the next iterates."""
@@ -97,20 +92,13 @@ class LookaheadDrafter:
         if self._tree is not None:
             if verified.tree is not self._tree:
                 raise ValueError("lookahead's tree was pruned, so its iterations cannot go on")
-            self._advance([target_tokens[node] for node in self._nodes[-1]])
+            # One Jacobi step: every level takes the place of the one above it.
+            rows = [*self._window, [target_tokens[node] for node in self._last_level]]
+            for ngram in zip(*rows, strict=True):
+                self._pool.add(ngram)
+            self._window = rows[1:]
         self._tree = self._draft(new_tokens[-1])
         return self._tree
-
-    def _advance(self, iterates: list[int]) -> None:
-        """One Jacobi step: every level takes the place of the one above it.
-
-        Args:
-            iterates: [W] the target's tokens after the last level.
-        """
-        rows = [*self._window, iterates]
-        for ngram in zip(*rows, strict=True):
-            self._pool.add(ngram)
-        self._window = rows[1:]
 
     def _draft(self, root: int) -> Tree:
         trie = Trie(root, self._max_nodes)
@@ -124,5 +112,5 @@ class LookaheadDrafter:
         for rest in self._pool.after(root):
             trie.add(rest)
         tree, index = trie.tree(self.num_levels)
-        self._nodes = [[index[node] for node in row] for row in nodes]
+        self._last_level = [index[node] for node in nodes[-1]]
         return tree

@@ -52,9 +52,12 @@ class PromptLookupDrafter:
         """See `Drafter.propose`. Waits for the target, for its tokens are what is looked up."""
         (new_tokens,) = verified.read()
         self._extend(new_tokens)
-        trie = Trie(self._text[-1], self._config.size)
+        text = self._text
+        trie = Trie(text[-1], self._config.size)
         for end in self._matches():
-            trie.add(self._continuation(end))
+            period = len(text) - end
+            following = text[end : end + self.num_levels]
+            trie.add([following[index % period] for index in range(self.num_levels)])
             if trie.is_full:
                 break
         tree, _ = trie.tree(self.num_levels if len(trie.tokens) > 1 else 0)
@@ -75,19 +78,9 @@ class PromptLookupDrafter:
             ends = self._ends[tuple(text[-n:])]
             yield from (end for end in reversed(ends) if end < len(text))
 
-    def _continuation(self, end: int) -> list[int]:
-        """The `num_draft_tokens` tokens after place `end`; beyond the text, its own."""
-        period = len(self._text) - end
-        known = self._text[end : end + self.num_levels]
-        return [known[index % period] for index in range(self.num_levels)]
-
 
 class TextOnDevice:
-    """The text so far, on the device, where a target call's tokens are written unread.
-
-    Attributes:
-        tokens: [C] the text, then room.
-    """
+    """The text so far [C], then room, on the device: a call's tokens are written unread."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
@@ -130,10 +123,7 @@ def continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
 def extend(tree: Tree, chain: mx.array, count: int) -> Tree:
     """The tree with `count` nodes more: the chain, from where the tree stops agreeing with it.
 
-    Args:
-        tree: N nodes in paths of P columns.
-        chain: [P - 1 + count] tokens below the root.
-        count: nodes to add.
+    Of paths of P columns, `chain` is [P - 1 + count] tokens below the root.
     """
     num_nodes, width = tree.paths.shape
     along = chain[mx.maximum(tree.depths - 1, 0)]
@@ -154,12 +144,7 @@ def extend(tree: Tree, chain: mx.array, count: int) -> Tree:
 
 
 class WithLookup:
-    """A drafter, and `num_nodes` nodes that look up how the text went on before.
-
-    Args:
-        drafter: one that does not wait for the target, and calls no other model.
-        num_nodes: nodes to add to each of its trees, in a chain.
-    """
+    """A drafter that does not wait, and a chain of `num_nodes` nodes that were looked up."""
 
     draft_calls = 0
     waits = False
@@ -173,7 +158,6 @@ class WithLookup:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the drafter's own keys and values."""
         return self.drafter.cache_bytes
 
     def start(self, tokens: Sequence[int]) -> None:

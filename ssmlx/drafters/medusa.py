@@ -120,7 +120,7 @@ class MedusaHeads(DraftingHeads):
 
     def fitting(self, tree: TreeConfig) -> TreeConfig:
         """`tree`, no wider than there are tokens to guess."""
-        return tree.no_wider_than(self.draft_vocab_size)
+        return tree.no_wider_than(self.config.num_guessed)
 
     def tree_size(self, tree: TreeConfig) -> tuple[int, int]:
         return self.config.num_heads, tree.num_nodes(self.config.num_heads)

@@ -57,19 +57,18 @@ class MlpSpeculatorConfig(HeadConfig):
     emb_dim: int = setting(least=1)
     n_predict: int = setting(least=1)
     inner_dim: int = setting(0, least=0)
-    tie_weights: bool = False
-    scale_input: bool = False
+    tie_weights: bool = setting(False, choices=(True, False))
+    scale_input: bool = setting(False, choices=(True, False))
     top_k_tokens_per_head: tuple[int, ...] = setting((), least=1)
     n_candidates: int | None = setting(None, least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tie_weights", "scale_input"):
-            self.check(name, isinstance(getattr(self, name), bool), "true or false")
-        self.check(
-            "top_k_tokens_per_head",
+        require(
             len(self.top_k_tokens_per_head) in (0, self.n_predict),
-            f"{self.n_predict} numbers of 1 or more, one a stage",
+            f"top_k_tokens_per_head is {self.top_k_tokens_per_head} in the settings of heads",
+            expected=f"{self.n_predict} numbers of 1 or more, one a stage",
+            do="check the heads, or convert them again",
         )
 
     @property
@@ -97,14 +96,10 @@ class MlpSpeculatorConfig(HeadConfig):
         return self.n_candidates or DEFAULT_CANDIDATES
 
     @property
-    def state_weight(self) -> float:
-        """By which a stage multiplies the state before it."""
-        return 0.5 ** (0.5 / self.n_predict)
-
-    @property
     def emb_weight(self) -> float:
-        """By which a stage multiplies its token's embedding."""
-        return math.sqrt((1 - self.state_weight**2) * self.width / 2)
+        """c, by which a stage multiplies its token's embedding, over the state's own weight."""
+        state_weight = 0.5 ** (0.5 / self.n_predict)
+        return math.sqrt((1 - state_weight**2) * self.width / 2) / state_weight
 
     def name_of(self, part: str, stage: int) -> str:
         """The tensor that is `part` of `stage`: its own, or the one that it shares."""
@@ -168,9 +163,8 @@ class MlpSpeculator(DraftingHeads):
             [B, inner] the new states, and [B, Vd] the logits of each path's next token.
         """
         projected = state @ self._part("proj.weight", index).T
-        config = self.config
         embedded = self._part("emb.weight", index)[tokens]
-        mixed = projected + (config.emb_weight / config.state_weight) * embedded
+        mixed = projected + self.config.emb_weight * embedded
         normed = mx.fast.rms_norm(mixed, self._part("ln.weight", index), EPSILON)
         state = nn.gelu(normed + self._part("ln.bias", index))
         return state, state @ self._part("head.weight", index).T
@@ -200,15 +194,11 @@ class MlpSpeculator(DraftingHeads):
         return mx.concatenate(node_tokens), mx.concatenate(edges)
 
     def fitting(self, tree: SpeculatorTreeConfig) -> SpeculatorTreeConfig:
-        """`tree`, its widths no more than there are tokens to guess; what it lacks is published.
-
-        Raises:
-            InputError: the widths are too many, or make too large a tree.
-        """
+        """`tree`, its widths no more than there are tokens to guess; what it lacks is published."""
         asked, stages = tree.widths, self.config.n_predict
         widths = tuple(self.config.widths if asked is None else asked)
         fits = 1 <= len(widths) <= stages
-        widths = tuple(min(width, self.draft_vocab_size) for width in widths)
+        widths = tuple(min(width, self.config.num_guessed) for width in widths)
         require(
             fits and num_candidate_nodes(widths, None) <= MAX_TREE_NODES,
             f"tree widths {' x '.join(map(str, widths)) or 'of no stage'}",

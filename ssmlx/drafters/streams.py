@@ -52,23 +52,21 @@ class StreamDrafter:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the second pass's own keys and values."""
         return self._cache.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
         """See `Drafter.start`. All that streams know is in the model's own rows."""
-        model = self._model
-        layers = range(model.insertion_layer, model.num_layers)
+        layers = range(self._model.insertion_layer, self._model.num_layers)
         self._cache = StreamCache(layers, scratch=self.num_levels + 2 * self._path)
 
     def propose(self, verified: Verified) -> Tree:
-        stream_hidden = verified.stream_hidden if self.num_streams else self._run(verified)
+        stream_hidden = verified.stream_hidden if self.num_streams else self._second_pass(verified)
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
         logits = self._model.draft_logits(stream_hidden)
         ranked = rank_candidates(logits, self._num_candidates, self._model.draft_vocab)
         return grow_tree(verified.root, *ranked, self._tree)
 
-    def _run(self, verified: Verified) -> mx.array:
+    def _second_pass(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
         self._cache.follow(verified.cache, self.num_levels)
         last, hidden = verified.acceptance.last, verified.insertion_hidden
