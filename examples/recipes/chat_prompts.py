@@ -6,15 +6,15 @@ From the checkout, with the extra `torch`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from convert import check_torch
 from convert.continuations import (
@@ -28,8 +28,8 @@ from convert.continuations import (
     plan_batches,
     write_jsonl,
 )
-from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.commands.options import add_counts, make_parser, run
+from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts
 
@@ -58,15 +58,13 @@ OPENING_WORDS = 8
 # Of a prompt that the model makes up itself.
 SHORTEST, LONGEST = 8, 400  # characters
 LEAST_ASCII = 0.97
-MAX_TOKENS = 110
-SAMPLING = {"temp": 1.0, "top_p": 0.95}
+SAMPLING: dict[str, Any] = {"max_tokens": 110, "temp": 1.0, "top_p": 0.95}
 _SPECIAL = re.compile(r"<\|[^>]*\|>|<[a-z_]+>")
 _MARKER = "\u2063user text\u2063"
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counts:
+class Counts(NamedTuple):
     """How many prompts of each source a split gets."""
 
     written: int
@@ -75,60 +73,36 @@ class Counts:
 
 
 COUNTS = {
-    "train": Counts(written=2700, sampled=2350, two_turn=600),
-    "valid": Counts(written=100, sampled=80, two_turn=20),
-    "test": Counts(written=100, sampled=80, two_turn=20),
+    "train": Counts(2700, 2350, 600),
+    "valid": Counts(100, 80, 20),
+    "test": Counts(100, 80, 20),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lists:
-    """The hand-written lists, or one split's part of them."""
-
-    slots: dict[str, tuple[str, ...]]
-    templates: tuple[str, ...]
-    plain: tuple[str, ...]
-    follow_ups: tuple[str, ...]
+Lists = dict[str, list[str]]
+"""What goes into each slot, and the "templates", "plain" prompts and "follow-ups"."""
 
 
 def read_lists() -> Lists:
     """The hand-written lists, as their file has them."""
-    sections: dict[str, list[str]] = {}
+    lists: Lists = {}
     for line in LISTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
-            section = sections.setdefault(line.strip("[]"), [])
+            section = lists.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
             section.append(line)
-    rest = [tuple(sections.pop(name)) for name in ("templates", "plain", "follow-ups")]
-    slots = {name: tuple(items) for name, items in sections.items()}
-    return Lists(slots=slots, templates=rest[0], plain=rest[1], follow_ups=rest[2])
+    return lists
 
 
 def split_lists(seed: int) -> dict[str, Lists]:
-    """Divide every list among the splits."""
-    rng, lists = random.Random(seed), read_lists()
-    slots = {name: _divide(items, rng) for name, items in lists.slots.items()}
-    rest = [_divide(items, rng) for items in (lists.templates, lists.plain, lists.follow_ups)]
-    return {
-        split: Lists(
-            slots={name: parts[split] for name, parts in slots.items()},
-            templates=rest[0][split],
-            plain=rest[1][split],
-            follow_ups=rest[2][split],
-        )
-        for split in SPLITS
-    }
-
-
-def _divide(items: Sequence[str], rng: random.Random) -> dict[str, tuple[str, ...]]:
-    """Every item to one split, at least one to each."""
-    shuffled = rng.sample(items, len(items))
-    held = max(1, round(HELD_OUT * len(items)))
-    return {
-        "valid": tuple(shuffled[:held]),
-        "test": tuple(shuffled[held : 2 * held]),
-        "train": tuple(shuffled[2 * held :]),
-    }
+    """Divide every list among the splits, at least one item to each."""
+    rng = random.Random(seed)
+    splits: dict[str, Lists] = {split: {} for split in SPLITS}
+    for name, items in read_lists().items():
+        shuffled = rng.sample(items, len(items))
+        held = max(1, round(HELD_OUT * len(items)))
+        splits["valid"][name] = shuffled[:held]
+        splits["test"][name] = shuffled[held : 2 * held]
+        splits["train"][name] = shuffled[2 * held :]
+    return splits
 
 
 def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
@@ -137,33 +111,33 @@ def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
     A template rests where its slots have nothing new, or once it has had its share: those with
     numbers would otherwise never end.
     """
-    found = {normalised(text): casual(text, rng) for text in lists.plain[: count // 2]}
-    most = math.ceil(SHARE * count / len(lists.templates))
-    left = dict.fromkeys(lists.templates, most)
+    found = {normalised(text): casual(text, rng) for text in lists["plain"][: count // 2]}
+    templates = lists["templates"]
+    left = dict.fromkeys(templates, math.ceil(SHARE * count / len(templates)))
     dry = 0
     while len(found) < count and dry < DRY_ROUNDS:
         before = len(found)
-        for template in rng.sample(lists.templates, len(lists.templates)):
-            text = fill(template, lists.slots, rng)
+        for template in rng.sample(templates, len(templates)):
+            text = fill(template, lists, rng)
             if left[template] and len(found) < count and normalised(text) not in found:
                 found[normalised(text)] = casual(text, rng)
                 left[template] -= 1
         dry = dry + 1 if len(found) == before else 0
-    if len(found) < count:
-        raise InputError(
-            f"the lists give {len(found)} different prompts",
-            expected=f"{count}",
-            do="lengthen chat_lists.txt, or lower the count",
-        )
+    require(
+        len(found) == count,
+        f"the lists give {len(found)} different prompts",
+        expected=f"{count}",
+        do="lengthen chat_lists.txt, or lower the count",
+    )
     return rng.sample(list(found.values()), count)
 
 
-def fill(template: str, slots: dict[str, tuple[str, ...]], rng: random.Random) -> str:
+def fill(template: str, lists: Lists, rng: random.Random) -> str:
     """A template with something in each of its slots, and a capital where it needs one."""
 
     def choose(match: re.Match[str]) -> str:
         name = match[1]
-        return str(rng.randint(*NUMBERS[name])) if name in NUMBERS else rng.choice(slots[name])
+        return str(rng.randint(*NUMBERS[name])) if name in NUMBERS else rng.choice(lists[name])
 
     text = _SLOT.sub(choose, template).replace("\\n", "\n")
     return text[0].upper() + text[1:] if template[0] == "{" else text
@@ -219,10 +193,7 @@ def written_prompts(seed: int) -> dict[str, list[str]]:
 def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict[str, list[str]]:
     """Divide the model's own prompts among the splits.
 
-    Args:
-        found: as sampled.
-        written: each split's hand-written prompts; a sampled one that begins like any of them or
-            like an earlier one is left out.
+    One that begins like a hand-written one of any split, or like an earlier one, is left out.
     """
     seen = {opening(text) for texts in written.values() for text in texts}
     fresh = []
@@ -234,12 +205,12 @@ def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict
     for split in ("test", "valid", "train"):
         splits[split] = fresh[start : start + COUNTS[split].sampled]
         start += COUNTS[split].sampled
-    if len(fresh) < start:
-        raise InputError(
-            f"{len(fresh)} of {len(found)} sampled prompts are left without near copies",
-            expected=f"{start}",
-            do="raise SAMPLED",
-        )
+    require(
+        len(fresh) >= start,
+        f"{len(fresh)} of {len(found)} sampled prompts are left without near copies",
+        expected=f"{start}",
+        do="raise SAMPLED",
+    )
     return splits
 
 
@@ -277,50 +248,25 @@ def is_good_prompt(text: str) -> bool:
 
 
 def sample_prompts(
-    model: Any,
-    tokenizer: Any,
-    count: int,
-    *,
-    batch_size: int,
-    seed: int,
-    taken: Iterable[str] = (),
-    report: Callable[[int], None] = lambda found: None,
+    model: Any, tokenizer: Any, count: int, *, batch_size: int, seed: int
 ) -> list[str]:
-    """`count` different prompts of the model's own, in the order in which they were found.
+    """`count` different prompts of the model's own, in the order in which they were found."""
+    from huggingface_hub.utils import tqdm
 
-    Args:
-        model: of transformers, as `load_generator` gives it.
-        tokenizer: the model's.
-        count: how many.
-        batch_size: samples drawn together.
-        seed: of the sampler.
-        taken: prompts that may not come again.
-        report: told how many more were found, after each batch.
-    """
-    sampling = Sampling(max_tokens=MAX_TOKENS, seed=seed, **SAMPLING)
+    sampling = Sampling(seed=seed, **SAMPLING)
     prefix, stop = user_prefix(tokenizer), end_tokens(model, tokenizer)
-    seen, batch = {normalised(text) for text in taken}, 0
-    found: list[str] = []
-    while len(found) < count:
-        answers = generate_batch(model, [prefix] * batch_size, sampling, stop, batch)
-        before = len(found)
-        for text in _finished(answers, tokenizer):
-            key = normalised(text)
-            if key not in seen and is_good_prompt(text):
-                seen.add(key)
-                found.append(text)
-        report(min(len(found), count) - before)
-        batch += 1
-    return found[:count]
-
-
-def _finished(answers: Iterable[Any], tokenizer: Any) -> list[str]:
-    """Texts of the samples that came to their own end."""
-    return [
-        tokenizer.decode(answer.tokens[:-1]).strip()
-        for answer in answers
-        if answer.finish_reason == "stop"
-    ]
+    found: dict[str, str] = {}
+    with tqdm(total=count, unit="prompt", desc="sampling", disable=None, leave=False) as bar:
+        for batch in itertools.count():
+            for answer in generate_batch(model, [prefix] * batch_size, sampling, stop, batch):
+                text = tokenizer.decode(answer.tokens[:-1]).strip()
+                # One that came to its own end.
+                if answer.finish_reason == "stop" and is_good_prompt(text):
+                    found.setdefault(normalised(text), text)
+            bar.update(min(len(found), count) - bar.n)
+            if len(found) >= count:
+                break
+    return list(found.values())[:count]
 
 
 # --- The command ------------------------------------------------------------------------------
@@ -333,9 +279,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--out", type=Path, required=True, metavar="FOLDER", help="where to write the files"
     )
     add_generator_options(parser)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="another one, other prompts (default: %(default)s)"
-    )
+    add_counts(parser, ("seed", 0, "another one, other prompts"))
     return parser.parse_args(argv)
 
 
@@ -348,9 +292,16 @@ def _main(args: argparse.Namespace) -> None:
     make_folder(args.out)
     model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device)
     sampled = sampled_prompts(_sample(args, model, tokenizer), written)
-    for split in SPLITS:
-        rows = _rows(split, written[split], sampled[split], args, model, tokenizer)
-        write_jsonl(args.out / f"chat_{split}.jsonl", iter(rows))
+    for split, lists in split_lists(args.seed).items():
+        rng = random.Random(f"{args.seed} {split} chats")
+        texts = [*written[split], *sampled[split]]
+        firsts = rng.sample(texts, COUNTS[split].two_turn)
+        follow_ups = [rng.choice(lists["follow-ups"]) for _ in firsts]
+        rows = [{"prompt": text} for text in texts]
+        rows += two_turn_chats(model, tokenizer, firsts, follow_ups, args.batch_size)
+        if split != "train":
+            rows = rng.sample(rows, len(rows))
+        write_jsonl(args.out / f"chat_{split}.jsonl", rows)
         print(f"{args.out}/chat_{split}.jsonl: {len(rows):,} prompts", file=sys.stderr)
 
 
@@ -359,33 +310,9 @@ def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
     kept = args.out / f"sampled_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
     if kept.is_file():
         return [prompt["prompt"] for prompt in read_prompts(kept)]
-    from huggingface_hub.utils import tqdm
-
-    with tqdm(total=SAMPLED, unit="prompt", desc="sampling", disable=None, leave=False) as bar:
-        found = sample_prompts(
-            model, tokenizer, SAMPLED, batch_size=args.batch_size, seed=args.seed, report=bar.update
-        )
+    found = sample_prompts(model, tokenizer, SAMPLED, batch_size=args.batch_size, seed=args.seed)
     write_jsonl(kept, ({"prompt": text} for text in found))
     return found
-
-
-def _rows(
-    split: str,
-    written: Sequence[str],
-    sampled: Sequence[str],
-    args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-) -> list[dict[str, Any]]:
-    """A split's file: for train in the order of the sources, else mixed."""
-    rng = random.Random(f"{args.seed} {split} chats")
-    firsts = rng.sample([*written, *sampled], COUNTS[split].two_turn)
-    follow_ups = split_lists(args.seed)[split].follow_ups
-    chats = two_turn_chats(
-        model, tokenizer, firsts, [rng.choice(follow_ups) for _ in firsts], args.batch_size
-    )
-    rows = [{"prompt": text} for text in (*written, *sampled)] + chats
-    return rows if split == "train" else rng.sample(rows, len(rows))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,17 +7,18 @@ its answers teach the streams (`convert.continuations --lora`).
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from convert.continuations import write_jsonl
-from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError
+from ssmlx.commands.options import add_counts, make_parser, run
+from ssmlx.errors import require
 from ssmlx.prompts import read_prompts
+from ssmlx.settings import read_json
 
 PROG = "examples.recipes.e2e_prompts"
 EPILOG = """examples:
@@ -37,23 +38,17 @@ _ATTRIBUTE = re.compile(r"([^,\[\]]+)\[([^\[\]]*)\](?:, |$)")
 
 Attributes = tuple[tuple[str, str], ...]
 """Names and values in their order: (("name", "Aromi"), ("area", "riverside"))."""
-Values = Mapping[str, Sequence[str]]
-"""Values by attribute."""
 
 
 def parse_attributes(text: str) -> Attributes:
-    """`name[Aromi], area[riverside]` as pairs.
-
-    Raises:
-        InputError: the text is of another form.
-    """
+    """`name[Aromi], area[riverside]` as pairs; a text of another form is refused."""
     found = tuple(_ATTRIBUTE.findall(text))
-    if not found or spell(found) != text:
-        raise InputError(
-            f"the prompt {text!r}",
-            expected="attributes such as name[Aromi], area[riverside]",
-            do="give the E2E task's folder",
-        )
+    require(
+        bool(found) and spell(found) == text,
+        f"the prompt {text!r}",
+        expected="attributes such as name[Aromi], area[riverside]",
+        do="give the E2E task's folder",
+    )
     return found
 
 
@@ -62,26 +57,18 @@ def spell(attributes: Attributes) -> str:
     return ", ".join(f"{name}[{value}]" for name, value in attributes)
 
 
-def read_values(path: Path, held_out: Collection[Attributes]) -> Values:
+def read_values(path: Path, held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]:
     """More values of attributes, from JSON such as {"name": ["Juniper Table"], "food": ["Thai"]}.
 
-    Args:
-        path: the file.
-        held_out: prompts whose names and places nearby are left out.
-
-    Raises:
-        InputError: the file is missing or of another form.
+    Names and places nearby that the prompts `held_out` have are left out.
     """
-    wanted = 'JSON such as {"name": ["Juniper Table"]}'
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {error}", expected=wanted, do="check --values") from error
-    lists = list(found.values()) if isinstance(found, dict) else [None]
-    if not all(isinstance(one, list) and one and all(map(_is_value, one)) for one in lists):
-        raise InputError(
-            f"{path} has something else than lists of values without brackets",
-            expected=wanted,
+    found: Any = read_json(path, 'JSON such as {"name": ["Juniper Table"]}')
+    for name, values in found.items():
+        good = isinstance(values, list) and all(isinstance(one, str) and one for one in values)
+        require(
+            good and bool(values) and not set("".join(values)) & set("[]"),
+            f"{path} has bad values of {name!r}",
+            expected="a list of texts without brackets",
             do="check --values",
         )
     kept_back = {pair for one in held_out for pair in one if pair[0] in _UNSEEN}
@@ -91,16 +78,12 @@ def read_values(path: Path, held_out: Collection[Attributes]) -> Values:
     }
 
 
-def _is_value(value: object) -> bool:
-    return isinstance(value, str) and value != "" and not set(value) & set("[]")
-
-
 def recombine(
     known: Sequence[Attributes],
     count: int,
     taken: Collection[str],
     seed: int,
-    more: Values | None = None,
+    more: Mapping[str, Sequence[str]],
 ) -> list[str]:
     """Prompts that are not `taken`, the attributes of one known prompt and values of any.
 
@@ -118,7 +101,7 @@ def recombine(
             values.setdefault(name, []).append(value)
 
     def value_of(name: str) -> str:
-        new = (more or {}).get(name)
+        new = more.get(name)
         return draw.choice(new if new and draw.random() < MORE_SHARE else values[name])
 
     found: list[str] = []
@@ -133,11 +116,6 @@ def recombine(
     return found
 
 
-def _texts(path: Path) -> list[str]:
-    """The different prompts of a file, in their order."""
-    return list(dict.fromkeys(prompt.get("prompt", "") for prompt in read_prompts(path, "--data")))
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = make_parser(PROG, "Make more prompts of the E2E task.", EPILOG)
@@ -148,20 +126,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--values", type=Path, metavar="FILE", help="more values of attributes, JSON"
     )
-    for flag, default, text in (("--count", 4000, "new prompts"), ("--seed", 0, "of the draws")):
-        parser.add_argument(
-            flag, type=int, default=default, metavar="N", help=f"{text} (default: {default})"
-        )
+    add_counts(parser, ("count", 4000, "new prompts"), ("seed", 0, "of the draws"), metavar="N")
     return parser.parse_args(argv)
 
 
 def _main(args: argparse.Namespace) -> None:
-    if args.count < 1:
-        raise InputError(f"--count {args.count}", expected="1 or more", do="raise it")
-    own = _texts(args.data / "train.jsonl")
-    held_out = [text for name in ("valid", "test") for text in _texts(args.data / f"{name}.jsonl")]
+    require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
+    own, *others = (
+        [prompt.get("prompt", "") for prompt in read_prompts(args.data / f"{name}.jsonl", "--data")]
+        for name in ("train", "valid", "test")
+    )
+    own, held_out = list(dict.fromkeys(own)), [text for texts in others for text in texts]
     known = [parse_attributes(text) for text in own]
-    more = None
+    more: Mapping[str, Sequence[str]] = {}
     if args.values is not None:
         more = read_values(args.values, [parse_attributes(text) for text in held_out])
     new = recombine(known, args.count, {*own, *held_out}, args.seed, more)
