@@ -16,7 +16,7 @@ from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import folder_digest, make_folder, write_whole
 from ssmlx.prompts import as_messages, encode, read_prompts, refusing_turns
-from ssmlx.settings import DEFAULT_MODEL
+from ssmlx.settings import DEFAULT_MODEL, check_settings, setting
 
 from . import check_torch
 
@@ -63,19 +63,13 @@ class Answer(NamedTuple):
 class Sampling:
     """How the next token is chosen, as `ssmlx.settings.SamplingConfig`, and when to stop."""
 
-    max_tokens: int = 160
-    temp: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
+    max_tokens: int = setting(160, least=1)
+    temp: float = setting(0.0, least=0)
+    top_p: float = setting(1.0, above=0, most=1)
+    seed: int = setting(0, least=0)
 
     def __post_init__(self) -> None:
-        for name, value, good, expected in (
-            ("--max-tokens", self.max_tokens, self.max_tokens >= 1, "1 or more"),
-            ("--temp", self.temp, 0 <= self.temp < float("inf"), "0 or more"),
-            ("--seed", self.seed, self.seed >= 0, "0 or more"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1"),
-        ):
-            require(good, f"{name} {value}", expected=expected, do=f"change {name}")
+        check_settings(self)
 
 
 def generate_batch(
@@ -87,13 +81,8 @@ def generate_batch(
 ) -> list[Answer]:
     """Answer B prompts together.
 
-    Args:
-        model: a causal LM of transformers.
-        prompts: B lists of tokens; they are padded on the left to the longest.
-        sampling: how to choose tokens.
-        end_tokens: tokens that end an answer.
-        stream: with `sampling.seed` the seed of this batch, so that batches do not depend on
-            which ones ran before.
+    With `sampling.seed`, `stream` is the seed of this batch, so that batches do not depend on which
+    ones ran before.
     """
     import torch
     from transformers import DynamicCache
@@ -168,7 +157,7 @@ def grouped_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one new token a row, without a copy of the keys for every query head.
+    """[B, L, H, Dh] of attention of one new token a row, without a copy of keys for every head.
 
     On the CPU several times as fast as PyTorch's kernel there, which takes over for prompts.
 
@@ -176,9 +165,6 @@ def grouped_attention(
         query: [B, H, L, Dh].
         key: [B, Hkv, S, Dh]; `value` alike.
         attention_mask: [B, 1, L, S], True or 0 where visible, or None where everything is.
-
-    Returns:
-        [B, L, H, Dh], and no weights.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -30,11 +30,11 @@ from ssmlx.errors import InputError
 from ssmlx.exported.decode import SlotCache, prefill, step_inputs
 from ssmlx.loading import load as loading
 from ssmlx.loading.adapter import write_adapter
-from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.settings import TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7, 9]
 FULL, BEST = TreeConfig(kind="full", width=2), TreeConfig(size=6)
-WHOLE, PRUNED = PruneConfig(), PruneConfig(kind="budget", keep=4)
+PRUNED = 4
 TOKENS = 24
 
 
@@ -60,10 +60,10 @@ def test_steps_are_those_of_mlx(scope, tmp_path):
     fewest = assert_same_steps(
         folders,
         *(
-            config(profile=profile, tree=tree, prune=prune)
+            config(profile=profile, tree=tree, prune_to=keep)
             for profile in ("gpu", "ane")
             for tree in (FULL, BEST)
-            for prune in (WHOLE, PRUNED)
+            for keep in (None, PRUNED)
         ),
     )
     assert fewest < TOKENS - 2, "hardly a draft was accepted, so this shows little"
@@ -98,7 +98,7 @@ def test_other_designs(profile, tmp_path):
     )
     tied = write_pair(tmp_path / "tied", base={"tie_word_embeddings": True}, num_streams=3)
     assert_same_steps(rotated, config(profile=profile))
-    assert_same_steps(tied, config(profile=profile, num_streams=2, prune=PRUNED))
+    assert_same_steps(tied, config(profile=profile, num_streams=2, prune_to=PRUNED))
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_a_tasks_lora_acts_on_every_row_beside_the_streams_own(profile, tmp_path
     task = make_lora(backbone.model, 0, seed=5)
     task = {path: weights for path, weights in task.items() if "layers" in path}
     write_adapter(folders.adapter, replace(folders.load_adapter(), task_lora=task))
-    assert_same_steps(folders, config(profile=profile, prune=PRUNED))
+    assert_same_steps(folders, config(profile=profile, prune_to=PRUNED))
     after, _ = first_tokens(torch_steps(folders, config(profile=profile), PROMPT), TOKENS)
     assert before != after
 
@@ -224,13 +224,12 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
     refused("whole chunks", context=66)
     refused("--context 256.*at most 128", context=256)
     refused("--num-streams 3.*1 to 2", num_streams=3)
-    refused("fixed shapes", prune=PruneConfig(kind="threshold"))
     refused("multiple of 32", profile="ane", context=60)
     refused("room for a tree", context=4)
     refused("--dtype float16", compression="int8")
     bare = replace(adapter, config=replace(adapter.config, prune_rank=0))
     with pytest.raises(InputError, match="no pruning adapter"):
-        build_graphs(folders.base, bare, config(prune=PRUNED))
+        build_graphs(folders.base, bare, config(prune_to=PRUNED))
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):

@@ -34,7 +34,7 @@ from ssmlx.model.tree import draft_topology
 from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 
 pytestmark = pytest.mark.slow
-TREE, PRUNE = TreeConfig(size=6), PruneConfig(kind="budget", keep=4)
+TREE = TreeConfig(size=6)
 PROMPTS = [words(count, first) for count, first in ((9, 0), (4, 7), (14, 20))]
 TOKENS = 16
 
@@ -83,9 +83,8 @@ def mlx_answers(made: Exported) -> list[tuple[list[int], int]]:
     model, tokenizer = made.folders.mlx()
     found = []
     for prompt in PROMPTS:
-        settings = GenerateConfig(
-            decoding="streaming", tree=TREE, prune=made.config.prune, max_tokens=TOKENS
-        )
+        manifest = exported.Manifest.read(made.out)
+        settings = perf_export.mlx_config(manifest, TOKENS)
         streamed = list(stream_generate(model, tokenizer, prompt, settings))
         plain = GenerateConfig(decoding="plain", max_tokens=TOKENS)
         tokens = [t for r in stream_generate(model, tokenizer, prompt, plain) for t in r.tokens]
@@ -118,7 +117,7 @@ def agreement(found, expected) -> float:
     ("scope", "changes"),
     [
         ("all", {"profile": "gpu"}),
-        ("streams", {"profile": "ane", "prune": PRUNE}),
+        ("streams", {"profile": "ane", "prune_to": 4}),
     ],
 )
 def test_a_float32_package_writes_what_mlx_writes_in_as_many_calls(scope, changes, make_export):
@@ -133,7 +132,7 @@ def test_a_float32_package_writes_what_mlx_writes_in_as_many_calls(scope, change
     [
         {"profile": "gpu"},
         pytest.param({"profile": "ane"}, marks=pytest.mark.long),
-        {"profile": "gpu", "prune": PRUNE, "compression": "int8"},
+        {"profile": "gpu", "prune_to": 4, "compression": "int8"},
     ],
 )
 def test_a_float16_package_keeps_the_cache_as_state(changes, make_export):
@@ -150,7 +149,7 @@ def test_a_float16_package_keeps_the_cache_as_state(changes, make_export):
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_core_ai_runs_the_same_graph(precision, make_export):
     pytest.importorskip("coreai_torch")
-    made = make_export("streams", target="coreai", precision=precision, prune=PRUNE)
+    made = make_export("streams", target="coreai", precision=precision, prune_to=4)
     model = exported.load(made.out)
     found, expected = exported_answers(model), mlx_answers(made)
     model.backend.close()
@@ -430,9 +429,7 @@ def test_no_core_ml_state_in_float32():
 
 @pytest.mark.real
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "changes", [{"precision": "float32"}, {"prune": PruneConfig(kind="budget", keep=10)}]
-)
+@pytest.mark.parametrize("changes", [{"precision": "float32"}, {"prune_to": 10}])
 def test_a_package_of_the_real_model_writes_what_mlx_writes(changes, tmp_path, monkeypatch):
     settings = config(context=512, chunk=64, tree=TreeConfig(), **changes)
     export("smollm2-135m-q4_1", "sql", tmp_path / "sql", settings)

@@ -19,7 +19,7 @@ from ssmlx.api import token_steps
 from ssmlx.exported.decode import SlotCache, streaming_decode
 from ssmlx.loading.adapter import Adapter, load_adapter, write_adapter
 from ssmlx.loading.load import load, load_base
-from ssmlx.settings import GenerateConfig
+from ssmlx.settings import GenerateConfig, PruneConfig
 
 WORDS = 64  # the tokenizer's
 CONTEXT, CHUNK = 64, 4
@@ -90,5 +90,7 @@ def torch_steps(folders: Folders, config: ExportConfig, prompt: list[int]):
 def mlx_steps(folders: Folders, config: ExportConfig, prompt: list[int]):
     """The decoding loop of the MLX runtime with the same tree."""
     model, _ = folders.mlx()
-    settings = GenerateConfig(tree=config.tree, prune=config.prune, num_streams=config.num_streams)
+    keep = config.prune_to
+    prune = PruneConfig() if keep is None else PruneConfig(kind="budget", keep=keep)
+    settings = GenerateConfig(tree=config.tree, prune=prune, num_streams=config.num_streams)
     return token_steps(model, prompt, model.make_cache(), settings)

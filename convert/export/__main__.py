@@ -8,8 +8,8 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import make_parser, run
-from ssmlx.settings import DEFAULT_MODEL, PruneConfig, TreeConfig
+from ssmlx.commands.options import add_counts, make_parser, run
+from ssmlx.settings import DEFAULT_MODEL, TreeConfig
 
 from .. import check_installed
 from .settings import ExportConfig
@@ -56,7 +56,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             )
         else:
             shapes.add_argument(flag, type=int, default=default, metavar="N", help=text)
-    _add_tree_options(shapes)
+    shapes.add_argument(
+        "--tree", choices=("full", "best"), default="best",
+        help="full: every combination of K children a level; best: the N likeliest nodes "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    size = TreeConfig().size
+    shapes.add_argument(
+        "--tree-width", type=int, metavar="K",
+        help="children a level (default: 3 for full, no limit for best)",
+    )  # fmt: skip
+    add_counts(
+        shapes, ("tree-size", size, "nodes of the best tree, the root included"), metavar="N"
+    )
     return parser.parse_args(argv)
 
 
@@ -64,34 +76,11 @@ def _options() -> list[Field[Any]]:
     return [one for one in fields(ExportConfig) if one.metadata.get("help")]
 
 
-def _add_tree_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--tree", choices=("full", "best"), default="best",
-        help="full: every combination of K children a level; best: the N likeliest nodes "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    size = TreeConfig().size
-    for flag, metavar, default, text in (
-        ("--tree-width", "K", None, "children a level (default: 3 for full, no limit for best)"),
-        ("--tree-size", "N", size, f"nodes of the best tree, the root included (default: {size})"),
-        ("--prune-to", "M", None, "nodes that pass the upper layers, chosen by early exit inside "
-         "the graph (default: all)"),
-    ):  # fmt: skip
-        group.add_argument(flag, type=int, metavar=metavar, default=default, help=text)
-
-
-def export_config(args: argparse.Namespace) -> ExportConfig:
-    """The settings that the options ask for."""
-    pruned = args.prune_to is not None
-    return ExportConfig(
+def _main(args: argparse.Namespace) -> None:
+    config = ExportConfig(
         tree=TreeConfig(kind=args.tree, width=args.tree_width, size=args.tree_size),
-        prune=PruneConfig(kind="budget", keep=args.prune_to) if pruned else PruneConfig(),
         **{one.name: getattr(args, one.name) for one in _options()},
     )
-
-
-def _main(args: argparse.Namespace) -> None:
-    config = export_config(args)
     check_installed(_NEEDED[args.target], args.target, f'pip install "ssmlx[{args.target}]"')
     from .export import export
 

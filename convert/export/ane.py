@@ -19,8 +19,6 @@ from ..reference.model import LowRank, StreamFusedReference
 from .parts import Profile, Rows
 from .settings import GraphSizes
 
-# The Neural Engine takes no wider tensor.
-HEAD_PIECE = 16384
 _PARTS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
@@ -68,20 +66,6 @@ def turn_values(values: torch.Tensor, heads: int, num_streams: int, step: float)
     return turned.reshape(values.shape)
 
 
-class OneHotSlots:
-    """Where the node rows of a call go, as matrices, of their slots [node rows] int32."""
-
-    def __init__(self, slots: torch.Tensor, num_slots: int, like: torch.Tensor) -> None:
-        columns = torch.arange(num_slots, dtype=torch.int32)
-        self._write = (slots[:, None] == columns).to(like.dtype)[None, None]
-        self._keep = 1 - self._write.sum(dim=2, keepdim=True)
-
-    def write(self, cache: torch.Tensor, rows: torch.Tensor) -> None:
-        """Put `rows` [1, C, 1, node rows] into their slots of `cache` [1, C, 1, S]."""
-        placed = rows.transpose(1, 2) @ self._write
-        cache[:] = cache * self._keep + placed.transpose(1, 2)
-
-
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -104,7 +88,7 @@ def attend(
 class AneProfile(Profile):
     """A regular decoder in channels-first layout, on the reference's weights."""
 
-    axis, piece = 3, HEAD_PIECE
+    axis, piece = 3, 16384  # the Neural Engine takes no wider tensor
     linear_of = staticmethod(convolve)
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
@@ -131,13 +115,15 @@ class AneProfile(Profile):
 
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
         cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._tables)
-        slots = OneHotSlots(rows.slots, self.sizes.num_slots, rows.mask)
+        columns = torch.arange(self.sizes.num_slots, dtype=torch.int32)
+        placed = (rows.slots[:, None] == columns).to(rows.mask.dtype)[None, None]
+        kept = 1 - placed.sum(dim=2, keepdim=True)
         self.count.nodes = rows.slots.shape[0]
         for index in range(first, last):
             layer: Any = self.decoder.layers[index]
             normed = rms_norm(layer.input_layernorm, hidden, 1)
             query, keys, values = self._project(layer.self_attn, normed, cos, sin)
-            keys, values = self._remember(index, keys, values, rows, slots)
+            keys, values = self._remember(index, keys, values, rows, (placed, kept))
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
             hidden = hidden + _apply(layer.self_attn.o_proj, mixed)
             normed, mlp = rms_norm(layer.post_attention_layernorm, hidden, 1), layer.mlp
@@ -159,13 +145,23 @@ class AneProfile(Profile):
         return rotate(query, cos, sin), keys, _apply(attention.v_proj, x)
 
     def _remember(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Rows, slots: OneHotSlots
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: Rows,
+        slots: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the nodes' keys and values; what the rows see: slots, then streams."""
-        nodes = rows.slots.shape[0]
+        """Write the nodes' keys and values; what the rows see: slots, then streams.
+
+        `slots` are as ones and zeros: [1, 1, node rows, S] which row goes to which one, and
+        [1, 1, 1, S] which ones stay as they are.
+        """
+        nodes, (placed, kept) = rows.slots.shape[0], slots
         key_cache, value_cache = rows.caches[2 * layer : 2 * layer + 2]
-        slots.write(key_cache, keys[..., :nodes])
-        slots.write(value_cache, values[..., :nodes])
+        for cache, new in ((key_cache, keys), (value_cache, values)):
+            written = new[..., :nodes].transpose(1, 2) @ placed
+            cache[:] = cache * kept + written.transpose(1, 2)
         if not rows.num_streams:
             return key_cache, value_cache
         behind, step = values[..., nodes:], self.config.rotation_step

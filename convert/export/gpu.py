@@ -15,8 +15,6 @@ from ..reference.model import StreamFusedReference, rotate_values
 from .parts import Profile, Rows
 from .settings import GraphSizes
 
-ATTENTION = "ssmlx_export"
-
 
 def grouped_attention(
     module: Any,
@@ -88,9 +86,9 @@ class GpuProfile(Profile):
         from transformers.masking_utils import sdpa_mask
 
         super().__init__(model, sizes)
-        AttentionInterface.register(ATTENTION, grouped_attention)
-        AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-        model.base.set_attn_implementation(ATTENTION)
+        AttentionInterface.register("ssmlx_export", grouped_attention)
+        AttentionMaskInterface.register("ssmlx_export", sdpa_mask)
+        model.base.set_attn_implementation("ssmlx_export")
 
     def cache_shape(self) -> tuple[int, ...]:
         width = self.decoder.layers[0].self_attn.head_dim

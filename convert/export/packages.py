@@ -153,17 +153,7 @@ def _precision(ct: Any, config: ExportConfig) -> Any:
 
 
 def _pipeline(ct: Any) -> Any:
-    """The converter's own passes, and ours before those that place the cache's writes."""
-    pipeline = ct.PassPipeline()
-    where = pipeline.passes.index("common::canonicalize_inplace_pattern")
-    pipeline.insert_pass(where, _register_pass())
-    # It would hold depths, of which some are -1, and tokens in 16 bits, where they overflow.
-    pipeline.remove_passes(["common::add_int16_cast"])
-    return pipeline
-
-
-def _register_pass() -> str:
-    """The name of a pass of ours, known to the converter from here on.
+    """The converter's own passes, and one of ours before those that place the cache's writes.
 
     An assignment to a whole tensor is the new tensor: one copy of the cache less a layer.
     """
@@ -185,7 +175,12 @@ def _register_pass() -> str:
                         block.remove_ops([op])
 
     register_pass(namespace="ssmlx", override=True)(DropWholeUpdates)
-    return "ssmlx::DropWholeUpdates"
+    pipeline = ct.PassPipeline()
+    where = pipeline.passes.index("common::canonicalize_inplace_pattern")
+    pipeline.insert_pass(where, "ssmlx::DropWholeUpdates")
+    # It would hold depths, of which some are -1, and tokens in 16 bits, where they overflow.
+    pipeline.remove_passes(["common::add_int16_cast"])
+    return pipeline
 
 
 def merge_functions(models: Mapping[str, coremltools.models.MLModel], package: Path) -> None:

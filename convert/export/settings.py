@@ -8,7 +8,6 @@ from typing import Any, Literal
 from ssmlx.errors import require
 from ssmlx.settings import (
     MAX_TREE_NODES,
-    PruneConfig,
     StreamConfig,
     TreeConfig,
     check_settings,
@@ -53,12 +52,7 @@ class GraphSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """How to export; what has a help is an option of the command.
-
-    Attributes:
-        tree: the trees that the streams draft.
-        prune: off or by budget; a threshold has no fixed shape.
-    """
+    """How to export; what has a help is an option of the command."""
 
     target: Literal["coreml", "coreai"] = setting(
         "coreml",
@@ -86,8 +80,12 @@ class ExportConfig:
         option="--dtype",
     )
     tree: TreeConfig = field(default_factory=TreeConfig)
-    prune: PruneConfig = field(default_factory=PruneConfig)
     num_streams: int | None = setting(None, "tokens that streams draft ahead (default: all)")
+    prune_to: int | None = setting(
+        None,
+        "nodes that pass the upper layers, chosen by early exit inside the graph (default: all)",
+        least=1,
+    )
     context: int = setting(1024, "S, tokens that the cache has room for", least=1)
     chunk: int = setting(64, "T, prompt tokens a call of prefill", least=1, most=MAX_TREE_NODES)
 
@@ -100,23 +98,10 @@ class ExportConfig:
             do="choose a multiple",
         )
         require(
-            self.prune.kind != "threshold",
-            "--prune threshold, which keeps another number of nodes every time",
-            expected="--prune budget, or off: an exported graph has fixed shapes",
-            do="choose one of these",
-        )
-        compressed, found = self.compression != "none", f"--compress {self.compression} with"
-        require(
-            not (compressed and self.target == "coreai"),
-            f"{found} --target coreai, where nothing is compressed",
-            expected="--compress none",
-            do="drop --compress, or use --target coreml",
-        )
-        require(
-            not (compressed and self.precision != "float16"),
-            f"{found} --dtype {self.precision}",
-            expected="--dtype float16: float32 is for checking the graph itself",
-            do="drop one of them",
+            self.compression == "none" or (self.target, self.precision) == ("coreml", "float16"),
+            f"--compress {self.compression} with --target {self.target} --dtype {self.precision}",
+            expected="--target coreml --dtype float16: elsewhere nothing is compressed",
+            do="drop --compress, or what it does not go with",
         )
 
     def topology(self, config: StreamConfig, vocab_size: int) -> Any:
@@ -128,21 +113,17 @@ class ExportConfig:
         return draft_topology(self.tree.no_wider_than(most), streams)
 
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
-        """The sizes of the graph for an adapter.
-
-        Raises:
-            InputError: the settings do not fit the adapter.
-        """
+        """The sizes of the graph for an adapter."""
         topology = self.topology(config, vocab_size)
         nodes = topology.num_nodes
         chosen = self.tree.kind == "best" and nodes > self.tree.size
         count = self.tree.size if chosen else nodes
-        pruned = self.prune.kind == "budget" and self.prune.keep < count
+        kept = min(count, self.prune_to or count)
         require(
-            not pruned or bool(config.prune_rank),
-            "--prune budget, but the adapter has no pruning adapter",
+            kept == count or bool(config.prune_rank),
+            f"--prune-to {kept}, but the adapter has no pruning adapter",
             expected="prune_adapter.* among its stream weights",
-            do="use --prune off, or train one",
+            do="drop --prune-to, or train one",
         )
         require(
             count <= self.context,
@@ -152,7 +133,7 @@ class ExportConfig:
         )
         return GraphSizes(
             num_nodes=count,
-            num_kept=self.prune.keep if pruned else count,
+            num_kept=kept,
             num_parents=count if chosen else topology.num_internal,
             num_streams=config.usable_streams(self.num_streams),
             num_candidates=topology.num_candidates,
