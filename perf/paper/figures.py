@@ -43,7 +43,6 @@ GAMMA = 4
 ADVANCE_RATIOS = (0.6, 0.8, 1.0, 1.2, 1.4)  # zeta / beta of the paper's five curves
 COLOURS = ("#0b6e4f", "#33658a", "#b06f10", "#7b5ea7", "#2b2d42", "#b23a48")
 MARKS = ("o", "s", "^", "D")
-DRAFTER_COLOURS = {"streams": "#0b6e4f", "medusa": "#7b5ea7"}
 PAPER_NAMES = {STREAMS: "streams", MEDUSA: "medusa"}
 CAPTION_4 = (
     "Lines: eq. 6 as in the paper, C_ss = C_target, whose curves are this formula's. Diamonds: "
@@ -187,7 +186,7 @@ def sampling_curves(results: Sequence[Result]) -> Curves:
     curves: dict[Curve, dict[int, Point]] = defaultdict(dict)
     for result, task in tasks_of(results, greedy=False):
         for row in task["systems"]:
-            if row["name"] in DRAFTER_COLOURS and result["top_k"] and row["speedup"]:
+            if row["name"] in PAPER_NAMES.values() and result["top_k"] and row["speedup"]:
                 curves[task["task"], row["name"]][result["top_k"]] = point_of(row)
     return curves
 
@@ -231,68 +230,51 @@ def draw_line(axes: Any, points: Mapping[Any, Estimate], **style: Any) -> None:
     axes.errorbar(places, values, yerr=errors, capsize=3, ms=4, **style)
 
 
-def part(points: Mapping[int, Point], which: int) -> dict[int, Estimate]:
-    """The speed-ups of a curve, or its tokens per call."""
-    return {place: point[which] for place, point in points.items()}
-
-
-def draw_trees(curves: Curves, caption: str, path: Path) -> None:
-    """Figure 5: speed-up and tokens per call of full trees, by k."""
+def draw_curves(curves: Curves, title: str) -> Any:
+    """Speed-ups at the left, tokens per call at the right, a line for each curve; and the axes."""
     figure = new_figure(9.6, 4.4)
-    left, right = figure.subplots(1, 2)
-    left.axhspan(1.0, 2.0, color=PAPER_COLOUR, alpha=0.2, lw=0)
-    left.annotate("the paper's axis, 1 to 2", (0.99, 1.97), xycoords=("axes fraction", "data"),
-                  ha="right", va="top", fontsize=8, color=PAPER_TEXT)  # fmt: skip
+    both = figure.subplots(1, 2)
     looks = every_pair(COLOURS, MARKS)
     for ((task, how), points), (colour, mark) in zip(sorted(curves.items()), looks, strict=False):
         style = {"fmt": mark, "ls": "--" if "without" in how else "-", "color": colour}
-        draw_line(left, part(points, 0), label=f"{task}, {how}", **style)
-        draw_line(right, part(points, 1), **style)
-    left.set_ylabel("speed-up over mlx-lm")
-    right.set_ylabel("tokens per target call")
-    for axes, least in ((left, 2.15), (right, 1.0)):
-        axes.set(xlabel="k, tokens sampled a stream", xlim=(0.7, 6.3), xticks=range(1, 7))
-        axes.set_ylim(0, max(least, 1.1 * axes.dataLim.y1) if curves else least)
+        for which, axes in enumerate(both):
+            values = {place: point[which] for place, point in points.items()}
+            draw_line(axes, values, label=f"{task}, {how}", **style)
+    for axes, label in zip(both, ("speed-up over mlx-lm", "tokens per target call"), strict=True):
+        axes.set_ylabel(label)
+        axes.set_ylim(0, max(2.15, 1.1 * axes.dataLim.y1) if curves else 4.0)
     if curves:
-        left.legend(frameon=False, fontsize=8, loc="lower left")
-    figure.suptitle("Figure 5: full trees of k tokens a stream", fontsize=10)
+        both[0].legend(frameon=False, fontsize=8, loc="lower left")
+    figure.suptitle(title, fontsize=10)
+    return figure, both
+
+
+def draw_trees(curves: Curves, caption: str, path: Path) -> None:
+    """Figure 5: full trees, by k."""
+    figure, both = draw_curves(curves, "Figure 5: full trees of k tokens a stream")
+    both[0].axhspan(1.0, 2.0, color=PAPER_COLOUR, alpha=0.2, lw=0)
+    both[0].annotate("the paper's axis, 1 to 2", (0.99, 1.97), xycoords=("axes fraction", "data"),
+                     ha="right", va="top", fontsize=8, color=PAPER_TEXT)  # fmt: skip
+    for axes in both:
+        axes.set(xlabel="k, tokens sampled a stream", xlim=(0.7, 6.3), xticks=range(1, 7))
     finish(figure, caption, path)
 
 
 def draw_sampling(curves: Curves, caption: str, path: Path) -> None:
-    """Figure 9b: a panel for each task, streams and Medusa heads by top-k."""
-    tasks = sorted({task for task, _ in curves}) or [""]
-    figure = new_figure(max(6.4, 4.8 * len(tasks)), 4.8)
-    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
-    for task, axes in zip(tasks, panels, strict=True):
-        draw_paper_greedy(axes)
-        for (own, drafter), points in sorted(curves.items()):
-            if own == task:
-                colour = DRAFTER_COLOURS[drafter]
-                for values, fmt, what in (
-                    (part(points, 1), "o-", "tokens per call"),
-                    (part(points, 0), "s--", "speed-up over mlx-lm"),
-                ):
-                    draw_line(axes, values, fmt=fmt, color=colour, label=f"{drafter}: {what}")
-        axes.set(xlabel="k of top-k sampling", xlim=(-12, 54), xticks=range(10, 60, 10))
-        axes.set_title(task, fontsize=10)
-        axes.set_ylim(0, 1.25 * max(4.0, axes.dataLim.y1))
-    if curves:
-        panels[0].legend(frameon=False, fontsize=7.5, loc="upper right", ncols=2)
-    panels[0].set_ylabel("ratio")
-    figure.suptitle("Figure 9b: top-k sampling at temperature 1", fontsize=10)
-    finish(figure, caption, path)
-
-
-def draw_paper_greedy(axes: Any) -> None:
-    """The paper's greedy figures for the model and task of figure 9b, at the left edge."""
+    """Figure 9b: streams and Medusa heads by top-k; at the left edge the paper's greedy figures
+    for the model and task of its own."""
+    figure, both = draw_curves(curves, "Figure 9b: top-k sampling at temperature 1")
     for row in TABLE_1:
-        if (row.dataset, row.model) != (E2E, OPT):
-            continue
-        for value, what in ((row.call_reduction, "CR"), (row.speedup, "speed-up")):
-            axes.plot([-12, 0], [value, value], color=PAPER_COLOUR, lw=2)
-            axes.annotate(f"{PAPER_NAMES[row.method]} {what} {value:.2f}", (-11.5, value), (0, 2),
-                          textcoords="offset points", fontsize=6.5, color=PAPER_TEXT)  # fmt: skip
+        if (row.dataset, row.model) == (E2E, OPT):
+            for axes, value in zip(both, (row.speedup, row.call_reduction), strict=True):
+                axes.plot([-12, 0], [value, value], color=PAPER_COLOUR, lw=2)
+                axes.annotate(f"{PAPER_NAMES[row.method]} {value:.2f}", (-11.5, value), (0, 2),
+                              textcoords="offset points", fontsize=6.5,
+                              color=PAPER_TEXT)  # fmt: skip
+    for axes in both:
+        axes.set(xlabel="k of top-k sampling", xlim=(-12, 54), xticks=range(10, 60, 10))
+        axes.set_ylim(0, max(4.2, axes.get_ylim()[1]))
+    finish(figure, caption, path)
 
 
 def commands() -> dict[str, str]:
