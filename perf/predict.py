@@ -208,18 +208,17 @@ class Decoder:
         return layers + self.hidden * self.vocab
 
     @classmethod
-    def of(cls, name: str, config: Mapping[str, Any], bits: int, streams: Result) -> Decoder:
-        """From a config.json, with streams in as large a share of its layers as those have."""
-        heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
-        size = config.get("head_dim") or int(config["hidden_size"]) // heads
-        share, vocab = streams["num_msa_layers"] / streams["num_layers"], int(config["vocab_size"])
+    def of(cls, name: str, config: Mapping[str, int], bits: int, streams: Result) -> Decoder:
+        """From sizes of `MODELS`, with streams in as large a share of its layers as those have."""
+        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+        share, vocab = streams["num_msa_layers"] / streams["num_layers"], config["vocab_size"]
         return cls(
             name=name,
-            hidden=int(config["hidden_size"]),
+            hidden=config["hidden_size"],
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_size=int(size),
-            inner=int(config["intermediate_size"]),
+            kv_heads=config["num_key_value_heads"],
+            head_size=config["hidden_size"] // heads,
+            inner=config["intermediate_size"],
             layers=layers,
             vocab=vocab,
             msa_layers=max(1, round(layers * share)),
@@ -390,27 +389,11 @@ def read_calibration(path: Path) -> Result:
     return result
 
 
-def read_models(folders: Sequence[Path]) -> dict[str, Mapping[str, Any]]:
-    """The models to predict for, by name: those that are known here, and those of `folders`."""
-    models: dict[str, Mapping[str, Any]] = dict(MODELS)
-    for folder in folders:
-        config = read_json(folder / "config.json", "a model's settings")
-        missing = [name for name in MODELS["smollm2-135m"] if not isinstance(config.get(name), int)]
-        require(
-            not missing,
-            f"{folder / 'config.json'} lacks {', '.join(missing)}",
-            expected="the settings of a decoder, under Hugging Face's names",
-            do="give another --config",
-        )
-        models[folder.resolve().name] = config
-    return models
-
-
 def _main(args: argparse.Namespace) -> None:
-    calibrated, models = read_calibration(args.calibration), read_models(args.config)
+    calibrated = read_calibration(args.calibration)
     make_folder(args.out)
     ways, groups = ways_of(calibrated), {}
-    for name, config in models.items():
+    for name, config in MODELS.items():
         decoder = Decoder.of(name, config, args.bits, calibrated["streams"])
         groups[name] = [predict(decoder, chip, ways, calibrated["context"]) for chip in CHIPS]
     values = [one for group in groups.values() for one in group]
@@ -428,10 +411,6 @@ def main(argv: list[str] | None = None) -> int:
         "--calibration", type=Path, default=results_dir() / CALIBRATION, metavar="FILE.json",
         help="a result of ssmlx.calibrate, for tokens per call (default: "
         f"calibration/{CALIBRATION} in the cache folder)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--config", type=Path, nargs="+", default=[], metavar="FOLDER",
-        help=f"models by their config.json, beside {', '.join(MODELS)}",
     )  # fmt: skip
     parser.add_argument(
         "--bits", type=int, choices=(4, 8, 16), default=4, help="of a weight (default: 4)"

@@ -96,16 +96,13 @@ def is_done(folder: Path, options: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class TrainedVariant:
-    """What a run came to, at its last validation.
+    """What a run came to, at its last validation, of held-out text, replayed.
 
     Attributes:
-        name: of its folder.
-        design: what tells its streams apart.
         num_layers: Ns.
         rank: eta, the rank of f; 0 for identity.
         step, num_steps: where the validation was, and where the run ends.
-        tokens_per_call: of held-out text, replayed.
-        losses: of held-out text, in nats a token.
+        losses: in nats a token.
     """
 
     name: str
@@ -161,25 +158,21 @@ def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
         expected="the --out of `python -m perf.paper.ablation train`",
         do="train first",
     )
-    runs.sort(key=lambda one: (one.design, one.rank, one.num_layers))
-    return runs, shared_settings(folders)
-
-
-def shared_settings(folders: Sequence[Path]) -> dict[str, Any]:
-    """All settings but those that vary; runs that differ in others cannot be compared."""
-    found = []
-    for folder in folders:
-        values = settings_of(folder)
-        train = {name: value for name, value in values["train"].items() if name not in VARIED}
-        found.append({"examples": values["examples"], **train})
-        odd = [name for name, value in found[-1].items() if value != found[0].get(name)]
+    shared: dict[str, Any] = {}
+    for path in folders:
+        values = settings_of(path)
+        own = {name: value for name, value in values["train"].items() if name not in VARIED}
+        own = {"examples": values["examples"], **own}
+        shared = shared or own
+        odd = [name for name, value in own.items() if value != shared.get(name)]
         require(
             not odd,
-            f"{folder.name} and {folders[0].name} differ in {', '.join(odd)}",
+            f"{path.name} and {folders[0].name} differ in {', '.join(odd)}",
             expected="runs of one ablation",
             do="move the others elsewhere",
         )
-    return found[0]
+    runs.sort(key=lambda one: (one.design, one.rank, one.num_layers))
+    return runs, shared
 
 
 def report(runs: Sequence[TrainedVariant]) -> str:
@@ -203,44 +196,32 @@ def report(runs: Sequence[TrainedVariant]) -> str:
 
 
 def draw(runs: Sequence[TrainedVariant], shared: Mapping[str, Any], title: str, path: Path) -> None:
-    """The picture of the runs that are finished."""
+    """The picture of the runs that are finished: tokens per call against Ns, as figure 9a is laid
+    out, and against eta, beside f as identity on the same layers."""
     figure = new_figure(9, 3.8)
     left, right = figure.subplots(1, 2, sharey=True)
     finished = [one for one in runs if one.is_finished]
-    draw_layers(left, finished)
-    draw_ranks(right, finished)
+    plain, with_rank = ([r for r in finished if bool(r.rank) == ranked] for ranked in (False, True))
+    for design, label in LABELS.items():
+        points = {r.num_layers: r.tokens_per_call for r in plain if r.design == design}
+        if points:
+            _line(left, points, above=design == "embeddings", label=label, color=COLOURS[design])
+    _label(left, [one.num_layers for one in plain], "layers with multi-stream attention, Ns")
+    left.set_ylabel("tokens per target call")
+    for count in sorted({one.num_layers for one in with_rank}):
+        points = {r.rank: r.tokens_per_call for r in with_rank if r.num_layers == count}
+        _line(right, points, label=f"f of rank η, Ns = {count}", color="#33658a")
+        for one in plain:
+            if (one.design, one.num_layers) == ("embeddings", count):
+                right.axhline(one.tokens_per_call, ls="--", lw=1.2, color=COLOURS["embeddings"],
+                              label=f"f = identity, Ns = {count}")  # fmt: skip
+    _label(right, [one.rank for one in with_rank], "rank η of f")
     figure.suptitle(
         f"{title}: {shared['examples']:,} examples, epochs: {shared['epochs']:g}, "
         f"{shared['num_streams']} streams; held-out text, replayed",
         fontsize=9,
     )
     finish(figure, "", path)
-
-
-def draw_layers(axes: Any, runs: Sequence[TrainedVariant]) -> None:
-    """Tokens per call against Ns, as figure 9a is laid out."""
-    for design, label in LABELS.items():
-        points = {
-            r.num_layers: r.tokens_per_call for r in runs if (r.design, r.rank) == (design, 0)
-        }
-        if points:
-            _line(axes, points, above=design == "embeddings", label=label, color=COLOURS[design])
-    places = [one.num_layers for one in runs if not one.rank]
-    _label(axes, places, "layers with multi-stream attention, Ns")
-    axes.set_ylabel("tokens per target call")
-
-
-def draw_ranks(axes: Any, runs: Sequence[TrainedVariant]) -> None:
-    """Tokens per call against eta, beside f as identity on the same layers."""
-    with_rank = [one for one in runs if one.rank]
-    for count in sorted({one.num_layers for one in with_rank}):
-        points = {r.rank: r.tokens_per_call for r in with_rank if r.num_layers == count}
-        _line(axes, points, label=f"f of rank η, Ns = {count}", color="#33658a")
-        for one in runs:
-            if (one.design, one.num_layers, one.rank) == ("embeddings", count, 0):
-                axes.axhline(one.tokens_per_call, ls="--", lw=1.2, color=COLOURS["embeddings"],
-                             label=f"f = identity, Ns = {count}")  # fmt: skip
-    _label(axes, [one.rank for one in with_rank], "rank η of f")
 
 
 def _line(axes: Any, points: Mapping[int, float], *, above: bool = True, **style: Any) -> None:
