@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 from math import ceil
 from pathlib import Path
@@ -47,20 +47,6 @@ from .run.results import reading
 PROG = "perf.predict"
 CALIBRATION = "calibrate-sql.json"
 Result = Mapping[str, Any]
-MODELS: dict[str, dict[str, int]] = {
-    "smollm2-135m": {
-        "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152,
-    },
-    "llama-3.2-1b": {
-        "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
-    },
-    "llama-3.1-8b": {
-        "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
-    },
-}  # fmt: skip
 LABEL = "PREDICTION from published figures, not measured on any of these chips"
 COLOURS = ("#0b6e4f", "#33658a", "#b06f10", "#7b5ea7")
 CAPTION = (
@@ -166,27 +152,25 @@ class Decoder:
     """A decoder of regular layers, in numbers.
 
     Attributes:
-        name: what it is called.
-        hidden, heads, kv_heads, head_size, inner, layers, vocab: its sizes.
+        hidden, heads, kv_heads, inner, layers, vocab: its sizes.
+        bits: of a weight; 16 is not quantised. Quantised ones come with a scale and a bias of 16
+            bits for every `GROUP`.
         msa_layers: Ns, the top layers through which streams run.
         num_streams: G.
         draft_vocab: tokens that streams draft from.
-        bits: of a weight; 16 is not quantised. Quantised ones come with a scale and a bias of 16
-            bits for every `GROUP`.
     """
 
     name: str
     hidden: int
     heads: int
     kv_heads: int
-    head_size: int
     inner: int
     layers: int
     vocab: int
-    msa_layers: int
-    num_streams: int
-    draft_vocab: int
-    bits: int
+    bits: int = 16
+    msa_layers: int = 0
+    num_streams: int = 0
+    draft_vocab: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -196,36 +180,33 @@ class Decoder:
     @property
     def layer(self) -> tuple[Matrix, ...]:
         """The products of a layer."""
-        query, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        attention = ((self.hidden, query), (self.hidden, keys), (self.hidden, keys))
-        ends = ((query, self.hidden), (self.inner, self.hidden))
-        return (*attention, *ends, *(((self.hidden, self.inner),) * 2))
+        keys = self.kv_heads * self.hidden // self.heads
+        attention = (self.hidden, self.hidden), (self.hidden, keys), (self.hidden, keys)
+        ends = (self.hidden, self.hidden), (self.inner, self.hidden)
+        return (*attention, *ends, (self.hidden, self.inner), (self.hidden, self.inner))
 
-    @property
-    def num_weights(self) -> int:
-        """Weights that a call reads: all layers and the head."""
-        layers = self.layers * sum(inner * outer for inner, outer in self.layer)
-        return layers + self.hidden * self.vocab
-
-    @classmethod
-    def of(cls, name: str, config: Mapping[str, int], bits: int, streams: Result) -> Decoder:
-        """From sizes of `MODELS`, with streams in as large a share of its layers as those have."""
-        heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
-        share, vocab = streams["num_msa_layers"] / streams["num_layers"], config["vocab_size"]
-        return cls(
-            name=name,
-            hidden=config["hidden_size"],
-            heads=heads,
-            kv_heads=config["num_key_value_heads"],
-            head_size=config["hidden_size"] // heads,
-            inner=config["intermediate_size"],
-            layers=layers,
-            vocab=vocab,
-            msa_layers=max(1, round(layers * share)),
+    def drafting(self, streams: Result) -> Decoder:
+        """With streams in as large a share of its layers as those of an adapter's settings."""
+        share = streams["num_msa_layers"] / streams["num_layers"]
+        return replace(
+            self,
+            msa_layers=max(1, round(self.layers * share)),
             num_streams=streams["num_streams"],
-            draft_vocab=min(streams["draft_vocab_size"] or vocab, vocab),
-            bits=bits,
+            draft_vocab=min(streams["draft_vocab_size"] or self.vocab, self.vocab),
         )
+
+
+MODELS = (
+    Decoder(
+        name="smollm2-135m", hidden=576, heads=9, kv_heads=3, inner=1536, layers=30, vocab=49152
+    ),
+    Decoder(
+        name="llama-3.2-1b", hidden=2048, heads=32, kv_heads=8, inner=8192, layers=16, vocab=128256
+    ),
+    Decoder(
+        name="llama-3.1-8b", hidden=4096, heads=32, kv_heads=8, inner=14336, layers=32, vocab=128256
+    ),
+)
 
 
 def product_seconds(decoder: Decoder, chip: Chip, bound: Bound, matrix: Matrix, rows: int) -> float:
@@ -239,8 +220,8 @@ def product_seconds(decoder: Decoder, chip: Chip, bound: Bound, matrix: Matrix, 
 def layer_seconds(decoder: Decoder, chip: Chip, bound: Bound, rows: int, context: int) -> float:
     """A layer on `rows` rows behind `context` tokens, each product after the other."""
     products = sum(product_seconds(decoder, chip, bound, one, rows) for one in decoder.layer)
-    keys_and_values = 2 * context * decoder.kv_heads * decoder.head_size
-    attended = 4.0 * rows * context * decoder.heads * decoder.head_size
+    keys_and_values = 2 * context * decoder.kv_heads * decoder.hidden // decoder.heads
+    attended = 4.0 * rows * context * decoder.hidden
     return products + chip.seconds(2 * keys_and_values, attended)  # of 16 bits
 
 
@@ -393,9 +374,9 @@ def _main(args: argparse.Namespace) -> None:
     calibrated = read_calibration(args.calibration)
     make_folder(args.out)
     ways, groups = ways_of(calibrated), {}
-    for name, config in MODELS.items():
-        decoder = Decoder.of(name, config, args.bits, calibrated["streams"])
-        groups[name] = [predict(decoder, chip, ways, calibrated["context"]) for chip in CHIPS]
+    for model in MODELS:
+        decoder = replace(model, bits=args.bits).drafting(calibrated["streams"])
+        groups[model.name] = [predict(decoder, chip, ways, calibrated["context"]) for chip in CHIPS]
     values = [one for group in groups.values() for one in group]
     result = {"label": LABEL, "calibration": args.calibration.name, "predictions": values}
     publish(

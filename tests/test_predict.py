@@ -9,7 +9,7 @@ import pytest
 from real import one_line
 
 from perf import predict
-from perf.predict import CHIPS, Chip, Decoder, costs, product_seconds
+from perf.predict import CHIPS, Chip, costs, product_seconds
 from ssmlx.settings import PruneConfig, TreeConfig
 from ssmlx.tuning.cost import DraftShape
 
@@ -40,7 +40,7 @@ def test_chips_have_the_rates_that_apple_published_and_clocks_of_their_own_or_of
 
 STREAMS = {"num_streams": 4, "num_msa_layers": 8, "num_layers": 32, "draft_vocab_size": 8192}
 WEIGHTS = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256
-LLAMA = Decoder.of("llama-3.1-8b", predict.MODELS["llama-3.1-8b"], 4, STREAMS)
+SMALL, _, LLAMA = (replace(one, bits=4).drafting(STREAMS) for one in predict.MODELS)
 
 
 def test_the_weights_are_those_of_the_models():
@@ -50,9 +50,8 @@ def test_the_weights_are_those_of_the_models():
 
     assert weights(LLAMA) == WEIGHTS
     assert weights(LLAMA) + 128256 * 4096 == pytest.approx(8.03e9, rel=0.001)
-    small = Decoder.of("smollm2-135m", predict.MODELS["smollm2-135m"], 4, STREAMS)
-    assert weights(small) == pytest.approx(134.5e6, rel=0.001), "the head is the embedding"
-    assert (small.msa_layers, small.draft_vocab) == (8, 8192), "a quarter of 30 layers"
+    assert weights(SMALL) == pytest.approx(134.5e6, rel=0.001), "the head is the embedding"
+    assert (SMALL.msa_layers, SMALL.draft_vocab) == (8, 8192), "a quarter of 30 layers"
     assert LLAMA.weight_bytes == 0.5625
     assert replace(LLAMA, bits=16).weight_bytes == 2
 
