@@ -13,8 +13,7 @@ from real import one_line
 from convert.reference.format import ADAPTER_WEIGHTS
 from convert.train import STORE_FILE, parse_args
 from perf.compare import __main__ as compare
-from perf.paper import ablation, figures, learning
-from perf.paper.ablation import read_run, read_runs, report
+from perf.paper import figures, training
 from perf.paper.figures import (
     parity,
     parity_points,
@@ -22,6 +21,7 @@ from perf.paper.figures import (
     theoretical_speedup,
     tree_curves,
 )
+from perf.paper.training import ablation_report, read_run, read_runs
 from perf.run.options import parse_systems
 from perf.run.published import TABLE_1, TABLE_2, latencies, speeds
 from perf.run.statistics import Estimate
@@ -252,7 +252,7 @@ def write_run(options: list[str], steps: int = STEPS) -> None:
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """`perf.paper.ablation train` with a trainer that takes no time; gives its runs' names."""
+    """`perf.paper.training ablate` with a trainer that takes no time; gives its runs' names."""
     names: list[str] = []
 
     def fake(command):
@@ -267,12 +267,12 @@ def trained(tmp_path, monkeypatch):
     def train(*more: str, fail: str = "") -> tuple[int, list[str]]:
         nonlocal fails
         fails, names[:] = fail, []
-        argv = ["train", "--data", "d", "--out", str(tmp_path / "runs"), "--epochs", "1", *more]
-        return ablation.main(argv), list(names)
+        argv = ["ablate", "--data", "d", "--out", str(tmp_path / "runs"), "--epochs", "1", *more]
+        return training.main(argv), list(names)
 
     fails = ""
-    # The name in `ablation` alone: matplotlib runs commands of its own, once on a new machine.
-    monkeypatch.setattr(ablation, "subprocess", SimpleNamespace(run=fake))
+    # The name in `training` alone: matplotlib runs commands of its own, once on a new machine.
+    monkeypatch.setattr(training, "subprocess", SimpleNamespace(run=fake))
     return train
 
 
@@ -308,14 +308,14 @@ def test_bad_options_are_told_before_the_first_run(trained, capsys):
         (("--batch-size", "0"), "--batch-size 0"),
     ):
         assert trained(*more) == (2, [])
-        assert said in one_line(capsys.readouterr().err, ablation.PROG)
+        assert said in one_line(capsys.readouterr().err, training.PROG)
     with pytest.raises(SystemExit):
         trained("--nonsense")
 
 
 def draw_runs(tmp_path: Path) -> int:
-    argv = ["draw", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "results")]
-    return ablation.main(argv)
+    argv = ["ablation", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "results")]
+    return training.main(argv)
 
 
 def test_the_runs_are_shown(trained, tmp_path, capsys):
@@ -341,7 +341,7 @@ def test_runs_that_are_not_finished_are_named_and_others_refused(trained, tmp_pa
     rank = ["--stream-init", "low_rank", "--stream-init-rank", "32"]
     write_run([*shared, str(tmp_path / "runs" / "rank-32"), *rank], steps=5)
     runs, _ = read_runs(tmp_path / "runs")
-    assert "rank-32 (step 5 of 20)" in report(runs)
+    assert "rank-32 (step 5 of 20)" in ablation_report(runs)
     assert [one.name for one in runs if not one.is_finished] == ["rank-32"]
     assert draw_runs(tmp_path) == 0
     write_run([*shared, str(tmp_path / "runs" / "other"), "--seed", "1"])
@@ -363,7 +363,7 @@ def write_log(folder, validations):
 
 def learn(tmp_path, *runs):
     options = [word for text in runs for word in ("--run", text)]
-    return learning.main([*options, "--out", str(tmp_path / "shown")])
+    return training.main(["learning", *options, "--out", str(tmp_path / "shown")])
 
 
 def test_a_round_goes_on_where_the_one_before_ended(tmp_path, capsys):
@@ -382,10 +382,10 @@ def test_a_round_goes_on_where_the_one_before_ended(tmp_path, capsys):
 
 
 def test_a_task_has_one_colour_and_each_of_its_curves_another_line():
-    found = learning.styles(["a", "b", "a, other", "c", "d", "e", "a, third"])
+    found = training.styles(["a", "b", "a, other", "c", "d", "e", "a, third"])
     (a, b, other, *_, e, third) = found
     assert a[0] == other[0] == third[0] != b[0]
-    assert (a[1], other[1], third[1]) == learning.LINES[:3]
+    assert (a[1], other[1], third[1]) == training.LINES[:3]
     assert e[1] == "-" and len(set(found[:5])) == 5
 
 
@@ -396,5 +396,5 @@ def test_bad_runs_are_told_in_one_line(tmp_path, capsys):
         ("a=none", "holds no validation"),
     ):
         assert learn(tmp_path, option) == 2
-        assert said in one_line(capsys.readouterr().err, learning.PROG)
+        assert said in one_line(capsys.readouterr().err, training.PROG)
     assert not (tmp_path / "shown").exists()

@@ -1,7 +1,7 @@
 """Figures 4, 5 and 9b of the paper, ours beside what its text gives in numbers.
 
 Ours are drawn from the results of perf.compare and perf.quality. Figures 6
-and 9a come from `python -m perf.paper.ablation draw`.
+and 9a come from `python -m perf.paper.training ablation`.
 
 Figure 4 is eq. 6 (section 4.1.2), streams against a separate draft model. A token costs what a
 verification step costs, over the tokens that the step advances by:

@@ -1,7 +1,9 @@
-"""Figures 6 and 9a of the paper, in tokens per target call.
+"""What training runs came to: figures 6 and 9a of the paper, and curves of learning.
 
-`train` runs `convert.train` over the layers with multi-stream attention, with stream embeddings
-and with value rotation, and over the rank of f (eq. 3); `draw` shows what the runs came to.
+`ablate` runs `convert.train` over the layers with multi-stream attention, with stream embeddings
+and with value rotation, and over the rank of f (eq. 3); `ablation` shows what the runs came to.
+`learning` draws tokens per call against training steps, from the logs of any runs; one that
+started from another's weights (`--init`) goes on where that one ended.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +26,36 @@ from ssmlx.loading.files import make_folder
 from ssmlx.settings import read_json
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
-from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
+from ssmlx.training.record import LOG_FILE, read_record
+from ssmlx.tuning.report import Columns, aligned, finish, new_figure, publish, table
 
-from ..run.options import add_out
-from .learning import validations
+from ..run.options import add_out, split_name
 
-PROG = "perf.paper.ablation"
+PROG = "perf.paper.training"
 EPILOG = """examples:
-  python -m perf.paper.ablation train --data data/sql --out runs/ablation --epochs 1
-  python -m perf.paper.ablation draw --runs runs/ablation
+  python -m perf.paper.training ablate --data data/sql --out runs/ablation --epochs 1
+  python -m perf.paper.training ablation --runs runs/ablation
+  python -m perf.paper.training learning --run sql=runs/first,runs/second --run chat=runs/chat
 
-Options that `train` does not know go to every run of convert.train. The same command again goes
+Options that `ablate` does not know go to every run of convert.train. The same command again goes
 on with the run that was stopped, and skips those that are finished."""
 VARIED = ("num_msa_layers", "stream_design", "rotation_step", "stream_init", "stream_init_rank")
-COLOURS = {"embeddings": "#0b6e4f", "value_rotation": "#b06f10"}
-LABELS = {"embeddings": "stream embeddings", "value_rotation": "value rotation"}
+DESIGNS = {
+    "embeddings": ("stream embeddings", "#0b6e4f"),
+    "value_rotation": ("value rotation", "#b06f10"),
+}
+COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")
+LINES = ("-", "--", ":", "-.")
+
+Point = tuple[int, float, float]
+"""Steps in all, tokens per call of held-out text, and its loss of stream 1 in nats a token."""
+Curves = Mapping[str, Sequence[Sequence[Point]]]
+"""The rounds of each adapter."""
+
+
+def validations(folder: Path) -> list[dict[str, Any]]:
+    """The entries of a run's log in which streams were validated."""
+    return [entry for entry in read_record(folder / LOG_FILE) if "tokens_per_call" in entry]
 
 
 def variants(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -70,7 +88,7 @@ def commands(args: argparse.Namespace, shared: list[str]) -> dict[Path, list[str
     return found
 
 
-def train(args: argparse.Namespace, shared: list[str]) -> int:
+def ablate(args: argparse.Namespace, shared: list[str]) -> int:
     """Run what is left to run; stops at the first run that fails."""
     for folder, options in commands(args, shared).items():
         if is_done(folder, options):
@@ -155,8 +173,8 @@ def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
     require(
         any(one.is_finished for one in runs),
         f"no finished run in {folder}",
-        expected="the --out of `python -m perf.paper.ablation train`",
-        do="train first",
+        expected="the --out of `python -m perf.paper.training ablate`",
+        do="run that first",
     )
     shared: dict[str, Any] = {}
     for path in folders:
@@ -175,7 +193,7 @@ def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
     return runs, shared
 
 
-def report(runs: Sequence[TrainedVariant]) -> str:
+def ablation_report(runs: Sequence[TrainedVariant]) -> str:
     """A line for each run."""
 
     def loss(name: str) -> Callable[[TrainedVariant], str]:
@@ -186,7 +204,7 @@ def report(runs: Sequence[TrainedVariant]) -> str:
         "run": lambda one: (
             one.name + ("" if one.is_finished else f" (step {one.step} of {one.num_steps})")
         ),
-        "streams": lambda one: LABELS[one.design],
+        "streams": lambda one: DESIGNS[one.design][0],
         "Ns": lambda one: str(one.num_layers),
         "f": lambda one: f"rank {one.rank}" if one.rank else "identity",
         "tokens/call": lambda one: f"{one.tokens_per_call:.3f}",
@@ -195,17 +213,25 @@ def report(runs: Sequence[TrainedVariant]) -> str:
     return "\n".join(table(columns, runs))
 
 
-def draw(runs: Sequence[TrainedVariant], shared: Mapping[str, Any], title: str, path: Path) -> None:
+def draw_ablation(
+    runs: Sequence[TrainedVariant], shared: Mapping[str, Any], title: str, path: Path
+) -> None:
     """The picture of the runs that are finished: tokens per call against Ns, as figure 9a is laid
     out, and against eta, beside f as identity on the same layers."""
     figure = new_figure(9, 3.8)
     left, right = figure.subplots(1, 2, sharey=True)
     finished = [one for one in runs if one.is_finished]
     plain, with_rank = ([r for r in finished if bool(r.rank) == ranked] for ranked in (False, True))
-    for design, label in LABELS.items():
+    for design, (label, colour) in DESIGNS.items():
         points = {r.num_layers: r.tokens_per_call for r in plain if r.design == design}
         if points:
-            _line(left, points, above=design == "embeddings", label=label, color=COLOURS[design])
+            _line(
+                left,
+                points,
+                above=design == "embeddings",
+                label=label,
+                color=colour,
+            )
     _label(left, [one.num_layers for one in plain], "layers with multi-stream attention, Ns")
     left.set_ylabel("tokens per target call")
     for count in sorted({one.num_layers for one in with_rank}):
@@ -213,7 +239,7 @@ def draw(runs: Sequence[TrainedVariant], shared: Mapping[str, Any], title: str, 
         _line(right, points, label=f"f of rank η, Ns = {count}", color="#33658a")
         for one in plain:
             if (one.design, one.num_layers) == ("embeddings", count):
-                right.axhline(one.tokens_per_call, ls="--", lw=1.2, color=COLOURS["embeddings"],
+                right.axhline(one.tokens_per_call, ls="--", lw=1.2, color=COLOURS[0],
                               label=f"f = identity, Ns = {count}")  # fmt: skip
     _label(right, [one.rank for one in with_rank], "rank η of f")
     figure.suptitle(
@@ -242,17 +268,85 @@ def _label(axes: Any, places: Iterable[int], label: str) -> None:
         axes.legend(frameon=False, fontsize=8)
 
 
-def show(args: argparse.Namespace) -> None:
+def show_ablation(args: argparse.Namespace) -> None:
     """Print the table; write it, the JSON and the picture."""
     runs, shared = read_runs(args.runs)
     make_folder(args.out)
     title, result = args.runs.resolve().name, {"shared": shared, "runs": [asdict(r) for r in runs]}
-    publish(result, args.out / "ablation", report(runs),
-            lambda _, path: draw(runs, shared, title, path))  # fmt: skip
+    publish(result, args.out / "ablation", ablation_report(runs),
+            lambda _, path: draw_ablation(runs, shared, title, path))  # fmt: skip
 
 
-def _add_train(commands: Any) -> None:
-    parser = commands.add_parser("train", help="run the variants", allow_abbrev=False)
+def read_rounds(text: str) -> tuple[str, list[list[Point]]]:
+    """Name and rounds of `NAME=FOLDER,FOLDER`."""
+    name, folders = split_name(text)
+    wanted = "NAME=FOLDER[,FOLDER]"
+    require(bool(name and folders), f"--run {text}", expected=wanted, do="name the folders' runs")
+    assert name is not None
+    rounds: list[list[Point]] = []
+    for folder in map(Path, folders.split(",")):
+        start = rounds[-1][-1][0] if rounds else 0
+        found = validations(folder)
+        require(
+            bool(found),
+            f"{folder} holds no validation",
+            expected=f"{LOG_FILE} of a run with streams that was validated",
+            do="check --run",
+        )
+        rounds.append(
+            [(start + one["step"], one["tokens_per_call"], one["valid_stream_1_loss"])
+             for one in found]
+        )  # fmt: skip
+    return name, rounds
+
+
+def learning_report(curves: Curves) -> str:
+    """A line a validation."""
+    rows = [["adapter", "round", "steps", "tokens/call", "stream 1 loss"]]
+    for name, rounds in curves.items():
+        for number, points in enumerate(rounds, 1):
+            rows += [[name, str(number), str(s), f"{t:.2f}", f"{x:.3f}"] for s, t, x in points]
+    return "\n".join(aligned(rows))
+
+
+def styles(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Colour and line of every curve; `sql, identity f` has the colour of `sql`, dashed."""
+    tasks = [name.partition(",")[0] for name in names]
+    colours = dict(zip(dict.fromkeys(tasks), cycle(COLOURS), strict=False))
+    return [
+        (colours[task], LINES[tasks[:index].count(task) % len(LINES)])
+        for index, task in enumerate(tasks)
+    ]
+
+
+def draw_learning(curves: Curves, path: Path) -> None:
+    """Tokens per call against steps, a line a round; the learning rate falls to zero in each."""
+    figure = new_figure(6.5, 3.9)
+    axes = figure.subplots()
+    for (name, rounds), (colour, line) in zip(curves.items(), styles(list(curves)), strict=True):
+        for points in rounds:
+            steps, tokens = [p[0] for p in points], [p[1] for p in points]
+            axes.plot(steps, tokens, marker="o", ms=3.5, color=colour, linestyle=line)
+        last, reached, _ = rounds[-1][-1]
+        axes.annotate(f"{name} {reached:.2f}", (last, reached), (6, 0), textcoords="offset points",
+                      va="center", fontsize=9, color=colour)  # fmt: skip
+    axes.set_xlabel("training steps; a line for each round, whose rate falls to zero")
+    axes.set_ylabel("tokens per target call")
+    axes.set_title("held-out answers, replayed", fontsize=10)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.14)
+    finish(figure, "", path)
+
+
+def show_learning(args: argparse.Namespace) -> None:
+    """The same of curves of learning."""
+    curves = dict(read_rounds(text) for text in args.run)
+    make_folder(args.out)
+    publish(curves, args.out / "learning", learning_report(curves), draw_learning)
+
+
+def add_ablate(parser: argparse.ArgumentParser) -> None:
+    """The options of `ablate`."""
     for flag in ("--data", "--out"):
         parser.add_argument(flag, type=Path, required=True, metavar="FOLDER")
     for flag, kind, default, text in (
@@ -272,15 +366,23 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_train(commands)
-    drawing = commands.add_parser("draw", help="show what the runs came to", allow_abbrev=False)
-    drawing.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
-    add_out(drawing)
+    add_ablate(commands.add_parser("ablate", help="train the variants", allow_abbrev=False))
+    shown = commands.add_parser("ablation", help="show what they came to", allow_abbrev=False)
+    shown.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
+    add_out(shown)
+    learned = commands.add_parser("learning", help="draw runs step by step", allow_abbrev=False)
+    learned.add_argument(
+        "--run", action="append", required=True, metavar="NAME=FOLDER[,FOLDER]",
+        help="folders of convert.train or ssmlx.train, each started from the one before; may be "
+        "given several times",
+    )  # fmt: skip
+    add_out(learned)
     args, shared = parser.parse_known_args(argv)
-    if args.command == "train":
-        return run(lambda: train(args, shared), PROG)
+    if args.command == "ablate":
+        return run(lambda: ablate(args, shared), PROG)
     if shared:
         parser.error(f"unrecognized arguments: {' '.join(shared)}")
+    show = show_ablation if args.command == "ablation" else show_learning
     return run(lambda: show(args), PROG)
 
 
