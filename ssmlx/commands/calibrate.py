@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..calibration import BUSY, CONTEXTS
-from ..errors import InputError, require
+from ..errors import require
 from ..loading.names import cache_dir, resolve_adapter, resolve_model
 from ..settings import ATTENTIONS, DRAFT_HEADS
-from .options import add_counts, add_model_options, load_target, make_parser, run
+from .options import add_counts, add_model_options, add_options, load_target, make_parser, run
 
 if TYPE_CHECKING:
     from ..calibration.costs import CostPlan
-    from ..tuning.profile import Profile
 
 PROG = "ssmlx.calibrate"
 DEFAULT_ADAPTER = "chat"
@@ -40,19 +39,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     add_model_options(parser, DEFAULT_ADAPTER)
-    group = parser.add_argument_group("streams, as --drafter tells ssmlx.generate")
-    for name, known, what in (
-        ("draft-head", DRAFT_HEADS, "weights of the head that guesses: head="),
-        ("attention", ATTENTIONS, "what computes it on rows of trees: attention="),
-    ):
-        group.add_argument(
-            f"--{name}", choices=known, default=known[0], help=f"{what} (default: %(default)s)"
-        )
+    told = "(default: %(default)s)"
+    add_options(
+        parser.add_argument_group("streams, as --drafter tells ssmlx.generate"),
+        ("--draft-head", None, f"weights of the head that guesses: head= {told}", DRAFT_HEADS[0],
+         DRAFT_HEADS),
+        ("--attention", None, f"what computes it on rows of trees: attention= {told}",
+         ATTENTIONS[0], ATTENTIONS),
+    )  # fmt: skip
     group = parser.add_argument_group("calibration")
-    group.add_argument(
-        "--data", type=Path, metavar="FILE.jsonl",
-        help="prompts such as the adapter will be asked: a JSON object with `prompt` or `messages` "
-        f"a line (default: {PROMPTS_FILE} in the adapter's folder)",
+    add_options(
+        group,
+        ("--data", "FILE.jsonl", "prompts such as the adapter will be asked: a JSON object with "
+         f"`prompt` or `messages` a line (default: {PROMPTS_FILE} in the adapter's folder)", Path),
     )  # fmt: skip
     add_counts(
         group,
@@ -105,13 +104,13 @@ def load_streams(args: argparse.Namespace) -> Any:
     model, tokenizer = load_target(
         args, DEFAULT_ADAPTER, draft_head=args.draft_head, attention=args.attention
     )
-    if model.num_streams == 0:
-        fitting = ", ".join(adapters_for(model)) or "none that ships with ssmlx"
-        raise InputError(
-            "the model has no streams to calibrate",
-            expected=f"an adapter; for this model: {fitting}",
-            do="give --adapter NAME or FOLDER",
-        )
+    fitting = ", ".join(adapters_for(model)) or "none that ships with ssmlx"
+    require(
+        model.num_streams > 0,
+        "the model has no streams to calibrate",
+        expected=f"an adapter; for this model: {fitting}",
+        do="give --adapter NAME or FOLDER",
+    )
     return model, tokenizer
 
 
@@ -121,27 +120,11 @@ def prompts_of(args: argparse.Namespace) -> Path:
     path = (folder or Path()) / PROMPTS_FILE
     require(
         folder is not None and path.is_file(),
-        f"no prompts ship with the adapter {adapter_name(args)}",
+        f"no prompts ship with the adapter {Path(args.adapter or args.model).name}",
         expected="prompts such as it will be asked",
         do="give --data FILE.jsonl, a JSON object with `prompt` or `messages` a line",
     )
     return path
-
-
-def adapter_name(args: argparse.Namespace) -> str:
-    """What the adapter is called; a fused model's streams have its own name."""
-    return Path(args.adapter or args.model).name
-
-
-def keep(args: argparse.Namespace, profile: Profile, noise: float) -> str:
-    """Keep the choice for the runtime, unless it was asked not to be, or is a matter of chance."""
-    from ..tuning.profile import store_profile
-
-    if args.no_store:
-        return "not kept, as --no-store says"
-    if noise > BUSY and not args.noisy:
-        return "not kept: such timings decide by chance; --noisy keeps the choice all the same"
-    return f"kept {store_profile(profile)}; used where nothing else is asked for"
 
 
 def _main(args: argparse.Namespace) -> None:
@@ -150,6 +133,7 @@ def _main(args: argparse.Namespace) -> None:
     from ..calibration.guesses import read_tokens, record_answers, split_prompts
     from ..calibration.report import draw, report, result_of
     from ..loading.files import make_folder
+    from ..tuning.profile import store_profile
     from ..tuning.report import publish
 
     plan = plan_of(args)
@@ -163,13 +147,19 @@ def _main(args: argparse.Namespace) -> None:
     choice = choose(model, answers, costs, [rows for rows in plan.rows if rows > 1])
     profile = choice.profile(model)
     # Before the check, which may be stopped.
-    print(keep(args, profile, noise))
+    if args.no_store:
+        print("not kept, as --no-store says")
+    elif noise > BUSY and not args.noisy:
+        print("not kept: such timings decide by chance; --noisy keeps the choice all the same")
+    else:
+        print(f"kept {store_profile(profile)}; used where nothing else is asked for")
     checks = check(model, tokenizer, held_out, choice, args.max_tokens) if held_out else []
     if held_out and not checks:
         print(NOTHING_CHECKED, file=sys.stderr)
-    named = {"model": str(args.model), "adapter": adapter_name(args), "data": data.name}
+    adapter = Path(args.adapter or args.model).name  # a fused model's streams have its own name
+    named = {"model": str(args.model), "adapter": adapter, "data": data.name}
     result = {**named, **result_of(model, profile, choice, checks), "noise": noise}
-    publish(result, args.out / f"calibrate-{result['adapter']}", report(result), draw)
+    publish(result, args.out / f"calibrate-{adapter}", report(result), draw)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,7 +46,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_prompt_options(group)
     group.add_argument(
         "--template", type=template_text, metavar="TEXT",
-        help="chat: the model's chat template; raw: the prompt as it is; or a text with {prompt}, "
+        help="the model's chat template (chat), none (raw), or a text with {prompt}, "
         "\\n for new lines (default: the adapter's own, then chat, then raw)",
     )  # fmt: skip
     output = group.add_mutually_exclusive_group()
