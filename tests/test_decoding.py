@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import random
+import sys
 from functools import lru_cache
 from itertools import pairwise, product
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -26,10 +29,12 @@ from tiny import (
     tree_from_parents,
 )
 
+import ssmlx
 from ssmlx.api import stream_generate, summary, token_steps
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import Acceptance, accept, accept_typical
 from ssmlx.decoding.loop import plain_decode, streaming_decode
+from ssmlx.decoding.pace import Pace
 from ssmlx.decoding.prune import (
     is_pruned,
     nodes_over_threshold,
@@ -44,8 +49,10 @@ from ssmlx.decoding.sampling import (
     last_tokens,
     places_of,
 )
+from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
+from ssmlx.model import shapes
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.masks import earlier_streams, stream_visibility
@@ -56,6 +63,7 @@ from ssmlx.settings import (
     STREAM_SCHEDULES,
     AcceptanceConfig,
     GenerateConfig,
+    PromptLookupConfig,
     PruneConfig,
     SamplingConfig,
     TreeConfig,
@@ -839,3 +847,156 @@ def test_settings_out_of_range(settings, said):
 def test_a_bias_of_an_unknown_token():
     with pytest.raises(InputError, match="--logit-bias of token 13; expected ids below"):
         Sampling(SamplingConfig(logit_bias={13: 1.0}), VOCAB)
+
+
+# --- the loop never waits for itself: evaluations, reads and their order, counted ---
+
+FILL = 40
+READERS = ("item", "tolist")
+HOT = ("decoding", "drafters", "model")
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What the loop does, in order: "build" a step, "launch" it, "wait" for it, "read"."""
+    log = []
+
+    def logged(name, function):
+        def call(*args, **kwargs):
+            log.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(decode, "step", logged("build", decode.step))
+    monkeypatch.setattr(mx, "async_eval", logged("launch", mx.async_eval))
+    monkeypatch.setattr(mx, "eval", logged("wait", mx.eval))
+    hot = tuple(f"ssmlx.{room}." for room in HOT)
+    for module in [module for name, module in sys.modules.items() if name.startswith(hot)]:
+        for name in ("to_int", "to_float", "to_list"):
+            if module is not shapes and hasattr(module, name):
+                monkeypatch.setattr(module, name, logged("read", getattr(shapes, name)))
+    return log
+
+
+def streaming(model, prune=None, drafter=None, **more):
+    drafter = drafter or StreamDrafter(model, PAIR[1], model.num_streams)
+    cache = model.make_cache(drafter.max_nodes)
+    prune = prune or PruneConfig()
+    return streaming_decode(model, PROMPT, cache, drafter=drafter, prune=prune, **more)
+
+
+def after_start(events, steps):
+    """The events of later calls, the prompt's and the one behind it left out."""
+    next(steps), next(steps)
+    events.clear()
+    for _ in range(3):
+        next(steps)
+        events.append("give")
+    return events
+
+
+@pytest.mark.parametrize("prune", [None, PruneConfig(kind="budget", keep=4)])
+def test_the_next_step_is_built_while_one_runs_and_starts_before_its_tokens_are_given(
+    events, prune
+):
+    steps = streaming(make_model(), prune=prune)
+    assert after_start(events, steps) == ["build", "read", "launch", "give"] * 3
+
+
+def test_what_has_to_know_the_text_reads_first(events):
+    """The drafter reads once; the loop once more, when nothing is left to wait for."""
+    drafter = PromptLookupDrafter(PromptLookupConfig())
+    steps = streaming(make_model(), drafter=drafter)
+    assert after_start(events, steps) == ["build", "read", "launch", "read", "give"] * 3
+    steps = streaming(make_model(), prune=PruneConfig(kind="threshold", threshold=0.1))
+    assert after_start(events, steps) == ["build", "read", "launch", "read", "give"] * 3
+
+
+def test_plain_decoding_reads_once_a_token(events):
+    model = make_model()
+    steps = plain_decode(model, PROMPT, model.make_cache())
+    assert after_start(events, steps) == ["launch", "read", "give"] * 3
+
+
+def test_the_first_token_is_given_before_anything_else_starts(events):
+    """`launch` may block while work is queued, which the reader of the first token would feel."""
+    steps = streaming(make_model())
+    events.clear()
+    next(steps)
+    assert events == ["wait", "build", "launch", "read"]  # the prompt is waited for
+    events.clear()
+    next(steps)
+    assert events == ["build", "launch", "build", "read", "launch"]
+
+
+def test_no_step_is_started_for_an_answer_that_has_ended(events):
+    steps = streaming(make_model(), ends=lambda tokens: True)
+    next(steps)
+    events.clear()
+    next(steps)
+    assert events == ["build", "launch", "build", "read"]
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_an_answer_that_ended_can_go_on(after):
+    """The step that was built and not run leaves no trace: neither in tokens nor in the cache."""
+    model, calls = make_model(), []
+
+    def ends(tokens):
+        calls.append(tokens)
+        return len(calls) % after == 0
+
+    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), FILL)
+    _, lengths = first_tokens(streaming(model), FILL)
+    assert first_tokens(streaming(model, ends=ends), FILL) == (expected, lengths)
+
+
+class Pause:
+    """A pace that does not draft from call `first` to call `last`, and keeps what it is told."""
+
+    def __init__(self, first, last):
+        self.first, self.last, self.told = first, last, []
+
+    @property
+    def drafting(self):
+        return not self.first <= len(self.told) < self.last
+
+    def observe(self, num_tokens, *, drafted):
+        self.told.append((num_tokens, drafted))
+
+
+def test_drafting_can_pause():
+    """A call of a pause is a plain one, and the streams find the cache as it is afterwards."""
+    model = make_model()
+    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), FILL)
+    lengths = {}
+    for schedule in STREAM_SCHEDULES:
+        pause = Pause(4, 9)
+        drafter = StreamDrafter(model, PAIR[1], model.num_streams, schedule)
+        steps = streaming(model, drafter=drafter, pace=pause)
+        tokens, lengths[schedule] = first_tokens(steps, FILL)
+        assert tokens == expected
+        drafted = [call for _, call in pause.told]
+        # The prompt's call verifies no draft. When the pause begins, call 5 is built already.
+        assert drafted[:12] == [False] + [True] * 5 + [False] * 5 + [True]
+    fused = lengths["fused"]
+    assert fused == lengths["second-pass"]
+    assert fused[6:11] == [1] * 5 and max(fused[11:]) > 1
+
+
+def test_a_pace_without_costs_always_drafts():
+    _, expected = first_tokens(streaming(make_model()), FILL)
+    assert first_tokens(streaming(make_model(), pace=Pace()), FILL)[1] == expected
+    _, lengths = first_tokens(streaming(make_model(), pace=Pace(100.0)), FILL)
+    assert lengths.count(1) > expected.count(1)
+
+
+def test_only_one_file_reads_arrays():
+    """What waits for the device goes by `shapes.to_int`, `to_float` and `to_list`."""
+    package, found = Path(ssmlx.__file__).parent, set()
+    for path in [file for room in HOT for file in package.glob(f"{room}/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in READERS:
+                found.add(path.name)
+    assert found == {"shapes.py", "trie.py"}  # the latter's arrays are numpy's
