@@ -1,4 +1,4 @@
-"""The cost of a step, when drafting pays, and profiles on disk: made-up costs, no clock."""
+"""Costs of steps, profiles on disk, and the plans that settings come to: no clock runs here."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import random
 from dataclasses import replace
 
 import pytest
-from tiny import COSTS, flat, make_model, make_profile, measured
+from real import make_adapter, write_adapter, write_base, write_tiny_adapter
+from tiny import COSTS, first_tokens, flat, make_model, make_profile, measured
 
+import ssmlx
+from ssmlx.api import token_steps
+from ssmlx.commands import chat, generate
 from ssmlx.decoding.pace import FIRST_WAIT, LONGEST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
 from ssmlx.errors import InputError
 from ssmlx.plan import make_plan
-from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig, from_json, to_json
+from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
-from ssmlx.tuning.cost import DraftShape, StepCosts, interpolate
+from ssmlx.tuning.cost import DraftShape, Surface, interpolate
 from ssmlx.tuning.profile import ProfileKey, profile_of, store_profile
 
 SECOND = DraftShape(tree=TreeConfig(size=16), num_streams=5)
@@ -26,6 +30,7 @@ def test_a_step_of_two_passes_is_the_sum_of_its_parts():
     layers = (6 + 1.6 + 0.2) + (2 + 0.8 + 0.1) + (2 + 0.25 + 0.1)
     heads, beside = (1 + 0.32) + (0.5 + 0.05), 0.2 + 0.016
     assert COSTS.step_seconds(SECOND, 100) == pytest.approx(layers + heads + beside)
+    assert COSTS.breakeven(SECOND, 100) == pytest.approx((layers + heads + beside) / 10.1)
 
 
 def test_a_fused_step_pays_for_every_nodes_streams_once():
@@ -37,6 +42,9 @@ def test_pruning_pays_for_the_early_exit_and_spares_rows_above_it():
     layers = (6 + 1.6) + (0.8 + 0.03 * 16) + (2 + 0.04 * 24)
     heads = (1 + 0.02 * 4) + 0.55
     assert COSTS.step_seconds(PRUNED, 0) == pytest.approx(layers + heads + 0.1)
+    whole = replace(FUSED, prune=PruneConfig(kind="budget", keep=16))
+    assert not whole.is_pruned
+    assert COSTS.step_seconds(whole, 0) == COSTS.step_seconds(FUSED, 0)
 
 
 def test_noise_does_not_make_a_step_cheaper_than_its_forwards():
@@ -45,19 +53,9 @@ def test_noise_does_not_make_a_step_cheaper_than_its_forwards():
     assert noisy.step_seconds(SECOND, 0) == noisy.forward_seconds(SECOND, 0) - 0.1
 
 
-def test_a_budget_that_drops_nothing_costs_nothing():
-    whole = replace(FUSED, prune=PruneConfig(kind="budget", keep=16))
-    assert not whole.is_pruned
-    assert COSTS.step_seconds(whole, 0) == COSTS.step_seconds(FUSED, 0)
-
-
 def test_pruning_that_nobody_measured_has_no_price():
     with pytest.raises(ValueError, match="pruning"):
         replace(COSTS, early_exit=None).step_seconds(PRUNED, 0)
-
-
-def test_the_breakeven_is_what_a_call_costs_in_plain_calls():
-    assert COSTS.breakeven(SECOND, 500) == pytest.approx(COSTS.step_seconds(SECOND, 500) / 10.5)
 
 
 @pytest.mark.parametrize(
@@ -66,9 +64,6 @@ def test_the_breakeven_is_what_a_call_costs_in_plain_calls():
 def test_lines_run_through_what_was_measured_and_on(place, value):
     """Beyond the last point the last line goes on; before the first, nothing gets cheaper."""
     assert interpolate([1, 2, 4], [10, 20, 40], place) == value
-
-
-def test_no_rows_cost_nothing():
     assert COSTS.lower.at(0, 500) == 0
 
 
@@ -82,16 +77,6 @@ def test_no_rows_cost_nothing():
 def test_a_surface_with_holes_is_refused(broken):
     with pytest.raises(ValueError, match="ascending"):
         replace(COSTS.lower, **broken)
-
-
-@pytest.mark.parametrize("costs", [COSTS, replace(COSTS, early_exit=None, overhead=None)])
-def test_costs_survive_json(costs):
-    assert from_json(StepCosts, json.loads(json.dumps(to_json(costs)))) == costs
-
-
-@pytest.mark.parametrize("shape", [SECOND, FUSED, PRUNED], ids=DraftShape.text)
-def test_shapes_survive_json(shape):
-    assert from_json(DraftShape, json.loads(json.dumps(to_json(shape)))) == shape
 
 
 def test_shapes_are_told_in_words_and_options():
@@ -237,8 +222,10 @@ def model():
     return make_model(seed=2)
 
 
-def profile(model, *shapes):
-    return make_profile(model, shapes=shapes or (measured(SHAPE, 9.0),))
+def profile(model, tokens_per_call=9.0, shape=SHAPE, **changes):
+    """One that says that drafting pays."""
+    shapes = changes.pop("shapes", (measured(shape, tokens_per_call),))
+    return make_profile(model, shapes=shapes, **changes)
 
 
 def test_profiles_lie_in_the_cache_folder(model, tmp_path, monkeypatch):
@@ -247,18 +234,15 @@ def test_profiles_lie_in_the_cache_folder(model, tmp_path, monkeypatch):
     assert store_profile(profile(model)).parent == tmp_path / "cache" / "profiles"
 
 
-def test_a_profile_is_found_again_as_it_was(model):
-    path = store_profile(profile(model))
-    assert profile_of(model) == profile(model)
-    assert profile_of(make_model(seed=2)) == profile(model), "by what is loaded, not by the object"
-    assert [one.name for one in path.parent.iterdir()] == [path.name], "nothing lies beside it"
-
-
-def test_a_new_profile_takes_the_place_of_the_old_one(model):
-    store_profile(profile(model))
-    assert profile_of(model).best() == measured(SHAPE, 9.0)
-    store_profile(profile(model, measured(SHAPE, 8.0)))
+@pytest.mark.parametrize("costs", [COSTS, replace(COSTS, early_exit=None, overhead=None)])
+def test_a_profile_is_found_again_as_it_was(model, costs):
+    store_profile(profile(model, 8.0))
     assert profile_of(model).best() == measured(SHAPE, 8.0)
+    shapes = (measured(SHAPE, 9.0), measured(replace(PRUNED, num_streams=3), 2.0))
+    path = store_profile(profile(model, shapes=shapes, costs=costs))
+    assert profile_of(model) == profile(model, shapes=shapes, costs=costs)
+    assert profile_of(make_model(seed=2)) == profile_of(model), "by what is loaded"
+    assert [one.name for one in path.parent.iterdir()] == [path.name], "nothing lies beside it"
 
 
 @pytest.mark.parametrize(
@@ -272,10 +256,6 @@ def test_a_new_profile_takes_the_place_of_the_old_one(model):
 def test_another_model_or_adapter_has_no_profile(model, other):
     store_profile(profile(model))
     assert profile_of(make_model(**other)) is None
-
-
-def test_streams_that_were_trained_anew_have_no_profile_yet(model):
-    store_profile(profile(model))
     trained = make_model(seed=2)
     embeddings = trained.streams.embeddings * 1.001
     trained.streams = replace(trained.streams, embeddings=embeddings)
@@ -350,7 +330,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("spoil, reason", BROKEN.values(), ids=BROKEN.keys())
 def test_a_profile_that_does_not_fit_is_ignored_in_one_line(model, capsys, spoil, reason):
-    path = store_profile(profile(model, measured(SHAPE, 9.0), measured(SMALL, 2.0)))
+    path = store_profile(profile(model, shapes=(measured(SHAPE, 9.0), measured(SMALL, 2.0))))
     spoil(path)
     assert make_plan(model).config == GenerateConfig().with_default_shape()
     assert profile_of(model) is None
@@ -368,6 +348,245 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(model, monkeypatch)
 
     monkeypatch.setattr("pathlib.Path.replace", full)
     with pytest.raises(InputError, match="No space left on device"):
-        store_profile(profile(model, measured(SMALL, 2.0)))
+        store_profile(profile(model, 2.0, SMALL))
     assert path.read_text() == before
     assert len(list(path.parent.iterdir())) == 1
+
+
+# --- Plans ---
+
+OPEN = GenerateConfig()
+
+
+def slow(model):
+    """One that says that it does not."""
+    return profile(model, 1.01)
+
+
+def test_without_a_profile_nothing_is_tuned(model, capsys):
+    plan = make_plan(model)
+    assert plan.config == OPEN.with_default_shape() and not plan.is_tuned
+    assert plan.decision == "streams draft: best tree of 16 nodes, 3 streams, second pass"
+    assert plan.pace._breakeven is None and capsys.readouterr().err == ""
+    config = plan.config
+    assert (config.tree, config.prune) == (TreeConfig(), PruneConfig())
+    assert (config.num_streams, config.stream_schedule) == (None, "second-pass")
+    drafts = make_plan(model, drafter="lookahead", lookahead=ssmlx.LookaheadConfig(window=3))
+    assert drafts.decision == "lookahead drafts: at most 32 nodes a call, 5 tokens ahead"
+    assert (
+        make_plan(make_model(adapter={"num_streams": 0})).decision
+        == "plain decoding: nothing drafts"
+    )
+
+
+def test_what_is_not_asked_for_is_as_the_profile_says(model):
+    store_profile(profile(model))
+    plan = make_plan(model, max_tokens=5)
+    config, drafter = plan.config, plan.drafter
+    assert (config.tree, config.num_streams) == (SHAPE.tree, 2)
+    assert (config.stream_schedule, config.prune) == ("fused", PruneConfig())
+    assert config.max_tokens == 5
+    assert (drafter.max_nodes, drafter.num_levels, drafter.num_streams) == (7, 2, 2)
+    assert plan.decision == (
+        "tuned for this machine: best tree of 7 nodes, 2 streams, fused "
+        "(ssmlx.calibrate, 2026-08-02)"
+    )
+    plain = make_plan(model, decoding="plain")
+    assert (plain.decision, plain.is_tuned) == ("plain decoding, as --decoding says", False)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tree": TreeConfig(size=4)}, {"prune": PruneConfig()}, {"num_streams": 1},
+        {"stream_schedule": "second-pass"}, {"drafter": "prompt-lookup"},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)  # fmt: skip
+def test_whoever_asks_for_any_of_it_gets_the_defaults_beside_it(model, asked):
+    store_profile(profile(model))
+    plan = make_plan(model, **asked)
+    assert plan.config == GenerateConfig(**asked).with_default_shape() and not plan.is_tuned
+
+
+def test_a_tuned_pruning_budget_reaches_the_loop(model, monkeypatch):
+    budget = PruneConfig(kind="budget", keep=3)
+    store_profile(profile(model, shape=replace(SHAPE, prune=budget)))
+    seen = []
+    monkeypatch.setattr(ssmlx.api, "streaming_decode", lambda *a, **k: seen.append(k["prune"]))
+    token_steps(model, [1], model.make_cache())
+    assert seen == [budget]
+
+
+def test_plain_decoding_is_taken_where_it_is_faster(model):
+    store_profile(slow(model))
+    plan = make_plan(model)
+    assert plan.kind is None and plan.drafter is None and plan.is_tuned
+    assert plan.decision == (
+        "tuned for this machine: plain decoding, which is faster (ssmlx.calibrate, 2026-08-02)"
+    )
+    assert make_plan(model, decoding="streaming").config.tree == SHAPE.tree, "it is still tuned"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"decoding": "streaming"}, {"drafter": "streams"}, {"tree": TreeConfig()},
+        {"num_streams": 2}, {"lookup_nodes": 8},
+        {"acceptance": AcceptanceConfig(kind="typical"), "temp": 1.0},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)  # fmt: skip
+def test_whoever_asks_for_drafting_gets_it(model, asked):
+    store_profile(slow(model))
+    assert make_plan(model, **asked).kind == "streams"
+
+
+def by_context(model):
+    """A small tree is faster from some 940 tokens on, and plain decoding from some 7,400."""
+    rows = {
+        (rows, context): 6 + rows / 10 + rows * context / 1000
+        for rows in (1, 64)
+        for context in (0, 1000)
+    }
+    shapes = (measured(SHAPE, 3.0), measured(SMALL, 2.4))
+    return profile(model, shapes=shapes, costs=replace(COSTS, lower=Surface.of(rows)))
+
+
+def test_the_longer_the_context_the_smaller_the_tree(model):
+    found = by_context(model)
+    assert found.best() == found.best(0) == found.best(300) == measured(SHAPE, 3.0)
+    assert found.best(2000) == measured(SMALL, 2.4)
+    assert found.drafting_pays() and found.drafting_pays(2000) and not found.drafting_pays(9000)
+    for context in (0, 300, 2000, 9000):
+        speeds = [
+            one.tokens_per_call / found.costs.breakeven(one.shape, context) for one in found.shapes
+        ]
+        assert found.speedup(context) == max(speeds)
+    store_profile(found)
+    assert "fused, other trees behind other contexts (" in make_plan(model).decision
+
+
+def test_of_equal_shapes_the_first_is_taken(model):
+    other = replace(SHAPE, stream_schedule="second-pass")
+    gain = COSTS.breakeven(other, 50) / COSTS.breakeven(SHAPE, 50)
+    for more, expected in ((1.005, SHAPE), (1.02, other)):
+        shapes = (measured(SHAPE, 3.0), measured(other, 3.0 * gain * more))
+        assert profile(model, shapes=shapes).best(50).shape == expected
+
+
+def test_an_answer_is_drafted_as_its_context_says(model):
+    store_profile(by_context(model))
+    costs = by_context(model).costs
+    asked = DraftShape(tree=TreeConfig(size=5), num_streams=model.num_streams)
+    for context, settings, nodes, breakeven in (
+        (10, {}, 7, costs.breakeven(SHAPE, 10)),
+        (2000, {}, 2, costs.breakeven(SMALL, 2000)),
+        (2000, {"tree": TreeConfig(size=5)}, 5, costs.breakeven(asked, 2000)),
+        (9000, {"decoding": "streaming"}, 2, None),
+    ):
+        plan = make_plan(model, context=context, **settings)
+        assert (plan.drafter.max_nodes, plan.pace._breakeven) == (nodes, breakeven)
+    assert make_plan(model, context=9000).drafter is None
+
+
+def test_the_pace_knows_what_a_call_costs(model):
+    store_profile(profile(model))
+    assert make_plan(model).pace._breakeven == pytest.approx(COSTS.breakeven(SHAPE, 100))
+    other = DraftShape(tree=TreeConfig(size=4), num_streams=3)
+    found = make_plan(model, tree=TreeConfig(size=4)).pace._breakeven
+    assert found == pytest.approx(COSTS.breakeven(other, 100))
+    for asked in (
+        {"decoding": "streaming"},
+        {"drafter": "prompt-lookup"},
+        {"prune": PruneConfig(kind="threshold")},
+    ):
+        assert make_plan(model, **asked).pace._breakeven is None, "it cannot be priced"
+
+
+def test_behind_contexts_that_nobody_measured_streams_are_on_trial(model):
+    store_profile(profile(model))
+    patience = [make_plan(model, context=c).pace._patience for c in (None, 400, 401)]
+    assert patience == [PATIENCE, PATIENCE, TRIAL_PATIENCE]
+
+
+def test_decoding_falls_back_and_returns_and_says_the_same(model):
+    """Drafts of a tiny random model do not pay where a call costs three plain ones."""
+    store_profile(profile(model, costs=replace(COSTS, lower=flat(27.0, 0.0))))
+    length, answers, lengths = 120, {}, {}
+    for decoding in (None, "streaming", "plain"):
+        steps = token_steps(model, [3, 1], model.make_cache(), decoding=decoding)
+        answers[decoding], lengths[decoding] = first_tokens(steps, length)
+    assert answers[None] == answers["streaming"] == answers["plain"]
+    paused = lengths[None]
+    assert len(lengths["streaming"]) < len(paused) < length
+    ones = "".join(str(num) for num in paused).split("1" * (FIRST_WAIT - 2))
+    assert len(ones) > 1, "it fell back"
+    assert any(num > 1 for num in paused[60:]), "and returned"
+
+
+# --- The commands ---
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("plan") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base):
+    return write_tiny_adapter(base.parent / "adapter", base)
+
+
+def store_for(base, adapter, make=profile):
+    loaded, _ = ssmlx.load(str(base), adapter=adapter, dtype="float32")
+    store_profile(make(loaded))
+
+
+def ask(base, adapter, *more):
+    common = ("--prompt", "w1 w2 w3", "--max-tokens", "12", "--dtype", "float32")
+    return generate.main(["--model", str(base), "--adapter", str(adapter), *common, *more])
+
+
+def test_generate_is_tuned_and_says_so_in_one_line(base, adapter, capsys):
+    assert ask(base, adapter, "--jsonl") == 0
+    before = json.loads(capsys.readouterr().out)
+    store_for(base, adapter)
+    assert ask(base, adapter, "--jsonl") == 0
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if "tuned" in line]
+    assert line.startswith("[tuned for this machine: best tree of 7 nodes, 2 streams, fused (")
+    assert json.loads(out)["tokens"] == before["tokens"]
+    store_for(base, adapter, slow)
+    assert ask(base, adapter, "--jsonl") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["tokens_per_call"] == 1
+    assert "[tuned for this machine: plain decoding, which is faster" in err
+    assert ask(base, adapter, "--tree", "best") == 0
+    assert "tuned" not in capsys.readouterr().err
+
+
+def test_chat_is_tuned_and_says_so(base, adapter, capsys, monkeypatch):
+    store_for(base, adapter, slow)
+    lines = iter(["/adapter", "/quit"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    argv = ["--model", str(base), "--adapter", str(adapter), "--dtype", "float32"]
+    assert chat.main(argv) == 0
+    err = capsys.readouterr().err
+    assert "[tuned for this machine: plain decoding, which is faster" in err
+    assert "plain decoding, which is faster here" in err
+    assert "ships no chat adapter" not in err
+
+
+def test_an_adapter_that_is_swapped_in_is_looked_up_under_its_own_name(base, adapter):
+    """Its profile is asked for before the old adapter's LoRA has left the layers."""
+    streams = base.parent / "streams"
+    streams.mkdir()
+    write_adapter(streams, make_adapter(base, scope="streams"))
+    store_for(base, adapter)
+    model, tokenizer = ssmlx.load(str(base), adapter=streams, dtype="float32")
+    session = ssmlx.ChatSession(model, tokenizer, GenerateConfig(max_tokens=5))
+    assert profile_of(session.model) is None
+    session.swap_adapter(adapter)
+    assert profile_of(session.model).best().shape == SHAPE
