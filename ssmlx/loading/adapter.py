@@ -36,10 +36,7 @@ from .names import CONFIG_FILE
 
 FORMAT = "ssmlx-adapter/1"
 STREAMS_FILE = "streams.safetensors"
-LORA_FILES = {
-    "all": "adapters.safetensors",
-    "streams": "stream_adapters.safetensors",
-}
+LORA_FILES = {"all": "adapters.safetensors", "streams": "stream_adapters.safetensors"}
 LORA_FILE, LORA_SETTINGS = LORA_FILES["all"], "adapter_config.json"
 _TASK_LORA = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA training writes it"
 
@@ -74,24 +71,6 @@ class Adapter:
         return {} if self.config.adapter_scope == "all" else self.lora
 
 
-def expected_stream_tensors(config: StreamConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that a streams file must hold."""
-    size = config.hidden_size
-    expected: dict[str, tuple[int, ...]] = {}
-    if config.has_embeddings:
-        expected["stream_embeddings"] = (config.num_streams, size)
-    if config.draft_vocab_size:
-        expected["draft_vocab"] = (config.draft_vocab_size,)
-    for name, rank in (
-        ("stream_init", config.stream_init_rank),
-        ("prune_adapter", config.prune_rank),
-    ):
-        if rank:
-            expected[f"{name}.lora_A.weight"] = (rank, size)
-            expected[f"{name}.lora_B.weight"] = (size, rank)
-    return expected
-
-
 def check_draft_vocab(
     found: Any, config: StreamConfig, vocab_size: int, source: str | Path
 ) -> None:
@@ -114,15 +93,20 @@ def check_draft_vocab(
 
 
 def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWeights:
-    """Read a streams file, accounting for every tensor.
-
-    Args:
-        path: the file.
-        config: the settings beside it.
-        vocab_size: V of the base model.
-    """
+    """Read a streams file, accounting for every tensor; `vocab_size` is V of the base model."""
+    size = config.hidden_size
+    expected: dict[str, tuple[int, ...]] = {}
+    if config.has_embeddings:
+        expected["stream_embeddings"] = (config.num_streams, size)
+    if config.draft_vocab_size:
+        expected["draft_vocab"] = (config.draft_vocab_size,)
+    ranks = {"stream_init": config.stream_init_rank, "prune_adapter": config.prune_rank}
+    for name, rank in ranks.items():
+        if rank:
+            expected[f"{name}.lora_A.weight"] = (rank, size)
+            expected[f"{name}.lora_B.weight"] = (size, rank)
     tensors = read_tensors(path, "stream weights")
-    account_for(tensors, expected_stream_tensors(config), path)
+    account_for(tensors, expected, path)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], config, vocab_size, path)
     return streams_of(tensors)
@@ -185,8 +169,19 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
     for scope, lora in files.items():
         if lora:
             mx.save_safetensors(str(folder / LORA_FILES[scope]), lora_tensors(lora))
-    if adapter.every_row_lora:
-        settings = mlx_lm_settings(adapter)
+    if lora := adapter.every_row_lora:
+        # With this, mlx-lm itself loads the LoRA.
+        places, weights = [layer_of(path) for path in lora], next(iter(lora.values()))
+        settings = {
+            "fine_tune_type": "lora",
+            "num_layers": adapter.config.num_layers - min(layer for layer, _ in places),
+            "lora_parameters": {
+                "rank": weights.a.shape[-1],
+                "scale": weights.scale,
+                "dropout": 0.0,
+                "keys": sorted({module for _, module in places}),
+            },
+        }
         (folder / LORA_SETTINGS).write_text(json.dumps(settings, indent=1) + "\n")
 
 
@@ -194,23 +189,6 @@ def _scale_of(lora: Mapping[str, LoraWeights]) -> float | None:
     """The one scale of all modules; None of none."""
     scales = {weights.scale for weights in lora.values()}
     return scales.pop() if scales else None
-
-
-def mlx_lm_settings(adapter: Adapter) -> dict[str, Any]:
-    """The adapter_config.json with which mlx-lm itself loads the LoRA."""
-    lora = adapter.every_row_lora
-    places = [layer_of(path) for path in lora]
-    weights = next(iter(lora.values()))
-    return {
-        "fine_tune_type": "lora",
-        "num_layers": adapter.config.num_layers - min(layer for layer, _ in places),
-        "lora_parameters": {
-            "rank": weights.a.shape[-1],
-            "scale": weights.scale,
-            "dropout": 0.0,
-            "keys": sorted({module for _, module in places}),
-        },
-    }
 
 
 def load_adapter(folder: Path) -> Adapter:
@@ -270,13 +248,7 @@ def _read_lora(
 
 
 def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights]:
-    """LoRA of each module by its path, from `lora_a` and `lora_b` as mlx-lm names them.
-
-    Args:
-        path: a safetensors file.
-        what: what it should hold, for the message.
-        scale: of all modules.
-    """
+    """LoRA of each module by its path, from `lora_a` and `lora_b` as mlx-lm names them."""
     tensors = read_tensors(path, what)
     modules = sorted({name.rpartition(".")[0] for name in tensors})
     pairs = [f"{module}.{part}" for module in modules for part in ("lora_a", "lora_b")]
@@ -289,12 +261,7 @@ def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights
 
 
 def read_lora(folder: Path, option: str) -> dict[str, LoraWeights]:
-    """LoRA as mlx-lm writes and reads it.
-
-    Args:
-        folder: holds its weights and settings.
-        option: what named the folder, for the message.
-    """
+    """LoRA as mlx-lm writes and reads it; `option` named the folder, for the message."""
     require(folder.is_dir(), f"no folder {folder}", expected=_TASK_LORA, do=f"check {option}")
     settings = read_json(folder / LORA_SETTINGS, _TASK_LORA)
     scale: Any = (settings.get("lora_parameters") or {}).get("scale")

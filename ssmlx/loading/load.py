@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,15 +117,9 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
 def load_base(
     path: Path, dtype: str = "auto", draft_head: str = "stored"
 ) -> tuple[Backbone, dict[str, Any]]:
-    """Load a model folder with mlx-lm's loader and wrap it.
+    """A model folder, of mlx-lm's or Hugging Face's layout, wrapped; and its config.json.
 
-    Args:
-        path: a folder in mlx-lm's or Hugging Face's layout.
-        dtype: one of `DTYPES`.
-        draft_head: one of `DRAFT_HEADS`.
-
-    Returns:
-        The model and its config.json, as mlx-lm read it.
+    `dtype` is one of `DTYPES`, `draft_head` one of `DRAFT_HEADS`.
     """
     draft_bits = resolve_draft_bits(draft_head)
     model, config = load_weights(path, dtype, f"{path} cannot be loaded as a model")
@@ -134,43 +127,29 @@ def load_base(
 
 
 def load_modules(path: Path, dtype: str, names: Collection[str]) -> dict[str, nn.Module]:
-    """Modules of a model folder, by their paths in the model, as `load_base` has them.
-
-    Only their own weights are read.
-    """
-    failure = f"{path} cannot be read again"
-    model, _ = _lazy_weights(path, dtype, failure)
+    """Modules of a model folder, by their paths in the model, as `load_base` has them."""
+    model, _ = load_weights(path, dtype, f"{path} cannot be read again", names)
     modules = dict(model.named_modules())
-    found = {name: modules[name] for name in names}
-    with _refusing(failure):
-        mx.eval([module.parameters() for module in found.values()])
-    return found
+    return {name: modules[name] for name in names}
 
 
-def load_weights(path: Path, dtype: str, failure: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A model by mlx-lm's loader, its weights of `dtype`, and its config.json."""
-    model, config = _lazy_weights(path, dtype, failure)
-    with _refusing(failure):
-        mx.eval(model.parameters())
-    return model, config
+def load_weights(
+    path: Path, dtype: str, failure: str, names: Collection[str] = ("",)
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A model by mlx-lm's loader, its weights of `dtype`, and its config.json.
 
-
-def _lazy_weights(path: Path, dtype: str, failure: str) -> tuple[nn.Module, dict[str, Any]]:
-    """`load_weights` without reading the weights yet."""
+    Only the weights of the modules `names` are read, the whole model's unless told. The message
+    starts with `failure` where the folder cannot be loaded.
+    """
     dtype = resolve_dtype(dtype)
-    with _refusing(failure):
+    try:
         settings = flat_rope_settings(path)
         model, config = utils.load_model(
             path, lazy=True, model_config=settings, **own_classes(path)
         )
-        return cast_model(model, dtype), config
-
-
-@contextmanager
-def _refusing(failure: str) -> Iterator[None]:
-    """Tell in one line what mlx-lm's loader stumbles over."""
-    try:
-        yield
+        model = cast_model(model, dtype)
+        modules = dict(model.named_modules())
+        mx.eval([modules[name].parameters() for name in names])
     except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
         if isinstance(error, InputError):
             raise
@@ -179,6 +158,7 @@ def _refusing(failure: str) -> Iterator[None]:
             expected="a whole model folder that mlx-lm can load",
             do="download or convert it again",
         ) from error
+    return model, config
 
 
 def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:

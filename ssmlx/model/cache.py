@@ -155,16 +155,6 @@ class RowsCache:
         self._offset += count
 
 
-@dataclass(frozen=True, eq=False)
-class CacheState:
-    """What a cache held at some time; see `TreeCache.hold`."""
-
-    buffers: dict[int, mx.array]
-    paths: tuple[Path, ...]
-    scratch: int
-    capacity: int
-
-
 class TreeCache(RowsCache):
     """Keys and values of every layer, for one sequence.
 
@@ -258,18 +248,19 @@ class TreeCache(RowsCache):
         else:
             self._offset += num_tokens
 
-    def hold(self) -> CacheState:
+    def hold(self) -> TreeCache:
         """What the cache holds now, to `restore` should the step built next not be run.
 
         MLX cannot write in place into what someone holds: let go of it before evaluating.
         """
-        buffers = {layer: copy.copy(buffer) for layer, buffer in self._buffers.items()}
-        return CacheState(buffers, self.paths, self.scratch, self.capacity)
+        held = copy.copy(self)
+        held._buffers = {layer: copy.copy(buffer) for layer, buffer in self._buffers.items()}
+        held._paths = list(self._paths)
+        return held
 
-    def restore(self, state: CacheState) -> None:
+    def restore(self, held: TreeCache) -> None:
         """Hold again what the cache held, before anything was advanced since."""
-        self._buffers, self._paths = dict(state.buffers), list(state.paths)
-        self.scratch, self.capacity = state.scratch, state.capacity
+        vars(self).update(vars(held))
 
     def trim(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens, and every uncounted path."""

@@ -95,33 +95,20 @@ class ValueRotation:
         self._cos, self._sin = mx.cos(angles), mx.sin(angles)
 
     def __call__(self, values: mx.array, num_nodes: int, num_streams: int) -> mx.array:
-        """[1, Hkv, M * (1 + G), Dh] values of a step's rows, those of streams turned.
-
-        Args:
-            values: [1, Hkv, M * (1 + G), Dh]
-            num_nodes: M, the rows in front, which stay as they are.
-            num_streams: G, at most as many as there are angles for.
-        """
+        """[1, Hkv, M * (1 + G), Dh] values of a step's rows, those of streams turned."""
         if num_streams == 0:
             return values
         turned = self.turn(values[:, :, num_nodes:], num_streams)
         return mx.concatenate([values[:, :, :num_nodes], turned], axis=2)
 
     def turn(self, values: mx.array, num_streams: int | None = None) -> mx.array:
-        """[B, Hkv, M * G, Dh] values of stream rows alone, turned.
-
-        Args:
-            values: [B, Hkv, M * G, Dh]
-            num_streams: G, at most as many as there are angles for; all of them unless given.
-        """
+        """[B, Hkv, M * G, Dh] values of stream rows alone, turned; by all angles unless told G."""
         cos, sin = self._cos[:num_streams], self._sin[:num_streams]
         batch, num_heads, _, head_size = values.shape
         streams = values.reshape(batch, num_heads, -1, cos.shape[0], head_size)
         real, imaginary = mx.split(streams.astype(mx.float32), 2, axis=-1)
-        turned = mx.concatenate(
-            [real * cos - imaginary * sin, imaginary * cos + real * sin], axis=-1
-        )
-        return turned.astype(values.dtype).reshape(values.shape)
+        parts = [real * cos - imaginary * sin, imaginary * cos + real * sin]
+        return mx.concatenate(parts, axis=-1).astype(values.dtype).reshape(values.shape)
 
 
 class StreamFusedModel:
@@ -155,11 +142,8 @@ class StreamFusedModel:
         self._lower_masks, self._upper_masks, self._second_masks = self._masks
         self.rotation: ValueRotation | None = None
         self.draft_head: LMHead | None = None
-        if config is not None and streams is not None:
-            self._take_streams(config, streams)
-
-    def _take_streams(self, config: StreamConfig, streams: StreamWeights) -> None:
-        """Check what `streams` holds, and make of it what every step needs."""
+        if config is None or streams is None:
+            return
         sizes = config.num_streams, config.hidden_size
         if config.stream_design == "value_rotation":
             self.rotation = ValueRotation(config.num_streams, config.rotation_step)
@@ -169,7 +153,7 @@ class StreamFusedModel:
             expect_shape("stream embeddings", streams.embeddings, *sizes)
         if streams.draft_vocab is not None:
             expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
-            self.draft_head = self.backbone.draft_head(streams.draft_vocab)
+            self.draft_head = backbone.draft_head(streams.draft_vocab)
 
     @property
     def num_streams(self) -> int:

@@ -126,15 +126,8 @@ struct Scores {
 // Take row `index` of the threadgroup's key/value head: heads first, then rows.
 template <typename T, int D>
 METAL_FUNC void load_row(
-    thread Rows<D>& rows,
-    const device T* q,
-    const constant int64_t* strides,
-    float scale,
-    int index,
-    int num_rows,
-    int first_head,
-    int group,
-    Place place) {
+    thread Rows<D>& rows, const device T* q, const constant int64_t* strides, float scale,
+    int index, int num_rows, int first_head, int group, Place place) {
   const bool exists = index < num_rows * group;
   rows.head = first_head + (exists ? index / num_rows : 0);
   rows.row = exists ? index % num_rows : -1;
@@ -154,10 +147,7 @@ METAL_FUNC void load_row(
 // Scores of a simdgroup's rows against a tile of keys: Q K^T.
 template <typename T, int D, int BLOCKS>
 METAL_FUNC void score(
-    thread const Rows<D>* rows,
-    const threadgroup T* keys,
-    Place place,
-    thread Scores* scores) {
+    thread const Rows<D>* rows, const threadgroup T* keys, Place place, thread Scores* scores) {
   constexpr int PITCH = tile_pitch<T, D>();
   UNROLL for (int c = 0; c < TILE / FRAGMENT; c++) {
     UNROLL for (int b = 0; b < BLOCKS; b++) { scores[b].at[c] = float2(0); }
@@ -199,10 +189,7 @@ METAL_FUNC void soften(thread Rows<D>& rows, thread Scores& scores, uint seen, P
 // Add the tile's values, weighted by the exponentials: P V.
 template <typename T, int D, int BLOCKS>
 METAL_FUNC void add_values(
-    thread Rows<D>* rows,
-    const threadgroup T* values,
-    Place place,
-    thread Scores* weights) {
+    thread Rows<D>* rows, const threadgroup T* values, Place place, thread Scores* weights) {
   constexpr int PITCH = tile_pitch<T, D>();
   UNROLL for (int c = 0; c < TILE / FRAGMENT; c++) {
     UNROLL for (int f = 0; f < D / FRAGMENT; f++) {
@@ -229,14 +216,8 @@ METAL_FUNC void store_row(thread const Rows<D>& rows, device U* target, float fa
 // The walk along tiles `first` to `last` - 1, the same for every simdgroup: all of them copy.
 template <typename T, int D, int BLOCKS>
 METAL_FUNC void attend(
-    thread Rows<D>* rows,
-    Side<T> keys,
-    Side<T> values,
-    Mask mask,
-    int first,
-    int last,
-    Copy<T> copy,
-    Place place) {
+    thread Rows<D>* rows, Side<T> keys, Side<T> values, Mask mask, int first, int last,
+    Copy<T> copy, Place place) {
   for (int tile = first; tile < last; tile++) {
     uint seen[BLOCKS], any = 0;
     UNROLL for (int b = 0; b < BLOCKS; b++) {

@@ -49,7 +49,7 @@ _FULL_SIZES = (64, 72, 80, 96, 128)
 _NEURAL_SIZES = (64, 96, 128, 256)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AttentionShape:
     """The sizes of one attention of a step.
 
@@ -79,14 +79,7 @@ class AttentionShape:
         """The sizes of queries [1, H, R, Dh] over keys [1, Hkv, C + L, Dh]."""
         _, heads, rows, head_size = queries
         _, kv_heads, num_keys, _ = keys
-        return cls(
-            rows=rows,
-            heads=heads,
-            kv_heads=kv_heads,
-            keys=num_keys,
-            head_size=head_size,
-            dtype=dtype,
-        )
+        return cls(rows, heads, kv_heads, num_keys, head_size, dtype)
 
     @property
     def group(self) -> int:
@@ -115,9 +108,8 @@ class Chip:
     def of(cls, architecture: str) -> Chip:
         """Read Metal's name; an unknown one counts as a first base chip."""
         found = re.fullmatch(r"applegpu_g(\d+)([a-z])", architecture)
-        return (
-            cls(generation=int(found[1]), size=found[2]) if found else cls(generation=13, size="g")
-        )
+        generation, size = found.groups() if found else ("13", "g")
+        return cls(generation=int(generation), size=size)
 
     @property
     def is_large(self) -> bool:
