@@ -45,8 +45,8 @@ def hold_chat(
         for response in session.reply(f"Tell me one thing about {TOPICS[turn % len(TOPICS)]}."):
             tokens.extend(response.tokens)
         mx.clear_cache()
-        beside = (mx.get_active_memory() - session.cache_bytes) / 2**20
-        memory.append({"cache": session.cache_bytes / 2**20, "beside_cache": beside})
+        cache, active = session.cache_bytes, mx.get_active_memory()
+        memory.append({"cache": cache / 2**20, "beside_cache": (active - cache) / 2**20})
         answers.append(tokens)
         print(f"turn {turn + 1:2}: {session.context_tokens} tokens of context", file=sys.stderr)
     return answers, memory

@@ -16,47 +16,33 @@ from typing import Any
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
-from ssmlx.settings import AdapterScope, GenerateConfig, PruneConfig, TreeConfig
+from ssmlx.settings import AdapterScope, SamplingConfig
 from ssmlx.tuning.report import Columns, table
 
 from .run import results
 from .run.experiment import Measured, same_answers, task_result
-from .run.options import add_sample_options, sample_experiment
+from .run.options import add_sample_options, parse_systems, sample_experiment
 from .run.show import (
     figure,
     number,
 )
-from .run.target import MLX_LM, STREAMS, System, plain_systems
+from .run.target import MLX_LM
 
 PROG = "perf.lossless"
 
 
-def variants(max_tokens: int, *, can_prune: bool = True) -> list[System]:
-    """mlx-lm, plain decoding, and streaming with each kind of tree and pruning."""
-
-    def streaming(name: str, tree: TreeConfig, **prune: Any) -> System:
-        config = GenerateConfig(
-            decoding="streaming", max_tokens=max_tokens, tree=tree, prune=PruneConfig(**prune)
-        )
-        return System(name, STREAMS, config)
-
-    full, best = TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=16)
-    whole = [
-        *plain_systems(max_tokens),
-        streaming("full, 1 a level", TreeConfig(kind="full", width=1)),
-        streaming("full, 2 a level", full),
-        streaming("best 16", best),
-    ]
-    pruned = [
-        streaming("full, 2 a level, pruned to 8", full, kind="budget", keep=8),
-        streaming("full, 2 a level, threshold 0.05", full, kind="threshold", threshold=0.05),
-        streaming("best 16, pruned to 8", best, kind="budget", keep=8),
-    ]
-    return whole + pruned if can_prune else whole
+VARIANTS = (
+    "streams --tree full --tree-width 1",
+    "streams --tree full --tree-width 2",
+    "streams --tree best --tree-size 16",
+    "streams --tree full --tree-width 2 --prune budget --prune-to 8",
+    "streams --tree full --tree-width 2 --prune threshold=0.05",
+    "streams --tree best --tree-size 16 --prune budget --prune-to 8",
+)
 
 
 def rows_of(measured: Measured) -> list[dict[str, Any]]:
-    """A row for each variant, with how many of its answers are mlx-lm's."""
+    """A row for each way to decode, with how many of its answers are mlx-lm's."""
     found, oracle = task_result(measured), measured.first(MLX_LM)
     same = {name: same_answers(measured.first(name), oracle) for name in measured.answers}
     more = {"scope": found["scope"], "prompts": len(oracle)}
@@ -75,29 +61,24 @@ COLUMNS: Columns = {
 }
 
 
-def _scopes(args: argparse.Namespace) -> tuple[AdapterScope, ...]:
-    """The scopes to read the sample checkpoint with; another adapter has its own."""
-    if args.adapter is None:
-        return (args.scope,) if args.scope else ("all", "streams")
+def _main(args: argparse.Namespace) -> int:
+    # Nonsense is refused before anything is loaded.
+    systems = parse_systems(VARIANTS, SamplingConfig(), args.max_tokens)
     require(
-        args.scope is None,
+        args.adapter is None or args.scope is None,
         "--scope beside --adapter", expected="the adapter's own scope", do="drop --scope",
     )  # fmt: skip
-    return ("all",)
-
-
-def _main(args: argparse.Namespace) -> int:
-    variants(args.max_tokens)  # nonsense is refused before anything is loaded
+    scopes: list[AdapterScope] = [args.scope] if args.scope else ["all", "streams"]
     rows = []
-    for scope in _scopes(args):
+    for scope in scopes[: 1 if args.adapter else None]:
         sample = sample_experiment(args, scope)
         adapter = sample.weights.adapter
-        assert adapter is not None
+        can_prune = adapter is not None and adapter.streams.prune is not None
         make_folder(results.RESULTS)
         measured = replace(
             sample,
             name=f"lossless-{sample.name}-{scope}",
-            systems=variants(args.max_tokens, can_prune=adapter.streams.prune is not None),
+            systems=[one for one in systems if can_prune or "--prune" not in one.name],
             warm_up=0,
             out=results.RESULTS,
         ).run()

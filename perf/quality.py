@@ -8,7 +8,6 @@ untouched base, token for token. Each figure has a 95 % bootstrap interval over 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,18 @@ from ssmlx.commands.options import make_parser, run
 from ssmlx.loading.adapter import read_lora
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.settings import read_json
-from ssmlx.tuning.report import Columns, publish, table
+from ssmlx.tuning.report import publish
 
+from .compare.report import report as compare_report
 from .run.experiment import Experiment, failures, result_of, task_result, texts_of
 from .run.options import add_experiment_options, add_out, check_counts, experiment_of
-from .run.published import STREAMS as PAPERS_STREAMS
-from .run.published import span, speeds
 from .run.show import (
     TOKENS_PER_CALL,
     Panel,
     Row,
-    cut_text,
     difference_lines,
     draw_tasks,
-    figure,
-    heading,
-    metrics,
-    notes_of,
-    number,
     paper_span,
-    same_text,
-    task_heading,
     title_of,
 )
 from .run.target import MLX_LM, PLAIN, STREAMS, Weights
@@ -57,21 +47,6 @@ a run that was stopped goes on; settings or weights that differ have a file of t
 The tree with the most tokens per call is chosen on the very prompts that it is reported on; try
 several with valid.jsonl, and one with test.jsonl, to keep the two apart.
 Exit code 1: answers that must be the same are not."""
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
-    parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
-    add_experiment_options(parser, systems=[STREAMS])
-    parser.add_argument(
-        "--baseline", type=Path, metavar="FOLDER",
-        help="the same LoRA trained without streams, as mlx-lm reads it (adapters.safetensors and "
-        "adapter_config.json); decoded plainly",
-    )  # fmt: skip
-    add_out(parser)
-    args = parser.parse_args(argv)
-    check_counts(parser, args, "repeats", "max_tokens")
-    return args
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -109,61 +84,21 @@ def _baseline(folder: Path, first: Experiment) -> Experiment:
 def report(result: Row) -> str:
     """The result as text."""
     first, *others = result["tasks"]
-    blocks = [
-        [heading(result), task_heading(first)],
-        *(table(_columns(task), task["systems"]) for task in result["tasks"]),
-        difference_lines(first["adapter"], BASELINE, first["differences"]) if others else [],
-        _note_lines(first),
-    ]
-    return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def _columns(task: Row) -> Columns:
-    return {
-        str(task["adapter"]): lambda row: row["name"],
-        **metrics(task["figures"]),
-        "tokens/call": figure("tokens_per_call"),
-        "calls": number("target_calls"),
-        "calls/answer": figure("target_calls_per_answer", 1),
-        "tokens": number("tokens"),
-        "tokens/answer": figure("tokens_per_answer", 1),
-        "decode tokens/s": figure("decode_rate", 1),
-        "extra parameters": number("extra_parameters"),
-        "same tokens as plain": same_text(task["prompts"]),
-    }
-
-
-def _note_lines(task: Row) -> list[str]:
-    """What the figures mean."""
-    notes = ["[95 % intervals over prompts]", *notes_of(task)]
-    if task["figures"] and task["task"] == "sql":
+    notes = difference_lines(first["adapter"], BASELINE, first["differences"]) if others else []
+    if first["figures"] and first["task"] == "sql":
         notes.append("exact match: every run of white space counts as one space")
-    elif task["figures"]:
+    elif first["figures"]:
         notes.append("ROUGE: F1 by rouge_score with stemmer, lines are sentences, best reference")
-    notes.append(cut_text(task))
-    paper = speeds(task["task"], PAPERS_STREAMS)
-    if paper:
-        calls, metric = span(r.call_reduction for r in paper), span(r.metrics[0] for r in paper)
-        notes.append(
-            f"the paper's table 1, {paper[0].dataset}, models of 1.3B to 7B: {calls[0]:.2f} to "
-            f"{calls[1]:.2f} tokens per call, {[*task['figures'], 'metric'][0]} {metric[0]:.2f} to "
-            f"{metric[1]:.2f}"
-        )
-    return notes
+    return "\n".join([compare_report(result), *notes])
 
 
 def draw(result: Row, path: Path) -> None:
     """The picture: the metric beside the tokens per call, each system a line."""
-    tasks = result["tasks"]
-    metric = [
-        Panel(f"{name}, %", _figure_of(name), paper_span(lambda row: row.metrics[0]), 1)
-        for name in tasks[0]["figures"][:1]
-    ]
-    draw_tasks(tasks, [*metric, TOKENS_PER_CALL], title_of(result), path)
-
-
-def _figure_of(name: str) -> Callable[[Row], Any]:
-    return lambda row: row["figures"][name]
+    tasks, panels = result["tasks"], [TOKENS_PER_CALL]
+    if tasks[0]["figures"]:
+        name, paper = tasks[0]["figures"][0], paper_span(lambda row: row.metrics[0])
+        panels.insert(0, Panel(f"{name}, %", lambda row: row["figures"][name], paper, 1))
+    draw_tasks(tasks, panels, title_of(result), path)
 
 
 def _main(args: argparse.Namespace) -> int:
@@ -174,7 +109,16 @@ def _main(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = parse_args(argv)
+    parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
+    add_experiment_options(parser, systems=[STREAMS])
+    parser.add_argument(
+        "--baseline", type=Path, metavar="FOLDER",
+        help="the same LoRA trained without streams, as mlx-lm reads it (adapters.safetensors and "
+        "adapter_config.json); decoded plainly",
+    )  # fmt: skip
+    add_out(parser)
+    args = parser.parse_args(argv)
+    check_counts(parser, args, "repeats", "max_tokens")
     return run(lambda: _main(args), PROG)
 
 

@@ -8,7 +8,6 @@ here are metrics, and no tokens per call.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,44 +41,15 @@ EPILOG = """examples:
 Every file is compared with the first, prompt by prompt. Writes score-TASK.json and .txt."""
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
-    parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
-    parser.add_argument(
-        "answers", nargs="+", metavar="NAME=FILE.jsonl",
-        help="a JSON object a line: prompt and completion",
-    )  # fmt: skip
-    add_data_options(parser.add_argument_group("data"))
-    add_out(parser)
-    return parser.parse_args(argv)
-
-
-def named_files(items: Sequence[str]) -> dict[str, Path]:
-    """Files by name, of `NAME=FILE`."""
-    found: dict[str, Path] = {}
-    for item in items:
-        name, file = split_name(item)
-        require(
-            bool(name and file) and name not in found,
-            item, expected="NAME=FILE.jsonl, each with a name of its own", do="correct it",
-        )  # fmt: skip
-        found[str(name)] = Path(file).expanduser()
-    return found
-
-
 def read_answers(path: Path, examples: Sequence[Example]) -> list[str]:
     """The answer of a file to each example."""
     rows = read_prompts(path, "the files of answers")
     texts = {user_text(row): row.get("completion") for row in rows}
     answers = [texts.get(user_text(example.asked)) for example in examples]
-    lacking = [
-        user_text(e.asked) for e, text in zip(examples, answers, strict=True) if text is None
-    ]
     require(
-        not lacking,
-        f"{path} has no answer to {len(lacking)} of {len(examples)} prompts",
-        expected="`prompt` and `completion` for each, such as for the prompt "
-        + json.dumps((lacking or [""])[0][:60]),
+        None not in answers,
+        f"{path} has no answer to {answers.count(None)} of {len(examples)} prompts",
+        expected="`prompt` and `completion` for each",
         do="answer the same data",
     )
     return [str(text) for text in answers]
@@ -99,8 +69,14 @@ def report(result: Row) -> str:
 def _main(args: argparse.Namespace) -> int:
     task = TASKS[args.task]
     examples = read_examples(data_file(task, args.data, args.data_dir), task, args.count)
-    files = named_files(args.answers)
-    texts = {name: read_answers(path, examples) for name, path in files.items()}
+    texts: dict[str, list[str]] = {}
+    for item in args.answers:
+        name, file = split_name(item)
+        require(
+            bool(name and file) and name not in texts,
+            item, expected="NAME=FILE.jsonl, each with a name of its own", do="correct it",
+        )  # fmt: skip
+        texts[str(name)] = read_answers(Path(file).expanduser(), examples)
     require(
         all(example.references for example in examples),
         "some prompts have no reference",
@@ -130,7 +106,14 @@ def _main(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = parse_args(argv)
+    parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
+    parser.add_argument(
+        "answers", nargs="+", metavar="NAME=FILE.jsonl",
+        help="a JSON object a line: prompt and completion",
+    )  # fmt: skip
+    add_data_options(parser.add_argument_group("data"))
+    add_out(parser)
+    args = parser.parse_args(argv)
     return run(lambda: _main(args), PROG)
 
 

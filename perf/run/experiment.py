@@ -30,12 +30,9 @@ from .statistics import mean, median, ratio, speedup
 from .target import DRAFT_ALONE, DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from .tasks import Example, Task, figures
 
-Answers = Mapping[str, Sequence[Sequence[Kept]]]
-"""By the name of the system: for every prompt, its repeats."""
-
-
 Prompts = Sequence[Sequence[Kept]]
 """One system's answers: for every prompt, its repeats."""
+Answers = Mapping[str, Prompts]
 
 # How far two logits may be apart for rounding to have decided between them, as a share of the
 # larger: 8 units in the last place. In float32 every system must write the same.
@@ -48,14 +45,11 @@ class Experiment:
 
     Attributes:
         name: of what is measured; the names of its files begin with it.
-        weights: the target, and what drafts for it.
-        systems: who answers.
-        examples: what is asked.
+        weights, systems: the target and what drafts for it; who answers.
+        examples, data: what is asked, and what that is called.
         task: how answers are judged; None where they are only timed or compared.
-        data: what is asked, in a word.
         left_out: why a system does not take part, by its name.
         template: of all prompts; None for the adapter's own.
-        repeats: times that every prompt is answered.
         warm_up: answers of each system before the first that counts.
         out: where answers are kept as they come; None keeps none.
         fresh: whether answers of an earlier run are forgotten.
@@ -80,11 +74,7 @@ class Experiment:
         return self.systems[0].config.max_tokens
 
     def load(self) -> tuple[Target, list[list[int]]]:
-        """The target and the prompts' tokens, and all that could fail later checked.
-
-        Raises:
-            InputError: weights are broken, belong to another model, or do not fit the settings.
-        """
+        """The target and the prompts' tokens, and all that could fail later checked."""
         target = Target(self.weights)
         adapter = self.weights.adapter
         template = self.template or (adapter.config.prompt_template if adapter else None)
@@ -101,14 +91,18 @@ class Experiment:
         mx.clear_cache()
         load, (target, prompts) = machine_load(), self.load()
         systems = {system.name: system for system in self.systems}
-        stores = {name: self._store(system) for name, system in systems.items()}
+        stores = {
+            name: AnswerStore(self.out, self.name, self.settings(system))
+            for name, system in systems.items()
+        }
         keys = [[repeat, *prompt] for repeat in range(self.repeats) for prompt in prompts]
         for name, store in stores.items():
+            if self.fresh:
+                store.forget()
             kept = [store[key] for key in keys if key in store]
             if kept:
-                print(
-                    f"{self.name}, {name}: {len(kept)} answers of an earlier run", file=sys.stderr
-                )
+                said = f"{self.name}, {name}: {len(kept)} answers of an earlier run"
+                print(said, file=sys.stderr)
             for _ in range(self.warm_up if len(kept) < len(keys) else 0):
                 target.answer(systems[name], prompts[0])
         progress = tqdm(keys, desc=self.name, unit="prompt", disable=None)
@@ -121,10 +115,6 @@ class Experiment:
             for name, store in stores.items()
         }
         return Measured(self, target, prompts, answers, load)
-
-    def figures(self, kept: Sequence[Kept]) -> dict[str, Any]:
-        """The task's metric of answers, as JSON values; empty where there is none."""
-        return figures(self.task, self.examples, texts_of(kept)) if self.task else {}
 
     def settings(self, system: System) -> dict[str, Any]:
         """Everything that an answer and its time depend on, beside the prompt's tokens."""
@@ -146,21 +136,10 @@ class Experiment:
             "machine": timed_on(),
         }
 
-    def _store(self, system: System) -> AnswerStore:
-        store = AnswerStore(self.out, self.name, self.settings(system))
-        if self.fresh:
-            store.forget()
-        return store
-
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """An experiment's answers.
-
-    Attributes:
-        target, prompts: what was loaded for it.
-        load: how busy the machine was when it began.
-    """
+    """An experiment's answers, what was loaded for it, and how busy the machine was."""
 
     experiment: Experiment
     target: Target
@@ -202,7 +181,7 @@ def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[
 def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     """A task's part of the result."""
     experiment, weights = measured.experiment, measured.experiment.weights
-    shared = experiment.figures(measured.first(PLAIN))
+    shared = _figures(experiment, measured.first(PLAIN))
     systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
     return {
         "task": experiment.task.name if experiment.task else experiment.name,
@@ -221,29 +200,46 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
     }
 
 
+def _figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
+    task = experiment.task
+    return figures(task, experiment.examples, texts_of(kept)) if task else {}
+
+
 def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -> dict[str, Any]:
     """A system's line of the tables; `shared` is the metric of plain decoding's answers."""
     prompts, first = measured.answers[system.name], measured.first(system.name)
     is_shared = same_answers(first, measured.first(PLAIN)) == len(first)
     differences = differences_of(measured, system)
-    peak = max(kept.answer.peak_bytes for repeats in prompts for kept in repeats)
-    drafts = [kept.answer.draft_calls for kept in first]
     target = measured.target
     weight_bytes = target.memory(system.kind).weights - target.memory().weights
+    tokens = [len(kept.answer.tokens) for kept in first]
+    calls = [kept.answer.target_calls for kept in first]
+    drafts = [kept.answer.draft_calls for kept in first]
+    rates = _medians(prompts, _rate)
     return {
         "name": system.name,
         "kind": system.kind,
         "options": _options_of(system, target.drafter(system)),
-        **_counts(first, system.config.max_tokens),
+        "tokens_per_call": asdict(ratio(tokens, calls)),
+        "target_calls": sum(calls),
+        "target_calls_per_answer": asdict(mean(calls)),
+        "tokens": sum(tokens),
+        "tokens_per_answer": asdict(mean(tokens)),
+        "cut_at_max_tokens": sum(count == system.config.max_tokens for count in tokens),
         "draft_calls": sum(drafts),
         "draft_calls_per_answer": asdict(mean(drafts)),
-        **_times(prompts),
+        "latency_seconds": asdict(mean(_medians(prompts, _seconds))),
+        "first_token_seconds": asdict(mean(_medians(prompts, lambda a: a.prefill_seconds))),
+        "decode_seconds": asdict(mean(_medians(prompts, lambda a: a.decode_seconds))),
+        "tokens_per_second": statistics.median(rates),
+        "decode_rate": asdict(median(rates)),
+        "call_seconds": _call_seconds(prompts),
         **speedups(system, measured.answers),
-        "figures": shared if is_shared else measured.experiment.figures(first),
+        "figures": shared if is_shared else _figures(measured.experiment, first),
         "figures_of": PLAIN if is_shared else system.name,
         "extra_parameters": target.extra_parameters(system),
         "weight_bytes": weight_bytes,
-        "peak_bytes": weight_bytes + peak,
+        "peak_bytes": weight_bytes + max(k.answer.peak_bytes for one in prompts for k in one),
         "differences": differences or [],
         "same_as_plain": None if differences is None else len(prompts) - len(differences),
     }
@@ -265,38 +261,12 @@ def _medians(prompts: Prompts, of: Callable[[Answer], float]) -> list[float]:
     return [statistics.median(of(kept.answer) for kept in repeats) for repeats in prompts]
 
 
-def _counts(kept: Sequence[Kept], max_tokens: int) -> dict[str, Any]:
-    tokens = [len(one.answer.tokens) for one in kept]
-    calls = [one.answer.target_calls for one in kept]
-    return {
-        "tokens_per_call": asdict(ratio(tokens, calls)),
-        "target_calls": sum(calls),
-        "target_calls_per_answer": asdict(mean(calls)),
-        "tokens": sum(tokens),
-        "tokens_per_answer": asdict(mean(tokens)),
-        "cut_at_max_tokens": sum(count == max_tokens for count in tokens),
-    }
-
-
-def _times(prompts: Prompts) -> dict[str, Any]:
-    """Seconds an answer, of the median repeat; tokens/s as the median over prompts,
-    `decode_rate` with its interval."""
-    of: dict[str, Callable[[Answer], float]] = {
-        "latency": lambda answer: answer.seconds,
-        "first_token": lambda answer: answer.prefill_seconds,
-        "decode": lambda answer: answer.decode_seconds,
-    }
-    rates = _medians(prompts, _rate)
-    return {
-        **{f"{name}_seconds": asdict(mean(_medians(prompts, own))) for name, own in of.items()},
-        "tokens_per_second": statistics.median(rates),
-        "decode_rate": asdict(median(rates)),
-        "call_seconds": _call_seconds(prompts),
-    }
-
-
 def _rate(answer: Answer) -> float:
     return answer.tokens_per_second
+
+
+def _seconds(answer: Answer) -> float:
+    return answer.seconds
 
 
 def _call_seconds(prompts: Prompts) -> float | None:
@@ -309,7 +279,7 @@ def _call_seconds(prompts: Prompts) -> float | None:
 def speedups(system: System, answers: Answers) -> dict[str, Any]:
     """Tokens/s over mlx-lm's, and over the draft model's where there is one; whole answers too."""
     rates = {name: _medians(prompts, _rate) for name, prompts in answers.items()}
-    base, own = (_medians(answers[n], lambda a: a.seconds) for n in (MLX_LM, system.name))
+    base, own = (_medians(answers[n], _seconds) for n in (MLX_LM, system.name))
     found: dict[str, Any] = {
         "speedup": speedup(rates[system.name], rates[MLX_LM]),
         "latency_speedup": asdict(ratio(base, own)),

@@ -134,7 +134,14 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
     examples = read_examples(data, task, args.count)
     scorer_of(task)
     weights = _weights_of(args)
-    lacking = _lacking(weights)
+    # Which kinds of systems lack their weights, and how to give them.
+    lacking = {
+        kind: f"no --{kind} FOLDER" for kind in CHECKPOINTS if kind not in weights.checkpoints
+    }
+    if weights.adapter is None:
+        lacking[STREAMS] = "no --adapter FOLDER"
+    elif not weights.adapter.config.num_streams:
+        lacking[STREAMS] = "the adapter has no streams"
     left_out = {one.name: lacking[one.kind] for one in systems if one.kind in lacking}
     for system, why in left_out.items():
         print(f"{task.name}: {system} is left out, {why}", file=sys.stderr)
@@ -226,18 +233,6 @@ def _weights_of(args: argparse.Namespace) -> Weights:
     adapter = None if folder is None else read_own_lora(folder)
     base = resolve_model(args.model)
     return Weights(base, args.dtype, adapter=adapter, folder=folder, checkpoints=checkpoints)
-
-
-def _lacking(weights: Weights) -> dict[str, str]:
-    """Which kinds of systems lack their weights, and how to give them."""
-    lacking = {
-        kind: f"no --{kind} FOLDER" for kind in CHECKPOINTS if kind not in weights.checkpoints
-    }
-    if weights.adapter is None:
-        lacking[STREAMS] = "no --adapter FOLDER"
-    elif not weights.adapter.config.num_streams:
-        lacking[STREAMS] = "the adapter has no streams"
-    return lacking
 
 
 # ------------------------------------------------------------ the streams of one adapter, a sample

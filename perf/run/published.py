@@ -84,14 +84,12 @@ TABLE_2 = (
 
 def speeds(task: str, method: str) -> list[Speed]:
     """The lines of table 1 for one of our tasks and a method of the paper's."""
-    dataset = DATASETS.get(task)
-    return [row for row in TABLE_1 if (row.dataset, row.method) == (dataset, method)]
+    return [row for row in TABLE_1 if (row.dataset, row.method) == (DATASETS.get(task), method)]
 
 
 def latencies(task: str, method: str) -> list[Latency]:
     """The lines of table 2, as `speeds`."""
-    dataset = DATASETS.get(task)
-    return [row for row in TABLE_2 if (row.dataset, row.method) == (dataset, method)]
+    return [row for row in TABLE_2 if (row.dataset, row.method) == (DATASETS.get(task), method)]
 
 
 def span(values: Iterable[float]) -> Span:

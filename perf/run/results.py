@@ -64,11 +64,8 @@ class Kept:
 class AnswerStore:
     """Answers on disk, one line each as they come: a run that is stopped goes on from there.
 
-    Args:
-        folder: where the file lies; None keeps answers in memory alone.
-        name: what its name begins with.
-        settings: everything that an answer depends on, beside its key; other settings have
-            another file.
+    Other `settings`, all that an answer depends on beside its key, have another file; without a
+    `folder` answers are kept in memory alone.
     """
 
     def __init__(self, folder: Path | None, name: str, settings: Mapping[str, Any]) -> None:

@@ -168,25 +168,25 @@ def draw_tasks(tasks: Sequence[Row], panels: Sequence[Panel], title: str, path: 
     )
     for task, row in zip(tasks, parts, strict=True):
         for axes, panel in zip(row, panels, strict=True):
-            draw_panel(axes, task, panel, named=panel is panels[0])
-        row[0].set_title(f"{task_name(task)}: {task['prompts']} prompts", loc="left", fontsize=10)
+            _draw_panel(axes, task, panel)
+            names = [fill(one["name"] * (panel is panels[0]), 32) for one in task["systems"]]
+            axes.set_yticks(range(len(names)), names)
+            axes.invert_yaxis()
+        name = ", ".join(dict.fromkeys([task["task"], task["adapter"] or task["task"]]))
+        row[0].set_title(f"{name}: {task['prompts']} prompts", loc="left", fontsize=10)
     picture.suptitle(title, fontsize=9)
     picture.savefig(path, dpi=150)
 
 
-def task_name(task: Row) -> str:
-    """A task, and the adapter where it has another name."""
-    names = dict.fromkeys([task["task"], task["adapter"] or task["task"]])
-    return ", ".join(names)
-
-
-def draw_panel(axes: Any, task: Row, panel: Panel, *, named: bool = True) -> None:
+def _draw_panel(axes: Any, task: Row, panel: Panel) -> None:
     """A bar a system with its interval, its figure behind that, and the paper's range around."""
     rows = task["systems"]
     found = [estimate(panel.of(row) or _NOTHING) for row in rows]
     values, places = [one.value for one in found], range(len(rows))
     for place, row in zip(places, rows, strict=True):
-        _draw_paper(axes, place, panel.paper(task["task"], row["kind"]), panel.digits)
+        paper = panel.paper(task["task"], row["kind"])
+        if paper is not None:
+            _draw_paper(axes, place, paper, panel.digits)
     axes.barh(places, values, height=0.56, color=[COLOURS[row["kind"]] for row in rows])
     errors = list(zip(*(one.errors for one in found), strict=True))
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
@@ -200,14 +200,10 @@ def draw_panel(axes: Any, task: Row, panel: Panel, *, named: bool = True) -> Non
     axes.set_xlim(0, 1.65 * axes.dataLim.x1 or 1)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_yticks(places, [fill(row["name"] if named else "", 32) for row in rows])
-    axes.invert_yaxis()
 
 
-def _draw_paper(axes: Any, place: int, span: Span | None, digits: int) -> None:
+def _draw_paper(axes: Any, place: int, span: Span, digits: int) -> None:
     """The paper's range for the same method, as a pale band around its line."""
-    if span is None:
-        return
     low, high = span
     axes.barh(
         place, high - low, left=low, height=0.86, color=PAPER_COLOUR, alpha=0.35, lw=0, zorder=0

@@ -71,8 +71,7 @@ class Weights:
 
     Attributes:
         base: the base model's folder.
-        dtype: as `ssmlx.load` takes it.
-        draft_head: as `ssmlx.load` takes it.
+        dtype, draft_head: as `ssmlx.load` takes them.
         adapter: streams and LoRA; None for the base alone, or with `lora`.
         lora: LoRA on every row where there is no adapter.
         end_tokens: what ends answers beside the tokenizer's own and the adapter's.
@@ -93,36 +92,21 @@ class Weights:
     def scope(self) -> str | None:
         """The scope of the streams; "task" where they draft for a fine-tuned model."""
         if self.adapter is None:
-            return None
+            return "task" if self.lora else None
         return "task" if self.adapter.task_lora else self.adapter.config.adapter_scope
 
 
 @dataclass(frozen=True, eq=False)
 class Drafting:
-    """What systems of one kind draft with, loaded.
-
-    Attributes:
-        model: the target, with streams for those that need them.
-        loaded: the draft model or the heads, as `ssmlx.stream_generate` takes them.
-    """
+    """What systems of one kind draft with: the target, with streams for those that need them, and
+    the draft model or heads as `ssmlx.stream_generate` takes them."""
 
     model: StreamFusedModel
     loaded: Mapping[str, Any] = field(default_factory=dict)
 
-    def for_one(self) -> dict[str, Any]:
-        """What is loaded, for one answer: a draft model starts each with an empty cache."""
-        draft = self.loaded.get("draft_model")
-        return {"draft_model": DraftModel(draft.model, draft.name)} if draft else {**self.loaded}
-
 
 class Target:
     """A loaded model with what decodes it.
-
-    Args:
-        weights: what to load.
-
-    Raises:
-        InputError: something is missing, broken, or does not fit the rest.
 
     Attributes:
         mlx_model: mlx-lm's own, as its loader made it.
@@ -152,11 +136,7 @@ class Target:
         self._drafting: dict[str, Drafting] = {}
 
     def drafting(self, kind: str) -> Drafting:
-        """What systems of `kind` draft with, loaded when it is first asked for.
-
-        Raises:
-            InputError: it is broken, or another model's.
-        """
+        """What systems of `kind` draft with, loaded when it is first asked for."""
         if kind not in self._drafting:
             self._drafting[kind] = self._load(kind)
         return self._drafting[kind]
@@ -167,11 +147,7 @@ class Target:
         return memory_of(own.model, own.model.make_cache(), loaded=own.loaded.values())
 
     def drafter(self, system: System) -> Drafter | None:
-        """What drafts for a system, made once more; None for plain decoding.
-
-        Raises:
-            InputError: the system's settings do not fit the model.
-        """
+        """What drafts for a system, made once more; None for plain decoding."""
         if system.kind in (MLX_LM, DRAFT_ALONE):
             return None
         own = self.drafting(system.kind)
@@ -220,7 +196,11 @@ class Target:
             model = self.drafting(DRAFT_MODEL).loaded["draft_model"].model
             return mlx_lm_answer(model, self.tokenizer, prompt, system.config)
         own = self.drafting(system.kind)
-        return ssmlx_answer(own.model, self.tokenizer, prompt, system.config, **own.for_one())
+        draft, loaded = own.loaded.get("draft_model"), {**own.loaded}
+        if draft is not None:
+            # It starts every answer with an empty cache.
+            loaded["draft_model"] = DraftModel(draft.model, draft.name)
+        return ssmlx_answer(own.model, self.tokenizer, prompt, system.config, **loaded)
 
     def _backbone(self) -> Backbone:
         bits = resolve_draft_bits(self.weights.draft_head)
@@ -228,7 +208,7 @@ class Target:
 
     def _load(self, kind: str) -> Drafting:
         if kind == STREAMS:
-            return Drafting(self._with_streams())
+            return self._with_streams()
         if kind not in CHECKPOINTS:
             return Drafting(self.plain)
         folder = self.weights.checkpoints[kind]
@@ -245,7 +225,7 @@ class Target:
         )
         return Drafting(self.plain, {"heads": heads})
 
-    def _with_streams(self) -> StreamFusedModel:
+    def _with_streams(self) -> Drafting:
         """The adapter's streams, with its LoRA unless that is in the target."""
         adapter, backbone = self.weights.adapter, self._backbone()
         assert adapter is not None
@@ -255,7 +235,7 @@ class Target:
         own = adapter.stream_lora
         attach_lora(backbone.model, own, scope, merge=False, dtype=backbone.dtype)
         mx.eval(backbone.model.parameters(), streams.trained)
-        return fused
+        return Drafting(fused)
 
 
 def on_same_arrays(model: nn.Module) -> nn.Module:
@@ -271,11 +251,7 @@ def added_parameters(adapter: Adapter) -> int:
 
 
 def read_own_lora(folder: Path) -> Adapter:
-    """An adapter that stands beside its base model.
-
-    Raises:
-        InputError: it is broken, or a fused model.
-    """
+    """An adapter that stands beside its base model."""
     adapter = load_adapter(folder)
     require(
         bool(adapter.lora),

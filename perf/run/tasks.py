@@ -30,8 +30,6 @@ class Task:
     """What is asked, and how answers are judged.
 
     Attributes:
-        name: as in --task.
-        max_tokens: longest answer.
         figures: the names of its scores.
         test: the data that ships for it, if any.
         is_judged: whether examples must have right answers.
@@ -50,20 +48,11 @@ SQL = Task(
 CHAT = Task("chat", 160, test=EXAMPLES / "chat_test.jsonl", is_judged=False)
 _OTHERS = (Task("e2e", 96, test=EXAMPLES / "e2e_test_100.jsonl"), Task("dialogsum", 128))
 TASKS = {task.name: task for task in (SQL, *_OTHERS, CHAT)}
-DATA_HELP = (
-    "a JSON object a line: prompt, and completion or references (default: the task's test.jsonl "
-    "in --data-dir, or without it what ships in examples/data)"
-)
 
 
 @dataclass(frozen=True)
 class Example:
-    """What is asked, and the answers that would be right; none where only tokens are counted.
-
-    Attributes:
-        asked: with "prompt", or the "messages" of a chat, the user's last.
-        references: right answers.
-    """
+    """What is asked, and the answers that would be right; none where only tokens are counted."""
 
     asked: Prompt
     references: tuple[str, ...] = ()
@@ -75,17 +64,17 @@ def add_data_options(
     """A task and its examples; `saved` is the group of an option in place of --task."""
     task = (saved or data).add_argument("--task", choices=tuple(TASKS), help="what to ask")
     task.required = saved is None
-    data.add_argument("--data", type=Path, metavar="FILE.jsonl", help=DATA_HELP)
+    data.add_argument(
+        "--data", type=Path, metavar="FILE.jsonl",
+        help="a JSON object a line: prompt, and completion or references (default: the task's "
+        "test.jsonl in --data-dir, or without it what ships in examples/data)",
+    )  # fmt: skip
     data.add_argument("--data-dir", type=Path, metavar="FOLDER", help="holds TASK/test.jsonl")
     data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
 
 
 def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
-    """The data of a task: the file `data`, the task's own in `folder`, or what ships for it.
-
-    Raises:
-        InputError: it is not there.
-    """
+    """The data of a task: the file `data`, the task's own in `folder`, or what ships for it."""
     path = data or (folder / task.name / "test.jsonl" if folder else task.test)
     if path is None or not path.is_file():
         raise InputError(
@@ -97,11 +86,7 @@ def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path
 
 
 def read_examples(path: Path, task: Task, count: int | None = None) -> list[Example]:
-    """The first `count` examples of a data file; all for None.
-
-    Raises:
-        InputError: a line is broken, or lacks what answers are judged by.
-    """
+    """The first `count` examples of a data file; all for None."""
     require(
         count is None or count > 0,
         f"--count {count}", expected="1 or more", do="give a larger number",
@@ -137,9 +122,6 @@ def rouge_scorer() -> Scorer:
 
     Each is the best over the references. ROUGE-LSum takes lines for sentences, as `rouge_score`
     does by default: on texts of one line it is ROUGE-L.
-
-    Raises:
-        InputError: `rouge_score` is not installed.
     """
     try:
         from rouge_score import rouge_scorer as rouge  # type: ignore
@@ -160,11 +142,7 @@ def rouge_scorer() -> Scorer:
 
 
 def scorer_of(task: Task) -> Scorer:
-    """How a task's answers are judged.
-
-    Raises:
-        InputError: what it needs is not installed.
-    """
+    """How a task's answers are judged."""
     return exact_match if task is SQL else rouge_scorer()
 
 
