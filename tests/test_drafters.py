@@ -54,7 +54,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import PAD_TOKEN, comb_topology, root_tree
+from ssmlx.model.tree import PAD_TOKEN, root_tree
 from ssmlx.plan import make_plan
 from ssmlx.settings import (
     DraftModelConfig,
@@ -115,10 +115,6 @@ def drafter_settings():
 
 
 DRAFTERS = tuple(drafter_settings())
-WITHOUT_STREAMS = (
-    "prompt-lookup", "lookahead", "draft-model", "medusa", "mlp-speculator",
-    "mlp-speculator, lookup",
-)  # fmt: skip
 
 
 def written(model, prompt, count, config=None, **settings):
@@ -146,44 +142,13 @@ def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
     for _ in range(2):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
         expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
-        tokens, _ = written(model, prompt, 18, **sampling, **settings)
+        tokens, lengths = written(model, prompt, 18, **sampling, **settings)
         assert tokens == expected, prompt
-
-
-@pytest.mark.parametrize("name", WITHOUT_STREAMS)
-def test_a_model_without_streams_gets_a_drafter(name):
-    model, settings = bare_model(), drafter_settings()[name]
-    expected, _ = written(model, [3, 1, 4], 16)
-    tokens, lengths = written(model, [3, 1, 4], 16, **settings)
-    assert tokens == expected
-    plan = make_plan(model, **settings)
-    drafter = plan.drafter
-    assert max(lengths) <= 1 + drafter.num_levels
-    path = 0 if drafter.waits else drafter.num_levels + 1
-    assert plan.scratch == drafter.max_nodes + path
-    assert (drafter.num_parameters > 0) == (name not in ("prompt-lookup", "lookahead"))
-
-
-@pytest.mark.parametrize("name", [*WITHOUT_STREAMS, "streams, lookup"])
-def test_turns_share_cache_text_and_draft_model(name):
-    """What a cache holds is told as context; a draft model's cache is kept as far as it holds."""
-    model = streams_model() if name.startswith("streams") else bare_model()
-    cache, history = model.make_cache(), []
-    settings = {**drafter_settings()[name], "repetition_penalty": 1.2}
-    tokenizer = make_tokenizer()
-    for turn, count in enumerate((4, 5, 3)):
-        history += [(5 * turn + i) % VOCAB for i in range(turn + 1)]
-        context, unseen = history[: cache.offset], history[cache.offset :]
-        asked = stream_generate(
-            model, tokenizer, unseen, cache=cache, context=context, max_tokens=count, **settings
-        )
-        tokens = [token for response in asked for token in response.tokens]
-        plain, _ = written(model, history, count, decoding="plain", repetition_penalty=1.2)
-        assert tokens == plain
-        history += tokens
-        cache.trim(min(cache.offset, len(history) - 1))
-    with pytest.raises(ValueError, match="tokens of context"):
-        stream_generate(model, tokenizer, [1], cache=cache, **settings)
+        plan = make_plan(model, **settings)
+        drafter = plan.drafter
+        assert max(lengths) <= 1 + drafter.num_levels
+        assert plan.scratch >= drafter.max_nodes + (0 if drafter.waits else drafter.num_levels + 1)
+        assert (drafter.num_parameters > 0) == (not name.startswith(("prompt-lookup", "lookahead")))
 
 
 # --- Models whose next token depends on the last one alone ---
@@ -292,13 +257,6 @@ def test_padded_sizes_are_few():
     assert all(padded_size(count) >= count for count in range(1, 400))
 
 
-def test_a_comb():
-    comb = comb_topology(3, 2)
-    assert comb.depths.tolist() == [0, 1, 1, 1, 2, 2, 2]
-    assert comb.paths.tolist()[4:] == [[0, 1, 4], [0, 1, 5], [0, 1, 6]]
-    assert comb.slots.tolist() == [0, 1, 2, 3, 4, 5]
-
-
 def verified_root(token):
     """What a call on a bare root leaves that `token` follows."""
     target = mx.array([token])
@@ -376,18 +334,6 @@ def test_what_followed_the_longest_last_words_at_their_newest_place(words):
             assert found == looked_up(text[:start], 7), text[:start]
 
 
-def test_the_text_grows_and_may_be_written_twice():
-    text = TextOnDevice([1, 2])
-    expected = [1, 2]
-    for call in range(200):
-        new = [call % 7, call % 5, call % 5]  # two tokens that count, the last one repeated
-        place = mx.array([len(expected)])
-        for _ in range(1 + call % 2):
-            text.write(mx.array(new, mx.int32), place)
-        expected += new[:2]
-        assert text.tokens[: len(expected)].tolist() == expected
-
-
 def test_a_chain_goes_on_where_the_tree_stops_agreeing():
     tree = tree_from_parents([7, 1, 6, 3], [0, 0, 0, 1])
     for chain, node in (([1, 3, 9, 8, 2], 3), ([1, 5, 9, 8, 2], 1), ([6, 1, 3, 8, 2], 2),
@@ -419,19 +365,6 @@ def test_siblings_still_differ():
             assert len(set(edges)) == len(edges)
 
 
-@pytest.mark.parametrize("schedule", ["second-pass", "fused"])
-def test_a_text_that_repeats_itself_takes_fewer_calls(schedule):
-    """A greedy tiny model runs into a period, which random streams do not foresee."""
-    model, tree = streams_model(), TreeConfig(size=4)
-    shape = {"tree": tree, "stream_schedule": schedule}
-    prompt = [3, 1, 4, 1, 5]
-    expected, alone = written(model, prompt, 120, **shape)
-    tokens, beside = written(model, prompt, 120, **shape, lookup_nodes=8)
-    assert tokens == expected
-    assert max(beside) <= 1 + model.num_streams + 8
-    assert max(beside) > 1 + model.num_streams and len(beside) < 0.6 * len(alone)
-
-
 @pytest.mark.parametrize(("num_right", "guessed"), [(0, 0), (2, 2)])
 def test_every_call_goes_on_by_the_whole_chain(num_right, guessed):
     """Heads foresee the first tokens of a text with a period, what was looked up the others."""
@@ -443,14 +376,6 @@ def test_every_call_goes_on_by_the_whole_chain(num_right, guessed):
     )
     assert tokens == [(1 + index) % VOCAB for index in range(count)]
     assert lengths == [1] + [1 + guessed + nodes] * 60
-
-
-def test_the_drafter_is_told_of_every_text(monkeypatch):
-    heard, both = [], make_plan(streams_model(), lookup_nodes=2).drafter
-    monkeypatch.setattr(both.drafter, "start", heard.append)
-    both.start([1, 2])
-    both.start([3])
-    assert heard == [[1, 2], [3]]
 
 
 def test_nothing_waits_for_the_lookup(monkeypatch):
@@ -591,27 +516,15 @@ CHAIN = {"tree": TreeConfig(kind="full", width=1), **speculator(None, widths=(1,
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
-@pytest.mark.parametrize("chain", [False, True])
-def test_heads_that_know_the_target_are_accepted_whole(kind, chain):
+@pytest.mark.parametrize(
+    ("num_right", "shape"), [*((right, CHAIN) for right in range(LEVELS + 1)), (LEVELS, {})]
+)
+def test_acceptance_ends_where_the_heads_go_wrong(kind, num_right, shape):
     model = cycle_model()
-    heads = cycle_heads(kind, model.backbone)
-    settings = {**(CHAIN if chain else {}), "heads": heads}
-    count = 1 + 6 * (LEVELS + 1)
-    responses = list(stream_generate(model, make_tokenizer(), [4], max_tokens=count, **settings))
-    assert [len(response.tokens) for response in responses] == [1] + [LEVELS + 1] * 6
-    tokens = [token for response in responses for token in response.tokens]
-    assert tokens == [(5 + index) % VOCAB for index in range(count)]
-    assert responses[-1].tokens_per_call == pytest.approx(count / 7)
-
-
-@pytest.mark.parametrize("kind", HEAD_KINDS)
-@pytest.mark.parametrize("num_right", range(LEVELS))
-def test_acceptance_ends_where_the_heads_go_wrong(kind, num_right):
-    model = cycle_model()
-    heads = cycle_heads(kind, model.backbone, num_right=num_right)
-    settings = {**CHAIN, "heads": heads}
-    _, lengths = written(model, [4], 1 + 6 * (num_right + 1), **settings)
+    settings = {**shape, "heads": cycle_heads(kind, model.backbone, num_right=num_right)}
+    tokens, lengths = written(model, [4], 1 + 6 * (num_right + 1), **settings)
     assert lengths == [1] + [num_right + 1] * 6
+    assert tokens == [(5 + index) % VOCAB for index in range(len(tokens))]
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
@@ -627,17 +540,6 @@ def test_acceptance_ends_where_the_draft_vocabulary_does(kind):
         token = (token + right + 1) % VOCAB
     assert len(set(lengths[1:])) > 2
     assert written(model, [4], sum(lengths), **settings)[1] == lengths
-
-
-@pytest.mark.parametrize("kind", HEAD_KINDS)
-@pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 5, "repetition_penalty": 1.3}])
-def test_a_long_prompt(kind, sampling):
-    model = bare_model()
-    heads = make_heads(kind, model.backbone)
-    prompt = np.random.default_rng(0).integers(0, VOCAB, 400).tolist()
-    settings = {**sampling, "prefill_step_size": 64}
-    tokens, _ = written(model, prompt, 60, heads=heads, **settings)
-    assert tokens == plain(model, prompt, 60, **settings)
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
@@ -944,20 +846,20 @@ def test_a_chat_with_heads(base, folders, kind, tmp_path, monkeypatch, capsys):
     assert stats.startswith("2 answers · 18 tokens in ")
 
 
-@pytest.mark.parametrize("kind", ["draft-model", *HEAD_KINDS])
+@pytest.mark.parametrize("kind", ["prompt-lookup", "lookahead", "draft-model", *HEAD_KINDS])
 def test_a_session_reuses_its_caches(base, loaded, folders, kind):
-    """The text's, and a draft model's own."""
+    """The text's, of which those that read it are told, and a draft model's own."""
     model, tokenizer = loaded
-    draft = None
+    draft, drafts_with = None, {}
     if kind == "draft-model":
         vocab_size = model.backbone.vocab_size
         draft = ssmlx.load_draft_model(base, tokenizer, vocab_size, dtype="float32")
         drafts_with = {"draft_model": draft}
-    else:
+    elif kind in HEAD_KINDS:
         drafts_with = {"heads": ssmlx.load_heads(folders[kind], model)}
-    config = GenerateConfig(max_tokens=8, temp=1.0, seed=1)
-    session = ssmlx.ChatSession(model, tokenizer, config, **drafts_with)
+    config = GenerateConfig(max_tokens=8, temp=1.0, seed=1, repetition_penalty=1.2)
     bare = ssmlx.ChatSession(model, tokenizer, config)
+    session = ssmlx.ChatSession(model, tokenizer, replace(config, drafter=kind), **drafts_with)
     for text in ("w1 w2", "w3", "w4 w5"):
         held = draft.offset if draft else -1
         *_, last = session.reply(text)
@@ -968,6 +870,8 @@ def test_a_session_reuses_its_caches(base, loaded, folders, kind):
     assert draft is None or last.target_calls < 8
     assert session.totals.reused_tokens > 0 and math.isfinite(session.compare().speed_up)
     assert session.compare().same_tokens
+    with pytest.raises(ValueError, match="tokens of context"):
+        stream_generate(model, tokenizer, [1], cache=session._cache, drafter="lookahead")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
