@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from real import one_line, write_base, write_tiny_adapter
-from tiny import COSTS, best_rank_paths, first_tokens, flat, make_model
+from tiny import COSTS, first_tokens, flat, make_model
 
 from ssmlx.api import token_steps
 from ssmlx.calibration import choice as calibrate_choice
@@ -38,7 +38,6 @@ from ssmlx.calibration.costs import (
     plain_call,
     spread,
     surfaces,
-    timed_steps,
     with_whole_steps,
 )
 from ssmlx.calibration.guesses import Exits, exits_along, guesses_along, rank_table, split_prompts
@@ -53,7 +52,6 @@ from ssmlx.tuning.replay import (
     NEVER,
     Guesses,
     advance,
-    contenders,
     depths_within,
     needed_sizes,
     needed_widths,
@@ -155,14 +153,6 @@ def test_handing_over_work_is_taken_off_forwards_and_not_off_plain_calls(model):
     points = {(name, 1, 0): 2.0 for name in ("plain", "lower", "upper", "fused", "head")}
     costs = surfaces({**points, ("draft_head", 1, 0): 0.2}, 0.5)
     assert (costs.plain.at(1), costs.lower.at(1), costs.draft_head.at(1)) == (2.0, 1.5, 0.0)
-
-
-def test_steps_are_those_of_the_real_loop_at_the_context_that_they_had(model):
-    shape = DraftShape(tree=TreeConfig(size=6), num_streams=3)
-    taken = timed_steps(model, [1, 2, 3, 4], shape, 5, Clock(1.0))
-    assert [seconds for _, seconds in taken] == [1.0] * 5
-    contexts = [context for context, _ in taken]
-    assert contexts[0] >= 6 and contexts == sorted(set(contexts)), "four and two first calls"
 
 
 def test_what_lies_beside_the_forwards_is_what_steps_take_beyond_them(model):
@@ -471,28 +461,6 @@ def test_a_pruned_replay_takes_the_calls_that_decoding_takes(guesser, guesses):
     needed = needed_sizes(guesses, 3, LARGEST)
     for size in (3, 9, LARGEST):
         assert (exits.depths(size, LARGEST) == depths_within(needed, size)).all()
-
-
-def test_pruning_follows_the_exits_and_not_the_draft():
-    """A node survives among those of the tree that early exit finds likelier."""
-    drafted = np.array([[0.0, -1.0, -2.0, -3.0]], np.float32)
-    judged = np.array([[0.0, -9.0, -1.0, -2.0]], np.float32)
-    exits = Exits(drafted, judged, np.array([[1, -1]], np.int32))
-    held = {(4, 4): 1, (2, 2): 1, (4, 3): 0, (3, 2): 0, (1, 1): 0}
-    assert {shape: int(exits.depths(*shape)[0]) for shape in held} == held
-
-
-def test_the_ranking_of_nodes_is_that_of_brute_force():
-    rng = np.random.default_rng(3)
-    probs = -np.sort(-rng.dirichlet(np.ones(8), size=3), axis=1)[:, :6]
-    known = contenders(12, 6, 3)
-    order = np.argsort(-known.scores(np.log(probs).astype(np.float32)))[:12]
-
-    def ranks(node: int) -> tuple[int, ...]:
-        above = known.parents[node]
-        return () if node == 0 else (*ranks(above), int(known.ranks[node]))
-
-    assert {ranks(int(node)) for node in order} == best_rank_paths(probs, 12, 6)
 
 
 def test_ranks_are_where_the_answer_stands():

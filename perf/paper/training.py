@@ -225,13 +225,7 @@ def draw_ablation(
     for design, (label, colour) in DESIGNS.items():
         points = {r.num_layers: r.tokens_per_call for r in plain if r.design == design}
         if points:
-            _line(
-                left,
-                points,
-                above=design == "embeddings",
-                label=label,
-                color=colour,
-            )
+            _line(left, points, above=design == "embeddings", label=label, color=colour)
     _label(left, [one.num_layers for one in plain], "layers with multi-stream attention, Ns")
     left.set_ylabel("tokens per target call")
     for count in sorted({one.num_layers for one in with_rank}):

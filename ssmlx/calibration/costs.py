@@ -68,13 +68,9 @@ def measure_costs(
 ) -> tuple[StepCosts, float]:
     """Seconds of the forwards, and of what whole steps take beyond them; and how much they varied.
 
-    Args:
-        model: with streams.
-        prompts: fill the contexts; the first of them are decoded a little way.
-        plan: what to time.
+    `prompts` fill the contexts; the first of them are decoded a little way.
     """
-    text = [token for prompt in prompts for token in prompt]
-    costs, noise = forward_costs(model, text, plan)
+    costs, noise = forward_costs(model, [token for prompt in prompts for token in prompt], plan)
     shapes = [
         DraftShape(
             tree=TreeConfig(size=size), num_streams=model.num_streams, stream_schedule=schedule
@@ -128,9 +124,8 @@ def layer_calls(model: StreamFusedModel, cache: TreeCache, context: int, plan: C
         calls["lower", rows, context] = partial(model.lower, tree, cache)
         calls["upper", rows, context] = partial(upper, tree, hidden, 0)
     for nodes in plan.fused_nodes:
-        tree, hidden = likely_tree(model, nodes)
-        rows = nodes * (1 + model.num_streams)
-        calls["fused", rows, context] = partial(upper, tree, hidden, model.num_streams)
+        rows, streams = nodes * (1 + model.num_streams), model.num_streams
+        calls["fused", rows, context] = partial(upper, *likely_tree(model, nodes), streams)
     return calls
 
 
@@ -254,36 +249,24 @@ def with_whole_steps(
 ) -> StepCosts:
     """`costs` with what real steps of `shapes`, some of each schedule, take beyond their forwards.
 
-    Each prompt is decoded `steps` steps with every shape in turn.
+    Each prompt is decoded `steps` steps with every shape in turn, after some that do not count.
     """
     found: dict[DraftShape, list[float]] = {shape: [] for shape in shapes}
     for prompt, shape in progress([(p, s) for p in prompts for s in shapes], "whole steps"):
-        for context, seconds in timed_steps(model, prompt, shape, steps, clock):
-            found[shape].append(seconds - costs.forward_seconds(shape, context))
+        decoded = token_steps(model, prompt, model.make_cache(), config_of(shape))
+        context = len(prompt)
+        for turn in range(WARM_CALLS + steps):
+            started = clock()
+            new_tokens = next(decoded)
+            seconds = clock() - started
+            if turn >= WARM_CALLS:
+                found[shape].append(seconds - costs.forward_seconds(shape, context))
+            context += len(new_tokens)
     points: dict[str, dict[tuple[int, int], float]] = {}
     for shape, values in found.items():
         own = points.setdefault(shape.stream_schedule, {})
         own[shape.num_nodes, 0] = statistics.median(values)
     return replace(costs, overhead={name: Surface.of(one) for name, one in points.items()})
-
-
-def timed_steps(
-    model: StreamFusedModel,
-    prompt: list[int],
-    shape: DraftShape,
-    count: int,
-    clock: Clock = time.perf_counter,
-) -> list[tuple[int, float]]:
-    """(committed tokens, seconds) of `count` steps of the real loop, after the first ones."""
-    steps = token_steps(model, prompt, model.make_cache(), config_of(shape))
-    taken, length = [], len(prompt)
-    for turn in range(WARM_CALLS + count):
-        started = clock()
-        new_tokens = next(steps)
-        if turn >= WARM_CALLS:
-            taken.append((length, clock() - started))
-        length += len(new_tokens)
-    return taken
 
 
 def config_of(shape: DraftShape, **settings: Any) -> GenerateConfig:
