@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +47,7 @@ PROG = "perf.predict"
 CALIBRATION = "calibrate-sql.json"
 Result = Mapping[str, Any]
 LABEL = "PREDICTION from published figures, not measured on any of these chips"
-COLOURS = ("#0b6e4f", "#33658a", "#b06f10", "#7b5ea7")
+COLOURS = ("#0b6e4f", "#33658a", "#b06f10")
 CAPTION = (
     "Bars run from weights that come from memory as often as MLX's quantised kernels ask for them "
     "to weights that come once, each with its fastest tree. Launches, unpacking and graph building "
@@ -335,9 +334,9 @@ def draw(groups: Mapping[str, Sequence[Result]], path: Path) -> None:
     """A bar for every chip and model."""
     figure = new_figure(9.6, 6.4)
     axes = figure.subplots()
-    height, colours = 0.8 / len(groups), cycle(COLOURS)
+    height = 0.8 / len(groups)
     for index, (name, predictions) in enumerate(groups.items()):
-        places, colour = np.arange(len(CHIPS)) + index * height, next(colours)
+        places, colour = np.arange(len(CHIPS)) + index * height, COLOURS[index]
         low = np.array([one["low"] for one in predictions])
         high = np.array([one["high"] for one in predictions])
         title = f"{name}, {predictions[0]['bits']} bits"

@@ -23,7 +23,7 @@ from perf.paper.figures import (
 )
 from perf.paper.training import ablation_report, read_run, read_runs
 from perf.run.options import parse_systems
-from perf.run.published import TABLE_1, TABLE_2, latencies, speeds
+from perf.run.published import TABLE_1, TABLE_2, speeds
 from perf.run.statistics import Estimate
 from ssmlx.commands.train_options import train_config
 from ssmlx.errors import InputError
@@ -53,12 +53,9 @@ def test_the_papers_tables_are_whole():
     medusa = [row.speedup for row in speeds("sql", "Medusa")]
     assert medusa == [2.07, 2.58, 3.20] and not speeds("chat", "Medusa")
     assert {row.extra_parameters for row in TABLE_1 if row.method == "SS (ours)"} == {40960, 81900}
-    assert [row.draft_calls for row in latencies("e2e", "Two-model SD")] == [31.47, 31.58]
     # Section 4.1.2: fewer target calls with a draft model, and yet a longer wait.
-    pairs = zip(TABLE_2[::2], TABLE_2[1::2], strict=True)
-    assert all(
-        a.target_calls < b.target_calls and a.milliseconds > b.milliseconds for a, b in pairs
-    )
+    for a, b in zip(TABLE_2[::2], TABLE_2[1::2], strict=True):
+        assert a.target_calls < b.target_calls and a.milliseconds > b.milliseconds
 
 
 # ------------------------------------------------------------------------------ the points

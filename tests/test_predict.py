@@ -14,7 +14,6 @@ from ssmlx.settings import PruneConfig, TreeConfig
 from ssmlx.tuning.cost import DraftShape
 
 BY_NAME = {chip.name: chip for chip in CHIPS}
-PROG = "perf.predict"
 
 
 def test_kernels_change_at_the_rows_of_the_design_notes():
@@ -66,19 +65,13 @@ def test_a_forward_takes_what_its_tighter_limit_allows():
     assert repeated == pytest.approx(2 * once)
 
 
-def test_plain_decoding_is_bound_by_the_bytes_of_the_weights():
+def test_plain_decoding_waits_for_the_bytes_of_the_weights_and_a_few_rows_are_free():
     chip = BY_NAME["M4 Max"]
-    least = costs(LLAMA, chip, "once")
-    expected = WEIGHTS * 0.5625 / 546e9
+    least, expected = costs(LLAMA, chip, "once"), WEIGHTS * 0.5625 / 546e9
     assert least.plain_seconds(0) == pytest.approx(expected)
     assert least.plain_seconds(4096) > expected
     assert costs(LLAMA, chip, "repeated").plain_seconds(0) == pytest.approx(expected)
-
-
-def test_a_few_rows_are_free_where_weights_come_once_and_layers_add_up():
-    least = costs(LLAMA, BY_NAME["M4 Max"], "once")
-    layers = least.lower.at(4) + least.upper.at(4)
-    assert layers + least.head.at(4) == pytest.approx(least.plain_seconds(0))
+    assert least.lower.at(4) + least.upper.at(4) + least.head.at(4) == pytest.approx(expected)
     assert least.lower.at(4) == pytest.approx(3 * least.upper.at(4)), "24 layers and 8"
     assert least.lower.at(64) > 1.5 * least.lower.at(4), "bound by arithmetic by then"
 
@@ -111,42 +104,43 @@ def calibration(tmp_path):
     return path
 
 
-def ask(capsys, *args):
-    try:
-        code = predict.main([*map(str, args)])
-    except SystemExit as stop:
-        code = stop.code
-    return code, *capsys.readouterr()
+@pytest.fixture
+def ask(calibration, tmp_path, capsys):
+    """Run the command; gives (exit code, stdout, stderr)."""
+
+    def ask(*args):
+        argv = ["--calibration", calibration, "--out", tmp_path / "out", *args]
+        try:
+            code = predict.main([*map(str, argv)])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return ask
 
 
-def test_the_command_labels_every_figure_as_a_prediction(calibration, tmp_path, capsys):
-    out = tmp_path / "out"
-    code, text, _ = ask(capsys, "--calibration", calibration, "--out", out)
+def test_the_command_labels_every_figure_as_a_prediction(ask, tmp_path):
+    code, text, _ = ask()
     assert code == 0
     assert text.startswith("PREDICTION from published figures, not measured")
     assert text.count("an ASSUMPTION for this model") == 2, "of three models one was calibrated"
     assert "M1 Pro (clock of M1 Ultra)" in text
-    result = json.loads((out / "predict.json").read_text())
+    result = json.loads((tmp_path / "out" / "predict.json").read_text())
     assert result["label"].startswith("PREDICTION")
     assert len(result["predictions"]) == 3 * len(CHIPS)
     assert all(0 < one["low"] <= one["high"] < 3.5 for one in result["predictions"])
-    assert (out / "predict.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "predict.png").stat().st_size > 10_000
+    assert "llama-3.1-8b, 16-bit weights, not quantised" in ask("--bits", 16)[1]
 
 
-def test_weights_that_are_not_quantised_can_be_asked_about(calibration, tmp_path, capsys):
-    args = ("--calibration", calibration, "--out", tmp_path, "--bits", "16")
-    code, text, _ = ask(capsys, *args)
-    assert code == 0 and "llama-3.1-8b, 16-bit weights, not quantised" in text
-
-
-def test_bad_input_is_one_line(calibration, tmp_path, capsys):
-    half, out = tmp_path / "half.json", tmp_path / "out"
+def test_bad_input_is_one_line(ask, tmp_path):
+    half = tmp_path / "half.json"
     half.write_text(json.dumps({"candidates": []}))
     for args, message in (
         (("--calibration", "nowhere.json"), "no calibration nowhere"),
         (("--calibration", half), "half.json is incomplete ("),
         (("--bits", "5"), "invalid choice: 5"),
     ):
-        code, text, err = ask(capsys, "--calibration", calibration, "--out", out, *args)
-        assert (code, text) == (2, "") and not out.exists()
-        assert message in one_line(err, PROG)
+        code, text, err = ask(*args)
+        assert (code, text) == (2, "") and not (tmp_path / "out").exists()
+        assert message in one_line(err, predict.PROG)
