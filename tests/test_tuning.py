@@ -248,7 +248,7 @@ def test_a_profile_is_found_again_as_it_was(model, costs):
 @pytest.mark.parametrize(
     "other",
     [
-        {"seed": 3}, {"seed": 2, "num_streams": 2}, {"seed": 2, "scope": "streams"},
+        {"seed": 3}, {"seed": 2, "adapter": {"num_streams": 2}}, {"seed": 2, "scope": "streams"},
         {"seed": 2, "architecture": "qwen3"},
     ],
     ids=["weights", "streams", "scope", "architecture"],
