@@ -5,7 +5,7 @@ The oracle decodes with the reference, slow and obvious: every step computes eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from tiny import tree_from_parents
 
 from convert.reference.format import LoraSettings
-from convert.reference.model import ReferenceOutput, StreamFusedReference
+from convert.reference.model import StreamFusedReference
 from ssmlx.decoding.loop import prefill
 from ssmlx.settings import StreamConfig
 
@@ -121,20 +121,6 @@ def assert_close(found, expected):
 
 # --- Decoding ---
 
-Predictor = Callable[..., ReferenceOutput]
-"""What decoding asks of a model: `StreamFusedReference`, or a scripted one."""
-
-
-def likeliest_tokens(output: ReferenceOutput, carrier: int, width: int) -> list[list[int]]:
-    """[G][k] the tokens that each stream of the `carrier`-th row with streams finds likeliest.
-
-    A stream cannot rank more of them than it drafts from.
-    """
-    logits = output.stream_logits[0, carrier]
-    ranked = logits.topk(min(width, logits.shape[-1])).indices
-    vocab = output.draft_vocab
-    return (ranked if vocab is None else vocab[ranked]).tolist()
-
 
 def tree_inputs(
     prompt: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
@@ -148,8 +134,6 @@ def tree_inputs(
     positions = torch.arange(total)
     visible = torch.ones(total, total, dtype=torch.bool).tril()
     for node, parent in enumerate(parents):
-        if not (-1 if node == 0 else 0) <= parent < max(node, 0):
-            raise ValueError(f"node {node} has parent {parent}, expected an earlier node")
         row, above = length + node, length + parent
         visible[row, length:] = False if parent < 0 else visible[above, length:]
         visible[row, row] = True
@@ -181,13 +165,11 @@ def accepted_path(
 
 
 @torch.no_grad()
-def greedy_plain(
-    model: Predictor, prompt: Sequence[int], max_tokens: int, end_token_ids: Sequence[int]
-) -> list[int]:
-    """Decode with the main stream alone, a token a call; the end token is part of the answer."""
+def greedy_plain(model: StreamFusedReference, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Decode with the main stream alone, a token a call."""
     tokens: list[int] = []
     no_streams = torch.zeros(0, dtype=torch.long)
-    while not _is_finished(tokens, max_tokens, end_token_ids):
+    while len(tokens) < max_tokens:
         output = model(torch.tensor([[*prompt, *tokens]]), stream_rows=no_streams)
         tokens.append(int(output.main_logits[0, -1].argmax()))
     return tokens
@@ -195,37 +177,28 @@ def greedy_plain(
 
 @torch.no_grad()
 def greedy_streaming(
-    model: Predictor,
-    prompt: Sequence[int],
-    *,
-    width: int,
-    max_tokens: int,
-    end_token_ids: Sequence[int],
+    model: StreamFusedReference, prompt: Sequence[int], *, width: int, max_tokens: int
 ) -> tuple[list[int], int]:
     """Speculative Streaming with full trees of `width` children and no pruning.
 
     Returns:
-        The tokens, the end token among them, and the target calls: the prompt's forward pass is
-        the first, a tree of its last token alone, and none follows an end token.
+        The tokens, and the target calls: the prompt's forward pass is the first, a tree of its
+        last token alone.
     """
     committed, (tree_tokens, parents) = list(prompt[:-1]), full_tree(prompt[-1], [])
     generated: list[int] = []
     calls = 0
-    while not _is_finished(generated, max_tokens, end_token_ids):
+    while len(generated) < max_tokens:
         input_ids, positions, visible = tree_inputs(committed, tree_tokens, parents)
         nodes = torch.arange(len(committed), input_ids.shape[1])
         output = model(input_ids, positions=positions, visible=visible, stream_rows=nodes)
         calls += 1
         target = output.main_logits[0, nodes].argmax(dim=-1).tolist()
         path = accepted_path(tree_tokens, parents, target)
-        for node in path:
-            committed.append(tree_tokens[node])
-            if not _is_finished(generated, max_tokens, end_token_ids):
-                generated.append(target[node])
-        candidates = likeliest_tokens(output, path[-1], width)
-        tree_tokens, parents = full_tree(target[path[-1]], candidates)
-    return generated, calls
-
-
-def _is_finished(tokens: Sequence[int], max_tokens: int, end_token_ids: Sequence[int]) -> bool:
-    return len(tokens) >= max_tokens or (bool(tokens) and tokens[-1] in end_token_ids)
+        committed += [tree_tokens[node] for node in path]
+        generated += [target[node] for node in path]
+        logits = output.stream_logits[0, path[-1]]  # [G, Vd]
+        ranked = logits.topk(min(width, logits.shape[-1])).indices
+        candidates = ranked if output.draft_vocab is None else output.draft_vocab[ranked]
+        tree_tokens, parents = full_tree(target[path[-1]], candidates.tolist())
+    return generated[:max_tokens], calls

@@ -12,13 +12,11 @@ import ssmlx
 import mlx.core as mx  # isort: skip
 from oracle import gap
 from real import (
-    EXAMPLE,
     LAYERS,
     STREAMS,
     WIDTH,
     answer,
     one_line,
-    run_module,
     snapshot,
     write_base,
 )
@@ -135,10 +133,6 @@ def settings(checkpoint, name="adapter_config.json", **changed):
 # --- What comes out ---
 
 
-def load_tensors(path):
-    return mx.load(str(path))
-
-
 def test_logits_are_those_of_pytorch(base, reference, trained, convert):
     model, _ = ssmlx.load(str(base), adapter=convert(trained), dtype="float32")
     found = model.backbone.model(mx.array([TOKENS]))[0]
@@ -147,21 +141,18 @@ def test_logits_are_those_of_pytorch(base, reference, trained, convert):
 
 
 def test_a_bin_file_gives_the_same_adapter(checkpoint, convert):
+    """Tensors may have the adapter's name in theirs, and LoRA may have started in three ways."""
     safe = snapshot(convert(checkpoint))
-    torch.save(tensors(checkpoint), checkpoint / "adapter_model.bin")
+    renamed = {k.replace(".weight", ".default.weight"): v for k, v in tensors(checkpoint).items()}
+    torch.save(renamed, checkpoint / "adapter_model.bin")
     (checkpoint / LORA).unlink()
-    assert snapshot(convert(checkpoint)) == safe
+    for way in (True, False, "gaussian"):
+        settings(checkpoint, init_lora_weights=way)
+        assert snapshot(convert(checkpoint)) == safe
     assert set(safe) == {
         "streams_config.json", "streams.safetensors", "adapters.safetensors",
         "adapter_config.json",
     }  # fmt: skip
-
-
-def test_names_with_the_adapters_own_name_are_read(checkpoint, convert):
-    safe = snapshot(convert(checkpoint))
-    renamed = {k.replace(".weight", ".default.weight"): v for k, v in tensors(checkpoint).items()}
-    save_file(renamed, checkpoint / LORA)
-    assert snapshot(convert(checkpoint)) == safe
 
 
 def test_scope_all_loads_in_mlx_lm_with_the_same_logits(base, trained, convert):
@@ -210,15 +201,9 @@ def test_an_adapter_is_replaced_and_an_empty_folder_used(base, trained, tmp_path
     out = tmp_path / "out"
     out.mkdir()
     assert main(argv(base, trained, out, "--scope", "streams")) == 0
-    assert main(argv(base, trained, out)) == 0
+    assert main(["--base", str(base), "--lora", str(trained), "--out", str(out)]) == 0
     assert not (out / "stream_adapters.safetensors").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_streams_are_looked_for_beside_the_lora(base, trained, tmp_path):
-    lora = ["--base", str(base), "--lora", str(trained), "--out"]
-    assert main([*lora, str(tmp_path / "one")]) == main(argv(base, trained, tmp_path / "two")) == 0
-    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
 
 
 # --- What is refused ---
@@ -274,8 +259,6 @@ def test_lora_tensors_are_accounted_for(checkpoint, refusal):
     [
         ({"stream_embeddings": None}, "missing: stream_embeddings"),
         ({"stream_embeddings": torch.ones(3, WIDTH)}, "misshapen: stream_embeddings (3, 32)"),
-        ({"stream_embeddings": torch.full((STREAMS, WIDTH), torch.inf)}, "infinity: stream_em"),
-        ({"extra": torch.ones(1)}, "spare: extra"),
         ({"prune_adapter.lora_A.weight": None}, "missing: prune_adapter.lora_A.weight"),
     ],
 )
@@ -306,23 +289,15 @@ def test_missing_or_broken_settings_are_told(checkpoint, refusal, name):
     ("changed", "said"),
     [
         ({"use_dora": True}, "use_dora is True"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is {'q_proj': 8}"),
-        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern is"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
-        ({"lora_bias": True}, "lora_bias is True"),
-        ({"exclude_modules": ["q_proj"]}, "exclude_modules is"),
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"r": 0}, "r is 0"),
-        ({"r": "3"}, "r is '3'"),
         ({"r": True}, "r is True"),
         ({"r": 5}, "misshapen: "),
         ({"lora_alpha": "16"}, "lora_alpha is '16'"),
-        ({"lora_alpha": None}, "lora_alpha is None"),
         ({"use_rslora": "no"}, "use_rslora is 'no'"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
         ({"target_modules": [1]}, "target_modules is [1]"),
         ({"target_modules": []}, "target_modules is []"),
         ({"target_modules": "q_.*"}, "target_modules is 'q_.*'"),
@@ -330,7 +305,6 @@ def test_missing_or_broken_settings_are_told(checkpoint, refusal, name):
         ({"target_modules": ["q_proj"]}, "spare: "),
         ({"layers_to_transform": [9]}, "layers_to_transform is [9]"),
         ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1']"),
-        ({"layers_to_transform": "1"}, "layers_to_transform is '1'"),
         ({"layers_to_transform": []}, "layers_to_transform is []"),
         ({"layers_to_transform": None}, "missing: "),
     ],
@@ -338,12 +312,6 @@ def test_missing_or_broken_settings_are_told(checkpoint, refusal, name):
 def test_lora_that_is_not_plain_is_refused(checkpoint, refusal, changed, said):
     settings(checkpoint, **changed)
     assert said in refusal(checkpoint)
-
-
-@pytest.mark.parametrize("way", [True, False, "gaussian"])
-def test_lora_that_started_beside_the_base_is_read(checkpoint, convert, way):
-    settings(checkpoint, init_lora_weights=way)
-    convert(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -364,26 +332,6 @@ def test_lora_that_started_beside_the_base_is_read(checkpoint, convert, way):
 def test_stream_settings_are_checked(checkpoint, refusal, changed, said):
     settings(checkpoint, "streams_config.json", **changed)
     assert said in refusal(checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [
-        ({"layers": 5}, "the base model has 5 layers of width 32; expected 4 of width 32"),
-        ({"width": 64}, "the base model has 4 layers of width 64; expected 4 of width 32"),
-    ],
-)
-def test_another_base_is_refused(trained, refusal, tmp_path, size, said):
-    assert said in refusal(trained, base=write_base(tmp_path / "other", **size))
-
-
-def test_a_base_that_does_not_exist_is_refused(trained, refusal, tmp_path):
-    assert "nowhere does not exist" in refusal(trained, base=tmp_path / "nowhere")
-
-
-def test_fusing_scope_streams_is_refused(trained, refusal):
-    message = refusal(trained, "--fuse", "--scope", "streams")
-    assert "--fuse with LoRA of scope 'streams'" in message
 
 
 def test_fusing_into_quantised_weights_is_refused(
@@ -410,9 +358,19 @@ def test_an_adapter_in_half_precision_is_half_the_size(base, trained, tmp_path):
         assert main([*argv(base, trained, out), "--dtype", dtype]) == 0
         sizes[dtype] = (out / "adapters.safetensors").stat().st_size
         assert ssmlx.load(str(base), adapter=out, dtype="float32")[0].num_streams == STREAMS
-    lora = load_tensors(tmp_path / "float16" / "adapters.safetensors")
+    lora = mx.load(str(tmp_path / "float16" / "adapters.safetensors"))
     assert {tensor.dtype for tensor in lora.values()} == {mx.float16}
     assert sizes["float16"] < 0.7 * sizes["stored"]
+
+
+def test_what_does_not_go_together_is_refused(trained, refusal, tmp_path):
+    sizes = ({"layers": 5}, "5 layers of width 32"), ({"width": 64}, "4 layers of width 64")
+    for number, (size, said) in enumerate(sizes):
+        other = write_base(tmp_path / str(number), **size)
+        assert f"{said}; expected 4 of width 32" in refusal(trained, base=other)
+    assert "nowhere does not exist" in refusal(trained, base=tmp_path / "nowhere")
+    said = refusal(trained, "--fuse", "--scope", "streams")
+    assert "--fuse with LoRA of scope 'streams'" in said
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
@@ -422,38 +380,16 @@ def test_a_foreign_out_is_refused_and_untouched(trained, refusal, tmp_path, kind
         out.mkdir()
     (out / "thesis.txt" if kind == "folder" else out).write_text("years of work")
     assert "mine exists and is not an adapter" in refusal(trained, out=out)
-
-
-def test_a_checkpoint_is_not_an_adapter_to_replace(checkpoint, refusal):
-    """Both hold a streams_config.json; writing there would destroy the training's result."""
+    # A checkpoint holds a streams_config.json too; writing there would destroy the training.
+    checkpoint = shutil.copytree(trained, tmp_path / "checkpoint")
     assert "exists and is not an adapter" in refusal(checkpoint, out=checkpoint)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_stopped_conversion_leaves_nothing(base, trained, tmp_path, monkeypatch, error):
-    from ssmlx.loading import adapter
-
+def test_a_stopped_conversion_leaves_nothing(base, trained, tmp_path, monkeypatch):
     def stop(folder, *_):
         (folder / "half").touch()
-        raise error
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(adapter, "write_adapter", stop)
-    if error is KeyboardInterrupt:
-        assert main(argv(base, trained, tmp_path / "out")) == 130
-    else:
-        with pytest.raises(error):
-            main(argv(base, trained, tmp_path / "out"))
+    monkeypatch.setattr("ssmlx.loading.adapter.write_adapter", stop)
+    assert main(argv(base, trained, tmp_path / "out")) == 130
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_real_process(base, checkpoint, tmp_path):
-    result = run_module("convert", *argv(base, checkpoint, tmp_path / "out"))
-    assert (result.returncode, result.stdout) == (0, "")
-    result = run_module("convert", "--out", "x")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "--lora --heads is required" in one_line(result.stderr, "convert")
-
-
-def test_the_sample_checkpoint_does_not_fit_a_tiny_base(refusal):
-    assert "the base model has 4 layers of width 32; expected 30" in refusal(EXAMPLE)

@@ -282,9 +282,7 @@ def test_parity(name, changes, scope, tmp_path):
 def test_oracle_takes_the_same_steps(name, changes, tmp_path):
     reference, model = load_pair(tmp_path, name, merge_lora=False, **changes)
     for width in (1, 3, 7):  # 7 children of a stream that may know 5 tokens
-        tokens, calls = greedy_streaming(
-            reference, PROMPT, width=width, max_tokens=14, end_token_ids=[]
-        )
+        tokens, calls = greedy_streaming(reference, PROMPT, width=width, max_tokens=14)
         config = GenerateConfig(tree=TreeConfig(kind="full", width=width))
         steps = token_steps(model, PROMPT, model.make_cache(), config)
         found, lengths = first_tokens(steps, 14)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -29,7 +28,6 @@ from oracle import (
     stream_config,
     tree_inputs,
 )
-from real import EXAMPLE
 from safetensors.torch import load, save_file
 from tiny import first_tokens
 
@@ -59,41 +57,14 @@ def read_tensors(path):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_streaming_writes_what_plain_decoding_writes(architecture, scope):
     model = make_model(base=make_base(architecture, vocab=7), adapter_scope=scope)
-    plain = greedy_plain(model, [3, 1, 4], 20, [])
+    plain = greedy_plain(model, [3, 1, 4], 20)
     calls = {}
     for width in (1, 2, 4, 7):
-        tokens, calls[width] = greedy_streaming(
-            model, [3, 1, 4], width=width, max_tokens=20, end_token_ids=[]
-        )
+        tokens, calls[width] = greedy_streaming(model, [3, 1, 4], width=width, max_tokens=20)
         assert tokens == plain
     # With every token a candidate, each call after the prompt's advances G + 1 tokens.
     assert calls[7] == 1 + -(-19 // (STREAMS + 1))
     assert calls[7] <= calls[4] <= calls[1] <= 20
-
-
-def test_streams_of_scope_streams_leave_the_text_to_the_base():
-    base = make_base(vocab=7)
-    tokens, ids = [], [3, 1, 4]
-    while len(tokens) < 12:
-        tokens.append(int(base(torch.tensor([[*ids, *tokens]])).logits[0, -1].argmax()))
-    model = make_model(base=base, adapter_scope="streams")
-    assert greedy_streaming(model, ids, width=2, max_tokens=12, end_token_ids=[])[0] == tokens
-
-
-def test_tree_inputs():
-    input_ids, positions, visible = tree_inputs([7, 8], [9, 1, 2, 3], [-1, 0, 0, 2])
-    assert input_ids.tolist() == [[7, 8, 9, 1, 2, 3]]
-    assert positions.tolist() == [[0, 1, 2, 3, 3, 4]]
-    assert visible[0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 0, 1, 0],
-        [1, 1, 1, 0, 1, 1],
-    ]
-    with pytest.raises(ValueError, match="node 1 has parent 2"):
-        tree_inputs([7], [9, 1, 2], [-1, 2, 0])
 
 
 # --- The main stream ---
@@ -204,14 +175,6 @@ def test_stream_sees_no_other_nodes_streams():
     assert torch.equal(none.main_logits, everywhere.main_logits)
 
 
-def test_stream_does_not_see_later_nodes():
-    model, ids = make_model(), some_tokens(7)
-    changed = torch.cat([ids[:, :5], (ids[:, 5:] + 1) % VOCAB], dim=1)
-    before, after = model(ids).stream_logits, model(changed).stream_logits
-    assert gap(before[:, :5], after[:, :5]) < 5e-5
-    assert gap(before[:, 5:], after[:, 5:]) > 1e-3
-
-
 def test_first_stream_is_a_row_of_the_base_one_place_on():
     """With f = identity, P_1 = 0 and no LoRA, stream 1 equals the same token placed at p + 1."""
     base, ids = make_base(), some_tokens(5)
@@ -261,42 +224,19 @@ def test_training_forward_equals_tree_step(architecture, scope):
 # --- Training ---
 
 
-def losses(output, ids):
-    """Eq. 5 with all weights 1, and the next-token loss of the early exit."""
-    entropy = torch.nn.functional.cross_entropy
-    total = entropy(output.main_logits[0, :-1], ids[0, 1:])
-    total = total + entropy(output.early_exit_logits[0, :-1], ids[0, 1:])
-    for stream in range(STREAMS):
-        ahead = stream + 2
-        total = total + entropy(output.stream_logits[0, :-ahead, stream], ids[0, ahead:])
-    return total
-
-
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("kind", ["low_rank", "residual"])
 def test_gradients_reach_what_is_trained_and_nothing_else(kind, scope):
     model = make_model(stream_init=kind, stream_init_rank=3, adapter_scope=scope).train()
     ids = some_tokens(8)
-    losses(model(ids), ids).backward()
+    output = model(ids)
+    logits = output.main_logits, output.stream_logits, output.early_exit_logits
+    sum(found.sin().sum() for found in logits).backward()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     moved = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum()}
     assert trained == moved
     assert len(trained) == 1 + 2 + 2 + 2 * 2 * 7
     assert not any(name.endswith("linear.weight") for name in trained)
-
-
-def test_gradient_matches_finite_difference():
-    model, ids = make_model(), some_tokens(6)
-    losses(model(ids), ids).backward()
-    weight = model.adapters["layers.2.self_attn.k_proj"].adapter.lora_B.weight
-    for parameter in (model.stream_embeddings, weight, model.prune_adapter.lora_A.weight):
-        length, step, sides = parameter.grad.norm(), 1e-2, []
-        with torch.no_grad():
-            for distance in (step, -2 * step):  # along the gradient: forth, then back past it
-                parameter += distance * parameter.grad / length
-                sides.append(losses(model(ids), ids))
-            parameter += step * parameter.grad / length
-        assert torch.allclose((sides[0] - sides[1]) / (2 * step), length, rtol=1e-2)
 
 
 def test_new_model_starts_as_the_base():
@@ -319,11 +259,14 @@ def test_gradient_checkpointing_is_refused():
 # --- Checkpoints ---
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Phi3"])
-@pytest.mark.parametrize("scope", ["all", "streams"])
-def test_save_load_round_trip(architecture, scope, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "scope", "lora"),
+    [("Llama", "all", LORA), ("Phi3", "streams", LORA), ("Llama", "all", LoraSettings())],
+)
+def test_save_load_round_trip(architecture, scope, lora, tmp_path):
     model = make_model(
         architecture,
+        lora=lora,
         adapter_scope=scope,
         stream_init="residual",
         stream_init_rank=2,
@@ -334,7 +277,9 @@ def test_save_load_round_trip(architecture, scope, tmp_path):
     save_reference(model, tmp_path / "saved")
     again = load_reference(make_base(architecture), tmp_path / "saved")
     assert again.config == model.config
-    assert again.lora.scale == model.lora.scale
+    assert (tmp_path / "saved" / "adapter_config.json").exists() == (lora is LORA)
+    assert again.adapters.keys() == model.adapters.keys()
+    assert again.lora.alpha == model.lora.alpha
     ids = some_tokens(6)
     for name in ("main_logits", "stream_logits", "early_exit_logits"):
         assert torch.equal(getattr(again(ids), name), getattr(model(ids), name))
@@ -344,18 +289,6 @@ def test_save_load_round_trip(architecture, scope, tmp_path):
             first, second = read_tensors(file), read_tensors(tmp_path / "again" / file.name)
             assert first.keys() == second.keys()
             assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_round_trip_without_lora(tmp_path):
-    model = make_model(lora=LoraSettings(), prune_rank=0)
-    save_reference(model, tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {
-        "streams.safetensors",
-        "streams_config.json",
-    }
-    again = load_reference(make_base(), tmp_path)
-    assert again.adapters == {}
-    assert torch.equal(again.stream_embeddings, model.stream_embeddings)
 
 
 @pytest.fixture
@@ -374,21 +307,6 @@ def test_a_faulty_or_missing_file_is_named(checkpoint, file):
             load_reference(make_base(), checkpoint)
     (checkpoint / file).unlink()
     with pytest.raises(InputError, match=f"{file} does not exist"):
-        load_reference(make_base(), checkpoint)
-
-
-@pytest.mark.parametrize(
-    ("file", "changes", "told"),
-    [
-        ("adapter_config.json", {"target_modules": ["query"]}, "no linear module query"),
-        ("adapter_config.json", {"layers_to_transform": None}, "layers.0."),
-        ("streams_config.json", {"hidden_size": 64}, "width 32"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(checkpoint, file, changes, told):
-    values = json.loads((checkpoint / file).read_text())
-    (checkpoint / file).write_text(json.dumps({**values, **changes}))
-    with pytest.raises(InputError, match=told):
         load_reference(make_base(), checkpoint)
 
 
@@ -422,9 +340,8 @@ def test_load_base_of_hugging_face(tied, tmp_path):
     assert torch.equal(load_base(tmp_path)(ids).logits, base(ids).logits)
 
 
-def write_mlx_folder(folder, base, drop=()):
+def write_mlx_folder(folder, base):
     """Pack a model as mlx-lm does: 4 bits, one module in 8, norms as they are."""
-    mx = pytest.importorskip("mlx.core")
     base.save_pretrained(folder)
     special = "model.layers.1.mlp.down_proj"
     packed, expected = {}, {}
@@ -439,8 +356,6 @@ def write_mlx_folder(folder, base, drop=()):
             packed[f"{module}.{kind}"] = part
         unpacked = mx.dequantize(weight, scales, biases, **options)
         expected[name] = torch.tensor(unpacked.tolist())
-    for name in drop:
-        del packed[name]
     mx.save_safetensors(str(folder / "model.safetensors"), packed)
     config = json.loads((folder / "config.json").read_text())
     quantization = {"group_size": 32, "bits": 4, special: {"group_size": 32, "bits": 8}}
@@ -463,35 +378,24 @@ def test_load_base_of_mlx(tied, tmp_path):
     assert gap(loaded(ids).logits, base(ids).logits) < 5e-5
 
 
-def test_load_base_names_a_missing_weight(tmp_path):
-    base = make_base(intermediate_size=64)
-    write_mlx_folder(tmp_path, base, drop=["model.norm.weight"])
-    with pytest.raises(InputError, match=r"lacks model\.norm\.weight"):
-        load_base(tmp_path)
-    with pytest.raises(InputError, match="does not exist"):
-        load_base(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        (None, r"lacks model\.norm\.weight; expected the weights of LlamaForCausalLM"),
-        (torch.ones(7), r"holds model\.norm\.weight in another shape"),
-    ],
-)
-def test_load_base_draws_no_weights_of_its_own(tied, changed, said, tmp_path):
-    make_base(tie_word_embeddings=tied).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
+@pytest.mark.parametrize("packed", [False, True])
+def test_load_base_draws_no_weights_of_its_own(packed, tmp_path):
+    base, file = make_base(intermediate_size=64), tmp_path / "model.safetensors"
+    base.save_pretrained(tmp_path)
+    if packed:
+        write_mlx_folder(tmp_path, base)
     tensors = read_tensors(file)
     del tensors["model.norm.weight"]
-    more = {} if changed is None else {"model.norm.weight": changed}
-    save_file({**tensors, **more}, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=said):
-        load_base(tmp_path)
+    misshapen = {} if packed else {"holds": {"model.norm.weight": torch.ones(7)}}
+    for fault, more in {"lacks": {}, **misshapen}.items():
+        save_file({**tensors, **more}, file, metadata={"format": "pt"})
+        with pytest.raises(InputError, match=rf"{fault} model\.norm\.weight"):
+            load_base(tmp_path)
 
 
 def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        load_base(tmp_path / "nowhere")
     make_base().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-20])
@@ -539,33 +443,8 @@ def test_mlx_computes_the_same_and_takes_the_same_steps(architecture, scope, kin
         expected = reference(torch.tensor([PROMPT]), stream_rows=torch.zeros(0, dtype=torch.long))
     assert_close([whole], [expected.main_logits[0]])
     for width in (1, 3):
-        tokens, calls = greedy_streaming(
-            reference, PROMPT, width=width, max_tokens=14, end_token_ids=[]
-        )
+        tokens, calls = greedy_streaming(reference, PROMPT, width=width, max_tokens=14)
         config = GenerateConfig(tree=TreeConfig(kind="full", width=width))
         steps = token_steps(model, PROMPT, model.make_cache(), config)
         found, lengths = first_tokens(steps, 14)
         assert (found, len(lengths)) == (tokens, calls)
-
-
-# --- The real checkpoint ---
-
-
-@pytest.mark.slow
-@pytest.mark.real
-def test_real_checkpoint_writes_the_expected_tokens():
-    registry = pytest.importorskip("ssmlx.loading.names")
-    folder = Path(registry.resolve_model("smollm2-135m-q4_1"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = load_reference(load_base(folder), EXAMPLE)
-    expected = json.loads((EXAMPLE / "expected.jsonl").read_text().splitlines()[0])
-    text = model.config.prompt_template.format(prompt=expected["prompt"])
-    tokens, calls = greedy_streaming(
-        model,
-        tokenizer(text, add_special_tokens=False)["input_ids"],
-        width=2,
-        max_tokens=64,
-        end_token_ids=model.config.end_token_ids,
-    )
-    assert tokens == expected["tokens"]
-    assert calls == expected["tree_calls"]["2"]

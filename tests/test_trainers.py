@@ -35,7 +35,6 @@ from real import (
     write_nested_base,
     write_tokenizer,
 )
-from tiny import make_base as make_mlx_base
 from torch.nn import functional as F
 
 from convert import train as torch_command
@@ -61,17 +60,15 @@ from convert.training.run import (
     use_stream_attention,
 )
 from ssmlx.commands import train as mlx_command
-from ssmlx.errors import InputError
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import read_task_lora
 from ssmlx.loading.files import read_tensors
 from ssmlx.loading.load import load_base
-from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
 from ssmlx.settings import StreamConfig
 from ssmlx.training import mlx_trainer
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import BatchPlan, Example, collate
+from ssmlx.training.data import Example, collate
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
@@ -305,48 +302,26 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_pytorchs_loss_and_gradient_are_those_of_cross_entropy(monkeypatch, with_bias):
+    """The weight is trained where it has no bias, as drafting heads are."""
     monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 11)  # several chunks
     torch.manual_seed(0)
     hidden = torch.randn(23, 5, requires_grad=True)
     weight, bias = torch.randn(11, 5), torch.randn(11) if with_bias else None
+    weight.requires_grad_(not with_bias)
     targets = torch.randint(0, 11, (23,))
     targets[::4] = -1
     scales = torch_run.mean_scales(targets, 0.3)
     total, losses = torch_run.linear_cross_entropy(hidden, weight, bias, targets, scales)
-    total.backward()
-    twin = hidden.detach().clone().requires_grad_()
-    expected = 0.3 * F.cross_entropy(F.linear(twin, weight, bias), targets, ignore_index=-1)
-    expected.backward()
+    (2 * total).backward()
+    twin, twins_weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
+    expected = 0.3 * F.cross_entropy(F.linear(twin, twins_weight, bias), targets, ignore_index=-1)
+    (2 * expected).backward()
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
     assert gap(hidden.grad, twin.grad) < 5e-5
+    assert with_bias or gap(weight.grad, twins_weight.grad) < 5e-5
     assert losses[::4].abs().sum() == 0
     mean = (losses.sum() / (targets >= 0).sum()).item()
     assert mean == pytest.approx(expected.item() / 0.3, rel=1e-5)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_mlxs_loss_and_gradient_are_those_of_cross_entropy(monkeypatch, packed):
-    monkeypatch.setattr("ssmlx.training.objective._CHUNK_LOGITS", 7 * 11)  # several chunks
-    rng = np.random.default_rng(0)
-    head = nn.Linear(32, 11)
-    if packed:
-        head = nn.QuantizedLinear.from_linear(head, group_size=32, bits=4)
-    hidden = mx.array(rng.normal(0, 1, (23, 32)), mx.float32)
-    targets, scales = mx.array(rng.integers(0, 11, 23)), mx.array(rng.random(23), mx.float32)
-
-    def expected(hidden):
-        losses = nn.losses.cross_entropy(head(hidden), targets)
-        return 3 * (losses * scales).sum(), losses
-
-    def found(hidden):
-        total, losses = mlx_trainer.linear_cross_entropy(head, hidden, targets, scales, 11)
-        return 3 * total, losses
-
-    (total, losses), gradient = mx.value_and_grad(found)(hidden)
-    (plain, plain_losses), plain_gradient = mx.value_and_grad(expected)(hidden)
-    assert total.item() == pytest.approx(plain.item(), rel=1e-5)
-    assert gap(losses, plain_losses) < 5e-5
-    assert gap(gradient, plain_gradient) < 5e-5
 
 
 @pytest.mark.parametrize("vocab_size", [13, 512, 50_001])
@@ -405,20 +380,6 @@ def test_the_pruning_loss_reaches_its_adapter_alone(base):
     assert moved == {"prune_adapter.lora_A.weight", "prune_adapter.lora_B.weight"}
 
 
-def test_scope_streams_leaves_the_main_stream_as_it_was(base):
-    trainer = trainer_of(base, TORCH, adapter_scope="streams")
-    objective, tokens = trainer.objective, torch.arange(9)[None]
-    with torch.no_grad():
-        expected = load_torch_base(base)(tokens).logits
-        before = objective.model(tokens)
-    for step, plan in enumerate([BatchPlan(random_examples(8), 4, 0)] * 6):
-        trainer.advance(plan.batch(step), objective.lower(plan.batch(step)))
-    with torch.no_grad():
-        after = objective.model(tokens)
-    assert gap(after.main_logits, expected) < 5e-5
-    assert gap(after.stream_logits, before.stream_logits) > 1e-3
-
-
 def test_scope_streams_leaves_the_node_rows_to_the_base(base):
     objective, batch = mlx_objective(base, adapter_scope="streams"), some_batch(3)
     layout = Layout.of(batch, 3)
@@ -428,40 +389,6 @@ def test_scope_streams_leaves_the_node_rows_to_the_base(base):
         tokens = mx.array(batch.tokens[row, pad : pad + length])
         found = objective.model.logits(nodes[row, pad : pad + length], drafting=False)
         assert gap(found, plain.model(tokens[None])[0]) < 5e-5
-
-
-@pytest.mark.parametrize("changes", [{"num_streams": 0}, {"adapter_scope": "streams"}])
-def test_every_trained_weight_moves(base, changes):
-    trainer = trainer_of(base, TORCH, **changes)
-    before = {name: p.detach().clone() for name, p in trainer.named.items()}
-    plan = BatchPlan(random_examples(16), 8, 0)
-    for step in range(2):
-        trainer.advance(plan.batch(step), trainer.objective.lower(plan.batch(step)))
-    assert [name for name, p in trainer.named.items() if torch.equal(p, before[name])] == []
-    assert all("linear.weight" not in name for name in trainer.named)
-
-
-def test_a_step_that_is_refused_leaves_the_weights(base):
-    trainer, batch = trainer_of(base, TORCH), some_batch()
-    before = {name: weight.detach().clone() for name, weight in trainer.named.items()}
-    lower = torch.full_like(trainer.objective.lower(batch), torch.nan)
-    with pytest.raises(InputError, match="the gradient of step 1 is nan"):
-        trainer.advance(batch, lower)
-    assert all(torch.equal(trainer.named[name], weight) for name, weight in before.items())
-    assert trainer.step == 0
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_groups_of_carriers_change_nothing(monkeypatch, architecture):
-    batch, found = some_batch(vocab=13), []
-    for size in (1, 3, 99):
-        monkeypatch.setattr("ssmlx.training.mlx_model._CARRIERS_AT_ONCE", size)
-        objective = mlx_objective(backbone=Backbone(make_mlx_base(architecture)))
-        layout = Layout.of(batch, 3)
-        assert len(layout.groups) == -(-len(batch.carriers) // size)
-        found.append(objective.model.upper(objective.model.lower(layout), layout)[1])
-    assert gap(found[1], found[0]) < 5e-5
-    assert gap(found[2], found[0]) < 5e-5
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Phi3"])
@@ -725,12 +652,9 @@ BAD_OPTIONS = [
     (MLX, ("--lora-modules", "query"), "no linear module query"),
     (TORCH, ("--lora-modules", "query"), "no linear module query"),
     (MLX, ("--template", "no place"), "no place"),
-    (MLX, ("--epochs", "inf"), "--epochs inf"),
     (MLX, ("--learning-rate", "nan"), "--learning-rate nan"),
-    (TORCH, ("--learning-rate", "1e38"), "--learning-rate 1e+38"),
     (MLX, ("--main-weight", "1e38"), "the gradient of step"),
     (MLX, ("--rotation-step", "9", "--stream-design", "value_rotation"), "--rotation-step 9"),
-    (MLX, ("--save-every", "0"), "--save-every 0"),
     (TORCH, ("--max-steps", "0"), "--max-steps 0"),
     (MLX, ("--tree-size", "9999"), "--tree-size 9999"),
     (MLX, ("--cache-gb", "-1"), "--cache-gb -1"),
@@ -820,10 +744,11 @@ def test_a_step_beside_a_tasks_lora_is_a_step_on_the_merged_model(base, task):
 
 @pytest.mark.parametrize("kind", ["whole", "packed"])
 def test_streams_learn_to_draft_for_a_fine_tuned_model(
-    base, packed_base, data, task, tmp_path, kind
+    base, packed_base, data, task, tmp_path, capsys, kind
 ):
-    folder = base if kind == "whole" else packed_base
-    result = MLX.train(folder, data, tmp_path, *OWN, "--task-lora", task, "--epochs", "6")
+    folder, own = base if kind == "whole" else packed_base, (*OWN, "--epochs", "6")
+    result = MLX.train(folder, data, tmp_path, *own, "--task-lora", task)
+    assert "other settings" in MLX.refusal(capsys, folder, data, tmp_path, *own)
     adapter, alone = load_adapter(result), load_adapter(task)
     assert adapter.config.adapter_scope == "streams" and alone.config.adapter_scope == "all"
     assert adapter.task_lora.keys() == alone.lora.keys()
@@ -836,13 +761,6 @@ def test_streams_learn_to_draft_for_a_fine_tuned_model(
     assert answer_of(folder, result, prompt, "plain")[0] == expected
     assert answer_of(folder, result, prompt, "streaming")[0] == expected
     assert answer_of(folder, "none", prompt, "plain")[0] != expected
-
-
-def test_a_run_is_that_of_its_tasks_lora(base, data, task, tmp_path, capsys):
-    """Neither its state nor the frozen layers' results are those of another LoRA."""
-    own = (*OWN, "--max-steps", "2")
-    MLX.train(base, data, tmp_path, *own, "--task-lora", task)
-    assert "other settings" in MLX.refusal(capsys, base, data, tmp_path, *own)
 
 
 def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_path, capsys):

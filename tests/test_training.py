@@ -10,7 +10,6 @@ import pytest
 from ssmlx.commands.train_options import train_config, training_parser
 from ssmlx.errors import InputError
 from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.settings import TreeConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import (
     BatchPlan,
@@ -21,11 +20,9 @@ from ssmlx.training.data import (
     coverage,
     draft_indices,
     epoch_order,
-    in_order,
     read_examples,
 )
-from ssmlx.training.record import LOG_FILE, Record, draw_curves, read_record
-from ssmlx.tuning.replay import Guesses, num_candidates, replay
+from ssmlx.training.record import LOG_FILE, Record, read_record
 
 from tiny import make_tokenizer  # isort: skip
 
@@ -53,12 +50,14 @@ def test_each_form_of_line_gives_its_tokens(tmp_path):
         {"prompt": "w1 w2", "completion": "w3 w4"},
         {"text": "w5 w6 w7"},
         {"prompt_tokens": [1, 2], "completion_tokens": [3, END]},
+        {"prompt": "w1", "completion": ""},  # the end token alone is an answer too
     )
     found = read_examples(tmp_path / "train.jsonl", encoder())
     assert [(e.tokens.tolist(), e.start) for e in found] == [
         ([9, 1, 2, 8, 3, 4, END], 4),
         ([5, 6, 7, END], 1),
         ([1, 2, 3, END], 2),
+        ([9, 1, 8, END], 3),
     ]
 
 
@@ -87,27 +86,6 @@ def test_long_answers_are_cut_and_long_prompts_left_out(tmp_path):
     assert found.tokens.tolist() == [9, 1, 8, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "line 2"),
-        ('{"question": "w1"}', "it has question"),
-        ('{"prompt": "w1", "completion": ""}', ""),
-        ('{"prompt": "w1", "completion": 3}', "line 2"),
-        ("[1, 2]", "line 2"),
-    ],
-)
-def test_a_broken_line_is_named(tmp_path, text, said):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"prompt": "w1", "completion": "w2"}\n' + text + "\n")
-    if text.endswith('""}'):  # an empty answer is its end token alone, which is something
-        assert read_examples(path, encoder())[1].num_answer == 1
-        return
-    with pytest.raises(InputError, match=said) as error:
-        read_examples(path, encoder())
-    assert "\n" not in str(error.value)
-
-
 def test_a_chat_that_the_template_refuses_is_named(tmp_path):
     tokenizer = make_tokenizer(eos=END)
     tokenizer._tokenizer.chat_template = "{{ raise_exception('no chats') }}"
@@ -116,14 +94,6 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path):
     with pytest.raises(InputError, match=r"x\.jsonl, line 2: .* \(no chats\)") as error:
         read_examples(tmp_path / "x.jsonl", Encoder(tokenizer, None, END, 50))
     assert str(error.value).count("expected") == 1
-
-
-def test_missing_and_unusable_files_are_told(tmp_path):
-    with pytest.raises(InputError, match="does not exist"):
-        read_examples(tmp_path / "train.jsonl", encoder())
-    write(tmp_path / "x.jsonl", {"prompt": "w1 w1", "completion": "w2"})
-    with pytest.raises(InputError, match="no example that fits"):
-        read_examples(tmp_path / "x.jsonl", encoder(max_length=3))
 
 
 # Batches ------------------------------------------------------------------------------------
@@ -183,11 +153,6 @@ def test_a_plan_gives_any_step_without_those_before_it():
     assert sorted(index for batch in batches[3:6] for index in batch) == list(range(20))
 
 
-def test_in_order_is_sorted_by_length():
-    sizes = [b.tokens.shape[1] for b in in_order(random_examples(64), 8)]
-    assert sizes == sorted(sizes) or max(np.diff(sizes) * -1) <= 2
-
-
 # Draft vocabulary ---------------------------------------------------------------------------
 
 
@@ -204,47 +169,6 @@ def test_targets_become_places_in_the_draft_vocabulary():
     targets = np.array([[3, 9, -1], [4, 0, 20]])
     assert draft_indices(targets, np.array([0, 3, 9])).tolist() == [[1, 2, -1], [-1, 0, -1]]
     assert draft_indices(targets, None).tolist() == targets.tolist()
-
-
-# Replay -------------------------------------------------------------------------------------
-
-
-def scripted(answer: list[int], good: dict[int, int], tree: TreeConfig, streams: int) -> Guesses:
-    """Streams that guess right for the first `good[carrier]` tokens, and wrong beyond."""
-    count = num_candidates(tree, streams)
-    tokens = np.full((len(answer), streams, count), 0) + 50 + np.arange(count)
-    for carrier, right in good.items():
-        for stream in range(min(right, streams)):
-            if carrier + 1 + stream < len(answer):
-                tokens[carrier, stream, 0] = answer[carrier + 1 + stream]
-    logprobs = np.tile(-1.0 - np.arange(count), (len(answer), streams, 1)).astype(np.float32)
-    return Guesses(tokens.astype(np.int32), logprobs, np.array(answer))
-
-
-@pytest.mark.parametrize("tree", [TreeConfig(kind="full", width=2), TreeConfig(size=8)])
-def test_a_replay_counts_calls_as_decoding_does(tree):
-    answer = [1, 2, 3, 4, 5, 6, 7]
-    none = replay([scripted(answer, {}, tree, 3)], tree)
-    assert (none.num_tokens, none.num_calls) == (7, 7)
-    full = replay([scripted(answer, dict.fromkeys(range(7), 3), tree, 3)], tree)
-    assert full.num_calls == 3  # 1, then 2 3 4 5, then 6 7
-    # carrier 0 guesses one token: 1 | 2 3 | 4 | 5 | 6 | 7
-    part = replay([scripted(answer, {0: 1}, tree, 3)], tree)
-    assert part.num_calls == 6
-    assert full.tokens_per_call == pytest.approx(7 / 3)
-
-
-def test_a_replay_takes_lower_ranked_guesses_only_where_the_tree_has_them():
-    answer, narrow, wide = (
-        [1, 2, 3],
-        TreeConfig(kind="full", width=1),
-        TreeConfig(kind="full", width=2),
-    )
-    guesses = scripted(answer, {}, wide, 1)
-    guesses.tokens[0, 0] = [40, 2]
-    assert replay([guesses], wide).num_calls == 2
-    assert replay([Guesses(guesses.tokens[:, :, :1], guesses.logprobs[:, :, :1], guesses.answer)],
-                  narrow).num_calls == 3  # fmt: skip
 
 
 # Settings -----------------------------------------------------------------------------------
@@ -273,13 +197,9 @@ def test_settings_survive_json():
     "changed",
     [
         {"num_streams": -1},
-        {"num_msa_layers": 0},
-        {"epochs": 0},
-        {"learning_rate": -1.0},
         {"learning_rate": 1e38},
         {"schedule": "step"},
         {"stream_weights": (0.1, 0.2)},
-        {"stream_weights": (-0.1,)},
         {"stream_design": "value_rotation"},
         {"rotation_step": 0.1},
         {"stream_init": "residual", "stream_init_rank": 0},
@@ -294,44 +214,29 @@ def test_nonsense_settings_are_refused_by_their_option(changed):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ([], ("low_rank", 32)),
-        (["--stream-init-rank", "8"], ("low_rank", 8)),
-        (["--stream-init-rank", "0"], ("identity", 0)),
-        (["--stream-init", "identity"], ("identity", 0)),
-        (["--stream-init", "residual"], ("residual", 32)),
-        (["--num-streams", "0"], ("identity", 0)),
-        (["--stream-design", "value_rotation", "--rotation-step", "0.1"], ("identity", 0)),
-    ],
-)
-def test_f_follows_from_the_other_options_where_it_is_not_given(given, expected):
-    parser = training_parser("x.train", "Train.", "", "an adapter", "a LoRA")
-    train = train_config(parser.parse_args(["--data", "d", "--out", "o", *given]))
-    assert (train.stream_init, train.stream_init_rank) == expected
+LOW, NONE = ("low_rank", 32), ("identity", 0)
+OF_STREAMS = {"num_streams": 2, "stream_init": "identity", "stream_init_rank": 0}
 
 
 @pytest.mark.parametrize(
-    ("found", "given", "expected"),
+    ("start", "given", "expected"),
     [
-        ({"num_streams": 2, "stream_init": "identity", "stream_init_rank": 0}, [], ("identity", 0)),
-        (
-            {"num_streams": 0, "stream_init": "identity", "stream_init_rank": 0},
-            [],
-            ("low_rank", 32),
-        ),
-        (
-            {"num_streams": 2, "stream_init": "identity"},
-            ["--stream-init-rank", "4"],
-            ("low_rank", 4),
-        ),
+        ({}, "", LOW),
+        ({}, "--stream-init-rank 8", ("low_rank", 8)),
+        ({}, "--stream-init-rank 0", NONE),
+        ({}, "--stream-init identity", NONE),
+        ({}, "--stream-init residual", ("residual", 32)),
+        ({}, "--num-streams 0", NONE),
+        ({}, "--stream-design value_rotation --rotation-step 0.1", NONE),
+        (OF_STREAMS, "", NONE),
+        ({**OF_STREAMS, "num_streams": 0}, "", LOW),
+        (OF_STREAMS, "--stream-init-rank 4", ("low_rank", 4)),
     ],
 )
-def test_f_is_that_of_the_streams_to_start_from(tmp_path, found, given, expected):
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(found))
+def test_f_follows_from_the_other_options_and_the_start(tmp_path, start, given, expected):
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(start))
     parser = training_parser("x.train", "Train.", "", "an adapter", "a LoRA")
-    options = ["--data", "d", "--out", "o", "--init", str(tmp_path), *given]
+    options = ["--data", "d", "--out", "o", "--init", str(tmp_path), *given.split()]
     train = train_config(parser.parse_args(options))
     assert (train.stream_init, train.stream_init_rank) == expected
 
@@ -349,11 +254,3 @@ def test_a_record_drops_what_was_not_saved(tmp_path):
     assert [e["step"] for e in read_record(path)] == [1, 2, 3]
     Record(path, step=2).add({"step": 3, "main_loss": 7.0})
     assert [e["main_loss"] for e in read_record(path)] == [1.0, 0.5, 7.0]
-
-
-def test_curves_are_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    entries = [{"step": i, "main_loss": 1 / i, "stream_1_loss": 3 / i} for i in range(1, 30)]
-    entries[-1]["tokens_per_call"] = 2.5
-    assert draw_curves(entries, tmp_path / "curves.png", "a run")
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
