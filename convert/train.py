@@ -18,7 +18,7 @@ from ssmlx.training.config import TrainConfig
 from . import check_torch
 
 PROG = "convert.train"
-STATE_FILE, STORE_FILE = "state.pt", "lower.states"
+STORE_FILE = "lower.states"
 EPILOG = """examples:
   python -m convert.train --data data/sql --out runs/sql --num-streams 5
   python -m convert --lora runs/sql --out adapters/sql
@@ -79,7 +79,7 @@ def _main(args: argparse.Namespace) -> None:
     import torch
 
     from ssmlx.loading.files import folder_digest, make_folder
-    from ssmlx.training.job import finish, prepare, run_to_end
+    from ssmlx.training.job import prepare, run_to_end
 
     from .base import load_base
     from .reference.checkpoint import (
@@ -117,16 +117,18 @@ def _main(args: argparse.Namespace) -> None:
     objective = TorchObjective(model, train, job.draft_vocab, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity(str(dtype), *(task if is_below else []))
-    record = run_to_end(
+
+    def write() -> None:
+        save_reference(model, options.out)
+        if args.task_lora is not None:
+            copy_task_lora(args.task_lora, options.out)
+
+    run_to_end(
         job, trainer,
         prog=PROG, dtype=args.dtype,
-        identity=job.identity(args.dtype, *task, init=args.init), state_file=STATE_FILE,
+        identity=job.identity(args.dtype, *task, init=args.init), write=write,
         lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
     )  # fmt: skip
-    save_reference(model, options.out)
-    if args.task_lora is not None:
-        copy_task_lora(args.task_lora, options.out)
-    finish(job, trainer, record)
 
 
 def main(argv: list[str] | None = None) -> int:

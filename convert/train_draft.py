@@ -15,7 +15,7 @@ from . import check_torch
 from .train import DEFAULTS, add_machine_options
 
 PROG = "convert.train_draft"
-STATE_FILE, MODEL_FOLDER = "state.pt", "model"
+MODEL_FOLDER = "model"
 EPILOG = """examples:
   python -m convert.continuations --prompts prompts.jsonl --out data/own/train.jsonl
   python -m convert.train_draft --data data/own --out runs/draft
@@ -68,7 +68,7 @@ def _main(args: argparse.Namespace) -> None:
     import torch
 
     from ssmlx.loading.files import make_folder
-    from ssmlx.training.job import finish, prepare, run_to_end
+    from ssmlx.training.job import prepare, run_to_end
 
     from .training.drafters import DraftObjective, build_draft, trained_weights, write_draft
     from .training.run import TorchTrainer, choose_device, freeze_base
@@ -76,9 +76,10 @@ def _main(args: argparse.Namespace) -> None:
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     job, path = prepare(run_options(args), draft_train_config(args))
     out = job.options.out
+    folder, state = out / MODEL_FOLDER, TorchTrainer.STATE_FILE
     require(  # not to replace a model that no run in this folder wrote
-        (out / STATE_FILE).exists() or not (out / MODEL_FOLDER).exists(),
-        f"{out / MODEL_FOLDER} exists, and {STATE_FILE} beside it does not",
+        (out / state).exists() or not folder.exists(),
+        f"{folder} exists, and {state} beside it does not",
         expected="a new folder, or one of a stopped run",
         do="choose another --out",
     )
@@ -87,14 +88,12 @@ def _main(args: argparse.Namespace) -> None:
     freeze_base(model, dtype)
     objective = DraftObjective(model, job.train, None, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
-    record = run_to_end(
+    run_to_end(
         job, trainer,
         prog=PROG, dtype=args.dtype, identity=job.identity(args.dtype, PROG),
-        state_file=STATE_FILE,
+        write=lambda: write_draft(trained_weights(model), path, args.layers, folder),
         lower=lambda: objective.lower, replay_size=args.num_draft_tokens,
     )  # fmt: skip
-    write_draft(trained_weights(model), path, args.layers, out / MODEL_FOLDER)
-    finish(job, trainer, record)
 
 
 def main(argv: list[str] | None = None) -> int:

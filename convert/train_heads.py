@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .reference.heads import HeadReference
 
 PROG = "convert.train_heads"
-STATE_FILE, STORE_FILE = "state.pt", "hidden.states"
+STORE_FILE = "hidden.states"
 EPILOG = """examples:
   python -m convert.train_heads --kind medusa --data data/sql --out runs/medusa
   python -m convert --heads runs/medusa --out heads/medusa
@@ -238,7 +238,7 @@ def _main(args: argparse.Namespace) -> None:
     import torch
 
     from ssmlx.loading.files import folder_digest, make_folder
-    from ssmlx.training.job import finish, run_to_end
+    from ssmlx.training.job import run_to_end
 
     from .formats.heads import check_base_sizes, save_published
     from .training.drafters import HeadObjective, build_heads, load_frozen
@@ -262,13 +262,12 @@ def _main(args: argparse.Namespace) -> None:
     identity = job.identity(args.dtype, asdict(settings), lora, folder_digest(args.init))
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity("final norm", args.dtype, lora)
-    record = run_to_end(
+    run_to_end(
         job, trainer,
-        prog=PROG, dtype=args.dtype, identity=identity, state_file=STATE_FILE,
+        prog=PROG, dtype=args.dtype, identity=identity,
+        write=lambda: save_published(model, out, job.options.model, lm_head),
         lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity, "frozen model"),
     )  # fmt: skip
-    save_published(model, out, job.options.model, lm_head)
-    finish(job, trainer, record)
 
 
 def main(argv: list[str] | None = None) -> int:

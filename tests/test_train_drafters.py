@@ -38,7 +38,7 @@ from convert.reference.checkpoint import load_reference
 from convert.reference.heads import MlpSpeculatorReference
 from convert.train import main as train_streams
 from convert.train_draft import MODEL_FOLDER
-from convert.train_heads import STATE_FILE, HeadSettings, head_config
+from convert.train_heads import HeadSettings, head_config
 from convert.training.drafters import (
     DraftObjective,
     HeadObjective,
@@ -605,7 +605,7 @@ def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_
 )
 def test_bad_options_are_told_in_one_line(base, data, tmp_path, refused, kind, more, said):
     assert said in refused(kind, base, data, tmp_path / "run", *more)
-    assert not (tmp_path / "run" / STATE_FILE).exists()
+    assert not (tmp_path / "run" / TorchTrainer.STATE_FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -615,10 +615,10 @@ def test_bad_options_are_told_in_one_line(base, data, tmp_path, refused, kind, m
 def test_another_runs_folder_is_refused(base, data, tmp_path, refused, kind, change):
     out = tmp_path / "run"
     assert run_trainer(kind, base, data, out, "--max-steps", "2") == 0
-    before = (out / STATE_FILE).read_bytes()
+    before = (out / TorchTrainer.STATE_FILE).read_bytes()
     for more in (("--dtype", "bfloat16"), change):
         assert "other settings" in refused(kind, base, data, out, *more)
-    assert (out / STATE_FILE).read_bytes() == before
-    (out / STATE_FILE).unlink()
+    assert (out / TorchTrainer.STATE_FILE).read_bytes() == before
+    (out / TorchTrainer.STATE_FILE).unlink()
     if kind == "draft":
         assert "state.pt beside it does not" in refused(kind, base, data, out)

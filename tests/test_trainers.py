@@ -118,9 +118,9 @@ class Command:
         return {name: np.array(array).tobytes() for part in found for name, array in part.items()}
 
 
-MLX = Command("ssmlx.train", mlx_command.main, mlx_command.STATE_FILE, mlx_command.ADAPTER_FOLDER)
+MLX = Command("ssmlx.train", mlx_command.main, MlxTrainer.STATE_FILE, mlx_command.ADAPTER_FOLDER)
 TORCH = Command(
-    "convert.train", torch_command.main, torch_command.STATE_FILE, "", ("--device", "cpu")
+    "convert.train", torch_command.main, TorchTrainer.STATE_FILE, "", ("--device", "cpu")
 )
 both = pytest.mark.parametrize("command", [MLX, TORCH], ids=lambda command: command.prog)
 

@@ -34,7 +34,7 @@ from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
 from ssmlx.loading.adapter import BaseIdentity, check_draft_vocab
-from ssmlx.loading.files import read_tensors
+from ssmlx.loading.files import read_tensors, write_whole
 from ssmlx.loading.load import MEDUSA_PREFIX
 from ssmlx.model.backbone import Backbone
 from ssmlx.settings import read_json
@@ -147,7 +147,7 @@ def save_published(
     The base model's `lm_head` [V, D] has the rows of Medusa matrices that a draft vocabulary
     leaves out.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
     config: HeadConfig = model.config
@@ -173,9 +173,7 @@ def save_published(
     else:  # an earlier one would be taken for these heads'
         (folder / DRAFT_VOCAB_FILE).unlink(missing_ok=True)
     for file, content in files.items():
-        work = folder / (file + ".new")
-        save_file(content, work, metadata={"format": "pt"})
-        work.replace(folder / file)
+        write_whole(folder / file, save(content, metadata={"format": "pt"}))
     settings["base_model_name_or_path"] = base_model
     text = json.dumps(settings, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import LORA_FILE, read_lora, read_streams, stream_tensors
-from ssmlx.loading.files import account_for, read_tensors
+from ssmlx.loading.files import account_for, read_tensors, write_whole
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.lora import LoraWeights
 from ssmlx.settings import read_json
@@ -94,9 +93,7 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS):
         if (Path(source) / name).is_file():
-            work = target / (name + ".new")
-            shutil.copyfile(Path(source) / name, work)
-            work.replace(target / name)
+            write_whole(target / name, (Path(source) / name).read_bytes())
 
 
 @torch.no_grad()
@@ -211,12 +208,8 @@ def _fill(
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    work = path.with_name(path.name + ".new")
-    save_file(kept, work, metadata={"format": "pt"})
-    work.replace(path)
+    write_whole(path, save(kept, metadata={"format": "pt"}))
 
 
 def _write_json(values: Mapping[str, Any], path: Path) -> None:
-    work = path.with_name(path.name + ".new")
-    work.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    work.replace(path)
+    write_whole(path, (json.dumps(values, indent=2) + "\n").encode())

@@ -170,6 +170,7 @@ class TorchObjective(Objective):
 class TorchTrainer(Trainer):
     """The trained weights, their optimiser, and the step that they are at."""
 
+    STATE_FILE = "state.pt"
     objective: TorchObjective
 
     def __init__(self, objective: TorchObjective, num_steps: int) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from .options import run
 from .train_options import add_cache_option, run_options, train_config, training_parser
 
 PROG = "ssmlx.train"
-STATE_FILE, STORE_FILE, ADAPTER_FOLDER = "state.safetensors", "lower.states", "adapter"
+STORE_FILE, ADAPTER_FOLDER = "lower.states", "adapter"
 DTYPES = ("auto", "stored", "bfloat16", "float32")
 EPILOG = """examples:
   # fine-tune for a task, streams included
@@ -62,7 +63,7 @@ def _main(args: argparse.Namespace) -> None:
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest, make_folder, new_folder
     from ..model.lora import layer_of
-    from ..training.job import finish, prepare, run_to_end
+    from ..training.job import prepare, run_to_end
     from ..training.mlx_model import TrainedModel, new_adapter, start_from
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 
@@ -82,16 +83,20 @@ def _main(args: argparse.Namespace) -> None:
     is_below = task_layers and min(task_layers) < job.config.insertion_layer
     lower_identity = job.lower_identity(*frozen, *(task if is_below else []))
     make_folder(options.out)
+    folder = options.out / ADAPTER_FOLDER
+
+    def write() -> Path:
+        with new_folder(folder) as work:
+            write_adapter(work, model.adapter)
+        return folder
+
     with wired_limit(backbone.model):
-        record = run_to_end(
+        run_to_end(
             job, trainer,
             prog=PROG, dtype=str(backbone.dtype).removeprefix("mlx.core."),
-            identity=job.identity(*frozen, *task, init=args.init), state_file=STATE_FILE,
+            identity=job.identity(*frozen, *task, init=args.init), write=write,
             lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
         )  # fmt: skip
-    with new_folder(options.out / ADAPTER_FOLDER) as work:
-        write_adapter(work, model.adapter)
-    finish(job, trainer, record, options.out / ADAPTER_FOLDER)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,15 +32,11 @@ _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
 class Trainer(ABC):
-    """Trained weights, their optimiser, and the step that they are at.
+    """Trained weights, their optimiser, and the step that they are at."""
 
-    Attributes:
-        objective: what is trained.
-        step: how many steps were taken.
-    """
-
+    STATE_FILE: ClassVar[str]  # of a run's folder
     objective: Objective
-    step: int
+    step: int  # how many were taken
 
     @abstractmethod
     def advance(self, batch: Batch, lower: Any) -> dict[str, float]:
@@ -212,11 +208,11 @@ def run_to_end(
     prog: str,
     dtype: str,
     identity: str,
-    state_file: str,
     lower: Callable[[], Lower],
+    write: Callable[[], Path | None],
     replay_size: int | None = None,
-) -> Record:
-    """Go on with a run where it was stopped, if it was; returns its record.
+) -> None:
+    """Go on with a run where it was stopped, if it was; write, draw and tell what it came to.
 
     Args:
         job: what to train on. Its folder is there.
@@ -224,12 +220,13 @@ def run_to_end(
         prog: the command.
         dtype: of what is not trained.
         identity: a digest of all that decides the result.
-        state_file: where in the run's folder its state is saved.
         lower: makes what the frozen layers say of a batch.
+        write: writes what was trained; returns where, or None for the run's folder.
         replay_size: of what validations replay; the nodes of the options' tree unless given.
     """
     out, options = job.options.out, job.options
-    trainer.resume(out / state_file, identity)
+    state = out / trainer.STATE_FILE
+    trainer.resume(state, identity)
     record = Record(out / LOG_FILE, trainer.step)
     write_settings(job, prog, dtype)
     lower_of = lower()
@@ -245,8 +242,10 @@ def run_to_end(
             _say(entry, job.num_steps)
         record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
         if trainer.step % options.save_every == 0 or trainer.step == last:
-            trainer.save(out / state_file, identity)
-    return record
+            trainer.save(state, identity)
+    result = write() or out
+    record.draw(out / PICTURE_FILE, out.name)
+    print(f"{result}: step {trainer.step} of {job.num_steps}", file=sys.stderr)
 
 
 def check_gradient(norm: float, step: int) -> None:
@@ -257,13 +256,6 @@ def check_gradient(norm: float, step: int) -> None:
         expected="a finite one",
         do="lower --learning-rate, and start again with another --out",
     )
-
-
-def finish(job: Job, trainer: Trainer, record: Record, result: Path | None = None) -> None:
-    """Draw a run's curves, and say how far it is; `result` is what it wrote, its folder if None."""
-    out = job.options.out
-    record.draw(out / PICTURE_FILE, out.name)
-    print(f"{result or out}: step {trainer.step} of {job.num_steps}", file=sys.stderr)
 
 
 def _say(entry: dict[str, float], num_steps: int) -> None:

@@ -250,6 +250,7 @@ class Adam:
 class MlxTrainer(Trainer):
     """The trained weights, their optimiser, and the step that they are at."""
 
+    STATE_FILE = "state.safetensors"
     objective: MlxObjective
 
     def __init__(self, objective: MlxObjective, num_steps: int) -> None:

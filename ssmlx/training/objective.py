@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import require
+from ..loading.files import write_whole
 from ..settings import TreeConfig
 from ..tuning.replay import Guesses, Replay, num_candidates, replay
 from .config import TrainConfig
@@ -228,9 +229,8 @@ class LowerStore:
             for (index, pad, length), states in zip(self._rows(batch), bits, strict=True):
                 self._states[index : index + length] = states[pad : pad + length]
             if number % _BATCHES_PER_MARK == 0 or number == len(batches):
-                work = self._mark.with_suffix(".new")
-                work.write_text(json.dumps({"batches": number, "identity": self._identity}))
-                work.replace(self._mark)
+                mark = {"batches": number, "identity": self._identity}
+                write_whole(self._mark, json.dumps(mark).encode())
 
     def get(self, batch: Batch) -> Any:
         """[B, T, D] of a batch, as the objective has them; zeros at its padding."""

@@ -20,12 +20,7 @@ def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
 
 
 class Record:
-    """A run's log; what a stopped run wrote beyond its last saved state is dropped.
-
-    Args:
-        path: the log file.
-        step: steps that count; later ones are dropped.
-    """
+    """A run's log; what a stopped run wrote behind `step`, its last saved one, is dropped."""
 
     def __init__(self, path: Path, step: int = 0) -> None:
         self._path = path
@@ -38,8 +33,33 @@ class Record:
             file.write(json.dumps(entry) + "\n")
 
     def draw(self, picture: Path, title: str) -> None:
-        """Draw what was recorded, where matplotlib is installed."""
-        draw_curves(read_record(self._path), picture, title)
+        """Draw losses and tokens per call against steps, where matplotlib is installed."""
+        try:
+            import matplotlib
+        except ImportError:
+            return
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        entries = read_record(self._path)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+        _draw_losses(left, entries)
+        left.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title=title)
+        left.legend(
+            frameon=False, fontsize=8, title="dashed: held out", title_fontsize=8,
+            loc="upper left", bbox_to_anchor=(1, 1),
+        )  # fmt: skip
+        steps, values = _points(entries, "tokens_per_call")
+        if steps:
+            right.plot(steps, values, marker="o", color="tab:green")
+            right.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(-4, 7),
+                           textcoords="offset points", ha="right")  # fmt: skip
+        right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(alpha=0.3)
+        figure.savefig(picture, dpi=130)
+        plt.close(figure)
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:
@@ -53,36 +73,6 @@ def read_record(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return entries
-
-
-def draw_curves(entries: list[dict[str, Any]], path: Path, title: str) -> bool:
-    """Draw losses and tokens per call against steps; False where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
-    _draw_losses(left, entries)
-    left.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title=title)
-    left.legend(
-        frameon=False, fontsize=8, title="dashed: held out", title_fontsize=8,
-        loc="upper left", bbox_to_anchor=(1, 1),
-    )  # fmt: skip
-    steps, values = _points(entries, "tokens_per_call")
-    if steps:
-        right.plot(steps, values, marker="o", color="tab:green")
-        right.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(-4, 7),
-                       textcoords="offset points", ha="right")  # fmt: skip
-    right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return True
 
 
 def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
