@@ -38,20 +38,12 @@ _PLAIN = "a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral"
 
 @dataclass(frozen=True)
 class ReferenceOutput:
-    """What a forward pass predicts.
+    """What a forward pass predicts."""
 
-    Attributes:
-        main_logits: [B, T, V] next token of every node row.
-        stream_logits: [B, K, G, Vd]; entry j - 1 is stream j, the token j places further on.
-        early_exit_logits: [B, T, V] next token as layer N - Ns sees it; None without adapter.
-        draft_vocab: [Vd] the token of each column of `stream_logits`; None where the columns are
-            the whole vocabulary.
-    """
-
-    main_logits: torch.Tensor
-    stream_logits: torch.Tensor
-    early_exit_logits: torch.Tensor | None
-    draft_vocab: torch.Tensor | None = None
+    main_logits: torch.Tensor  # [B, T, V] next token of every node row
+    stream_logits: torch.Tensor  # [B, K, G, Vd]; entry j - 1 is stream j, j places further on
+    early_exit_logits: torch.Tensor | None  # [B, T, V] as layer N - Ns sees it
+    draft_vocab: torch.Tensor | None = None  # [Vd] tokens of `stream_logits`; None for all
 
 
 @dataclass(frozen=True)
@@ -98,16 +90,11 @@ class LoraLinear(nn.Module):
 
 @dataclass(frozen=True)
 class _Rows:
-    """One kind of rows through the layers.
-
-    Attributes:
-        rotary: cos and sin, [B, R, Dh] each; None where positions are learned.
-        masks: sliding window of a layer (None: no window) to additive mask [B, 1, R, keys].
-    """
+    """One kind of rows through the layers."""
 
     positions: torch.Tensor  # [B, R]
-    rotary: tuple[torch.Tensor, torch.Tensor] | None
-    masks: dict[int | None, torch.Tensor]
+    rotary: tuple[torch.Tensor, torch.Tensor] | None  # [B, R, Dh] each; None: learned positions
+    masks: dict[int | None, torch.Tensor]  # [B, 1, R, keys], by sliding window
 
 
 class _NodeKeys:

@@ -156,27 +156,19 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """A training run beside its settings.
+    """A training run beside its settings."""
 
-    Attributes:
-        data: folder with train.jsonl and valid.jsonl.
-        out: folder for the checkpoint, the run's state, its log and its picture.
-        model: the base model.
-        template: text with `{prompt}`; None for the model's chat template.
-        cache_gb: disk that the frozen layers' results may take.
-    """
-
-    data: Path
-    out: Path
-    model: str
-    template: str | None
+    data: Path  # folder with train.jsonl and valid.jsonl
+    out: Path  # folder for the checkpoint, the run's state, its log and its picture
+    model: str  # the base model
+    template: str | None  # text with `{prompt}`; None for the model's chat template
     save_every: int = setting(50, "steps between saved states", least=1)
     valid_every: int = setting(200, "steps between validations", least=1)
     valid_count: int = setting(64, "held-out examples that a validation replays", least=1)
     tree_size: int = setting(
         16, "nodes of the best tree that a validation replays", least=1, most=MAX_TREE_NODES
     )
-    cache_gb: float = setting(8.0, least=0)
+    cache_gb: float = setting(8.0, least=0)  # disk that the frozen layers' results may take
     max_steps: int | None = setting(None, "stop here, and save (default: the whole run)", least=1)
 
     def __post_init__(self) -> None:

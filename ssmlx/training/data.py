@@ -37,15 +37,10 @@ _POOL = 32  # batches' worth of shuffled examples that are sorted by length amon
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One example.
+    """One example."""
 
-    Attributes:
-        tokens: [T] ids, prompt first.
-        start: the first token of the answer, at least 1.
-    """
-
-    tokens: np.ndarray
-    start: int
+    tokens: np.ndarray  # [T] ids, prompt first
+    start: int  # the first token of the answer, at least 1
 
     @property
     def num_answer(self) -> int:
@@ -55,18 +50,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns a line of a data file into an example.
-
-    Attributes:
-        template: text with `{prompt}`, or None for the model's chat template.
-        end_token: put behind an answer that has none; None for no end token.
-        max_length: tokens of an example at most.
-    """
+    """Turns a line of a data file into an example."""
 
     tokenizer: TokenizerWrapper
-    template: str | None
-    end_token: int | None
-    max_length: int
+    template: str | None  # text with `{prompt}`, or None for the model's chat template
+    end_token: int | None  # put behind an answer that has none; None for no end token
+    max_length: int  # tokens of an example at most
 
     def encode(self, line: dict[str, Any]) -> Example | None:
         """The example, its answer cut to fit; None where its prompt alone is too long.
@@ -169,21 +158,13 @@ def draft_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> np.nda
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples side by side: B of them, T columns, K carriers, G streams.
+    """Examples side by side: B of them, T columns, K carriers, G streams."""
 
-    Attributes:
-        indices: [B] which examples they are.
-        tokens: [B, T] ids, 0 for padding.
-        lengths: [B] tokens of each example.
-        pads: [B] columns of padding before each example.
-        prompt_width: P, the column in which answers start.
-    """
-
-    indices: np.ndarray
-    tokens: np.ndarray
-    lengths: np.ndarray
-    pads: np.ndarray
-    prompt_width: int
+    indices: np.ndarray  # [B] which examples they are
+    tokens: np.ndarray  # [B, T] ids, 0 for padding
+    lengths: np.ndarray  # [B] tokens of each example
+    pads: np.ndarray  # [B] columns of padding before each example
+    prompt_width: int  # P, the column in which answers start
 
     @property
     def positions(self) -> np.ndarray:

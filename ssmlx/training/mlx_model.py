@@ -48,30 +48,19 @@ Weights = dict[str, mx.array]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows that run through a layer together.
+    """Rows that run through a layer together."""
 
-    Attributes:
-        positions: [B, R]
-        mask: [B, 1, R, keys] bool, which row sees which key.
-    """
-
-    positions: mx.array
-    mask: mx.array
+    positions: mx.array  # [B, R]
+    mask: mx.array  # [B, 1, R, keys] bool, which row sees which key
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A batch as arrays.
+    """A batch as arrays."""
 
-    Attributes:
-        tokens: [B, T]
-        nodes: the node rows.
-        groups: carriers [k] and their stream rows [k * G], for all K carriers in turn.
-    """
-
-    tokens: mx.array
-    nodes: Rows
-    groups: list[tuple[mx.array, Rows]]
+    tokens: mx.array  # [B, T]
+    nodes: Rows  # the node rows
+    groups: list[tuple[mx.array, Rows]]  # carriers [k] and their stream rows [k * G], in turn
 
     @classmethod
     def of(cls, batch: Batch, num_streams: int) -> Layout:

@@ -40,21 +40,13 @@ Lower = Callable[[Batch], Any]
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """One part of eq. 5: a mean of cross-entropies over some rows.
+    """One part of eq. 5: a mean of cross-entropies over some rows."""
 
-    Attributes:
-        name: what the log calls it, without "_loss".
-        kind: which hidden states its rows are of: `MAIN`, `STREAM` or `PRUNE`.
-        rows: [B, k] places in these, batch and rows flattened.
-        targets: [B, k] token ids, or places in the draft vocabulary; -1 where a row has none.
-        weight: alpha.
-    """
-
-    name: str
-    kind: str
-    rows: np.ndarray
-    targets: np.ndarray
-    weight: float
+    name: str  # what the log calls it, without "_loss"
+    kind: str  # which hidden states its rows are of: `MAIN`, `STREAM` or `PRUNE`
+    rows: np.ndarray  # [B, k] places in these, batch and rows flattened
+    targets: np.ndarray  # [B, k] ids, or places in the draft vocabulary; -1 where a row has none
+    weight: float  # alpha
 
 
 class Objective(ABC):
