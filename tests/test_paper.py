@@ -21,17 +21,14 @@ from perf.paper.figures import (
     theoretical_speedup,
     tree_curves,
 )
-from perf.paper.training import ablation_report, read_run, read_runs
+from perf.paper.training import read_run, read_runs
 from perf.run.options import parse_systems
 from perf.run.published import TABLE_1, TABLE_2, speeds
 from perf.run.statistics import Estimate
 from ssmlx.commands.train_options import train_config
-from ssmlx.errors import InputError
 from ssmlx.settings import PruneConfig, SamplingConfig, TreeConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.training.record import LOG_FILE
-
-# ----------------------------------------------------------------------------------- eq. 6
 
 
 def test_eq_6_by_hand_and_where_the_paper_has_parity():
@@ -45,9 +42,6 @@ def test_eq_6_by_hand_and_where_the_paper_has_parity():
     assert theoretical_speedup(1e9, 0.6) == pytest.approx(1 / 0.6)
 
 
-# ------------------------------------------------------------------------------- the paper
-
-
 def test_the_papers_tables_are_whole():
     assert len(TABLE_1) == 18 and len(TABLE_2) == 12
     medusa = [row.speedup for row in speeds("sql", "Medusa")]
@@ -56,9 +50,6 @@ def test_the_papers_tables_are_whole():
     # Section 4.1.2: fewer target calls with a draft model, and yet a longer wait.
     for a, b in zip(TABLE_2[::2], TABLE_2[1::2], strict=True):
         assert a.target_calls < b.target_calls and a.milliseconds > b.milliseconds
-
-
-# ------------------------------------------------------------------------------ the points
 
 
 def figure(value: float) -> dict[str, float]:
@@ -99,9 +90,6 @@ def test_a_point_of_figure_4_is_what_was_measured():
     assert point.measured.value == 1.3
     # (3 * 2 + 10) / 3 ms a token there, 20 / 2.5 ms here.
     assert point.predicted == pytest.approx((16 / 3) / 8)
-
-
-def test_figure_4_needs_streams_and_a_draft_model():
     rows = draft_rows()
     assert parity_points([result(*rows[:2], draft_call=0.002), result(*rows)]) == []
     assert parity_points([result(*rows, draft_call=0.002, top_k=10)]) == []
@@ -129,9 +117,6 @@ def test_the_curves_of_figure_9b_are_of_sampling():
         ("sql", "streams"): [10, 20],
         ("sql", "medusa"): [10, 20],
     }
-
-
-# ---------------------------------------------------------------------------- the pictures
 
 
 @pytest.fixture
@@ -217,8 +202,6 @@ def test_bad_input_is_one_line(draw, tmp_path, capsys):
         code, out, err = draw()
         assert (code, out) == (2, "") and said in one_line(err, figures.PROG)
 
-
-# ---------------------------------------------------------------- the runs of an ablation
 
 NAMES = [
     *(f"embeddings-{n}" for n in (2, 4, 8, 16)),
@@ -310,43 +293,33 @@ def test_bad_options_are_told_before_the_first_run(trained, capsys):
         trained("--nonsense")
 
 
-def draw_runs(tmp_path: Path) -> int:
-    argv = ["ablation", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "results")]
-    return training.main(argv)
-
-
-def test_the_runs_are_shown(trained, tmp_path, capsys):
-    trained()
-    assert draw_runs(tmp_path) == 0
-    out = capsys.readouterr().out
-    lines = {line.split("  ")[0]: line.split("  ") for line in out.splitlines()}
-    assert len(lines) == 1 + len(NAMES)
-    shown = [cell.strip() for cell in lines["rank-32"] if cell]
-    assert shown[1:] == ["stream embeddings", "8", "rank 32", "2.323", "0.500", "0.677", "2.000"]
-    saved = json.loads((tmp_path / "results" / "ablation.json").read_text())
-    assert len(saved["runs"]) == len(NAMES) and saved["shared"]["examples"] == EXAMPLES
-    assert (tmp_path / "results" / "ablation.txt").read_text() == out
-    pytest.importorskip("matplotlib")
-    assert (tmp_path / "results" / "ablation.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_runs_that_are_not_finished_are_named_and_others_refused(trained, tmp_path):
-    with pytest.raises(InputError, match="no finished run"):
-        read_runs(tmp_path / "runs")
+def test_runs_are_shown_those_that_are_not_finished_too_and_others_refused(
+    trained, tmp_path, capsys
+):
+    folder, results = tmp_path / "runs", tmp_path / "results"
+    show = ["ablation", "--runs", str(folder), "--out", str(results)]
+    assert training.main(show) == 2
+    assert f"no finished run in {folder}" in one_line(capsys.readouterr().err, training.PROG)
     trained()
     shared = ["--data", "d", "--epochs", "1", "--out"]
-    rank = ["--stream-init", "low_rank", "--stream-init-rank", "32"]
-    write_run([*shared, str(tmp_path / "runs" / "rank-32"), *rank], steps=5)
-    runs, _ = read_runs(tmp_path / "runs")
-    assert "rank-32 (step 5 of 20)" in ablation_report(runs)
-    assert [one.name for one in runs if not one.is_finished] == ["rank-32"]
-    assert draw_runs(tmp_path) == 0
-    write_run([*shared, str(tmp_path / "runs" / "other"), "--seed", "1"])
-    with pytest.raises(InputError, match="other and embeddings-16 differ in seed"):
-        read_runs(tmp_path / "runs")
-
-
-# -------------------------------------------------------------------- curves of learning
+    rank = ["--stream-init", "low_rank", "--stream-init-rank", "8"]
+    write_run([*shared, str(folder / "rank-8"), *rank], steps=5)
+    capsys.readouterr()
+    assert training.main(show) == 0
+    out = capsys.readouterr().out
+    lines = {line.split("  ")[0]: line.split("  ") for line in out.splitlines()}
+    assert len(lines) == 1 + len(NAMES) and "rank-8 (step 5 of 20)" in lines
+    shown = [cell.strip() for cell in lines["rank-32"] if cell]
+    assert shown[1:] == ["stream embeddings", "8", "rank 32", "2.323", "0.500", "0.677", "2.000"]
+    saved = json.loads((results / "ablation.json").read_text())
+    assert len(saved["runs"]) == len(NAMES) and saved["shared"]["examples"] == EXAMPLES
+    assert (results / "ablation.txt").read_text() == out
+    pytest.importorskip("matplotlib")
+    assert (results / "ablation.png").read_bytes()[:4] == b"\x89PNG"
+    write_run([*shared, str(folder / "other"), "--seed", "1"])
+    assert training.main(show) == 2
+    said = one_line(capsys.readouterr().err, training.PROG)
+    assert "other and embeddings-16 differ in seed" in said
 
 
 def write_log(folder, validations):
@@ -376,14 +349,6 @@ def test_a_round_goes_on_where_the_one_before_ended(tmp_path, capsys):
     assert (tmp_path / "shown" / "learning.png").stat().st_size > 5000
     saved = json.loads((tmp_path / "shown" / "learning.json").read_text())
     assert saved["a"] == [[[50, 1.5, 3.5], [100, 2.0, 3.0]], [[130, 2.25, 2.75]]]
-
-
-def test_a_task_has_one_colour_and_each_of_its_curves_another_line():
-    found = training.styles(["a", "b", "a, other", "c", "d", "e", "a, third"])
-    (a, b, other, *_, e, third) = found
-    assert a[0] == other[0] == third[0] != b[0]
-    assert (a[1], other[1], third[1]) == training.LINES[:3]
-    assert e[1] == "-" and len(set(found[:5])) == 5
 
 
 def test_bad_runs_are_told_in_one_line(tmp_path, capsys):

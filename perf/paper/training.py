@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from ssmlx.settings import read_json
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.training.record import LOG_FILE, read_record
-from ssmlx.tuning.report import Columns, aligned, finish, new_figure, publish, table
+from ssmlx.tuning.report import Columns, aligned, every_pair, finish, new_figure, publish, table
 
 from ..run.options import add_out, split_name
 
@@ -45,7 +44,6 @@ DESIGNS = {
     "value_rotation": ("value rotation", "#b06f10"),
 }
 COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")
-LINES = ("-", "--", ":", "-.")
 
 Point = tuple[int, float, float]
 """Steps in all, tokens per call of held-out text, and its loss of stream 1 in nats a token."""
@@ -303,21 +301,12 @@ def learning_report(curves: Curves) -> str:
     return "\n".join(aligned(rows))
 
 
-def styles(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Colour and line of every curve; `sql, identity f` has the colour of `sql`, dashed."""
-    tasks = [name.partition(",")[0] for name in names]
-    colours = dict(zip(dict.fromkeys(tasks), cycle(COLOURS), strict=False))
-    return [
-        (colours[task], LINES[tasks[:index].count(task) % len(LINES)])
-        for index, task in enumerate(tasks)
-    ]
-
-
 def draw_learning(curves: Curves, path: Path) -> None:
     """Tokens per call against steps, a line a round; the learning rate falls to zero in each."""
     figure = new_figure(6.5, 3.9)
     axes = figure.subplots()
-    for (name, rounds), (colour, line) in zip(curves.items(), styles(list(curves)), strict=True):
+    looks = every_pair(COLOURS, ("-", "--", ":", "-."))
+    for (name, rounds), (colour, line) in zip(curves.items(), looks, strict=False):
         for points in rounds:
             steps, tokens = [p[0] for p in points], [p[1] for p in points]
             axes.plot(steps, tokens, marker="o", ms=3.5, color=colour, linestyle=line)
