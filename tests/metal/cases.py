@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.model.metal.hook import pack_bits
-from ssmlx.model.metal.kernels import Call, Kernel, attend
+from ssmlx.model.metal.kernels import attend
 from ssmlx.model.metal.plan import AttentionShape, Chip, Plan, make_plan
 
-from .shim import NUMPY_TYPES, build, generated_source, to_mlx, to_numpy
+from .shim import Shim, to_mlx, to_numpy
 
 ROOM = 5
 BASE_CHIP = Chip.of("applegpu_g13g")
@@ -48,14 +48,9 @@ class Case:
     seed: int = 0
 
     @property
-    def columns(self) -> int:
-        """C."""
-        return self.rows + self.extra
-
-    @property
     def keys(self) -> int:
         """C + L."""
-        return self.columns + self.committed
+        return self.rows + self.extra + self.committed
 
     @property
     def plan(self) -> Plan:
@@ -69,8 +64,7 @@ class Case:
             dtype=self.dtype,
         )
         plan = make_plan(shape, BASE_CHIP)
-        splits = self.splits or plan.splits
-        return Plan(**{**vars(plan), "splits": splits})
+        return replace(plan, splits=self.splits or plan.splits)
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ def make_data(case: Case) -> Data:
     # Large scores too: softmax must not overflow.
     rows = 3 * rng.normal(size=(case.rows, case.heads, case.head_size)).astype(np.float32)
     queries = _raw(rows, case.dtype).transpose(1, 0, 2)[None]
-    visible = rng.random((case.rows, case.columns)) < case.density
+    visible = rng.random((case.rows, case.rows + case.extra)) < case.density
     visible[np.arange(case.rows), np.arange(case.rows)] = True
     return Data(queries, cache[:1, :, used], cache[1:, :, used], visible, case.head_size**-0.5)
 
@@ -125,7 +119,7 @@ def reference(case: Case, data: Data) -> np.ndarray:
     group = case.heads // case.kv_heads
     keys, values = np.repeat(keys, group, axis=1), np.repeat(values, group, axis=1)
     mask = np.ones((case.rows, case.keys), bool)
-    mask[:, : case.columns] = data.visible
+    mask[:, : case.rows + case.extra] = data.visible
     scores = np.where(mask, data.scale * queries @ keys.swapaxes(2, 3), -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True) @ values
@@ -154,41 +148,6 @@ def _in_tolerances(found: np.ndarray, expected: np.ndarray, case: Case) -> float
     return float(gap) if np.isfinite(gap) else np.inf
 
 
-class OnShim:
-    """Runs a case's kernels with numpy's strides, which MLX's arrays would not show.
-
-    Args:
-        folder: where compiled programs are kept.
-        data: the inputs of the first kernel.
-        order: which threads run first.
-        flags: more flags for the compiler.
-        change: what becomes of the generated Metal source.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        data: Data,
-        *,
-        order: int = 0,
-        flags: tuple[str, ...] = (),
-        change: Any = lambda source: source,
-    ) -> None:
-        self.folder, self.data, self.order = folder, data, order
-        self.flags, self.change = flags, change
-
-    def __call__(self, kernel: Kernel, call: Call) -> list[mx.array]:
-        source = self.change(generated_source(kernel, call))
-        program = build(source, self.folder, self.flags)
-        inputs = {n: to_numpy(a) for n, a in zip(kernel.inputs, call.inputs, strict=True)}
-        strided = {"q": self.data.queries, "k": self.data.keys, "v": self.data.values}
-        inputs.update({name: raw for name, raw in strided.items() if name in inputs})
-        types = list(zip(kernel.outputs, call.output_shapes, call.output_dtypes, strict=True))
-        outputs = {name: (shape, NUMPY_TYPES[dtype]) for name, shape, dtype in types}
-        found = program.run(inputs, outputs, call.grid, call.threadgroup, self.order)
-        return [to_mlx(found[name], dtype) for name, _, dtype in types]
-
-
 def run_case(case: Case, folder: Path, **options: Any) -> np.ndarray:
     """[1, H, R, Dh] what the kernels give for a case, in float64."""
     data = make_data(case)
@@ -196,7 +155,8 @@ def run_case(case: Case, folder: Path, **options: Any) -> np.ndarray:
         to_mlx(np.ascontiguousarray(raw), case.dtype)
         for raw in (data.queries, data.keys, data.values)
     ]
-    shim = OnShim(folder, data, order=case.order, **options)
+    strided = {"q": data.queries, "k": data.keys, "v": data.values}
+    shim = Shim(folder, order=case.order, strided=strided, **options)
     bits = pack_bits(mx.array(data.visible))
     out = attend(*dense, bits, data.scale, case.plan, shim)
     return np.array(out.astype(mx.float32)).astype(np.float64)

@@ -258,23 +258,34 @@ class Shim:
 
     Args:
         folder: where compiled programs are kept.
-        order: who runs first.
+        order: which threads run first.
+        strided: inputs by name whose strides MLX's arrays would not show; others lie densely.
+        flags: more flags for the compiler.
+        change: what becomes of the generated Metal source.
     """
 
-    def __init__(self, folder: Path, order: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        order: int = 0,
+        strided: dict[str, np.ndarray] | None = None,
+        flags: tuple[str, ...] = (),
+        change: Any = lambda source: source,
+    ) -> None:
         self.folder, self.order, self.calls = folder, order, 0
+        self.strided, self.flags, self.change = strided or {}, flags, change
 
     def __call__(self, kernel: Kernel, call: Call) -> list[mx.array]:
-        """Run it now. Inputs are laid out densely."""
         self.calls += 1
-        program = build(generated_source(kernel, call), self.folder)
+        source = self.change(generated_source(kernel, call))
+        program = build(source, self.folder, self.flags)
         inputs = {n: to_numpy(a) for n, a in zip(kernel.inputs, call.inputs, strict=True)}
-        shapes = zip(call.output_shapes, call.output_dtypes, strict=True)
-        outputs = {n: (s, NUMPY_TYPES[t]) for n, (s, t) in zip(kernel.outputs, shapes, strict=True)}
+        inputs |= {name: raw for name, raw in self.strided.items() if name in inputs}
+        types = list(zip(kernel.outputs, call.output_shapes, call.output_dtypes, strict=True))
+        outputs = {name: (shape, NUMPY_TYPES[dtype]) for name, shape, dtype in types}
         found = program.run(inputs, outputs, call.grid, call.threadgroup, self.order)
-        return [
-            to_mlx(found[n], t) for n, t in zip(kernel.outputs, call.output_dtypes, strict=True)
-        ]
+        return [to_mlx(found[name], dtype) for name, _, dtype in types]
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
