@@ -107,12 +107,9 @@ class Drafter(Protocol):
 def rank_candidates(
     logits: mx.array, count: int, vocab: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """Tokens [G, K] and log probabilities [G, K] of each row's `count` likeliest, best first.
+    """Tokens [G, K] and log probabilities [G, K] of the K = `count` likeliest, best first.
 
-    Args:
-        logits: [G, V]
-        count: K.
-        vocab: [V] the tokens that the columns are of; None where they are tokens themselves.
+    The columns of `logits` [G, V] are the tokens themselves, unless `vocab` [V] names them.
     """
     logits = logits.astype(mx.float32)
     found = mx.argpartition(-logits, count - 1, axis=-1)[:, :count]

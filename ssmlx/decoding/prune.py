@@ -30,12 +30,7 @@ def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
 
 
 def nodes_within_budget(tree: Tree, edges: mx.array, keep: int) -> mx.array:
-    """[M] the `keep` nodes of largest path probability, ascending; M = min(keep, N).
-
-    Args:
-        tree: N nodes.
-        edges: [N] transition log probabilities.
-    """
+    """[M] the `keep` nodes of largest path probability, ascending, of transitions `edges` [N]."""
     return top_nodes(tree.path_sums(clip_edges(edges)), keep)
 
 

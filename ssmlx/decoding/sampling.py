@@ -51,13 +51,7 @@ def last_tokens(tokens: Sequence[int], size: int) -> mx.array:
 
 
 def places_of(tree: Tree, first: mx.array, tail: mx.array) -> Places:
-    """The places of a tree's nodes.
-
-    Args:
-        tree: N nodes.
-        first: [1] place of its root.
-        tail: [C] the last tokens before the root.
-    """
+    """The places of a tree's nodes: its root's is `first` [1], after the tokens `tail` [C]."""
     num_nodes, num_levels, size = tree.num_nodes, tree.paths.shape[1], tail.shape[0]
     if size == 0:
         return Places(first, tree.depths, num_levels, mx.zeros((num_nodes, 0), mx.int32))

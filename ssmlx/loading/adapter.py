@@ -197,9 +197,20 @@ def load_adapter(folder: Path) -> Adapter:
     config = StreamConfig.from_dict(values)
     identity = BaseIdentity.read(folder / CONFIG_FILE, values)
     streams = read_streams(folder / STREAMS_FILE, config, identity.vocab_size)
+
+    def read(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
+        scale: Any = values.get(scale_name)
+        require(
+            isinstance(scale, int | float),
+            f"{folder / CONFIG_FILE} has {scale_name} {scale!r}",
+            expected="a number",
+            do="convert the checkpoint again",
+        )
+        return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
+
     if values.get("fused"):
         return Adapter(config, streams, identity)
-    lora = _read_lora(folder, config.adapter_scope, values, "lora_scale")
+    lora = read(config.adapter_scope, "lora_scale")
     if values.get("task_lora_scale") is None:
         return Adapter(config, streams, identity, lora)
     require(
@@ -208,8 +219,7 @@ def load_adapter(folder: Path) -> Adapter:
         expected="it beside scope 'streams' alone",
         do="convert the checkpoint again",
     )
-    task = _read_lora(folder, "all", values, "task_lora_scale")
-    return Adapter(config, streams, identity, lora, task)
+    return Adapter(config, streams, identity, lora, read("all", "task_lora_scale"))
 
 
 def read_identity(folder: Path) -> BaseIdentity:
@@ -232,19 +242,6 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         do="turn a PyTorch checkpoint into an adapter with `python -m convert` first",
     )
     return values
-
-
-def _read_lora(
-    folder: Path, scope: AdapterScope, values: Mapping[str, Any], scale_name: str
-) -> dict[str, LoraWeights]:
-    scale: Any = values.get(scale_name)
-    require(
-        isinstance(scale, int | float),
-        f"{folder / CONFIG_FILE} has {scale_name} {scale!r}",
-        expected="a number",
-        do="convert the checkpoint again",
-    )
-    return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
 
 
 def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights]:

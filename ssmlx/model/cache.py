@@ -75,7 +75,7 @@ class RowsCache:
         capacity: room for committed tokens.
     """
 
-    def __init__(self, layers: range, scratch: int) -> None:
+    def __init__(self, layers: range, scratch: int = 0) -> None:
         self.layers = layers
         self.scratch, self.capacity, self._offset = scratch, 0, 0
         self._buffers: dict[int, mx.array] = {}
@@ -148,7 +148,6 @@ class RowsCache:
         return buffer[:1, :, first:last], buffer[1:, :, first:last]
 
     def _append_path(self, path: Path) -> None:
-        """Write the rows of a path that count, which the host knows by now."""
         count = path.num_tokens or 0
         for layer in self.layers:
             self._write(layer, self.scratch + self._offset, path.rows[layer][:, :, :count])
@@ -292,15 +291,10 @@ class StreamCache(RowsCache):
         scratch: S, the most rows that streams and paths will have. Grows when they have more.
     """
 
-    def __init__(self, layers: range, *, scratch: int = 0) -> None:
-        super().__init__(layers, scratch)
-
     def follow(self, cache: TreeCache, num_streams: int) -> None:
         """Take over what `cache` has committed, and its paths; the newest holds the streams' node.
 
-        Args:
-            cache: after `commit` of a step.
-            num_streams: G, the stream rows to come.
+        `cache` is that after `commit` of a step; `num_streams` is G, the stream rows to come.
         """
         known = [path for path in self._paths if path.num_tokens is not None]
         behind = self._offset + sum(path.num_tokens or 0 for path in known) != cache.offset

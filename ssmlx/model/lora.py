@@ -147,12 +147,10 @@ def attach_lora(
     merge: bool,
     dtype: mx.Dtype,
 ) -> dict[str, nn.Module]:
-    """Put LoRA on the modules of `model` that `lora` names.
+    """Put LoRA on the modules of `model` that `lora` names, in place.
 
     Args:
-        model: an mlx-lm model, changed in place.
         lora: weights by module path, such as `model.layers.22.self_attn.q_proj`.
-        scope: the rows to act on.
         merge: add the LoRA into the weights of layers that are not quantised, which costs
             nothing per row. Only for LoRA that acts on every row.
         dtype: type of the activations, to which LoRA that is not merged is cast.

@@ -16,11 +16,7 @@ from .shapes import expect_shape, indices
 
 
 def stream_positions(node_positions: mx.array, num_streams: int) -> mx.array:
-    """[M * (1 + G)] positions of the upper layers' rows: stream j of a node stands j further on.
-
-    Args:
-        node_positions: [M]
-    """
+    """[M * (1 + G)] positions of the rows of nodes at [M]: stream j of a node is j further on."""
     ahead = indices(1, num_streams + 1)
     return mx.concatenate([node_positions, (node_positions[:, None] + ahead).flatten()])
 

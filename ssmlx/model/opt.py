@@ -3,9 +3,7 @@
 Modules are named as in Hugging Face's checkpoints, so that PEFT's names of LoRA fit, and a folder
 that is written from this model loads in transformers.
 
-Positions are learned, and are added to the embedding: a token's place is in its hidden state from
-there on, and attention knows no other. So a speculative stream, which starts from the hidden state
-of its node, has the node's place; only its stream embedding tells how far ahead it is to look.
+Positions are learned and added to the embedding; `backbone` says what that means for streams.
 """
 
 from __future__ import annotations
@@ -130,7 +128,7 @@ class Decoder(nn.Module):
 
     @property
     def final_norm_weight(self) -> mx.array:
-        """[D] weight of the last norm there is; ones where norms have none."""
+        """[D] of the last norm there is; ones where norms have none."""
         norm = (self if self.has_final_norm else self.layers[-1]).final_layer_norm
         return norm.weight if "weight" in norm else mx.ones(self.embed_positions.weight.shape[-1])
 

@@ -213,13 +213,9 @@ class StreamFusedModel:
         return self.backbone.logits(stream_hidden, self.draft_head)
 
     def insert(self, hidden: mx.array, num_streams: int) -> mx.array:
-        """[1, M * (1 + G), D] the nodes' rows, and their streams' rows as in eq. 3.
+        """[1, M * (1 + G), D] the nodes' rows `hidden` [1, M, D], then their streams' as in eq. 3.
 
         Where values are rotated, every stream of a node starts as f(h) alone.
-
-        Args:
-            hidden: [1, M, D] nodes before the insertion layer.
-            num_streams: G, at most as many as were trained.
         """
         if num_streams == 0:
             return hidden
@@ -243,9 +239,7 @@ class StreamFusedModel:
     def upper(self, rows: mx.array, tree: Tree, cache: TreeCache, num_streams: int) -> mx.array:
         """[1, M * (1 + G), D] last hidden states of nodes and streams (eqs. 1 and 2).
 
-        Args:
-            rows: [1, M * (1 + G), D] as `insert` gives them.
-            tree: the M nodes that are left.
+        Of the M nodes that are left in `tree`, and of `rows` as `insert` gives them.
         """
         num_nodes = tree.num_nodes
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)

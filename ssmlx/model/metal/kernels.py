@@ -153,13 +153,11 @@ def attend(
 
     Args:
         queries: [1, H, R, Dh] of any strides.
-        keys: [1, Hkv, C + L, Dh], a slice of a cache: elements of a key side by side, the other
-            strides and the offset multiples of 4. The rows see of the first C keys what `bits`
-            says, and all the others.
-        values: the same for values.
-        bits: [R, W] uint32, `mask.pack_bits`.
+        keys, values: [1, Hkv, C + L, Dh], slices of a cache: elements of a key side by side, the
+            other strides and the offset multiples of 4. The rows see of the first C keys what
+            `bits` says, and all the others.
+        bits: [R, W] uint32, `hook.pack_bits`.
         scale: of the scores.
-        plan: how to divide the work.
         run: what runs the kernels; Metal unless told.
     """
     run = run or run_on_metal

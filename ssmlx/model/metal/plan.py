@@ -54,12 +54,8 @@ class AttentionShape:
     """The sizes of one attention of a step.
 
     Attributes:
-        rows: R, the step's rows.
-        heads: query heads.
-        kv_heads: Hkv, which divides `heads`.
+        heads: of queries; a multiple of `kv_heads`.
         keys: R + L and whatever else the rows may see.
-        head_size: Dh.
-        dtype: of queries, keys and values.
     """
 
     rows: int
@@ -97,7 +93,7 @@ class Chip:
     """An Apple GPU as Metal names it, such as `applegpu_g13s`.
 
     Attributes:
-        generation: 13 for M1, 14 M2, 15 M3, 16 M4, 17 M5.
+        generation: 13 for M1, to 17 for M5.
         size: "p" phone, "g" base and Pro, "s" Max, "d" Ultra.
     """
 
