@@ -50,29 +50,37 @@ def test_parts_share_the_time_and_later_ones_get_what_is_left(time):
     assert clock.left < 0 and clock.deadline("c") == time()
 
 
-def test_as_many_rounds_as_fit_after_a_warm_up(time):
-    seen = []
+class FakeTarget:
+    """Answers that take so many seconds each, the last as long as there are more."""
 
-    def measure(turn, item):
-        time.spend(4 if not seen else 3)
-        seen.append((turn, item))
-        return item
+    def __init__(self, time, *seconds):
+        self.time, self.seconds, self.asked = time, [*seconds], []
 
-    found = rounds("abcdefgh", measure, time() + 18, label="", now=time)
-    assert found.found == ["a", "b", "c"] and not found.is_cold and found.seconds == 4
-    assert seen == [(0, "a"), (0, "a"), (1, "b"), (2, "c")]
-    assert time() <= 118
-    seconds = iter([1, 1, 6, 6, 6])
-    found = rounds(
-        "abcde", lambda turn, item: time.spend(next(seconds)) or item, time() + 13, label="",
-        now=time,
-    )  # fmt: skip
-    assert found.found == ["a", "b"]  # rounds grew slower: a third might end too late
+    def answer(self, system, prompt):
+        self.time.spend(self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0])
+        self.asked.append(prompt)
+        return prompt
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "found"),
+    [
+        ((4, 3), 16, "abc"),  # four rounds in 13 s, and another might take 4
+        ((1, 1, 6), 13, "ab"),  # rounds grew slower: a third might end too late
+    ],
+)
+def test_as_many_rounds_as_fit_after_a_warm_up(time, seconds, limit, found):
+    target, limit = FakeTarget(time, *seconds), time() + limit
+    measured = rounds(target, bench.systems(1)[:1], "abcdefgh", limit, label="", now=time)
+    assert [one["mlx-lm"] for one in measured.found] == list(found) and not measured.is_cold
+    assert target.asked == ["a", *found] and time() <= limit
+    assert measured.seconds == max(seconds)
 
 
 def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
-    found = rounds("ab", lambda turn, item: time.spend(9) or item, time() + 5, label="", now=time)
-    assert found.found == ["a"] and found.is_cold
+    of, target = bench.systems(1), FakeTarget(time, 3)
+    found = rounds(target, of, "ab", time() + 5, label="", now=time)
+    assert found.found == [{one.name: "a" for one in of}] and found.is_cold
 
 
 # --- Energy ---
@@ -143,7 +151,7 @@ def folders(tmp_path_factory):
 
 def parts_of(folders):
     data = folders / "prompts.jsonl"
-    return [Part(str(folders / name), "chat", 6, data) for name in ("all", "streams")]
+    return [Part(str(folders / name), "chat", 6, 1.0, data) for name in ("all", "streams")]
 
 
 def loaded(folders):
@@ -164,8 +172,6 @@ def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):
 
 def run_bench(folders, out, monkeypatch, *more):
     monkeypatch.setattr(bench, "PARTS", parts_of(folders))
-    monkeypatch.setattr(bench, "WEIGHTS", {"sql": 1, "energy": 1})
-    monkeypatch.setattr(bench, "context_weight", lambda length: 0.5)
     monkeypatch.setattr(bench, "RESERVED_SECONDS", 0.0)
     monkeypatch.setattr(bench_energy.platform, "system", lambda: "Linux")
     monkeypatch.setattr(bench, "MOST_ROUNDS", 2)
@@ -220,8 +226,7 @@ def test_a_longer_context_is_not_begun_where_a_shorter_one_was_too_long(folders,
     experiment, target, prompts = loaded(folders)
     monkeypatch.setattr(bench, "CONTEXT_TOKENS", 4)
     monkeypatch.setattr(bench, "MOST_ROUNDS", 1)
-    one_round = bench.round_of(target, experiment.systems)
-    before = rounds(prompts, one_round, 0.0, label="", now=lambda: 0.0)
+    before = rounds(target, experiment.systems, prompts, 0.0, label="", now=lambda: 0.0)
     assert expected_seconds(before, 10) > expected_seconds(before, 1) > 0
     monkeypatch.setattr(bench, "expected_seconds", lambda found, growth: 5 * growth)
     clock = Clock(12, {"8": 1, "24": 1, "48": 1}, now=time)

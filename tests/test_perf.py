@@ -153,10 +153,7 @@ def test_bad_input_is_one_line(command, argv, said, capsys):
     assert said in one_line(capsys.readouterr().err, command.PROG)
 
 
-@pytest.mark.parametrize(
-    ("command", "flag"),
-    [(speed, "--repeats"), (long_chat, "--turns"), (long_chat, "--prompt-tokens")],
-)
+@pytest.mark.parametrize(("command", "flag"), [(speed, "--repeats"), (long_chat, "--turns")])
 def test_a_count_of_nothing_is_one_line(command, flag, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.main([flag, "0"])

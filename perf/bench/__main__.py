@@ -62,18 +62,13 @@ class Part(NamedTuple):
     adapter: str
     task: str
     max_tokens: int
+    weight: float  # of its share of the time
     data: Path | None = None
 
 
 RESERVED_SECONDS = 8.0  # for the picture
-PARTS = (Part("sql", "sql", 64), Part("chat", "chat", 96))
-# Shares of the time. The first adapter is also what contexts and energy are measured with.
-WEIGHTS = {"sql": 0.3, "energy": 0.08, "chat": 0.25}
-
-
-def context_weight(length: int) -> float:
-    """The share of `length` tokens of context: mostly what reading them takes."""
-    return 0.06 + 7e-5 * length
+# The first adapter is also what contexts and energy are measured with.
+PARTS = (Part("sql", "sql", 64, 0.3), Part("chat", "chat", 96, 0.25))
 
 
 class Clock:
@@ -115,37 +110,42 @@ class Rounds(NamedTuple):
 
 
 def rounds(
-    items: Sequence[Any],
-    measure: Callable[[int, Any], Any],
+    target: Target,
+    of: Sequence[System],
+    prompts: Sequence[list[int]],
     deadline: float,
     *,
     label: str,
     now: Now = time.perf_counter,
 ) -> Rounds:
-    """Measure the first item to warm up and to see what it takes, then as many as time allows.
+    """An answer of each system to the first prompt, to warm up and to see what it takes; then to
+    as many prompts as time allows, in an order that rotates.
 
-    None is begun that would probably end after the deadline.
+    No round is begun that would probably end after the deadline.
     """
-    started, found = now(), []
-    warm_up = measure(0, items[0])
-    longest = now() - started
-    planned = min(len(items), max(0, int((deadline - now()) / max(longest, 1e-9))))
-    with tqdm(total=max(1, planned), desc=label, unit="round", disable=None) as bar:
-        for index, item in enumerate(items[:planned]):
-            started = now()
-            if started + longest > deadline:
-                break
-            found.append(measure(index, item))
-            longest = max(longest, now() - started)
-            bar.update()
-    return Rounds(found or [warm_up], not found, longest)
+    longest, found, is_cold = 0.0, list[dict[str, Answer]](), True
+    for turn, prompt in enumerate(tqdm([prompts[0], *prompts], desc=label, disable=None)):
+        started = now()
+        if turn and started + longest > deadline:
+            break
+        first = max(0, turn - 1) % len(of)
+        one_round = {one.name: target.answer(one, prompt) for one in (*of[first:], *of[:first])}
+        longest = max(longest, now() - started)
+        found = [one_round] if turn < 2 else [*found, one_round]
+        is_cold = not turn
+    return Rounds(found, is_cold, longest)
 
 
 def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
     """All measurements, the first adapter's first."""
     base = resolve_model(args.model)  # before the clock: a download is no measurement
     started = time.perf_counter()
-    clock = Clock(60 * args.minutes - RESERVED_SECONDS, weights_of(parts, args.contexts))
+    first, *others = ((part.adapter, part.weight) for part in parts)
+    # Mostly what reading the context takes.
+    between = [(str(length), 0.06 + 7e-5 * length) for length in args.contexts]
+    if unavailable() is None:
+        between.append(("energy", 0.08))
+    clock = Clock(60 * args.minutes - RESERVED_SECONDS, dict([first, *between, *others]))
     result: dict[str, Any] = {
         "machine": machine(),
         "load": machine_load(),
@@ -168,16 +168,6 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
         gc.collect()
         mx.clear_cache()
     return {**result, "seconds": time.perf_counter() - started}
-
-
-def weights_of(parts: Sequence[Part], contexts: Sequence[int]) -> dict[str, float]:
-    """Shares of the time, in order: the first adapter, what is measured with it, the others."""
-    first, *others = (part.adapter for part in parts)
-    between = {str(length): context_weight(length) for length in contexts}
-    if unavailable() is None:
-        between["energy"] = WEIGHTS["energy"]
-    adapters = {name: WEIGHTS.get(name, WEIGHTS["sql"]) for name in (first, *others)}
-    return {first: adapters.pop(first), **between, **adapters}
 
 
 def systems(max_tokens: int) -> list[System]:
@@ -208,7 +198,7 @@ def measure_part(
     target, prompts = experiment.load()
     load_seconds = clock.now() - started
     found = rounds(
-        prompts, round_of(target, experiment.systems), clock.deadline(part.adapter),
+        target, experiment.systems, prompts, clock.deadline(part.adapter),
         label=experiment.name, now=clock.now,
     )  # fmt: skip
     streams = target.drafting(STREAMS).model
@@ -245,16 +235,6 @@ def energy_result(
         return "not measured: no time left"
     found = {one.name: energy_of(partial(target.answer, one), prompts, share) for one in of}
     return found if all(found.values()) else "not measured: powermetrics could not be read"
-
-
-def round_of(target: Target, of: Sequence[System]) -> Callable[[int, list[int]], dict[str, Answer]]:
-    """Told a turn and a prompt, an answer of each system, in an order that rotates."""
-
-    def one_round(turn: int, prompt: list[int]) -> dict[str, Answer]:
-        first = turn % len(of)
-        return {one.name: target.answer(one, prompt) for one in (*of[first:], *of[:first])}
-
-    return one_round
 
 
 def figures_of(
@@ -328,7 +308,7 @@ def contexts_result(
         own = [text_of_length(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
         with target.endless():
             found = rounds(
-                own, round_of(target, experiment.systems), clock.deadline(str(length)),
+                target, experiment.systems, own, clock.deadline(str(length)),
                 label=f"{length} tokens of context", now=clock.now,
             )  # fmt: skip
         known = length
