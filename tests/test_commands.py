@@ -158,19 +158,15 @@ BAD_TREES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line(run, case, monkeypatch, tmp_path):
+@pytest.mark.parametrize("case", [*BAD, *BAD_TREES])
+def test_bad_input_is_one_line(run, adapter, case, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    args, said = BAD[case]
-    if "model" in case or case == "missing adapter":
+    args, said = {**BAD, **BAD_TREES}[case]
+    if case in BAD_TREES:
+        args = ("--adapter", adapter, *args)
+    if case in BAD_TREES or "model" in case or case == "missing adapter":
         args = (*ASK, *args)
     assert said in refusal(run(*args))
-
-
-@pytest.mark.parametrize("case", BAD_TREES)
-def test_bad_tree_options_are_one_line(run, adapter, case):
-    args, said = BAD_TREES[case]
-    assert said in refusal(run(*ASK, "--adapter", adapter, *args))
 
 
 def test_chat_options_fail_in_one_line(run):
@@ -344,12 +340,9 @@ def test_templates(run, loaded, adapter, template, whole, with_adapter):
     assert record["tokens"] == [token for response in tokens for token in response.tokens]
 
 
-def test_a_new_line_in_a_template_is_written_as_the_trainers_take_it():
-    args = generate.parse_args([*ASK, "--template", r"Q: {prompt}\nA:"])
-    assert args.template == "Q: {prompt}\nA:"
-
-
 def test_the_adapters_template_comes_before_the_models(run, base, tmp_path):
+    args = generate.parse_args([*ASK, "--template", r"Q: {prompt}\nA:"])
+    assert args.template == "Q: {prompt}\nA:", "a new line as the trainers take it"
     own = write_tiny_adapter(tmp_path / "own", base, template="w5 {prompt}")
     (record,) = records(run(*ASK, "--jsonl", "--max-tokens", 1, "--adapter", own))
     assert record["prompt_tokens"] == 3
