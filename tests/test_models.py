@@ -41,7 +41,7 @@ from convert.reference.format import LoraSettings, read_stream_config, stream_se
 from convert.reference.model import StreamFusedReference, rotate_values
 from ssmlx.api import token_steps
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import BaseIdentity, load_adapter, write_adapter
+from ssmlx.loading.adapter import load_adapter, write_adapter
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import load_base
 from ssmlx.model import opt
@@ -183,17 +183,6 @@ def test_plain_model_is_transformers(name, tmp_path):
     assert_close(mx.concatenate(parts), expected)
 
 
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision(name, dtype, tmp_path):
-    base = write_base(tmp_path, name)
-    backbone, _ = load_base(tmp_path, dtype)
-    assert backbone.dtype == getattr(mx, dtype)
-    cache = StreamFusedModel(backbone).make_cache()
-    found = backbone.logits(backbone.append(mx.array(PROMPT), cache)).astype(mx.float32)
-    assert_close(found, torch_logits(base, PROMPT), 0.1)
-
-
 def test_opt_of_a_checkpoint_without_its_head(tmp_path):
     """Published OPT weights have names from before the head was part of the model."""
     model = opt.Model(opt.ModelArgs.from_dict(OPT))
@@ -231,34 +220,6 @@ def test_opt_folders_that_cannot_be(changes, told, tmp_path):
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
     with pytest.raises(InputError, match=told):
         load_base(tmp_path)
-
-
-def test_opt_identities(tmp_path):
-    found = []
-    for number, name in enumerate([*OPTS, "opt"]):
-        write_base(tmp_path / str(number), name, seed=number // len(OPTS))
-        found.append(BaseIdentity.of(load_base(tmp_path / str(number), "float32")[0]))
-    assert found[0].difference(found[0]) is None
-    assert found[0].difference(found[-1]) == "other weights (its final norm differs)"
-    assert set(found[OPTS.index("opt-bare")].norm_probe) == {1.0}
-
-
-def test_embeddings_of_opt_need_positions(tmp_path):
-    write_base(tmp_path / "opt", "opt")
-    write_base(tmp_path / "phi", "phi")
-    opt, phi = (load_base(tmp_path / name, "float32")[0] for name in ("opt", "phi"))
-    tokens = mx.array([4, 4])
-    assert opt.embeds_positions and not phi.embeds_positions
-    with pytest.raises(ValueError, match="give them to `embed`"):
-        opt.embed(tokens)
-    first, second = opt.embed(tokens, mx.array([3, 9]))[0]
-    assert not mx.allclose(first, second)
-    table = opt.model.model.decoder.embed_positions.weight
-    assert_close(second - first, table[11] - table[5])
-    first, second = phi.embed(tokens)[0]
-    assert mx.array_equal(first, second)
-    beyond = opt.embed(mx.array([4] * 3), mx.array([CONTEXT - 1, CONTEXT, 10**6]))[0]
-    assert mx.isfinite(beyond).all() and mx.array_equal(beyond[0], beyond[2])
 
 
 # --- With streams ---

@@ -160,20 +160,6 @@ def test_every_other_drafter_writes_the_same(name, tied):
 # --- Weights ---
 
 
-def test_layers_that_are_not_packed_are_merged_beside_those_that_are():
-    base = make_base(**SIZES)
-    nn.quantize(
-        base, group_size=32, bits=4,
-        class_predicate=lambda path, m: hasattr(m, "to_quantized") and "mlp" in path,
-    )  # fmt: skip
-    before = base.layers[-1].self_attn.q_proj.weight
-    model = with_streams(base, "all")
-    top = model.backbone.layers[-1]
-    assert isinstance(top.mlp.up_proj, RowLora) and type(top.self_attn.q_proj) is nn.Linear
-    assert mx.abs(top.self_attn.q_proj.weight - before).max() > 0.01 * mx.abs(before).max()
-    assert written(model, tree=BEST) == written(model, decoding="plain")
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_draft_head_can_be_packed_alone(tied, bias):
