@@ -68,14 +68,6 @@ def forward_table(costs: StepCosts) -> list[str]:
     return table(columns, costs.lower.contexts)
 
 
-def rank_lines(ranks: Sequence[Sequence[float]]) -> list[str]:
-    """How often each stream has the answer's token among its first ranks."""
-    columns = {
-        f"first {rank}": lambda row, at=at: f"{row[1][at]:.2f}" for at, rank in enumerate(RANKS)
-    }
-    return table({"stream": lambda row: str(row[0]), **columns}, enumerate(ranks, 1))
-
-
 def shape_lines(shapes: Sequence[Result], without: str) -> list[str]:
     """Priced shapes, one a line, without one of the columns."""
     columns: Columns = {
@@ -115,6 +107,9 @@ def report(result: Result) -> str:
     chosen, candidates = result["chosen"], result["candidates"]
     fastest = sorted(candidates, key=lambda one: -one["tokens_per_second"])[:_SHOWN_SHAPES]
     shape = from_json(DraftShape, chosen["shape"]).text()
+    ranks = {
+        f"first {rank}": lambda row, at=at: f"{row[1][at]:.2f}" for at, rank in enumerate(RANKS)
+    }
     plain = "plain decoding; the best draft would be " if chosen["speedup"] <= 1 else ""
     parts = [
         [f"{result['model']}, adapter {result['adapter']}, {result['dtype']}; {result['where']}"],
@@ -125,7 +120,7 @@ def report(result: Result) -> str:
         [
             f"streams on {result['answers']} answers of {result['data']}, {result['tokens']} "
             "tokens: how often the answer's token is among",
-            *rank_lines(result["ranks"]),
+            *table({"stream": lambda row: str(row[0]), **ranks}, enumerate(result["ranks"], 1)),
         ],
         [
             f"expected behind {result['context']} tokens, {len(candidates)} ways tried",
@@ -154,9 +149,16 @@ def draw(result: Result, path: Path) -> None:
     """Expected tokens/s of both schedules against nodes, with what was measured."""
     figure = new_figure(6.4, 4.8)
     axes, chosen = figure.subplots(), result["chosen"]
-    for schedule, colour in COLOURS.items():
-        points = tree_points(result["candidates"], chosen["shape"]["num_streams"], schedule)
-        axes.plot(*zip(*points, strict=True), "-", color=colour, label=schedule.replace("-", " "))
+    points: dict[str, dict[int, float]] = {}
+    for one in result["candidates"]:
+        shape = one["shape"]
+        whole = shape["tree"]["kind"] == "best" and shape["prune"]["kind"] == "off"
+        if whole and shape["num_streams"] == chosen["shape"]["num_streams"]:
+            own = points.setdefault(shape["stream_schedule"], {})
+            own[shape["tree"]["size"]] = one["tokens_per_second"]
+    for schedule, found in points.items():
+        label, values = schedule.replace("-", " "), zip(*sorted(found.items()), strict=True)
+        axes.plot(*values, "-", color=COLOURS[schedule], label=label)
     plain = 1 / chosen["plain_seconds"]
     axes.axhline(plain, color="#8d99ae", ls="--", label="plain decoding, expected")
     nodes = from_json(DraftShape, chosen["shape"]).num_nodes
@@ -177,16 +179,3 @@ def draw(result: Result, path: Path) -> None:
         "diamonds are held-out prompts, measured."
     )
     finish(figure, caption, path)
-
-
-def tree_points(
-    candidates: Sequence[Result], streams: int, schedule: str
-) -> list[tuple[int, float]]:
-    """(nodes, tokens/s) of the best trees, not pruned, of so many streams."""
-    points = []
-    for one in candidates:
-        shape = one["shape"]
-        fits = (shape["num_streams"], shape["stream_schedule"]) == (streams, schedule)
-        if fits and shape["tree"]["kind"] == "best" and shape["prune"]["kind"] == "off":
-            points.append((shape["tree"]["size"], one["tokens_per_second"]))
-    return sorted(points)
