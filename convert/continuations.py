@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.errors import InputError, require
-from ssmlx.loading.files import folder_digest, make_folder, write_whole
+from ssmlx.loading.files import folder_digest, make_folder, unwritable, write_whole
 from ssmlx.prompts import as_messages, encode, read_prompts, refusing_turns
 from ssmlx.settings import DEFAULT_MODEL, check_settings, setting
 
@@ -244,7 +244,7 @@ class PartFile:
         try:
             self._file = path.open("r+b" if whole else "wb")
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
         self._file.truncate(whole)  # a line that a kill cut short
         self._file.seek(whole)
         if not whole:
@@ -368,15 +368,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     try:
         write_whole(path, text.encode())
     except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(
-        f"cannot write {path} ({error.strerror})",
-        expected="a file that can be written",
-        do="choose another --out",
-    )
+        raise unwritable(path, error) from error
 
 
 # --- The command ------------------------------------------------------------------------------

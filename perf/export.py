@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx import exported
-from ssmlx.calibration.timing import Answer, ssmlx_answer
+from ssmlx.calibration.timing import Answer, answer_of, ssmlx_answer
 from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
@@ -90,15 +90,6 @@ def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
     )
 
 
-def exported_answer(
-    model: exported.ExportedModel, prompt: Sequence[int], max_tokens: int
-) -> Answer:
-    """An answer by an exported model."""
-    responses = list(exported.stream_generate(model, prompt, max_tokens=max_tokens))
-    tokens, last = [token for one in responses for token in one.tokens], responses[-1]
-    return Answer(tokens, last.target_calls, last.decode_seconds, last.prefill_seconds)
-
-
 def gap(model: StreamFusedModel, prompt: Sequence[int], mine: Answer, theirs: Answer) -> float:
     """By how much MLX's logit of its token beats that of `mine`, where the answers part."""
     pairs = zip(mine.tokens, theirs.tokens, strict=False)
@@ -128,8 +119,11 @@ def compare(
             plain = [ssmlx_answer(*mlx, prompt, alone) for prompt in prompts]
             streaming = [ssmlx_answer(*mlx, prompt, drafting) for prompt in prompts]
         if units is not None:
-            exported_answer(package, prompts[0], 1)  # warm-up
-        answers = [exported_answer(package, prompt, args.max_tokens) for prompt in prompts]
+            list(exported.stream_generate(package, prompts[0], max_tokens=1))  # warm-up
+        answers = [
+            answer_of(exported.stream_generate(package, prompt, max_tokens=args.max_tokens))
+            for prompt in prompts
+        ]
         gaps = [
             gap(mlx[0], prompt, mine, theirs)
             for prompt, mine, theirs in zip(prompts, answers, plain, strict=True)

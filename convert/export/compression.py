@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 MATRIX_OPS = ("linear", "conv")
 MIN_WEIGHTS = 2048
-BLOCK = 32
-LOOK_UP_BITS = 4
-LOOK_UP_ROWS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,29 +63,25 @@ def compress(model: coremltools.models.MLModel, kind: Compression) -> coremltool
         import coremltools.optimize.coreml as optimize
 
         if kind == "palettised":
-            how, change = (
-                optimize.palettize_weights,
-                optimize.OpPalettizerConfig(
-                    mode="kmeans",
-                    nbits=LOOK_UP_BITS,
-                    granularity="per_grouped_channel",
-                    group_size=LOOK_UP_ROWS,
-                    weight_threshold=MIN_WEIGHTS,
-                ),
+            apply = optimize.palettize_weights
+            change = optimize.OpPalettizerConfig(
+                mode="kmeans",
+                nbits=4,
+                granularity="per_grouped_channel",
+                group_size=32,
+                weight_threshold=MIN_WEIGHTS,
             )
         else:
-            how, change = (
-                optimize.linear_quantize_weights,
-                optimize.OpLinearQuantizerConfig(
-                    mode="linear_symmetric",
-                    dtype=kind,
-                    granularity="per_channel" if kind == "int8" else "per_block",
-                    block_size=BLOCK,
-                    weight_threshold=MIN_WEIGHTS,
-                ),
+            apply = optimize.linear_quantize_weights
+            change = optimize.OpLinearQuantizerConfig(
+                mode="linear_symmetric",
+                dtype=kind,
+                granularity="per_channel" if kind == "int8" else "per_block",
+                block_size=32,
+                weight_threshold=MIN_WEIGHTS,
             )
         each = dict.fromkeys(weight_names(model), change)
-        return how(model, optimize.OptimizationConfig(op_name_configs=each))
+        return apply(model, optimize.OptimizationConfig(op_name_configs=each))
 
 
 def weight_names(model: coremltools.models.MLModel) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub.utils import tqdm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..api import stream_generate
+from ..api import GenerationResponse, stream_generate
 from ..model.streams import StreamFusedModel
 from ..settings import GenerateConfig
 
@@ -53,9 +53,13 @@ def ssmlx_answer(
     **loaded: Any,
 ) -> Answer:
     """Answer with ssmlx; `loaded` is a draft model or heads, as `stream_generate` takes them."""
-    responses = list(stream_generate(model, tokenizer, prompt, config, **loaded))
-    tokens = [token for response in responses for token in response.tokens]
-    last = responses[-1]
+    return answer_of(stream_generate(model, tokenizer, prompt, config, **loaded))
+
+
+def answer_of(responses: Iterable[GenerationResponse]) -> Answer:
+    """The whole answer of the segments that it comes in."""
+    segments = list(responses)
+    tokens, last = [token for one in segments for token in one.tokens], segments[-1]
     return Answer(
         tokens, last.target_calls, last.decode_seconds, last.prefill_seconds, last.draft_calls
     )

@@ -22,13 +22,14 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise unwritable(folder, error) from error
 
 
-def _unwritable(folder: Path, error: OSError) -> InputError:
+def unwritable(path: Path, error: OSError) -> InputError:
+    """A file or folder that cannot be written."""
     return InputError(
-        f"cannot write {folder} ({error.strerror})",
-        expected="a folder that can be written",
+        f"cannot write {path} ({error.strerror})",
+        expected="a place that can be written",
         do="choose another place",
     )
 
@@ -45,7 +46,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise _unwritable(target, error) from error
+        raise unwritable(target, error) from error
     try:
         yield work
         work.chmod(0o755)
