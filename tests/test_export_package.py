@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("coremltools", exc_type=ImportError)
-from mil.interpreter import interpreted_backend, load_functions
+from mil import interpreted_backend, load_functions
 from real import ROOT, one_line, run_module, snapshot, words
 from tiny_export import WORDS, Folders, write_pair
 

@@ -1,17 +1,28 @@
-"""MIL's operations in numpy, by MIL's names and parameters: those that our exports use.
+"""Runs a saved Core ML package in numpy, state included: a check of exports without a Mac.
 
-Floats come as float32. What an operation cannot do as MIL defines it is a ValueError.
+coremltools reads the package (the protobuf message and the weights) and fills in its operations'
+defaults; what they compute is written out here, by MIL's names and parameters, for those that our
+exports use. Each computes in float32, and its result is rounded once to the type that the program
+declares. What an operation cannot do as MIL defines it is a ValueError. On a device the sums inside
+an operation may be taken in float16 or in another order; no interpreter shows that.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from coremltools.converters.mil.mil.types import builtin_to_string
 
+from convert.export.compression import load_program
+from ssmlx.exported.backends import FUNCTIONS, Backend, CarriedCache, CoreMLState
+from ssmlx.exported.manifest import Manifest
+
+State = dict[str, np.ndarray]
 Array = np.ndarray
 NUMPY = {"fp16": "float16", "fp32": "float32"}
 """numpy's names of MIL's types, where they differ."""
@@ -35,20 +46,17 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "mul": lambda x, y: x * y,
     "pow": lambda x, y: x**y,
     "real_div": lambda x, y: x / y,
-    "relu": lambda x: np.maximum(x, 0),
     "reshape": lambda x, shape: x.reshape(tuple(shape)),
     "rsqrt": lambda x, epsilon: 1 / np.sqrt(x + epsilon),
     "select": lambda cond, a, b: np.where(cond, a, b),
     "silu": lambda x: x / (1 + np.exp(-x)),
-    "stack": lambda values, axis: np.stack(values, int(axis)),
     "sub": lambda x, y: x - y,
     "tile": lambda x, reps: np.tile(x, tuple(reps)),
     "transpose": lambda x, perm: x.transpose(tuple(perm)),
 }
 MOVES = {
-    "concat", "expand_dims", "gather", "gather_along_axis", "reduce_argmax", "reduce_max",
-    "reshape", "scatter_along_axis", "select", "slice_by_index", "split", "stack", "tile", "topk",
-    "transpose",
+    "concat", "expand_dims", "gather", "reduce_argmax", "reduce_max", "reshape",
+    "scatter_along_axis", "select", "slice_by_index", "tile", "topk", "transpose",
 }  # fmt: skip
 """Operations that only move numbers, which were rounded when they were made."""
 
@@ -60,11 +68,6 @@ def operation(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(name: str, inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """The results of an operation.
-
-    Raises:
-        NotImplementedError: it, or one of its parameters, is none that the interpreter knows.
-    """
     call = OPERATIONS.get(name)
     if call is None or not set(inputs) <= set(inspect.signature(call).parameters):
         raise NotImplementedError(f"{name} of {', '.join(inputs)}")
@@ -81,22 +84,11 @@ def cast(x: Array, dtype: str) -> Array:
     return found
 
 
-@operation
-def gelu(x: Array, mode: str = "EXACT") -> Array:
-    """x times the normal distribution's P(X <= x), or its approximation by a tanh."""
-    if mode == "EXACT":
-        return x * (1 + np.vectorize(math.erf, otypes=[x.dtype])(x / math.sqrt(2))) / 2
-    if mode == "TANH_APPROXIMATION":
-        return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
-    raise ValueError(f"mode {mode}")
-
-
 # --- Products ---
 
 
 @operation
 def linear(x: Array, weight: Array, bias: Array | float = 0.0) -> Array:
-    """[..., in] to [..., out], weight [out, in]."""
     return x @ weight.T + bias
 
 
@@ -120,7 +112,6 @@ def conv(
 
 @operation
 def matmul(x: Array, y: Array, transpose_x: bool = False, transpose_y: bool = False) -> Array:
-    """x y over the last two axes, either of them turned first."""
     x, y = (np.swapaxes(a, -1, -2) if t else a for a, t in ((x, transpose_x), (y, transpose_y)))
     return x @ y
 
@@ -129,7 +120,6 @@ def matmul(x: Array, y: Array, transpose_x: bool = False, transpose_y: bool = Fa
 def scaled_dot_product_attention(
     query: Array, key: Array, value: Array, attn_mask: Array | None = None
 ) -> Array:
-    """softmax(q k^T / sqrt(width) + mask) v."""
     scores = query @ np.swapaxes(key, -1, -2) / np.float32(math.sqrt(query.shape[-1]))
     return softmax(scores if attn_mask is None else scores + attn_mask, -1) @ value
 
@@ -153,25 +143,13 @@ for _name in ("max", "mean", "sum"):
 def reduce_argmax(
     x: Array, axis: int = -1, keep_dims: bool = False, output_dtype: str = "int32"
 ) -> Array:
-    """Where the largest number stands; the first of equal ones."""
     return np.argmax(x, int(axis), keepdims=bool(keep_dims)).astype(output_dtype)
 
 
 @operation
 def softmax(x: Array, axis: int) -> Array:
-    """e^x over its sum along `axis`."""
     powers = np.exp(x - x.max(int(axis), keepdims=True))
     return powers / powers.sum(int(axis), keepdims=True)
-
-
-@operation
-def layer_norm(
-    x: Array, axes: Sequence[int], gamma: Array, beta: Array, epsilon: float = 1e-5
-) -> Array:
-    """gamma (x - mean) / sqrt(variance + epsilon) + beta, over the last axes."""
-    over = tuple(int(axis) for axis in axes)
-    centred = x - x.mean(over, keepdims=True)
-    return centred / np.sqrt(np.square(centred).mean(over, keepdims=True) + epsilon) * gamma + beta
 
 
 @operation
@@ -204,16 +182,9 @@ def _checked(indices: Array, size: int) -> Array:
 def gather(
     x: Array, indices: Array, axis: int, batch_dims: int = 0, validate_indices: bool = False
 ) -> Array:
-    """The parts of x at `indices` along `axis`."""
     if batch_dims:
         raise ValueError("takes no batches")
     return np.take(x, _checked(np.asarray(indices), x.shape[int(axis)]), int(axis))
-
-
-@operation
-def gather_along_axis(x: Array, indices: Array, axis: int, validate_indices: bool = False) -> Array:
-    """Elements at `indices` along `axis`, of the place in question on the others."""
-    return np.take_along_axis(x, _checked(indices, x.shape[int(axis)]), int(axis))
 
 
 @operation
@@ -225,21 +196,11 @@ def scatter_along_axis(
     mode: str = "update",
     validate_indices: bool = False,
 ) -> Array:
-    """data, but `updates` at `indices` along `axis`."""
     if mode != "update":
         raise ValueError(f"mode {mode}")
     changed = data.copy()
     np.put_along_axis(changed, _checked(indices, data.shape[int(axis)]), updates, int(axis))
     return changed
-
-
-@operation
-def split(
-    x: Array, axis: int, num_splits: int | None = None, split_sizes: Array | None = None
-) -> tuple[Array, ...]:
-    """x cut into equal parts, or into parts of `split_sizes`."""
-    cuts = int(num_splits or 0) if split_sizes is None else np.cumsum(split_sizes)[:-1]
-    return tuple(np.split(x, cuts, int(axis)))
 
 
 @operation
@@ -283,14 +244,108 @@ def constexpr_blockwise_shift_scale(data: Array, scale: Array, offset: Any = Non
     return data.astype(np.float32) * scale
 
 
-@operation
-def constexpr_lut_to_dense(indices: Array, lut: Array, vector_axis: Any = None) -> Array:
-    """The table's number for each index; lut [groups of each axis..., entries, 1]."""
-    if vector_axis is not None or lut.shape[-1] != 1:
-        raise ValueError("takes tables of numbers")
-    *groups, entries, _ = lut.shape
-    place = np.zeros(indices.shape, np.int64)  # the group of each element
-    for axis, (size, parts) in enumerate(zip(indices.shape, groups, strict=True)):
-        own = np.arange(size) // (size // parts)
-        place = place * parts + own.reshape([-1 if a == axis else 1 for a in range(place.ndim)])
-    return lut.reshape(-1, entries)[place, indices.astype(np.int64)]
+# --- Programs ---
+
+
+class Function:
+    """A function of the program that coremltools read."""
+
+    def __init__(self, function: Any) -> None:
+        self.operations = list(function.operations)
+        self._inputs, self._outputs = function.inputs, function.outputs
+        self._constants: dict[str, Any] = {}
+
+    def make_state(self) -> State:
+        """Zeros for every state, as Core ML makes them."""
+        return {
+            name: np.zeros(var.shape, np.float16)
+            for name, var in self._inputs.items()
+            if _is_state(var)
+        }
+
+    def predict(self, inputs: Mapping[str, np.ndarray], state: State | None = None) -> State:
+        """The outputs by name, in their declared types; what it writes is in `state`."""
+        taken = {n: v for n, v in self._inputs.items() if not _is_state(v)}
+        if set(taken) != set(inputs):
+            raise ValueError(f"inputs {sorted(inputs)}, declared {sorted(taken)}")
+        values = {name: _settled(inputs[name], var) for name, var in taken.items()}
+        with np.errstate(all="ignore"):
+            for op in self.operations:
+                self._step(op, values, state or {})
+        return {v.name: values[v.name].astype(_numpy(v), copy=False) for v in self._outputs}
+
+    def _step(self, op: Any, values: dict[str, Any], state: State) -> None:
+        if op.op_type == "const" or op.op_type.startswith("constexpr"):
+            return
+        try:
+            if op.op_type == "read_state":
+                results: tuple[Any, ...] = (state[op.input.name].astype(np.float32),)
+            elif op.op_type == "coreml_update_state":
+                state[op.state.name] = self._value(op.value, values).astype(np.float16)
+                results = (state[op.state.name].astype(np.float32),)
+            else:
+                results = run(op.op_type, self._bound(op, values))
+            for var, result in zip(op.outputs, results, strict=True):
+                values[var.name] = _settled(result, var, rounds=op.op_type not in MOVES)
+        except (ValueError, TypeError, IndexError) as error:
+            raise ValueError(f"{op.op_type} of {op.outputs[0].name}: {error}") from error
+
+    def _bound(self, op: Any, values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: [self._value(one, values) for one in var]
+            if isinstance(var, (tuple, list))
+            else self._value(var, values)
+            for name, var in op.inputs.items()
+            if var is not None
+        }
+
+    def _value(self, var: Any, values: dict[str, Any]) -> Any:
+        """What a step made, or a constant; those of the weights are made once."""
+        if var.name in values:
+            return values[var.name]
+        if var.name not in self._constants:
+            self._constants[var.name] = self.constant(var)
+        return self._constants[var.name]
+
+    def constant(self, var: Any) -> Any:
+        """A constant of the program, decompressed where it is compressed."""
+        if var.op.op_type == "const":
+            value = var.val
+            is_float = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind == "f"
+            return value.astype(np.float32) if is_float else value
+        parts = {name: part for name, part in var.op.inputs.items() if part is not None}
+        found = run(var.op.op_type, {name: self.constant(part) for name, part in parts.items()})
+        return _settled(found[0], var)
+
+
+def _is_state(var: Any) -> bool:
+    return "state" in str(var.sym_type)
+
+
+def _numpy(var: Any) -> np.dtype:
+    name = builtin_to_string(var.dtype)
+    return np.dtype(NUMPY.get(name, name))
+
+
+def _settled(value: Any, var: Any, *, rounds: bool = True) -> np.ndarray:
+    """A result as the next operation takes it: as declared, and floats carried as float32."""
+    array, kind = np.asarray(value), _numpy(var)
+    if array.shape != tuple(var.shape) or array.dtype.kind != kind.kind:
+        raise ValueError(f"{array.dtype} {array.shape}, declared {kind} {var.shape}")
+    if kind.kind != "f":
+        return array.astype(kind)
+    return (array.astype(kind) if rounds else array).astype(np.float32, copy=False)
+
+
+def load_functions(package: Path) -> dict[str, Function]:
+    """The functions of a package, by name."""
+    return {name: Function(code) for name, code in load_program(package).functions.items()}
+
+
+def interpreted_backend(package: Path, manifest: Manifest) -> Backend:
+    """Run a package here; its manifest is beside it."""
+    functions = load_functions(package)
+    assert set(functions) == set(FUNCTIONS)
+    if manifest.cache == "state":
+        return CoreMLState(functions)
+    return CarriedCache(lambda name, inputs: functions[name].predict(inputs), manifest)

@@ -1,1 +1,0 @@
-"""Runs a saved Core ML package on any machine: a test tool, see `interpreter.py`."""
