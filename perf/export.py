@@ -221,9 +221,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add_counts(parser, ("count", 20, "prompts"), ("max-tokens", 64, "longest answer"))
     parser.add_argument("--compute-units", choices=COMPUTE_UNITS, help="one choice only")
-    parser.add_argument(
-        "--name", default="export", help="of the result's file (default: %(default)s)"
-    )
     return parser.parse_args(argv)
 
 
@@ -231,7 +228,7 @@ def _main(args: argparse.Namespace) -> int:
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     mlx = load(args.model, adapter=args.adapter, dtype=args.dtype)
     rows = [row for folder in args.folders for row in compare(args, folder, mlx)]
-    print("saved", save(args.name, {"rows": rows}), file=sys.stderr)
+    print("saved", save("export", {"rows": rows}), file=sys.stderr)
     exact = all(
         row["same_tokens"] == row["prompts"] for row in rows if row["precision"] == "float32"
     )

@@ -233,9 +233,9 @@ def measured(folder: Path, results: Path, monkeypatch, *more: str) -> dict:
     monkeypatch.setattr("perf.run.results.RESULTS", results)
     real = exported.load  # what `perf.export` runs a package with, but without a Mac
     monkeypatch.setattr(exported, "load", lambda at, **_: real(at, backend=interpreted_backend))
-    asked = ("--name", "check", "--compute-units", "cpu-only", *more)
+    asked = ("--compute-units", "cpu-only", *more)
     assert perf_export.main([str(folder), *asked]) == 0
-    (row,) = json.loads((results / "check.json").read_text())["rows"]
+    (row,) = json.loads((results / "export.json").read_text())["rows"]
     return row
 
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from .graph import DECODE, Graph
 from .packages import import_coremltools, quiet
-from .settings import Compression
 
 if TYPE_CHECKING:
     import coremltools
@@ -52,7 +51,7 @@ class WeightError:
         )
 
 
-def compress(model: coremltools.models.MLModel, kind: Compression) -> coremltools.models.MLModel:
+def compress(model: coremltools.models.MLModel, kind: str) -> coremltools.models.MLModel:
     """One function's model with its matrices compressed; a package of several would be refused.
 
     "int8": symmetric, a scale for every output row. "int4": symmetric, a scale for every 32

@@ -168,7 +168,6 @@ def make_manifest(graph: Graph, adapter: Adapter, config: ExportConfig) -> Manif
     """What the graph "decode" says of itself; without names, digest and end tokens."""
     sizes = graph.profile.sizes
     carried = config.target == "coreml" and config.precision == "float32"
-    topology = config.topology(adapter.config, adapter.base.vocab_size)
     return Manifest(
         target=config.target,
         profile=config.profile,
@@ -181,7 +180,7 @@ def make_manifest(graph: Graph, adapter: Adapter, config: ExportConfig) -> Manif
         num_nodes=sizes.num_nodes,
         num_kept=sizes.num_kept,
         num_streams=sizes.num_streams,
-        tree=TreeTables.of(topology, sizes.num_nodes),
+        tree=TreeTables.of(sizes.topology, sizes.num_nodes),
         prompt_template=adapter.config.prompt_template,
         compression=config.compression,
     )

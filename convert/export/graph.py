@@ -124,7 +124,7 @@ class DecodeGraph(Graph):
         ahead = torch.arange(1, sizes.num_streams + 1, dtype=torch.int32)
         self.register_buffer("ahead", ahead, persistent=False)
         count, kept = sizes.num_nodes, (sizes.num_kept,)
-        drafted = (sizes.num_streams, sizes.num_candidates)
+        drafted = (sizes.num_streams, sizes.topology.num_candidates)
         self.inputs = (
             *(Tensor(name, (count,)) for name in ("tokens", "positions", "slots")),
             Tensor("mask", (1, 1, count, sizes.num_slots), "float"),
@@ -185,7 +185,7 @@ class DecodeGraph(Graph):
         profile, sizes = self.profile, self.profile.sizes
         own = sizes.num_kept + last * sizes.num_streams + self.ahead - 1
         streams = profile.norm(profile.take(rows, own))
-        tokens, logprobs = profile.draft_head.rank(streams, sizes.num_candidates)
+        tokens, logprobs = profile.draft_head.rank(streams, sizes.topology.num_candidates)
         return (tokens if self.vocab is None else self.vocab[tokens]), logprobs
 
 

@@ -168,7 +168,9 @@ class Profile(nn.Module, ABC):
         self._wrap_lora(model)
         # Attention modules that do not name it have a KV head for every query head.
         self.groups = getattr(self.decoder.layers[0].self_attn, "num_key_value_groups", 1)
-        tables = self.decoder.rotary(torch.arange(sizes.num_positions)[None])
+        # A stream looks G positions ahead of the last slot.
+        positions = torch.arange(sizes.num_slots + sizes.num_streams)
+        tables = self.decoder.rotary(positions[None])
         self.rotary = None if tables is None else tuple(table[0] for table in tables)
         head = self.base.lm_head
         new_head = partial(Head, channels_first=self.axis == 3, piece=self.piece)

@@ -14,8 +14,6 @@ from ssmlx.settings import (
     setting,
 )
 
-Compression = Literal["none", "int8", "int4", "palettised"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSizes:
@@ -26,7 +24,7 @@ class GraphSizes:
         num_kept: M, nodes that pruning keeps; N where nothing is pruned.
         num_parents: I, leading nodes that may have children, for the early exit.
         num_streams: G, streams in use.
-        num_candidates: K, ranked candidates of each stream.
+        topology: all nodes that the drafted trees can have, `ssmlx.model.tree.Topology`.
         num_slots: S, slots of the cache.
         chunk: T, tokens of a prompt chunk.
     """
@@ -35,7 +33,7 @@ class GraphSizes:
     num_kept: int
     num_parents: int
     num_streams: int
-    num_candidates: int
+    topology: Any
     num_slots: int
     chunk: int
 
@@ -43,11 +41,6 @@ class GraphSizes:
     def is_pruned(self) -> bool:
         """Whether nodes are dropped half-way up."""
         return self.num_kept < self.num_nodes
-
-    @property
-    def num_positions(self) -> int:
-        """Positions that a row may stand at: a stream looks G ahead of the last slot."""
-        return self.num_slots + self.num_streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +58,7 @@ class ExportConfig:
         "one-hot cache writes",
         choices=("gpu", "ane"),
     )
-    compression: Compression = setting(
+    compression: Literal["none", "int8", "int4", "palettised"] = setting(
         "none",
         "weights of layers and LM head: int8 a row; int4 in blocks of 32, for gpu; palettised, 4 "
         "bits, for ane",
@@ -104,17 +97,13 @@ class ExportConfig:
             do="drop --compress, or what it does not go with",
         )
 
-    def topology(self, config: StreamConfig, vocab_size: int) -> Any:
-        """All nodes that the drafted trees can have; as `StreamDrafter` chooses it."""
-        from ssmlx.model.tree import draft_topology
-
-        most = config.draft_vocab_size or vocab_size
-        streams = config.usable_streams(self.num_streams)
-        return draft_topology(self.tree.no_wider_than(most), streams)
-
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
         """The sizes of the graph for an adapter."""
-        topology = self.topology(config, vocab_size)
+        from ssmlx.model.tree import draft_topology
+
+        streams = config.usable_streams(self.num_streams)
+        tree = self.tree.no_wider_than(config.draft_vocab_size or vocab_size)
+        topology = draft_topology(tree, streams)  # as `StreamDrafter` chooses it
         nodes = topology.num_nodes
         chosen = self.tree.kind == "best" and nodes > self.tree.size
         count = self.tree.size if chosen else nodes
@@ -135,8 +124,8 @@ class ExportConfig:
             num_nodes=count,
             num_kept=kept,
             num_parents=count if chosen else topology.num_internal,
-            num_streams=config.usable_streams(self.num_streams),
-            num_candidates=topology.num_candidates,
+            num_streams=streams,
+            topology=topology,
             num_slots=self.context,
             chunk=self.chunk,
         )

@@ -87,12 +87,8 @@ def recombine(
 ) -> list[str]:
     """Prompts that are not `taken`, the attributes of one known prompt and values of any.
 
-    Args:
-        known: what attributes go together, and which values they have, each as often as known.
-        count: how many; fewer come where there are no more.
-        taken: prompts that may not come.
-        seed: of the draws.
-        more: values that half of the draws come from, by attribute.
+    Half of the draws come from `more`, where it has the attribute. Fewer prompts than `count` come
+    where there are no more.
     """
     draw, seen = random.Random(seed), set(taken)
     values: dict[str, list[str]] = {}
