@@ -218,11 +218,16 @@ def write_coreai(
     """
     coreai_torch = import_coreai()
     converter = coreai_torch.TorchConverter
-    with quiet():
+    dtype = getattr(torch, config.precision)
+    with quiet(), torch.no_grad():
         conversion = converter(mode=converter.Mode.RELEASE)
         for graph in graphs:
+            module = Converted(graph, stateful=True).eval().to(dtype)
+            examples = [tensor.zeros() for tensor in graph.inputs]
+            examples = [x.to(dtype) if x.is_floating_point() else x for x in examples]
+            exported = torch.export.export(module, args=tuple(examples))
             conversion.add_exported_program(
-                _exported(graph, config, coreai_torch.get_decomp_table()),
+                exported.run_decompositions(coreai_torch.get_decomp_table()),
                 input_names=[tensor.name for tensor in graph.inputs],
                 output_names=[tensor.name for tensor in graph.outputs],
                 state_names=graph.caches,
@@ -236,13 +241,3 @@ def write_coreai(
 
     with writing(package), quiet():
         program.save_asset(package).update_metadata(describe)
-
-
-def _exported(graph: Graph, config: ExportConfig, table: Any) -> Any:
-    """The graph as torch.export gives it, in the precision that was asked for."""
-    dtype = getattr(torch, config.precision)
-    module = Converted(graph, stateful=True).eval().to(dtype)
-    examples = [tensor.zeros() for tensor in graph.inputs]
-    examples = [x.to(dtype) if x.is_floating_point() else x for x in examples]
-    with torch.no_grad():
-        return torch.export.export(module, args=tuple(examples)).run_decompositions(table)
