@@ -11,7 +11,6 @@ import pytest
 from real import one_line, words, write_base, write_tiny_adapter
 
 from perf.bench import __main__ as bench
-from perf.bench import energy as bench_energy
 from perf.bench.__main__ import Clock, Part, contexts_result, expected_seconds, rounds
 from perf.bench.report import line, report
 from perf.run.tasks import Example
@@ -97,15 +96,15 @@ Combined Power (CPU + GPU + ANE): 2.5 W
 
 def test_why_there_is_no_energy(monkeypatch):
     said = {}
-    monkeypatch.setattr(bench_energy, "output_of", lambda *command: said.get(command[0], ""))
-    monkeypatch.setattr(bench_energy.platform, "system", lambda: "Linux")
-    assert bench_energy.unavailable() == "not measured: needs macOS"
-    monkeypatch.setattr(bench_energy.platform, "system", lambda: "Darwin")
-    assert bench_energy.unavailable() == "not measured: needs sudo"
+    monkeypatch.setattr(bench, "output_of", lambda *command: said.get(command[0], ""))
+    monkeypatch.setattr(bench.platform, "system", lambda: "Linux")
+    assert bench.unavailable() == "not measured: needs macOS"
+    monkeypatch.setattr(bench.platform, "system", lambda: "Darwin")
+    assert bench.unavailable() == "not measured: needs sudo"
     said["sudo"] = "Intel energy model derived package power (CPUs+GT+SA): 2.48W"
-    assert "no combined power" in bench_energy.unavailable()
+    assert "no combined power" in bench.unavailable()
     said["sudo"] = SAMPLES
-    assert bench_energy.unavailable() is None
+    assert bench.unavailable() is None
 
 
 def sampler(text: str):
@@ -127,11 +126,11 @@ def test_energy_is_power_times_time_over_tokens():
         sleep(0.05)
         return Answer([1, 2, 3, 4], 4, 0.05)
 
-    found = bench_energy.energy_of(answer, [[1], [2]], 0.25, sampler(SAMPLES))
+    found = bench.energy_of(answer, [[1], [2]], 0.25, sampler(SAMPLES))
     assert found["watts"] == pytest.approx(1.836) and asked[:3] == [[1], [2], [1]]
     # Some 0.05 s for four tokens.
     assert 0.05 / 4 < found["joules_per_token"] / found["watts"] < 0.15 / 4
-    assert bench_energy.energy_of(answer, [[1]], 0.25, sampler("no power here")) is None
+    assert bench.energy_of(answer, [[1]], 0.25, sampler("no power here")) is None
 
 
 # --- The command ---
@@ -173,7 +172,7 @@ def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):
 def run_bench(folders, out, monkeypatch, *more):
     monkeypatch.setattr(bench, "PARTS", parts_of(folders))
     monkeypatch.setattr(bench, "RESERVED_SECONDS", 0.0)
-    monkeypatch.setattr(bench_energy.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(bench.platform, "system", lambda: "Linux")
     monkeypatch.setattr(bench, "MOST_ROUNDS", 2)
     monkeypatch.setattr(bench, "CONTEXT_TOKENS", 8)
     argv = ["--model", str(folders / "base"), "--out", str(out), "--contexts", "24", "8", *more]

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import platform
+import re
+import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
@@ -28,7 +33,7 @@ from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
 from ssmlx.plan import make_plan
 from ssmlx.settings import DTYPES, GenerateConfig
-from ssmlx.tuning.machine import machine
+from ssmlx.tuning.machine import machine, output_of
 from ssmlx.tuning.report import publish
 
 from ..run.experiment import Experiment, Measured, task_result
@@ -36,7 +41,6 @@ from ..run.options import adapter_with_streams, add_base, add_out, check_counts
 from ..run.results import Kept, machine_load
 from ..run.target import STREAMS, System, Target, Weights, plain_systems
 from ..run.tasks import TASKS, Example, data_file, read_examples
-from .energy import energy_of, unavailable
 from .report import draw, line, report
 
 PROG = "perf.bench"
@@ -54,6 +58,13 @@ CONTEXTS = (64, 512, 2000)
 CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
 MOST_ROUNDS = 12  # at each length of context
 SAFETY = 1.3
+
+# Energy: powermetrics wants root, and says so where it cannot run.
+INTERVAL_MS = 250
+COMMAND = ("sudo", "-n", "powermetrics", "--samplers", "cpu_power,gpu_power", "-i")
+_POWER = re.compile(r"^Combined Power \(CPU \+ GPU \+ ANE\): *([\d.]+) *(m?)W", re.MULTILINE)
+
+Sampler = Callable[[int, IO[str]], "subprocess.Popen[str]"]
 
 
 class Part(NamedTuple):
@@ -220,6 +231,57 @@ def measure_part(
         "contexts": measured,
         "left_out": [f"{length} tokens of context" for length in contexts[len(measured) :]],
         "energy": energy_result(experiment.systems, target, prompts, clock),
+    }
+
+
+def unavailable() -> str | None:
+    """Why there is no energy to be measured here; None where there is.
+
+    Needs a password that was typed not long ago (`sudo -v`), or a rule that asks for none.
+    """
+    if platform.system() != "Darwin":
+        return "not measured: needs macOS"
+    said = output_of(*COMMAND, "100", "-n", "1")
+    if not said:
+        return "not measured: needs sudo"
+    return None if watts_of(said) else "not measured: powermetrics names no combined power"
+
+
+def watts_of(text: str) -> list[float]:
+    """The power of CPU, GPU and Neural Engine in each sample of what powermetrics prints."""
+    return [float(value) / (1000 if milli else 1) for value, milli in _POWER.findall(text)]
+
+
+def start_sampler(samples: int, output: IO[str]) -> subprocess.Popen[str]:
+    """powermetrics for so many samples: it ends by itself, since root's cannot be stopped."""
+    command = [*COMMAND, str(INTERVAL_MS), "-n", str(samples)]
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, text=True)
+
+
+def energy_of(
+    answer: Callable[[list[int]], Answer],
+    prompts: Sequence[list[int]],
+    seconds: float,
+    sampler: Sampler = start_sampler,
+) -> dict[str, float] | None:
+    """Watts, and joules a token, prompts included, of a warm system that answers prompt after
+    prompt while power is sampled; None where no sample can be read."""
+    tokens, turn = 0, 0
+    # A file: a pipe that nobody empties would stop the sampler.
+    with tempfile.TemporaryFile("w+") as output:
+        process = sampler(max(1, round(1000 * seconds / INTERVAL_MS)), output)
+        started = time.perf_counter()
+        while process.poll() is None and time.perf_counter() - started < 3 * seconds:
+            tokens += len(answer(prompts[turn % len(prompts)]).tokens)
+            turn += 1
+        elapsed = time.perf_counter() - started
+        output.seek(0)
+        watts = watts_of(output.read())
+    if not watts or not tokens:
+        return None
+    return {
+        "watts": statistics.mean(watts),
+        "joules_per_token": statistics.mean(watts) * elapsed / tokens,
     }
 
 

@@ -5,14 +5,14 @@ And the table of perf/README.md; all of it from a result alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ssmlx.memory import MIB
 from ssmlx.tuning.report import Columns, cells, table
 
-from ..run.published import METHODS, Latency, Span, Speed, latencies, span, speeds
+from ..run.published import METHODS, Latency, Speed, latencies, span, speeds
 from ..run.show import (
     TOKENS_PER_CALL,
     Cell,
@@ -65,7 +65,18 @@ def markdown(result: Row) -> str:
 
 
 def _task_markdown(task: Row) -> str:
-    columns = _markdown_columns(task)
+    columns: Columns = {
+        "system": lambda row: f"`{row['name']}`",
+        "speed-up over mlx-lm": _speedup_text,
+        "tokens per call": figure("tokens_per_call"),
+        "latency, ms (over mlx-lm)": lambda row: (
+            f"{1e3 * row['latency_seconds']['value']:.0f} ({_latency_speedup_text(task, row)})"
+        ),
+        **metrics(task["figures"][:1]),
+        "extra parameters": number("extra_parameters", "0"),
+        "peak memory beside the weights, MiB": lambda row: _mib(row["peak_bytes"]),
+        "same tokens as plain": same_text(task["prompts"]),
+    }
     rows = [list(columns), ["---"] * len(columns), *cells(columns, task["systems"])]
     lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     missing = "; ".join(f"{name}: {why}" for name, why in task["left_out"].items())
@@ -102,21 +113,6 @@ def _memory_columns(task: Row) -> Columns:
         "beside the target": lambda row: row["name"],
         "weights, MiB": lambda row: _mib(row["weight_bytes"]) if row["weight_bytes"] else "-",
         "peak, MiB": lambda row: _mib(row["peak_bytes"]),
-        "same tokens as plain": same_text(task["prompts"]),
-    }
-
-
-def _markdown_columns(task: Row) -> Columns:
-    return {
-        "system": lambda row: f"`{row['name']}`",
-        "speed-up over mlx-lm": _speedup_text,
-        "tokens per call": figure("tokens_per_call"),
-        "latency, ms (over mlx-lm)": lambda row: (
-            f"{1e3 * row['latency_seconds']['value']:.0f} ({_latency_speedup_text(task, row)})"
-        ),
-        **metrics(task["figures"][:1]),
-        "extra parameters": number("extra_parameters", "0"),
-        "peak memory beside the weights, MiB": lambda row: _mib(row["peak_bytes"]),
         "same tokens as plain": same_text(task["prompts"]),
     }
 
@@ -166,24 +162,24 @@ def _paper_lines(
 
 def _speed_cells(rows: Sequence[Speed], figures: int) -> list[str]:
     """The paper's cells of table 1; it has a single exact match, where we have two."""
-    found = [_span_text(span(column)) for column in zip(*(r.metrics for r in rows), strict=True)]
+    found = [_span_text(column) for column in zip(*(r.metrics for r in rows), strict=True)]
     return [
-        _span_text(span(row.speedup for row in rows)),
-        _span_text(span(row.call_reduction for row in rows)),
+        _span_text(row.speedup for row in rows),
+        _span_text(row.call_reduction for row in rows),
         *(found + ["-"] * figures)[:figures],
-        _span_text(span(row.extra_parameters for row in rows), ",.0f"),
+        _span_text((row.extra_parameters for row in rows), ",.0f"),
     ]
 
 
 def _latency_cells(rows: Sequence[Latency], figures: int) -> list[str]:
     columns = [[r.target_calls, r.draft_calls, r.milliseconds] for r in rows]
-    target, draft, time = (span(column) for column in zip(*columns, strict=True))
-    drafts = _span_text(draft) if draft[1] else "-"
+    target, draft, time = zip(*columns, strict=True)
+    drafts = _span_text(draft) if any(draft) else "-"
     return [_span_text(target), drafts, _span_text(time, ".0f"), *["-"] * 4]
 
 
-def _span_text(values: Span, form: str = ".2f") -> str:
-    low, high = values
+def _span_text(values: Iterable[float], form: str = ".2f") -> str:
+    low, high = span(values)
     return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
 
 

@@ -309,13 +309,9 @@ def differences_of(measured: Measured, system: System) -> list[dict[str, Any]] |
 def difference(
     measured: Measured, index: int, plain: list[int], other: list[int]
 ) -> dict[str, Any]:
-    """Where two answers to a prompt part, and by how little the target chose there.
-
-    Returns:
-        "prompt" and "token", numbers from 0; "gap", how far the target's logits of the two tokens
-        are apart, None where none was found; and "near_tie", whether the precision's rounding may
-        have decided.
-    """
+    """Where two answers to a prompt part, and by how little the target chose there: the "gap"
+    between its logits of the two tokens, None where none was found, and "near_tie", whether the
+    precision's rounding may have decided."""
     experiment, shorter = measured.experiment, min(len(plain), len(other))
     pairs = zip(plain, other, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
