@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.errors import InputError, require
@@ -85,19 +84,6 @@ def _check_target(out: Path) -> None:
     )
 
 
-def _report(adapter: Any, args: argparse.Namespace) -> str:
-    lora_size = sum(w.a.size + w.b.size for w in adapter.lora.values())
-    task_size = sum(w.a.size + w.b.size for w in adapter.task_lora.values())
-    config = adapter.config
-    task = f"; beside LoRA of the task, {task_size:,} parameters" if task_size else ""
-    kind = "merged" if args.fuse else f"scope {config.adapter_scope}"
-    return (
-        f"{args.out}: {config.num_streams} streams in the top {config.num_msa_layers} of "
-        f"{config.num_layers} layers, {adapter.streams.num_parameters:,} stream parameters; LoRA "
-        f"on {len(adapter.lora)} modules, {lora_size:,} parameters, {kind}{task}"
-    )
-
-
 def _convert_heads(args: argparse.Namespace) -> None:
     from ssmlx.drafters.heads import write_heads
     from ssmlx.loading.files import new_folder
@@ -146,7 +132,19 @@ def _convert_streams(args: argparse.Namespace) -> None:
             write_fused(folder, adapter, backbone, load_tokenizer(path, model_config), model_config)
         else:
             write_adapter(folder, cast_adapter(adapter, args.dtype))
-    print(_report(adapter, args), file=sys.stderr)
+    config = adapter.config
+    size, task_size = (
+        sum(weights.a.size + weights.b.size for weights in lora.values())
+        for lora in (adapter.lora, adapter.task_lora)
+    )
+    kind = "merged" if args.fuse else f"scope {config.adapter_scope}"
+    beside = f"; beside LoRA of the task, {task_size:,} parameters" if task_size else ""
+    print(
+        f"{args.out}: {config.num_streams} streams in the top {config.num_msa_layers} of "
+        f"{config.num_layers} layers, {adapter.streams.num_parameters:,} stream parameters; LoRA "
+        f"on {len(adapter.lora)} modules, {size:,} parameters, {kind}{beside}",
+        file=sys.stderr,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -47,15 +47,14 @@ log.jsonl and curves.png."""
 _MEDUSA, _SPECULATOR = "medusa", "mlp_speculator"
 _DEFAULT_HEADS = {_MEDUSA: 4, _SPECULATOR: 3}
 _LATE = {"batch_size": 64, "learning_rate": 1e-4, "max_length": 256}
+# Settings that heads of one kind have.
 _ONLY = {
     _MEDUSA: ("num_layers", "share_lm_head", "decay"),
     _SPECULATOR: ("inner_dim", "tie_weights", "scale_input", "widths", "stage"),
 }
-"""Settings that heads of one kind have."""
-
+# Settings that heads to go on from have already.
 _SHAPE = ("num_heads", "num_layers", "share_lm_head", "inner_dim", "tie_weights", "scale_input",
           "draft_vocab_size")  # fmt: skip
-"""Settings that heads to go on from have already."""
 
 
 def _switch(help: str) -> Any:
@@ -88,18 +87,15 @@ class HeadSettings:
 
     def __post_init__(self) -> None:
         check_settings(self, do="correct the option")
-        require(
-            self.num_layers > 0 or not self.share_lm_head,
-            f"--num-layers {self.num_layers}",
-            expected="1 or more with --share-lm-head, or nothing would be trained",
-            do="correct the option",
-        )
-        require(
-            len(self.widths) in (0, self.num_heads),
-            f"--widths {' '.join(map(str, self.widths))}",
-            expected=f"{self.num_heads} numbers of 1 or more, one a head",
-            do="correct the option",
-        )
+        layers = "1 or more with --share-lm-head, or nothing would be trained"
+        widths = f"{self.num_heads} numbers of 1 or more, one a head"
+        for name, ok, expected in (
+            ("num-layers", self.num_layers > 0 or not self.share_lm_head, layers),
+            ("widths", len(self.widths) in (0, self.num_heads), widths),
+        ):
+            value = getattr(self, name.replace("-", "_"))
+            said = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            require(ok, f"--{name} {said}", expected=expected, do="correct the option")
 
 
 # What an option that is not given comes to, in words; nothing for a switch.

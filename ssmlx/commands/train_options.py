@@ -35,10 +35,7 @@ def training_parser(
 ) -> argparse.ArgumentParser:
     """A parser with every option that the stream trainers share.
 
-    Args:
-        module, description, epilog: of the command.
-        init: what --init takes.
-        task_lora: what --task-lora takes.
+    `init` and `task_lora` say what these options take.
     """
     parser = make_parser(module, description, epilog)
     add_run_options(parser)
@@ -67,12 +64,8 @@ def add_settings(
     """A group of options, one for each of these fields of a settings class.
 
     Args:
-        parser: takes the group.
-        title: of the group.
-        names: of the fields.
         defaults: where they are not the fields' own.
         shown: what None, the default of these, comes to.
-        of: the class.
     """
     group = parser.add_argument_group(title)
     known = {one.name: one for one in fields(of)}
@@ -97,12 +90,7 @@ def add_settings(
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, with_trees: bool = True) -> None:
-    """Data, folder, model, template, and how often to save and to validate.
-
-    Args:
-        parser: takes the options.
-        with_trees: whether a validation replays trees, whose size is an option then.
-    """
+    """Data, folder, model, template, and how often to save and to validate (on trees, or not)."""
     group = parser.add_argument_group("run")
     group.add_argument(
         "--data", type=Path, required=True, metavar="FOLDER",
@@ -142,8 +130,11 @@ def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
 def train_config(args: argparse.Namespace) -> TrainConfig:
     """The settings that the options ask for; f is that of --init where they do not name one."""
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
-    if all(values[name] is None for name in _F):
-        values |= _f_of(args.init)
+    start = None if args.init is None else args.init / CONFIG_FILE
+    if start and start.is_file() and all(values[name] is None for name in _F):
+        found = read_json(start, "the settings of streams")
+        if found.get("num_streams"):
+            values |= {name: found[name] for name in _F if name in found}
     require(
         args.task_lora is None or args.adapter_scope == "streams",
         "--task-lora with --adapter-scope all, whose LoRA would act on every row too",
@@ -151,14 +142,6 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
         do="give that, or --init to train the task's LoRA further",
     )
     return TrainConfig.from_dict(values)
-
-
-def _f_of(folder: Path | None) -> dict[str, Any]:
-    """f of eq. 3 in the adapter or checkpoint that a run starts from, if that has streams."""
-    if folder is None or not (folder / CONFIG_FILE).is_file():
-        return {}
-    found = read_json(folder / CONFIG_FILE, "the settings of streams")
-    return {name: found[name] for name in _F if name in found} if found.get("num_streams") else {}
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:

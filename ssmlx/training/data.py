@@ -99,11 +99,22 @@ def read_examples(
     `progress` wraps the lines, to show how far it is.
     """
     lines = read_lines(path, "--data", "a folder with train.jsonl and valid.jsonl")
-    found = [
-        _example(path, number, text, encoder)
-        for number, text in (progress(lines) if progress else lines)
-    ]
-    examples = [example for example in found if example is not None]
+    examples = []
+    for number, text in progress(lines) if progress else lines:
+        where = f"{path}, line {number}"
+        try:
+            example = encoder.encode(json.loads(text))
+        except InputError as error:
+            found = f"{where}: {error.found}"
+            raise InputError(found, expected=error.expected, do=error.do) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{where}: {error or type(error).__name__}",
+                expected=f"a JSON object with {_FORMS}",
+                do="correct the line",
+            ) from error
+        if example is not None:
+            examples.append(example)
     if not examples:
         raise InputError(
             f"{path} has no example that fits",
@@ -111,21 +122,6 @@ def read_examples(
             do="raise --max-length, or check the file",
         )
     return examples
-
-
-def _example(path: Path, number: int, text: str, encoder: Encoder) -> Example | None:
-    try:
-        return encoder.encode(json.loads(text))
-    except InputError as error:
-        raise InputError(
-            f"{path}, line {number}: {error.found}", expected=error.expected, do=error.do
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{path}, line {number}: {error or type(error).__name__}",
-            expected=f"a JSON object with {_FORMS}",
-            do="correct the line",
-        ) from error
 
 
 def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) -> np.ndarray:

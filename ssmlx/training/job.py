@@ -112,11 +112,7 @@ class Job:
     ) -> Lower:
         """What gives the frozen layers' results of a batch: a store, or the layers themselves.
 
-        Args:
-            objective: computes them.
-            file: of the store, in the run's folder.
-            identity: what `lower_identity` says of them.
-            label: what the progress bar calls them.
+        `identity` is what `lower_identity` says of them.
         """
         tokens = sum(len(example.tokens) for example in self.examples)
         size = tokens * objective.hidden_size * objective.state_bytes
@@ -228,7 +224,17 @@ def run_to_end(
     state = out / trainer.STATE_FILE
     trainer.resume(state, identity)
     record = Record(out / LOG_FILE, trainer.step)
-    write_settings(job, prog, dtype)
+    settings = {
+        "command": " ".join([f"python -m {prog}", *sys.argv[1:]]),
+        "train": job.train.to_dict(),
+        "examples": len(job.examples),
+        "answer_tokens": sum(example.num_answer for example in job.examples),
+        "dtype": dtype,
+    }
+    if job.draft_vocab is not None:
+        settings["draft_vocab_coverage"] = round(coverage(job.valid, job.draft_vocab), 4)
+    text = json.dumps(settings, indent=1) + "\n"
+    (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
     lower_of = lower()
     validate = Validation(trainer.objective, job.valid, replay_size or options.tree_size)
     last = min(options.max_steps or job.num_steps, job.num_steps)
@@ -266,21 +272,6 @@ def _say(entry: dict[str, float], num_steps: int) -> None:
     )
     rate = f"; {entry['tokens_per_call']:.2f} tokens per call" if "tokens_per_call" in entry else ""
     print(f"step {entry['step']:.0f} of {num_steps}: {losses}{rate}", file=sys.stderr, flush=True)
-
-
-def write_settings(job: Job, prog: str, dtype: str) -> None:
-    """Note beside the state how the run was started, and what its data is like."""
-    settings = {
-        "command": " ".join([f"python -m {prog}", *sys.argv[1:]]),
-        "train": job.train.to_dict(),
-        "examples": len(job.examples),
-        "answer_tokens": sum(example.num_answer for example in job.examples),
-        "dtype": dtype,
-    }
-    if job.draft_vocab is not None:
-        settings["draft_vocab_coverage"] = round(coverage(job.valid, job.draft_vocab), 4)
-    text = json.dumps(settings, indent=1) + "\n"
-    (job.options.out / SETTINGS_FILE).write_text(text, encoding="utf-8")
 
 
 def check_scale(source: Path, found: float, expected: float) -> None:

@@ -134,13 +134,7 @@ class Objective(ABC):
 
 
 class Validation:
-    """Held-out examples: their losses, and the target calls that decoding them would take.
-
-    Args:
-        objective: what is trained.
-        examples: held out.
-        size: of what the replay drafts, see `Objective.replay`.
-    """
+    """Held-out examples: their losses, and the target calls that decoding them would take."""
 
     def __init__(self, objective: Objective, examples: Sequence[Example], size: int) -> None:
         self._objective, self._size = objective, size
@@ -179,11 +173,8 @@ def row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
 class LowerStore:
     """[tokens of all examples, D] hidden states in a file.
 
-    Args:
-        path: the file; `path` + ".json" beside it marks how much of it is done.
-        examples: whose states they are.
-        objective: computes them.
-        identity: of the layers and the data; a file of another one is begun anew.
+    A file beside it marks how much of it is done, and the `identity` of its layers and data: one
+    of another identity is begun anew.
     """
 
     def __init__(
