@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,6 @@ from . import check_torch
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 PROG = "convert.base"
 PICKLES = "pytorch_model*.bin"
@@ -50,8 +49,18 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
     with _loading(folder):
         if settings.get("quantization") is None:
-            return _load_whole(folder, options)
-        return _load_packed(folder, settings["quantization"], options)
+            model, faults = _load_whole(folder, options)
+        else:
+            model, faults = _load_packed(folder, settings["quantization"], options)
+        if model.config.tie_word_embeddings:
+            faults = [fault for fault in faults if fault != "lacks lm_head.weight"]
+        require(
+            not faults,
+            f"{folder} {faults[0] if faults else ''}",
+            expected=f"the weights of {type(model).__name__}",
+            do="download or convert the base model again",
+        )
+    return model.eval()
 
 
 @contextmanager
@@ -76,8 +85,8 @@ def _loading(folder: Path) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _load_whole(folder: Path, options: Mapping[str, Any]) -> Any:
-    """A model whose weights transformers reads. It would draw those that it does not find."""
+def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """A model whose weights transformers reads, which draws those that it does not find."""
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -87,13 +96,14 @@ def _load_whole(folder: Path, options: Mapping[str, Any]) -> Any:
         ignore_mismatched_sizes=True,  # told below
         **options,
     )
-    faults = [f"lacks {name}" for name in sorted(set(report["missing_keys"]) - _tied(model))]
+    faults = [f"lacks {name}" for name in sorted(report["missing_keys"])]
     misshapen = sorted(str(name) for name, *_ in report["mismatched_keys"])
-    _refuse([*faults, *(f"holds {name} in another shape" for name in misshapen)], model, folder)
-    return model
+    return model, [*faults, *(f"holds {name} in another shape" for name in misshapen)]
 
 
-def _load_packed(folder: Path, quantization: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def _load_packed(
+    folder: Path, quantization: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
     """A model with the unpacked weights of an mlx-lm folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,10 +113,8 @@ def _load_packed(folder: Path, quantization: Mapping[str, Any], options: Mapping
             delattr(config, name)
     model = AutoModelForCausalLM.from_config(config, **options)
     report = model.load_state_dict(_dequantised(folder, quantization), strict=False)
-    faults = [f"lacks {name}" for name in report.missing_keys if name not in _tied(model)]
-    faults += [f"holds an unknown {name}" for name in report.unexpected_keys]
-    _refuse(faults, model, folder)
-    return model.eval()
+    faults = [f"lacks {name}" for name in report.missing_keys]
+    return model, [*faults, *(f"holds an unknown {name}" for name in report.unexpected_keys)]
 
 
 def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -133,20 +141,6 @@ def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, tor
             array = mx.dequantize(array, scales, biases, **settings, stream=mx.cpu)
         weights[name] = torch.from_numpy(np.array(array.astype(mx.float32)))
     return weights
-
-
-def _tied(model: Any) -> set[str]:
-    """The weights that a file need not hold."""
-    return {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-
-
-def _refuse(faults: Sequence[str], model: nn.Module, folder: Path) -> None:
-    require(
-        not faults,
-        f"{folder} {faults[0] if faults else ''}",
-        expected=f"the weights of {type(model).__name__}",
-        do="download or convert the base model again",
-    )
 
 
 def write_safetensors(source: Path, target: Path) -> None:

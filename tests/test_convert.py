@@ -10,9 +10,8 @@ import pytest
 import ssmlx
 
 import mlx.core as mx  # isort: skip
-from oracle import gap
+from oracle import gap, make_model
 from real import (
-    LAYERS,
     STREAMS,
     WIDTH,
     answer,
@@ -28,9 +27,6 @@ from safetensors.torch import load, save_file
 from convert.__main__ import main
 from convert.base import load_base
 from convert.reference.checkpoint import save_reference
-from convert.reference.format import LoraSettings
-from convert.reference.model import StreamFusedReference
-from ssmlx.settings import StreamConfig
 
 LORA = "adapter_model.safetensors"
 TOKENS = [5, 9, 30, 12, 7, 61]
@@ -45,21 +41,8 @@ def base(tmp_path_factory):
 def reference(base):
     """The PyTorch side of the tiny base, with LoRA and streams that do something."""
     torch.manual_seed(0)
-    config = StreamConfig(
-        num_streams=STREAMS,
-        num_msa_layers=2,
-        num_layers=LAYERS,
-        hidden_size=WIDTH,
-        stream_init="residual",
-        stream_init_rank=3,
-        prune_rank=4,
-    )
-    model = StreamFusedReference(load_base(base), config, lora=LoraSettings(3, 6)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.2)
-    return model
+    residual = {"stream_init": "residual", "stream_init_rank": 3}
+    return make_model(base=load_base(base), **residual)
 
 
 @pytest.fixture(scope="module")
@@ -254,34 +237,22 @@ def test_lora_tensors_are_accounted_for(checkpoint, refusal):
     assert f"with NaN or infinity: {third};" in message
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"stream_embeddings": None}, "missing: stream_embeddings"),
-        ({"stream_embeddings": torch.ones(3, WIDTH)}, "misshapen: stream_embeddings (3, 32)"),
-        ({"prune_adapter.lora_A.weight": None}, "missing: prune_adapter.lora_A.weight"),
-    ],
-)
-def test_stream_tensors_are_accounted_for(checkpoint, refusal, changed, said):
+def test_stream_tensors_are_accounted_for(checkpoint, refusal):
+    changed = {"stream_embeddings": torch.ones(3, WIDTH), "prune_adapter.lora_A.weight": None}
     change(checkpoint, "streams.safetensors", **changed)
-    assert said in refusal(checkpoint)
+    message = refusal(checkpoint)
+    assert "missing: prune_adapter.lora_A.weight;" in message
+    assert "misshapen: stream_embeddings (3, 32)" in message
 
 
-@pytest.mark.parametrize("name", [LORA, "streams.safetensors"])
+@pytest.mark.parametrize(
+    "name", [LORA, "streams.safetensors", "adapter_config.json", "streams_config.json"]
+)
 def test_a_truncated_or_missing_file_is_told(checkpoint, refusal, name):
     path = checkpoint / name
     path.write_bytes(path.read_bytes()[:-5])
-    assert f"{name} cannot be read (" in refusal(checkpoint)
+    assert name in refusal(checkpoint)
     path.unlink()
-    assert f"{name} does not exist" in refusal(checkpoint)
-
-
-@pytest.mark.parametrize("name", ["adapter_config.json", "streams_config.json"])
-def test_missing_or_broken_settings_are_told(checkpoint, refusal, name):
-    for text in ("{", "[]"):
-        (checkpoint / name).write_text(text)
-        assert name in refusal(checkpoint)
-    (checkpoint / name).unlink()
     assert f"{name} does not exist" in refusal(checkpoint)
 
 
