@@ -67,17 +67,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def _check_target(out: Path) -> None:
     """Refuse to replace a folder that this command did not write."""
-    from ssmlx.drafters.heads import is_heads_folder
-    from ssmlx.loading.adapter import FORMAT
-    from ssmlx.loading.names import CONFIG_FILE
+    from ssmlx.drafters import heads
+    from ssmlx.loading import adapter, names
+
+    def says(file: str, format: str) -> bool:
+        try:  # a PyTorch checkpoint has settings of the same name
+            return read_json(out / file, format).get("format") == format
+        except InputError:
+            return False
 
     is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
-    try:  # a PyTorch checkpoint has settings of the same name
-        is_adapter = read_json(out / CONFIG_FILE, FORMAT).get("format") == FORMAT
-    except InputError:
-        is_adapter = False
     require(
-        is_new or is_adapter or is_heads_folder(out),
+        is_new or says(names.CONFIG_FILE, adapter.FORMAT) or says(heads.CONFIG_FILE, heads.FORMAT),
         f"{out} exists and is not an adapter",
         expected="a new folder, or an adapter to replace",
         do="choose another --out",

@@ -48,10 +48,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def draft_train_config(args: argparse.Namespace) -> TrainConfig:
-    """The settings that all trainers share: no streams, and every layer trained."""
-    from ssmlx.training.job import read_base
+def _main(args: argparse.Namespace) -> None:
+    check_torch()
+    import torch
 
+    from ssmlx.loading.files import make_folder
+    from ssmlx.training.job import prepare, read_base, run_to_end
+
+    from .training.drafters import DraftObjective, build_draft, trained_weights, write_draft
+    from .training.run import TorchTrainer, choose_device, freeze_base
+
+    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     most = read_base(resolve_model(args.model))["num_hidden_layers"]
     for flag, value, limit, of in (
         ("--layers", args.layers, most, f", the layers of {args.model}"),
@@ -60,21 +67,9 @@ def draft_train_config(args: argparse.Namespace) -> TrainConfig:
         fits, expected = 1 <= value <= limit, f"1 to {limit}{of}"
         require(fits, f"{flag} {value}", expected=expected, do="correct the option")
     values = {name: getattr(args, name) for name in OPTIMISATION}
-    return TrainConfig(num_streams=0, num_msa_layers=args.layers, prune_rank=0, **values)
-
-
-def _main(args: argparse.Namespace) -> None:
-    check_torch()
-    import torch
-
-    from ssmlx.loading.files import make_folder
-    from ssmlx.training.job import prepare, run_to_end
-
-    from .training.drafters import DraftObjective, build_draft, trained_weights, write_draft
-    from .training.run import TorchTrainer, choose_device, freeze_base
-
-    device, dtype = choose_device(args.device), getattr(torch, args.dtype)
-    job, path = prepare(run_options(args), draft_train_config(args))
+    # No streams, and every layer is trained.
+    train = TrainConfig(num_streams=0, num_msa_layers=args.layers, prune_rank=0, **values)
+    job, path = prepare(run_options(args), train)
     out = job.options.out
     folder, state = out / MODEL_FOLDER, TorchTrainer.STATE_FILE
     require(  # not to replace a model that no run in this folder wrote

@@ -326,19 +326,6 @@ def test_a_draft_model_costs_what_its_first_layers_cost(base):
     assert parts["main_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
-def test_layers_and_norm_learn_and_nothing_else_does(base):
-    objective, before = draft_objective(base), load_base(base).state_dict()
-    run = take_steps(objective)
-    moved = {
-        name
-        for name, parameter in objective.model.base.named_parameters()
-        if not torch.equal(parameter, before[name])
-    }
-    first = tuple(f"model.layers.{n}." for n in range(KEPT))
-    assert moved == {n for n in before if n.startswith(first)} | {"model.norm.weight"}
-    assert moved == {name.removeprefix("base.") for name in run.named}
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "draft"])
 def test_bfloat16_holds_what_is_trained_in_float32(base, kind):
     def objective(dtype):
@@ -536,12 +523,8 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
     assert near(objective.lower(batch), expected) and not near(plain, expected, 1e-3)
     assert not any(p.requires_grad for p in frozen.parameters())
     assert run_trainer("medusa", base, data, out, "--lora", str(lora), "--epochs", "1") == 0
-    before = weights(out)
     # The store and the state know which model they are of.
     assert run_trainer("medusa", base, data, out, "--epochs", "1") == 2
-    assert run_trainer("medusa", base, data, tmp_path / "plain", "--epochs", "1") == 0
-    after = weights(tmp_path / "plain")
-    assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_path, capsys):

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..errors import InputError, require
+from ..errors import require
 from ..loading.adapter import BaseIdentity, check_draft_vocab
 from ..loading.files import account_for, read_tensors
 from ..model.backbone import Backbone
@@ -48,14 +48,6 @@ class Heads:
     tensors: Mapping[str, mx.array]
     base: BaseIdentity
     base_model: str = ""
-
-
-def is_heads_folder(folder: Path) -> bool:
-    """Whether a folder holds heads that `load_heads` may read."""
-    try:
-        return read_json(folder / CONFIG_FILE, FORMAT).get("format") == FORMAT
-    except InputError:
-        return False
 
 
 def write_heads(folder: Path, heads: Heads) -> None:

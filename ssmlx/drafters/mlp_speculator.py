@@ -225,8 +225,11 @@ class MlpSpeculator(DraftingHeads):
             return full
         scores = full.path_sums(clip_edges(edges))
         if tree.candidates is not None:
-            ahead = _prefixes_of_best(full, scores, math.prod(widths), tree.candidates)
-            scores = scores + _AHEAD_OF_ALL * ahead
+            # First come the nodes on the best paths that go all the way down.
+            first_leaf = full.num_nodes - math.prod(widths)
+            leaves = top_nodes(scores[first_leaf:], tree.candidates) + first_leaf
+            on_path = full.paths[leaves][:, :, None] == mx.arange(full.num_nodes)
+            scores = scores + _AHEAD_OF_ALL * on_path.any(axis=(0, 1))
         return full.select(top_nodes(scores, size))
 
 
@@ -242,9 +245,3 @@ def widths_topology(widths: tuple[int, ...]) -> Topology:
     ranks = [r for depth in range(len(widths) + 1) for r in product(*map(range, widths[:depth]))]
     # A node's candidates depend on its path: each has one of its own.
     return replace(number_paths(ranks, max(widths)), slots=mx.arange(len(ranks) - 1))
-
-
-def _prefixes_of_best(tree: Tree, scores: mx.array, num_leaves: int, candidates: int) -> mx.array:
-    """[N] bool: nodes on the `candidates` best paths that go all the way down."""
-    leaves = top_nodes(scores[-num_leaves:], candidates) + tree.num_nodes - num_leaves
-    return (tree.paths[leaves][:, :, None] == mx.arange(tree.num_nodes)).any(axis=(0, 1))
