@@ -20,7 +20,7 @@ from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .plan import Plan, make_plan
 from .prompts import encode
-from .settings import GenerateConfig
+from .settings import GenerateConfig, PruneConfig
 
 FinishReason = Literal["stop", "length", "context"]
 
@@ -156,7 +156,7 @@ def planned_steps(
         prompt,
         cache,
         drafter=plan.drafter,
-        prune=plan.prune,
+        prune=plan.config.prune or PruneConfig(),
         acceptance=plan.config.acceptance,
         ends=ends,
         pace=plan.pace,

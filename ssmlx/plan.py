@@ -23,7 +23,6 @@ from .settings import (
     TEXT_DRAFTERS,
     DrafterKind,
     GenerateConfig,
-    PruneConfig,
 )
 from .tuning.cost import DraftShape
 from .tuning.profile import Profile, profile_of
@@ -56,11 +55,6 @@ class Plan:
     pace: Pace
     decision: str
     is_tuned: bool = False
-
-    @property
-    def prune(self) -> PruneConfig:
-        """Which nodes are dropped half-way up."""
-        return self.config.prune or PruneConfig()
 
     @property
     def scratch(self) -> int:

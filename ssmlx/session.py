@@ -112,10 +112,7 @@ class ChatSession:
     @property
     def plan(self) -> Plan:
         """How answers are decoded; behind a long context, a profile may decide otherwise."""
-        return self._plan_on(self.model)
-
-    def _plan_on(self, model: StreamFusedModel) -> Plan:
-        return make_plan(model, self.config, **self._drafts)
+        return make_plan(self.model, self.config, **self._drafts)
 
     def swap_adapter(self, adapter: str | Path | None) -> None:
         """Go on with the same base model and conversation under another adapter.
@@ -130,7 +127,9 @@ class ChatSession:
             InputError: the adapter cannot be had, or does not fit the model or the settings;
                 everything is as it was.
         """
-        self.model = swap_adapter(self.model, adapter, check=self._plan_on)
+        self.model = swap_adapter(
+            self.model, adapter, check=lambda model: make_plan(model, self.config, **self._drafts)
+        )
         self.plain_tps = None
         self._empty_cache()
 

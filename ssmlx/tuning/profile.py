@@ -174,21 +174,29 @@ def store_profile(profile: Profile) -> Path:
     return path
 
 
-def read_profile(model: StreamFusedModel) -> Profile | None:
-    """The profile of a loaded model on this machine; None where there is none to be used."""
-    if model.num_streams == 0:
-        return None
-    key = ProfileKey.of(model)
+_KNOWN: WeakKeyDictionary[StreamFusedModel, Profile | None] = WeakKeyDictionary()
+
+
+def profile_of(model: StreamFusedModel) -> Profile | None:
+    """The profile of a model with streams on this machine; None where there is none to be used.
+
+    It is looked up once for a loaded model: a chat goes on as it began.
+    """
+    if model not in _KNOWN:
+        _KNOWN[model] = _read(ProfileKey.of(model), model)
+    return _KNOWN[model]
+
+
+def _read(key: ProfileKey, model: StreamFusedModel) -> Profile | None:
     if not key.path.is_file():
         return None
     try:
-        profile = _checked(read_json(key.path, "a profile"), key, model)
+        return _checked(read_json(key.path, "a profile"), key, model)
     except (TypeError, ValueError, AttributeError, OSError) as error:
         reason = error.found if isinstance(error, InputError) else str(error)
         again = "python -m ssmlx.calibrate makes a new one"
         print(f"ssmlx: {key.path} is ignored ({reason}); {again}", file=sys.stderr)
         return None
-    return profile
 
 
 def _checked(values: dict[str, Any], key: ProfileKey, model: StreamFusedModel) -> Profile:
@@ -209,13 +217,3 @@ def _checked(values: dict[str, Any], key: ProfileKey, model: StreamFusedModel) -
         if not (one.tokens_per_call > 0 and profile.speedup() > 0 and one.shape.num_nodes > 0):
             raise ValueError("its figures are out of range")
     return profile
-
-
-_KNOWN: WeakKeyDictionary[StreamFusedModel, Profile | None] = WeakKeyDictionary()
-
-
-def profile_of(model: StreamFusedModel) -> Profile | None:
-    """`read_profile`, once for a loaded model: a chat goes on as it began."""
-    if model not in _KNOWN:
-        _KNOWN[model] = read_profile(model)
-    return _KNOWN[model]
