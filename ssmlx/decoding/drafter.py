@@ -97,11 +97,9 @@ class Drafter(Protocol):
 
     def start(self, tokens: Sequence[int]) -> None:
         """Begin a sequence: `tokens` are all that precede the answer."""
-        ...
 
     def propose(self, verified: Verified) -> Tree:
         """The tree below `verified.root`. What reads values of `verified` waits for the target."""
-        ...
 
 
 def rank_candidates(

@@ -37,7 +37,6 @@ class Pace:
         self._start()
 
     def _start(self) -> None:
-        """Begin to draft, with nothing known of the text from here on."""
         self.drafting = True
         self._balance, self._calls, self._tokens = 0.0, 0, 0
 
@@ -57,19 +56,17 @@ class Pace:
         """
         if self._breakeven is None:
             return
-        if self.drafting:
-            if drafted:
-                self._count_draft(num_tokens, self._breakeven)
-        else:
+        if not self.drafting:
             self._left -= num_tokens
             if self._left <= 0:
                 self._start()
-
-    def _count_draft(self, num_tokens: int, breakeven: float) -> None:
+            return
+        if not drafted:
+            return
         self._calls += 1
         self._tokens += num_tokens
-        self._balance = min(0.0, self._balance + num_tokens - breakeven)
-        if self._calls >= _LIVELY and self._tokens >= self._calls * breakeven:
+        self._balance = min(0.0, self._balance + num_tokens - self._breakeven)
+        if self._calls >= _LIVELY and self._tokens >= self._calls * self._breakeven:
             self._wait, self._patience = FIRST_WAIT, PATIENCE
         if self._balance <= -self._patience:
             self.drafting, self._left = False, self._wait

@@ -170,8 +170,4 @@ def gumbel_noise(seed: int, first: mx.array, count: int, vocab_size: int) -> mx.
     """[count, V] standard Gumbel noise of the `count` places from `first` [1] on."""
     word = mx.full((count,), (seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
     keys = mx.stack([word, (first + indices(count)).astype(mx.uint32)], axis=1)
-
-    def of_place(key: mx.array) -> mx.array:
-        return mx.random.gumbel((vocab_size,), key=key)
-
-    return mx.vmap(of_place)(keys)
+    return mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)

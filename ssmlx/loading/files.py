@@ -14,8 +14,6 @@ import mlx.core as mx
 
 from ..errors import InputError, first_line
 
-_NAMES_SHOWN = 3
-
 
 def make_folder(folder: Path) -> None:
     """Make a folder to write into, and those above it, unless it is there."""
@@ -118,16 +116,14 @@ def account_for(
     broken = [name for name, tensor in found.items() if not mx.isfinite(tensor).all().item()]
     kinds = {"missing": missing, "spare": spare, "misshapen": misshapen}
     kinds["with NaN or infinity"] = broken
-    problems = [f"{kind}: {_shortened(names)}" for kind, names in kinds.items() if names]
+
+    def shown(names: list[str]) -> str:
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    problems = [f"{kind}: {shown(names)}" for kind, names in kinds.items() if names]
     if problems:
         raise InputError(
             f"{source} has tensors {'; '.join(problems)}",
             expected=f"{len(expected)} tensors that fit its settings and the base model",
             do="use the files that belong together, or make the checkpoint again",
         )
-
-
-def _shortened(names: list[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return f"{shown} and {more} more" if more > 0 else shown

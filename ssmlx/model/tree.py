@@ -49,13 +49,10 @@ class Topology:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """A draft tree on the device.
+    """A draft tree on the device: the attributes of `Topology`, and
 
     Attributes:
         tokens: [N] token of each node.
-        depths: [N] distance from the root.
-        paths: [N, P] as in `Topology`.
-        num_internal: leading nodes that may have children.
         topology: the fixed topology, or None where this tree's shape was chosen on the device.
     """
 

@@ -41,9 +41,6 @@ _MIN_WORDS = 8
 _chosen: Attention = "auto"
 
 
-# --- the one switch, for the whole process ---
-
-
 def is_available() -> bool:
     """Whether kernels can run: MLX has Metal here, and works on the GPU."""
     return mx.metal.is_available() and mx.default_device() == mx.gpu
@@ -81,9 +78,6 @@ def is_on() -> bool:
     return _chosen != "mlx" and is_available()
 
 
-# --- who sees whom, as bits ---
-
-
 def pack_bits(visible: mx.array) -> mx.array:
     """[R, W] uint32 words: bit j of word w is set where a row sees column 32 * w + j.
 
@@ -118,9 +112,6 @@ class TreeMask:
     def dense(self) -> mx.array:
         """[R, C + L] bool."""
         return self._dense()
-
-
-# --- from mlx-lm's layers to the kernel ---
 
 
 def hook_layers(layers: Iterable[Any]) -> bool:
