@@ -88,7 +88,11 @@ def generate_batch(
     from transformers import DynamicCache
 
     device = next(model.parameters()).device
-    tokens, mask = (part.to(device) for part in left_pad(prompts))  # [B, L] both
+    longest = max(map(len, prompts))
+    gaps = [[0] * (longest - len(prompt)) for prompt in prompts]
+    padded = [[*gap, *prompt] for gap, prompt in zip(gaps, prompts, strict=True)]
+    tokens = torch.tensor(padded, device=device)  # [B, L]
+    mask = torch.tensor([[*gap, *[1] * (longest - len(gap))] for gap in gaps], device=device)
     generator = torch.Generator(device).manual_seed(sampling.seed * 1_000_003 + stream)
     ends = torch.tensor(list(end_tokens), device=device)
     positions, cache = mask.cumsum(1).sub(1).clamp(min=0), DynamicCache()
@@ -121,16 +125,6 @@ def generate_batch(
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
     stop = set(end_tokens)
     return [Answer(answer, "stop" if answer[-1] in stop else "length") for answer in answers]
-
-
-def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """B lists of tokens -> [B, L] tokens and [B, L] 0/1 mask, padding first."""
-    import torch
-
-    longest = max(len(prompt) for prompt in prompts)
-    tokens = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(tokens), torch.tensor(mask)
 
 
 def choose_tokens(

@@ -269,6 +269,9 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
     read = Manifest.read(folder)
     changes = {"end_token_ids": (2, 5), "prompt_template": "a {prompt}"}
     assert read == make_manifest(digest=read.digest, **changes)
+    written = json.loads((folder / "manifest.json").read_text())
+    assert written["format"] == "ssmlx-export/1" and written["cache_names"][0] == "keys_00"
+    assert set(written["tree"]) == {"slots", "depths", "paths", "num_candidates", "size"}
     for one in read.tree.topology.slots, read.tree.topology.depths, read.tree.topology.paths:
         assert one.dtype == mx.int32
     assert read.package(folder) == folder / "model.mlpackage"
