@@ -85,13 +85,6 @@ def attentions(shape: AttentionShape, visible: mx.array, chip: Chip) -> dict[str
     }
 
 
-def through_layers(attention: Attention, hidden: mx.array, sides: Sides) -> mx.array:
-    """[1, H, R, Dh] each layer's queries are the output of the one before."""
-    for keys, values in sides:
-        hidden = attention(hidden, keys, values)
-    return hidden
-
-
 def compare(
     shape: AttentionShape,
     layers: int,
@@ -104,10 +97,16 @@ def compare(
     Medians of `repeats` runs of each side, in turns.
     """
     queries, sides, visible = make_inputs(shape, layers)
+
+    def through_layers(attention: Attention) -> mx.array:
+        hidden = queries
+        for keys, values in sides:
+            hidden = attention(hidden, keys, values)
+        return hidden
+
     ways = attentions(shape, visible, chip)
     calls: Calls = {
-        (name, shape.rows, shape.keys): partial(through_layers, way, queries, sides)
-        for name, way in ways.items()
+        (name, shape.rows, shape.keys): partial(through_layers, way) for name, way in ways.items()
     }
     seconds, _ = medians(calls, repeats, clock, warm=WARM_UP)
     mlx_ms, fused_ms = (1e3 * one / layers for one in seconds.values())

@@ -328,6 +328,7 @@ def test_the_command_measures_chooses_checks_and_keeps(calibrated, tmp_path):
     assert f"kept {kept}" in out and "all ways gave the same tokens" in out
 
 
+@pytest.mark.slow
 def test_the_choice_of_a_busy_machine_is_told_and_not_kept(calibrated, monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate_costs, "spread", lambda times: 0.34)
     code, out, _ = calibrated("--check", "0")
@@ -381,8 +382,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(calibrated, tmp_path, changes,
 # --- replays of recorded guesses against real decoding: the same calls, tree for tree ---
 
 PROMPT, LENGTH, LARGEST = [3, 1, 4, 1, 5], 60, 24
-
-
 DRAFT_VOCAB = (0, 2, 3, 5, 6, 8, 9, 11, 12)
 
 
@@ -398,15 +397,10 @@ def guesser(request):
 
 
 @pytest.fixture(scope="module")
-def answer(guesser):
+def guesses(guesser):
     config = GenerateConfig(decoding="plain")
     steps = token_steps(guesser, PROMPT, guesser.make_cache(), config)
-    return first_tokens(steps, LENGTH)[0]
-
-
-@pytest.fixture(scope="module")
-def guesses(guesser, answer):
-    return guesses_along(guesser, PROMPT, answer, 64)
+    return guesses_along(guesser, PROMPT, first_tokens(steps, LENGTH)[0], 64)
 
 
 def real_calls(guesser, shape: DraftShape) -> tuple[list[int], int]:
@@ -416,8 +410,8 @@ def real_calls(guesser, shape: DraftShape) -> tuple[list[int], int]:
     return tokens, len(lengths) - 1
 
 
-BEST, FULL = [TreeConfig(size=size) for size in (2, 7, LARGEST)], TreeConfig(kind="full", width=3)
-CHAIN = TreeConfig(kind="full", width=1)
+BEST = [TreeConfig(size=size) for size in (2, 7, LARGEST)]
+CHAIN, FULL = (TreeConfig(kind="full", width=width) for width in (1, 3))
 SHAPES = [
     DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule)
     for streams, schedule, trees in (
@@ -429,14 +423,14 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=DraftShape.text)
-def test_a_replay_takes_the_calls_that_decoding_takes(guesser, answer, guesses, shape):
+def test_a_replay_takes_the_calls_that_decoding_takes(guesser, guesses, shape):
     tokens, calls = real_calls(guesser, shape)
     if shape.tree.kind == "best":
         needed, limit = needed_sizes(guesses, shape.num_streams, LARGEST), shape.tree.size
     else:
         needed, limit = needed_widths(guesses)[:, : shape.num_streams], shape.tree.width
     replayed = advance([depths_within(needed, limit)])
-    assert tokens == answer
+    assert tokens == guesses.answer.tolist()
     assert (replayed.num_tokens, replayed.num_calls) == (LENGTH - 1, calls)
 
 
