@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import random
 import shutil
-import sys
 from dataclasses import replace
 from functools import lru_cache
 
@@ -30,7 +28,7 @@ from tiny import (
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
 from ssmlx.api import stream_generate, token_steps
-from ssmlx.commands import chat, generate
+from ssmlx.commands import generate
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
@@ -46,7 +44,7 @@ from ssmlx.drafters.lookup import (
     continuation,
     extend,
 )
-from ssmlx.drafters.trie import Trie, padded_size
+from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.loading.load import carries_heads
 from ssmlx.model.backbone import Backbone
@@ -246,12 +244,6 @@ def test_padding_is_never_kept_before_a_node():
     assert set(range(5)) <= set(kept.tolist())
 
 
-def test_padded_sizes_are_few():
-    sizes = {padded_size(count) for count in range(1, 129)}
-    assert sizes == {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128}
-    assert all(padded_size(count) >= count for count in range(1, 400))
-
-
 def verified_root(token):
     """What a call on a bare root leaves that `token` follows."""
     target = mx.array([token])
@@ -418,6 +410,8 @@ def test_every_tree_is_the_heads_own(architecture, kind, settings):
     """At every call, from mlx-lm's own hidden state of the text so far."""
     model = bare_model(architecture)
     heads = make_heads(kind, model.backbone, **settings)
+    drafter = make_plan(model, heads=heads).drafter
+    assert drafter.num_parameters == heads.config.num_parameters
     tokens, seen = drafted(model, {"heads": heads}, PROMPT, 16)
     assert tokens == plain(model, PROMPT, 16) and len(seen) > 3
     for text, tree in seen:
@@ -426,6 +420,8 @@ def test_every_tree_is_the_heads_own(architecture, kind, settings):
         assert tree.paths.tolist() == expected.paths.tolist()
         assert tree.depths.tolist() == expected.depths.tolist()
         assert set(tree.tokens.tolist()[1:]) <= set(settings.get("vocab", range(VOCAB)))
+        assert tree.num_nodes == drafter.max_nodes
+        assert int(tree.depths.max().item()) <= drafter.num_levels
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)
@@ -451,35 +447,6 @@ def test_drafting_waits_for_nothing(kind):
     reader = make_plan(model, drafter="prompt-lookup").drafter
     with pytest.raises(ValueError, match="eval"):
         compiled(reader)(*given)
-
-
-def test_what_the_drafters_say_of_themselves():
-    model = bare_model()
-    size, inner = model.backbone.hidden_size, 24
-    blocks, matrix = size * size + size, VOCAB * size
-    medusa = make_heads("medusa", model.backbone, num_layers=2, shared_heads=(1,))
-    tied = make_heads("mlp-speculator", model.backbone, tie_weights=True, vocab=FEW_TOKENS)
-    wide = make_heads(
-        "mlp-speculator", model.backbone, tie_weights=True, vocab=FEW_TOKENS,
-        top_k_tokens_per_head=(4, 3, 2), n_candidates=8,
-    )  # fmt: skip
-    once = 2 * inner + (VOCAB + len(FEW_TOKENS) + size + inner) * inner
-    full = TreeConfig(kind="full", width=2)
-    for settings, levels, nodes, parameters in (
-        ({"heads": medusa}, 3, 16, 6 * blocks + 2 * matrix),
-        ({"heads": medusa, "tree": full}, 3, 15, 6 * blocks + 2 * matrix),
-        ({"heads": tied}, 3, 16, once),  # 1 + 5 + 5 + 5 of 6 x 3 x 2
-        ({"heads": wide}, 3, 1 + 4 + 8 + 8, once),  # as published, of 4 x 3 x 2
-        (speculator(tied, widths=[3, 3], candidates=2), 2, 5, once),
-        (speculator(tied, widths=(1,), size=9), 1, 2, once),
-    ):
-        plan = make_plan(model, **settings)
-        drafter = plan.drafter
-        assert (drafter.num_levels, drafter.max_nodes) == (levels, nodes)
-        assert (drafter.num_parameters, drafter.num_streams) == (parameters, 0)
-        assert plan.scratch == nodes + levels + 1  # the path before it
-        for _, tree in drafted(model, settings, PROMPT, 8)[1]:
-            assert tree.num_nodes == nodes and int(tree.depths.max().item()) <= levels
 
 
 def speculator(heads, **tree):
@@ -771,26 +738,6 @@ def test_what_the_command_refuses(run, folders, tmp_path):
         assert code == 2 and expected in said, said
     code, said = run("--drafter", speculators, model=other)
     assert code == 2 and "the heads belong to another base model: " in said
-
-
-@pytest.mark.parametrize("kind", HEAD_KINDS)
-def test_a_chat_with_heads(base, folders, kind, tmp_path, monkeypatch, capsys):
-    adapter = write_tiny_adapter(tmp_path / "adapter", base)
-
-    def chatted(*more):
-        lines = ["w1 w2", "/compare", f"/adapter {adapter}", "w3", "/adapter", "/stats"]
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
-        command = ["--model", str(base), "--max-tokens", "9", "--dtype", "float32"]
-        assert chat.main([*command, *more]) == 0
-        return capsys.readouterr()
-
-    out, err = chatted("--drafter", f"{kind} heads={folders[kind]}")
-    assert out == chatted("--drafter", "prompt-lookup")[0] and out.count("\n") == 2
-    first, compared, swapped, _, current, _, stats, _ = err.splitlines()
-    assert first.startswith("[9 tokens · ") and "tokens per target call" in first
-    assert "the same tokens" in compared
-    assert swapped.startswith(f"adapter {adapter}: {kind} drafts; ") and current in swapped
-    assert stats.startswith("2 answers · 18 tokens in ")
 
 
 @pytest.mark.parametrize("kind", ["prompt-lookup", "lookahead", "draft-model", *HEAD_KINDS])
