@@ -136,7 +136,8 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     assert {row["draft_calls"] for row in rows.values() if row is not draft} == {0}
     assert rows["streams"]["speedup_over_draft_model"]["value"] > 0
     # What systems need beside the target.
-    size = sum(array.size for _, array in tree_flatten(load_parameters(weights[-1])))
+    drafts = load_base(Path(weights[-1]), "float32")[0].model.parameters()
+    size = sum(array.size for _, array in tree_flatten(drafts))
     streams = 2 * WIDTH + 2 * 4 * WIDTH
     extra = {name: row["extra_parameters"] for name, row in rows.items()}
     assert extra["mlx-lm"] == extra["plain"] == extra["lookahead"] == 0
@@ -153,10 +154,6 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     assert " ".join(paper[1][3:6]) == "6.88 to 7.79" and "133 to 157" in " ".join(paper[1])
     draw(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def load_parameters(folder):
-    return load_base(Path(folder), "float32")[0].model.parameters()
 
 
 def test_streams_alone_leave_the_target_as_it_is(command, tmp_path):

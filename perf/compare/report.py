@@ -18,7 +18,6 @@ from ..run.show import (
     Cell,
     Panel,
     Row,
-    cut_text,
     draw_tasks,
     figure,
     heading,
@@ -195,7 +194,9 @@ def _task_notes(task: Row) -> list[str]:
             lines.append(f"{row['name']}: {interval(over, 2)} over the draft model's tokens/s")
     if task["draft_call_seconds"]:
         lines.append(f"draft model: {1e3 * task['draft_call_seconds']:.1f} ms a call")
-    return [*lines, *notes_of(task), cut_text(task)]
+    cut = next(row["cut_at_max_tokens"] for row in rows if row["name"] == "plain")
+    last = f"cut at {task['max_tokens']} tokens: {cut} of plain's answers"
+    return [*lines, *notes_of(task), last]
 
 
 def _difference_text(one: Row) -> str:

@@ -119,12 +119,6 @@ def task_heading(task: Row) -> str:
     )
 
 
-def cut_text(task: Row) -> str:
-    """How many answers ended for want of room."""
-    cut = next(row["cut_at_max_tokens"] for row in task["systems"] if row["name"] == "plain")
-    return f"cut at {task['max_tokens']} tokens: {cut} of plain's answers"
-
-
 @dataclass(frozen=True)
 class Panel:
     """Bars of one figure.

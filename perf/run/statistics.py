@@ -98,11 +98,8 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 
 def speedup(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float] | None:
-    """Ratio of the medians of tokens/s, [prompts] each, as JSON values.
-
-    An answer of a single token has none, which is 0 here: such prompts do not count. None where
-    no other is left.
-    """
+    """Ratio of the medians of tokens/s, [prompts] each, as JSON values. An answer of a single token
+    has none, which is 0 here: such prompts do not count. None where no other is left."""
     pairs = [pair for pair in zip(ours, theirs, strict=True) if all(pair)]
     if not pairs:
         return None
