@@ -1,7 +1,5 @@
 """Acceptance: the longest drafted path that the target itself would have written (A.1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import mlx.core as mx

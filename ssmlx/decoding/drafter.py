@@ -3,8 +3,6 @@
 The drafters themselves are the files of `ssmlx/drafters/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -3,8 +3,6 @@
 Both yield the same thing, so that one is the other's oracle and baseline.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

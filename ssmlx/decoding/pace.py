@@ -1,7 +1,5 @@
 """When drafting does not pay, and when to try again: plain arithmetic, no clock and no arrays."""
 
-from __future__ import annotations
-
 import math
 
 FIRST_WAIT, LONGEST_WAIT = 16, 64

@@ -1,7 +1,5 @@
 """Parallel tree pruning by early exit (section 3.2.3): improbable nodes leave half-way up."""
 
-from __future__ import annotations
-
 import math
 
 import mlx.core as mx

@@ -11,8 +11,6 @@ top-p, min-p, top-k, temperature. What depends on recent tokens sees, for each n
 the committed tokens and the node's own path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

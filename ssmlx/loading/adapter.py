@@ -15,8 +15,6 @@ A fused folder is an mlx-lm model folder, LoRA merged into its weights, with the
 files beside them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Surgery on a loaded model: an adapter's streams and LoRA on, off, and exchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path

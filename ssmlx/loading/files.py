@@ -1,7 +1,5 @@
 """Reading tensors strictly, and writing folders and files whole or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

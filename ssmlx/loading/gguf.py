@@ -4,8 +4,6 @@ It reads the files of `names.ALIASES`, which are pinned by their checksums: what
 have instead is refused where it would be read wrongly, and not looked into.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

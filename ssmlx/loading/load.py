@@ -1,7 +1,5 @@
 """From a model's name to the pieces that decode: weights, tokenizer, adapter."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 Light on purpose: `--help` names the adapters, and must not wait for MLX or the Hub's client.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """LoRA that knows which rows it acts on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

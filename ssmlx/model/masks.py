@@ -1,7 +1,5 @@
 """Who sees whom among the rows of a step, under one mask for cache, tree and streams."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache

@@ -6,8 +6,6 @@ that is written from this model loads in transformers.
 Positions are learned and added to the embedding; `backbone` says what that means for streams.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

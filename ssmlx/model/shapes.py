@@ -16,8 +16,6 @@ Rows of the upper layers stand nodes first, then streams node by node: stream j 
 node i is row M + i * G + j - 1.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, cast
 

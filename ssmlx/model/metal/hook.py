@@ -5,8 +5,6 @@ name is replaced by a function that looks at the mask: a `TreeMask` is ours, eve
 to the original as it came. So other users of the same module notice nothing.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ Their functions are in `attention.metal`; here are the three entry points. MLX w
 signatures, from the names that a body mentions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
