@@ -17,17 +17,15 @@ import pytest
 import ssmlx  # first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
+import tiny
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import save_config, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import Adapter, BaseIdentity, write_adapter
+from ssmlx.loading.adapter import Adapter, write_adapter
 from ssmlx.loading.load import load_base
-from ssmlx.model.lora import LoraWeights, linear_shape
-from ssmlx.model.streams import LowRank, StreamWeights
-from ssmlx.settings import StreamConfig
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "smollm2-135m-sql"
@@ -118,29 +116,14 @@ def _leaves(model):
 
 def make_adapter(base: Path, *, scope: str = "all", template: str | None = None) -> Adapter:
     """Random streams, prune adapter and LoRA for a folder of `write_base`."""
-    backbone, _ = load_base(base, "float32")
-    config = StreamConfig(
+    return tiny.make_adapter(
+        load_base(base, "float32")[0],
+        scope,
         num_streams=STREAMS,
-        num_msa_layers=2,
-        num_layers=LAYERS,
-        hidden_size=WIDTH,
         prune_rank=4,
-        adapter_scope=scope,
         prompt_template=template,
         base_model="tiny",
     )
-    mx.random.seed(7)
-    modules = dict(backbone.model.named_modules())
-
-    def lora(path: str) -> LoraWeights:
-        out_size, in_size = linear_shape(modules[path])
-        a, b = mx.random.normal((in_size, 3)), mx.random.normal((3, out_size))
-        return LoraWeights(0.2 * a, 0.2 * b, 2.0)
-
-    paths = [f"model.layers.{n}.{m}" for n in (2, 3) for m in ("self_attn.q_proj", "mlp.up_proj")]
-    prune = LowRank(0.2 * mx.random.normal((4, WIDTH)), 0.2 * mx.random.normal((WIDTH, 4)))
-    streams = StreamWeights(0.3 * mx.random.normal((STREAMS, WIDTH)), None, prune)
-    return Adapter(config, streams, BaseIdentity.of(backbone), {p: lora(p) for p in paths})
 
 
 def write_tiny_adapter(folder: Path, base: Path, **settings) -> Path:

@@ -202,12 +202,6 @@ def base(tmp_path_factory):
     return write_base(tmp_path_factory.mktemp("swap") / "base")
 
 
-def rescaled(adapter: Adapter, factor: float) -> Adapter:
-    """An adapter that says other things."""
-    lora = {path: replace(w, scale=factor * w.scale) for path, w in adapter.lora.items()}
-    return replace(adapter, lora=lora)
-
-
 @pytest.fixture(scope="module")
 def shelf(base):
     """A folder of adapters as the package has one: three for `base`, one for another model."""
@@ -215,7 +209,9 @@ def shelf(base):
     write_tiny_adapter(shelf / "chat", base, scope="streams")
     write_tiny_adapter(shelf / "sql", base, template="w5 {prompt} w6")
     (shelf / "e2e").mkdir()
-    write_adapter(shelf / "e2e", rescaled(make_adapter(base), -2.0))
+    adapter = make_adapter(base)
+    lora = {path: replace(w, scale=-2.0 * w.scale) for path, w in adapter.lora.items()}
+    write_adapter(shelf / "e2e", replace(adapter, lora=lora))  # it says other things
     other = write_base(base.parent / "other", seed=1, norm=1.5)
     write_tiny_adapter(shelf / "foreign", other)
     (shelf / "half-written").mkdir()
