@@ -65,8 +65,9 @@ def modules() -> dict[str, str]:
 def homes() -> dict[str, str]:
     """Where each public name of `ssmlx` lives: to import it from `ssmlx` is to import its home."""
     for node in ast.parse((ROOT / "ssmlx/__init__.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
-            return {f"ssmlx.{k}": f"ssmlx.{v}" for k, v in ast.literal_eval(node.value).items()}
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES":
+            table = ast.literal_eval(node.value).items()
+            return {f"ssmlx.{name}": f"ssmlx.{home}" for home, names in table for name in names}
     raise AssertionError("ssmlx/__init__.py has no table of its lazy names")
 
 
