@@ -227,15 +227,13 @@ def current_adapter(chat: Chat) -> str:
 
 def _trained_on_another_form(session: ChatSession) -> bool:
     """Whether the adapter's own prompt template differs from the model's chat template."""
-    from ..prompts import chat_tokens, encode
+    from ..prompts import chat_tokens, prompt_tokens
 
-    config, tokenizer = session.model.config, session.tokenizer
-    template = config.prompt_template if config else None
-    if template is None or not tokenizer.has_chat_template:
+    tokenizer, turns = session.tokenizer, [{"role": "user", "content": "hello"}]
+    if not tokenizer.has_chat_template:
         return False
-    text = "hello"
-    own = encode(template.replace("{prompt}", text), tokenizer)
-    return own != chat_tokens(tokenizer, [{"role": "user", "content": text}])
+    own = prompt_tokens("hello", session.model, tokenizer)
+    return own != chat_tokens(tokenizer, turns)
 
 
 def _reset(rest: str, chat: Chat) -> str:
