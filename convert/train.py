@@ -78,7 +78,7 @@ def _main(args: argparse.Namespace) -> None:
 
     import torch
 
-    from ssmlx.loading.files import folder_digest, make_folder
+    from ssmlx.loading.files import folder_digest
     from ssmlx.training.job import prepare, run_to_end
 
     from .base import load_base
@@ -100,7 +100,6 @@ def _main(args: argparse.Namespace) -> None:
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
     job, path = prepare(options, train)
-    make_folder(options.out)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []
     is_below = False

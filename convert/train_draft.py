@@ -52,7 +52,6 @@ def _main(args: argparse.Namespace) -> None:
     check_torch()
     import torch
 
-    from ssmlx.loading.files import make_folder
     from ssmlx.training.job import prepare, read_base, run_to_end
 
     from .training.drafters import DraftObjective, build_draft, trained_weights, write_draft
@@ -78,7 +77,6 @@ def _main(args: argparse.Namespace) -> None:
         expected="a new folder, or one of a stopped run",
         do="choose another --out",
     )
-    make_folder(out)
     model = build_draft(path, job.config, args.layers).to(device)
     freeze_base(model, dtype)
     objective = DraftObjective(model, job.train, None, device, dtype)

@@ -233,7 +233,7 @@ def _main(args: argparse.Namespace) -> None:
     check_torch()
     import torch
 
-    from ssmlx.loading.files import folder_digest, make_folder
+    from ssmlx.loading.files import folder_digest
     from ssmlx.training.job import run_to_end
 
     from .formats.heads import check_base_sizes, save_published
@@ -252,7 +252,6 @@ def _main(args: argparse.Namespace) -> None:
     else:
         model = init
         check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)
-    make_folder(out)
     widths = settings.widths or getattr(model.config, "widths", ())
     objective = HeadObjective(model, frozen, train, widths, device, dtype)
     identity = job.identity(args.dtype, asdict(settings), lora, folder_digest(args.init))

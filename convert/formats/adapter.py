@@ -63,9 +63,7 @@ def read_checkpoint(
     """Read a PyTorch checkpoint against its base model.
 
     Args:
-        lora_folder: PEFT's folder.
         streams_file: stream weights, `streams_config.json` beside it.
-        backbone: the base model.
         scope: rows that LoRA is to act on, where not those that the checkpoint names.
         base_model: what to call the base where the checkpoint does not.
         task_folder: checkpoint of the LoRA that every row has beside streams of scope "streams".

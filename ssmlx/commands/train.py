@@ -61,7 +61,7 @@ def _main(args: argparse.Namespace) -> None:
 
     from ..loading.adapter import load_adapter, write_adapter
     from ..loading.attach import read_task_lora
-    from ..loading.files import folder_digest, make_folder, new_folder
+    from ..loading.files import folder_digest, new_folder
     from ..model.lora import layer_of
     from ..training.job import prepare, run_to_end
     from ..training.mlx_model import TrainedModel, new_adapter, start_from
@@ -82,7 +82,6 @@ def _main(args: argparse.Namespace) -> None:
     task_layers = {layer_of(path)[0] for path in adapter.task_lora}
     is_below = task_layers and min(task_layers) < job.config.insertion_layer
     lower_identity = job.lower_identity(*frozen, *(task if is_below else []))
-    make_folder(options.out)
     folder = options.out / ADAPTER_FOLDER
 
     def write() -> Path:

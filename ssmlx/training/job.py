@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import InputError, require
-from ..loading.files import folder_digest
+from ..loading.files import folder_digest, make_folder
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
 from ..settings import StreamConfig, read_json
@@ -211,9 +211,6 @@ def run_to_end(
     """Go on with a run where it was stopped, if it was; write, draw and tell what it came to.
 
     Args:
-        job: what to train on. Its folder is there.
-        trainer: as it begins.
-        prog: the command.
         dtype: of what is not trained.
         identity: a digest of all that decides the result.
         lower: makes what the frozen layers say of a batch.
@@ -221,6 +218,7 @@ def run_to_end(
         replay_size: of what validations replay; the nodes of the options' tree unless given.
     """
     out, options = job.options.out, job.options
+    make_folder(out)
     state = out / trainer.STATE_FILE
     trainer.resume(state, identity)
     record = Record(out / LOG_FILE, trainer.step)

@@ -40,7 +40,6 @@ def linear_cross_entropy(
     """The scaled sum of cross-entropies, and each row's own [R] in nats, without a gradient.
 
     Args:
-        logits_of: what is frozen.
         hidden: [R, D], what the gradient reaches.
         targets: [R] token ids.
         scales: [R] float32, the weight of each row in the sum.
