@@ -95,11 +95,7 @@ def test_a_median_is_taken_over_rounds_in_turn_but_the_first():
     assert noise == 0.0, "of the three, two are steady"
     assert found == {("lower", 1, 0): 2.0, ("upper", 1, 0): 5.0, ("plain", 1, 0): 0.25}
     assert order == ["a", "b"] * 4
-    assert [spread(one) for one in ([1.0], [2.0, 2.0], [1.0, 2.0, 3.0, 4.0])] == [
-        0.0,
-        0.0,
-        0.6,
-    ]
+    assert [spread(one) for one in ([1.0], [2.0, 2.0], [1.0, 2.0, 3.0, 4.0])] == [0.0, 0.0, 0.6]
 
 
 def test_every_forward_is_timed_on_every_row_behind_every_context(model):

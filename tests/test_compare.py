@@ -11,15 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from real import (
-    VOCAB,
-    WIDTH,
-    make_adapter,
-    one_line,
-    words,
-    write_base,
-    write_tiny_adapter,
-)
+from real import VOCAB, WIDTH, make_adapter, one_line, words, write_base, write_tiny_adapter
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx

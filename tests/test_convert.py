@@ -11,14 +11,7 @@ import ssmlx
 
 import mlx.core as mx  # isort: skip
 from oracle import gap, make_model
-from real import (
-    STREAMS,
-    WIDTH,
-    answer,
-    one_line,
-    snapshot,
-    write_base,
-)
+from real import STREAMS, WIDTH, answer, one_line, snapshot, write_base
 
 torch = pytest.importorskip("torch")
 import mlx_lm

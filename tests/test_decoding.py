@@ -42,13 +42,7 @@ from ssmlx.decoding.prune import (
     surviving_nodes,
     transition_logprobs,
 )
-from ssmlx.decoding.sampling import (
-    Places,
-    Sampling,
-    gumbel_noise,
-    last_tokens,
-    places_of,
-)
+from ssmlx.decoding.sampling import Places, Sampling, gumbel_noise, last_tokens, places_of
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError

@@ -37,13 +37,7 @@ from ssmlx.decoding.sampling import filter_logprobs, log_softmax
 from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter, check_vocabulary
 from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
-from ssmlx.drafters.lookup import (
-    NGRAM,
-    PromptLookupDrafter,
-    TextOnDevice,
-    continuation,
-    extend,
-)
+from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice, continuation, extend
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.loading.load import carries_heads
@@ -169,8 +163,7 @@ def test_prompt_lookup_in_a_text_with_a_period():
     """Nothing to look up in the first round; from then on every draft holds, beyond one period."""
     model, start = cycle_model(), 4
     config = GenerateConfig(
-        drafter="prompt-lookup",
-        prompt_lookup=PromptLookupConfig(num_draft_tokens=20, size=21),
+        drafter="prompt-lookup", prompt_lookup=PromptLookupConfig(num_draft_tokens=20, size=21)
     )
     tokens, lengths = written(model, [start], VOCAB + 3 * 21, config)
     assert tokens == [(start + 1 + index) % VOCAB for index in range(len(tokens))]

@@ -12,14 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 from oracle import tree_inputs
 from tiny import first_tokens, make_lora, tree_from_parents
-from tiny_export import (
-    CHUNK,
-    CONTEXT,
-    TorchBackend,
-    mlx_steps,
-    torch_steps,
-    write_pair,
-)
+from tiny_export import CHUNK, CONTEXT, TorchBackend, mlx_steps, torch_steps, write_pair
 
 from convert.base import load_base
 from convert.export.ane import rms_norm

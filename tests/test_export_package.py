@@ -115,10 +115,7 @@ def agreement(found, expected) -> float:
 
 @pytest.mark.parametrize(
     ("scope", "changes"),
-    [
-        ("all", {"profile": "gpu"}),
-        ("streams", {"profile": "ane", "prune_to": 4}),
-    ],
+    [("all", {"profile": "gpu"}), ("streams", {"profile": "ane", "prune_to": 4})],
 )
 def test_a_float32_package_writes_what_mlx_writes_in_as_many_calls(scope, changes, make_export):
     made = make_export(scope, precision="float32", **changes)

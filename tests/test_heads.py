@@ -32,16 +32,8 @@ from convert.formats.heads import (
     save_published,
 )
 from convert.reference.heads import new_reference
-from ssmlx.drafters.heads import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    load_heads,
-    read_heads,
-)
-from ssmlx.drafters.mlp_speculator import (
-    num_candidate_nodes,
-    widths_topology,
-)
+from ssmlx.drafters.heads import CONFIG_FILE, WEIGHTS_FILE, load_heads, read_heads
+from ssmlx.drafters.mlp_speculator import num_candidate_nodes, widths_topology
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import BaseIdentity
 from ssmlx.loading.load import load_base

@@ -15,16 +15,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_adapters, load_model, quantize_model, save_config, save_model
 from real import ROOT, answer
 from real import write_base as write_folder
-from tiny import (
-    LAYERS,
-    VOCAB,
-    make_adapter,
-    make_base,
-    make_lora,
-    make_model,
-    make_tokenizer,
-    slow,
-)
+from tiny import LAYERS, VOCAB, make_adapter, make_base, make_lora, make_model, make_tokenizer, slow
 from tiny_heads import make_heads
 
 from ssmlx.drafters.draft_model import DraftModel

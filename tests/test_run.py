@@ -17,14 +17,7 @@ from tiny import make_lora
 
 from perf.run.experiment import speedups
 from perf.run.results import AnswerStore, Kept, files_version
-from perf.run.statistics import (
-    Estimate,
-    mean,
-    median_ratio,
-    paired_difference,
-    ratio,
-    speedup,
-)
+from perf.run.statistics import Estimate, mean, median_ratio, paired_difference, ratio, speedup
 from perf.run.target import (
     MLX_LM,
     PLAIN,

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from real import (
-    answer,
-    words,
-    write_base,
-    write_tiny_adapter,
-)
+from real import answer, words, write_base, write_tiny_adapter
 
 import ssmlx
 from ssmlx.errors import InputError

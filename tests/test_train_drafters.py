@@ -12,16 +12,7 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import mlx_lm
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
-from real import (
-    LAYERS,
-    VOCAB,
-    WIDTH,
-    answer,
-    one_line,
-    words,
-    write_base,
-    write_tokenizer,
-)
+from real import LAYERS, VOCAB, WIDTH, answer, one_line, words, write_base, write_tokenizer
 from tiny_heads import converted
 
 torch = pytest.importorskip("torch")
@@ -592,8 +583,7 @@ def test_bad_options_are_told_in_one_line(base, data, tmp_path, refused, kind, m
 
 
 @pytest.mark.parametrize(
-    ("kind", "change"),
-    [("medusa", ("--decay", "0.7")), ("draft", ("--layers", "3"))],
+    ("kind", "change"), [("medusa", ("--decay", "0.7")), ("draft", ("--layers", "3"))]
 )
 def test_another_runs_folder_is_refused(base, data, tmp_path, refused, kind, change):
     out = tmp_path / "run"

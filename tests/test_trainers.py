@@ -41,12 +41,7 @@ from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
 from convert.formats.adapter import read_checkpoint
-from convert.reference.checkpoint import (
-    load_fine_tuned,
-    load_reference,
-    merge_lora,
-    save_reference,
-)
+from convert.reference.checkpoint import load_fine_tuned, load_reference, merge_lora, save_reference
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
 from convert.training import run as torch_run
