@@ -1,7 +1,5 @@
 """`python -m convert`: a PyTorch checkpoint becomes an MLX adapter folder."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

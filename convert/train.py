@@ -1,7 +1,5 @@
 """`python -m convert.train`: train streams, LoRA and pruning adapter in PyTorch."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

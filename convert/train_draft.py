@@ -1,7 +1,5 @@
 """`python -m convert.train_draft`: make a draft model of a base model's first layers."""
 
-from __future__ import annotations
-
 import argparse
 
 from ssmlx.commands.options import make_parser, run

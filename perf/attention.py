@@ -6,8 +6,6 @@ kernels it was, and whether the rule that chooses between them (`ssmlx.model.met
 right here.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import Counter

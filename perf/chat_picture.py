@@ -4,8 +4,6 @@ The chat is `python -m ssmlx.chat` on a terminal, asked `QUESTIONS` one after th
 shows what came back, times and all.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import pty

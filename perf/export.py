@@ -9,8 +9,6 @@ target calls are compared with MLX's streaming on the same tree; they may differ
 a draft are equally likely but for rounding.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

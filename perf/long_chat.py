@@ -4,8 +4,6 @@ Both are held twice, streaming and plain, and must agree token for token; memory
 weights nor cache must stay flat from turn to turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace

@@ -6,8 +6,6 @@ read in both adapter scopes. Half an hour or more on two CPU cores; `--count 10`
 was answered is kept, for this very code: a run that was stopped goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace

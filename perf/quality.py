@@ -5,8 +5,6 @@ with --baseline, the same LoRA trained without streams; an adapter of scope "str
 untouched base, token for token. Each figure has a 95 % bootstrap interval over prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@
 here are metrics, and no tokens per call.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ is the ratio of medians over prompts, with a 95 % bootstrap interval. Then steps
 the model's forward alone, and all else that a step does. Writes JSON and a picture.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -10,8 +10,6 @@
 Shapes are written against the legend in `ssmlx.model.shapes`.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

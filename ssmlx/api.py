@@ -1,7 +1,5 @@
 """Text in, text out: what `import ssmlx` gives beside `load`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, replace

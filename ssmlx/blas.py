@@ -5,8 +5,6 @@ system has OpenBLAS, loading it first and for all gives its symbols precedence: 
 `LD_PRELOAD` does, without the variable. Nothing of this happens on macOS.
 """
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import sys

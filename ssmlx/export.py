@@ -1,7 +1,5 @@
 """`python -m ssmlx.export`: export to Core ML or Core AI; the command is `convert.export`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 

@@ -1,7 +1,5 @@
 """Files of prompts, and from a user's text to prompt tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`python -m ssmlx.export`: the stream-fused model as an asset for Core ML or Core AI."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import Field, fields

@@ -5,8 +5,6 @@ Hidden states are [1, D, 1, R], the Neural Engine's own layout. A layer's cache 
 layers, because those have rows before channels.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

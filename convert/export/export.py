@@ -8,8 +8,6 @@
 It is written beside its place and renamed, so that it is there whole or not at all.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform

@@ -3,8 +3,6 @@
 Hidden states are [1, R, D]. A layer's cache is two tensors [1, Hkv, S, Dh].
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -25,8 +25,6 @@ The stages are those of `ssmlx/decoding/loop.py`. Acceptance is part of the grap
 streams of one node alone pass the LM head.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

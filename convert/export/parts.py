@@ -4,8 +4,6 @@ No logits of the whole vocabulary leave the graph: the target's choice of each n
 probability of a drafted token, and each stream's likeliest tokens do.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

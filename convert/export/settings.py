@@ -1,7 +1,5 @@
 """What to export: the settings of `python -m ssmlx.export`, validated once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

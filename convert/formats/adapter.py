@@ -1,7 +1,5 @@
 """From a PyTorch checkpoint to an MLX adapter folder, or to a fused model folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

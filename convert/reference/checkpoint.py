@@ -1,7 +1,5 @@
 """Checkpoints of the PyTorch model: reading, writing, starting from one, merging its LoRA."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -11,8 +11,6 @@ strictly ascending.
 Nothing here needs PyTorch but the reading of a .bin file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 In front of the published names stand "heads." for Medusa's, and nothing for a speculator's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -14,8 +14,6 @@ Shapes, beside the legend of `ssmlx.model.shapes`:
     N   layers of the model           Ns  the top ones, with multi-stream attention
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

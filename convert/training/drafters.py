@@ -9,8 +9,6 @@ only the norm and the head meet others. So it is a stream-fused model without st
 layers are all that it has, and its loss is that of the main stream.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

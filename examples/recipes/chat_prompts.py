@@ -3,8 +3,6 @@
 From the checkout, with the extra `torch`.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -4,8 +4,6 @@ The task's training file has some 500 different ones. A fine-tuned model can ans
 its answers teach the streams (`convert.continuations --lora`).
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import re

@@ -6,8 +6,6 @@ and energy where powermetrics may be run. Prints a report, saves it with a pictu
 a line of JSON fit to paste into a shared table.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import platform

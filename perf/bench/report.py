@@ -1,7 +1,5 @@
 """What `perf.bench` says: a report, a picture, and one line of JSON for a table of machines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Systems take turns prompt by prompt in an order that rotates; mlx-lm's own strea
 baseline of every speed-up, and plain decoding what every system's tokens must be.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

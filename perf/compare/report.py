@@ -3,8 +3,6 @@
 And the table of perf/README.md; all of it from a result alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -12,8 +12,6 @@ verification step costs, over the tokens that the step advances by:
 Cache adjustment and prompt processing are left out, as there. Costs are in any one unit of time.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import defaultdict

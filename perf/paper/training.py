@@ -6,8 +6,6 @@ and with value rotation, and over the rank of f (eq. 3); `ablation` shows what t
 started from another's weights (`--init`) goes on where that one ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Options that the measuring commands share, and the experiment that they name."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

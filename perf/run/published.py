@@ -3,8 +3,6 @@
 Its models have 1.3 to 7 billion parameters, on an A100 in float16, greedy, with a batch of one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

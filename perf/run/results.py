@@ -2,8 +2,6 @@
 from another's.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """How results are shown: tables as text, and bars with intervals; matplotlib may be missing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

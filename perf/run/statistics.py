@@ -3,8 +3,6 @@
 A percentile bootstrap, seeded: the same prompts are drawn for every figure of a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache

@@ -5,8 +5,6 @@ some 3 %. The target is the base with the LoRA that acts on every row: for an ad
 "all" its own, for scope "streams" that of a task, or none.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Scores are percentages, one for each prompt.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass

@@ -6,8 +6,6 @@ own pass, section 3.2.1); with greedy decoding that is what they do draft there,
 tree. `ssmlx.tuning.replay` replays it; a test compares with real decoding, call for call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

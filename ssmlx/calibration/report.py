@@ -1,7 +1,5 @@
 """What calibration found, as text and as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

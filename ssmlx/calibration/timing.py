@@ -1,7 +1,5 @@
 """Answers on the clock, in turns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

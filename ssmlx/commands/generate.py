@@ -1,7 +1,5 @@
 """The generate command: one prompt or a file of them; text, or one JSON object a prompt."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 Light on purpose: `--help` must not wait for MLX.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """The training command: from a data folder to an adapter, on this machine, without PyTorch."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import replace
 from pathlib import Path

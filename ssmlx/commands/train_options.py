@@ -1,7 +1,5 @@
 """The options of the training commands, one for each field of their settings."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Drafts from a second, smaller model with the same vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

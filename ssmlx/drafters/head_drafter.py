@@ -3,8 +3,6 @@
 Heads guess the next tokens from the target's newest hidden state, behind its final norm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields

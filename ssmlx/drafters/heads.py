@@ -5,8 +5,6 @@ heads.safetensors    the tensors under their published names (without a common p
                      shared ones stand once; `draft_vocab` where the settings name one
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -18,8 +18,6 @@ node is what the target would have to write, and acceptance stays the same walk 
 drafter; the window's own guesses are accepted too where they turn out right.
 """
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ the answer quotes its prompt (names, numbers, code, sentences to be summarised),
 where the guesses end. No paper's; the losslessness of the tree's verification covers it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 

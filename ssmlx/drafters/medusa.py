@@ -5,8 +5,6 @@ LM head where it has none. All heads see the same state and not each other's gue
 grow from their ranks exactly as from streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ was decided there. c weighs embeddings so that the first state keeps half of the
 the last stage.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

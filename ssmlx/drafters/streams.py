@@ -1,7 +1,5 @@
 """Drafts from the model's own speculative streams (section 3.2.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Draft trees that are put together on the host, token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """`python -m ssmlx.exported`: answer prompts with an exported model."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

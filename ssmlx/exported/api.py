@@ -1,7 +1,5 @@
 """Text in, text out, with an exported model: what `ssmlx.stream_generate` is for MLX."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence

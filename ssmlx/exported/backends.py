@@ -1,7 +1,5 @@
 """What runs an exported model: one small interface, and Core ML or Core AI behind it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys

@@ -8,8 +8,6 @@ free slot; accepting a node makes its slot a committed one, and the others are f
 full of what nobody will see. So nothing in the cache is ever moved, and rejecting costs nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

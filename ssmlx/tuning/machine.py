@@ -1,7 +1,5 @@
 """Where and with what a figure was measured. What cannot be told is "unknown"."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

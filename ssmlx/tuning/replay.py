@@ -7,8 +7,6 @@ for other texts it is an estimate. No tree is grown: where the text stands among
 from which size, or width, on a tree would have held it, and so serves every tree at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Results as text, on disk, and as pictures; matplotlib, which may be missing, is imported late."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
