@@ -1,7 +1,5 @@
 """What holds for every test: workers, the device, no profiles, and what `.ci/long` need not run."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from importlib.util import find_spec
@@ -45,6 +43,14 @@ def one_torch_thread():
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The tiny model's folder; a module may write beside it."""
+    from real import write_base
+
+    return write_base(tmp_path_factory.mktemp("tiny") / "base")
 
 
 @pytest.fixture(autouse=True)

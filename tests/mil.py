@@ -7,8 +7,6 @@ declares. What an operation cannot do as MIL defines it is a ValueError. On a de
 an operation may be taken in float16 or in another order; no interpreter shows that.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

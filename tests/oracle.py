@@ -3,8 +3,6 @@
 The oracle decodes with the reference, slow and obvious: every step computes everything anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

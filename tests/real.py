@@ -1,7 +1,5 @@
 """Folders on disk, as users have them: a random model with a tokenizer, and its adapters."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

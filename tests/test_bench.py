@@ -1,7 +1,5 @@
 """perf.bench on tiny adapters: its clock, its energy, its report, and the command as it is run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """ssmlx.calibrate: what is timed and chosen, and the command, with clocks and costs made up."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The commands: options, bad input, output, `--help`; and the chat's lines."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -35,11 +33,6 @@ KEYS = [
     "memory",
 ]  # fmt: skip
 ASK, PLAIN, LENGTH = ("--prompt", "w1 w2"), ("--decoding", "plain"), 12
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("commands") / "base")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """perf.compare, perf.quality and perf.score: every system, its tables, what stops and goes on."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,7 +1,5 @@
 """A model's own answers: batched, resumed, refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What CONTRIBUTING.md adds, a drafter and a model family, works as it says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

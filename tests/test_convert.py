@@ -1,7 +1,5 @@
 """The converter: every tensor accounted for, nothing half-written, nothing run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -23,11 +21,6 @@ from convert.reference.checkpoint import save_reference
 
 LORA = "adapter_model.safetensors"
 TOKENS = [5, 9, 30, 12, 7, 61]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("convert") / "base")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The decoding loops and their stages: exact tokens and step counts, and what decides on tokens."""
 
-from __future__ import annotations
-
 import ast
 import math
 import random

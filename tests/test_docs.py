@@ -1,7 +1,5 @@
 """The documents: every link, command and option in them is there, and the README is short."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from functools import cache

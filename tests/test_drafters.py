@@ -1,7 +1,5 @@
 """Every drafter against plain decoding: exact tokens, constructed step counts, and statistics."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -648,11 +646,6 @@ def test_a_drafter_needs_no_more_than_the_protocol_says():
 
 
 # --- The commands ---
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("heads") / "base")
 
 
 @pytest.fixture(scope="module")

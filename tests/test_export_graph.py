@@ -1,7 +1,5 @@
 """The graph that is exported, against the MLX runtime and the converter's reference."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The exported package itself: read back and executed by `mil`, and run by Core AI."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The host loop of an exported model: slots, trees, manifest and segments, without any model."""
 
-from __future__ import annotations
-
 import json
 import sys
 

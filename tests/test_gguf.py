@@ -1,7 +1,5 @@
 """GGUF conversion: small files made here, and every tensor of the real one."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

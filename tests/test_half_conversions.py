@@ -1,7 +1,5 @@
 """The preloaded conversions that make Core AI's float16 bearable on Linux give numpy's bits."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Drafting heads: PyTorch and MLX, the published files, and the trees of a hidden state."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -65,11 +63,6 @@ SPECULATORS = [
         {"n_predict": 4, "tie_weights": True, "top_k_tokens_per_head": (3, 2, 1, 1)},
     )
 ]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("heads") / "base")
 
 
 @pytest.fixture(scope="module")

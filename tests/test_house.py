@@ -3,8 +3,6 @@
 `python tests/test_house.py` prints the tree with its lines, and every import that breaks the rule.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 from collections import Counter

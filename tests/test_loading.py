@@ -1,7 +1,5 @@
 """Names, folders and files: what they lead to, written whole or not at all, read strictly."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json
@@ -396,11 +394,6 @@ def test_account_for_names_every_fault(tmp_path):
     account_for({"b": mx.ones(2)}, {"b": (2,)}, tmp_path)
     many = {f"n{i}": (1,) for i in range(9)}
     assert "missing: n0, n1, n2 and 6 more" in refusal(account_for, {}, many, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("adapter") / "base")
 
 
 @pytest.fixture

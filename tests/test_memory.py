@@ -1,7 +1,5 @@
 """Where the memory goes: every part against what MLX says is in use, and streaming's peak."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -1,7 +1,5 @@
 """The fused attention kernel: MLX's own generated source run on the CPU, and the way to it."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

@@ -1,7 +1,5 @@
 """The stream-fused model's parts: layers and ropes, LoRA by row, cache, masks and trees."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """The paper's architectures and the designs of streams: formats, and PyTorch against MLX."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The wheel: it runs outside the checkout, converter included, and leaks no top-level name."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """perf.paper: eq. 6 and the figures, the runs of an ablation, and curves of learning."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

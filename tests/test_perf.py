@@ -1,7 +1,5 @@
 """perf.speed, perf.lossless and perf.long_chat on tiny adapters: each scope, value rotation."""
 
-from __future__ import annotations
-
 import json
 import random
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Chips, rooflines and what is predicted from them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

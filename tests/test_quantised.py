@@ -1,7 +1,5 @@
 """Quantised bases in mlx-lm's formats, with streams and LoRA that are not: exact, and untouched."""
 
-from __future__ import annotations
-
 import ssmlx  # first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip

@@ -1,7 +1,5 @@
 """The sample checkpoint on SmolLM2-135M: the tokens and calls of PyTorch, the text of mlx-lm."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

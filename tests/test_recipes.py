@@ -1,7 +1,5 @@
 """Recipes of prompts: of the E2E task's form, none held out, the same for a seed; of chats."""
 
-from __future__ import annotations
-
 import json
 import random
 

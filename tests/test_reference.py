@@ -1,7 +1,5 @@
 """The PyTorch reference: exact against plain decoding, transformers and PEFT."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.core as mx

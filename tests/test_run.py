@@ -1,7 +1,5 @@
 """perf.run: metrics by hand, intervals, kept answers, and all that decodes one target."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from dataclasses import replace

@@ -1,20 +1,13 @@
 """Chats of many turns: the cache that is kept, and what may go wrong."""
 
-from __future__ import annotations
-
 import pytest
-from real import answer, words, write_base, write_tiny_adapter
+from real import answer, words, write_tiny_adapter
 
 import ssmlx
 from ssmlx.errors import InputError
 from ssmlx.prompts import chat_tokens
 
 LENGTH = 12
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("chat") / "base")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Adapters by name, alone and beside a task's LoRA, and exchanged on a base that is loaded."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -195,11 +193,6 @@ def test_a_model_that_was_swapped_answers_no_more():
     assert "given to `swap_adapter`" in refusal(list, running)
     assert "given to `swap_adapter`" in refusal(ssmlx.swap_adapter, old, None)
     assert len(tokens_of(new, "streaming")) == LENGTH
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("swap") / "base")
 
 
 @pytest.fixture(scope="module")

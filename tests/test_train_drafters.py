@@ -1,7 +1,5 @@
 """The trainers of drafters, heads and draft models: losses, replay, resuming, what they write."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -62,11 +60,6 @@ OWN = {
 KINDS = ("medusa", "mlp_speculator")
 PROMPTS = [words(1 + i % 3, first=3 * i) for i in range(16)]
 UNSEEN = 4
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("drafters") / "base")
 
 
 def write_data(folder, train, valid):

@@ -1,7 +1,5 @@
 """Both trainers, MLX's and PyTorch's: the same steps, resuming, and what they write."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -117,11 +115,6 @@ TORCH = Command(
     "convert.train", torch_command.main, TorchTrainer.STATE_FILE, "", ("--device", "cpu")
 )
 both = pytest.mark.parametrize("command", [MLX, TORCH], ids=lambda command: command.prog)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("train") / "base")
 
 
 @pytest.fixture(scope="module")

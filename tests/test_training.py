@@ -1,7 +1,5 @@
 """What both trainers share: data, batches, draft vocabulary, replay, schedule, record."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

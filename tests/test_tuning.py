@@ -1,13 +1,11 @@
 """Costs of steps, profiles on disk, and the plans that settings come to: no clock runs here."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
 
 import pytest
-from real import make_adapter, write_adapter, write_base, write_tiny_adapter
+from real import make_adapter, write_adapter, write_tiny_adapter
 from tiny import COSTS, first_tokens, flat, make_model, make_profile, measured
 
 import ssmlx
@@ -526,11 +524,6 @@ def test_decoding_falls_back_and_returns_and_says_the_same(model):
 
 
 # --- The commands ---
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("plan") / "base")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The converter's commands where PyTorch is not installed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

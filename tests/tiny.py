@@ -1,7 +1,5 @@
 """Tiny random models for tests, and slow obvious versions of what the package computes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from importlib import import_module

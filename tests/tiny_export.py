@@ -1,7 +1,5 @@
 """Tiny models for the tests of the export: on disk, and run without a converter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

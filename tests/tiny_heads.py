@@ -1,7 +1,5 @@
 """Random and rigged drafting heads for the models of `tiny` and `real`."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 

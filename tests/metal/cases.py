@@ -1,7 +1,5 @@
 """Attentions of a step, laid out as the cache lays them out, and what they must give in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

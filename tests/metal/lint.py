@@ -1,7 +1,5 @@
 """What clang says of a generated Metal source; `include/lint.h` has the address spaces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from .shim import INCLUDE, without_attributes
