@@ -2,7 +2,8 @@
 
 Every prompt is answered by each in turn, in an order that rotates, after a warm-up; the speed-up
 is the ratio of medians over prompts, with a 95 % bootstrap interval. Then steps are taken apart:
-the model's forward alone, and all else that a step does. Writes JSON and a picture.
+the model's forward alone, and all else that a step does. Writes JSON and a picture; `--count 20`
+is enough for a look.
 """
 
 import argparse
@@ -17,28 +18,24 @@ import mlx.core as mx
 from ssmlx.commands.options import make_parser, run
 from ssmlx.decoding.loop import prefill, step
 from ssmlx.drafters.streams import StreamDrafter
-from ssmlx.loading.files import make_folder
 from ssmlx.model.cache import StreamCache, TreeCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import Tree, root_tree
-from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
+from ssmlx.settings import PruneConfig, TreeConfig
 from ssmlx.tuning.machine import machine
 from ssmlx.tuning.report import Columns, publish, table
 
-from .run import results
 from .run.experiment import task_result
-from .run.options import add_sample_options, check_counts, sample_experiment
-from .run.show import (
-    TOKENS_PER_CALL,
-    Panel,
-    Row,
-    draw_tasks,
-    figure,
-    notes_of,
-    same_text,
+from .run.options import (
+    adapter_with_streams,
+    add_experiment_options,
+    add_out,
+    check_counts,
+    experiment_of,
 )
+from .run.show import TOKENS_PER_CALL, Panel, Row, draw_tasks, figure, notes_of, same_text
 from .run.statistics import median_ratio
-from .run.target import STREAMS, System, plain_systems
+from .run.target import STREAMS
 
 PROG = "perf.speed"
 WARM_UP = 3
@@ -77,7 +74,7 @@ def draw(result: Row, path: Path) -> None:
     """A picture of the tokens/s."""
     task = {**result["summary"], "adapter": None}
     panel = Panel("decode tokens/s (median over prompts)", lambda row: row["decode_rate"], digits=1)
-    title = f"{task['data']}, float32, {result['machine']['machine']}"
+    title = f"{task['data']}, {result['dtype']}, {result['machine']['machine']}"
     draw_tasks([task], [panel, TOKENS_PER_CALL], title, path)
 
 
@@ -205,16 +202,18 @@ def step_cost(
 
 
 def _main(args: argparse.Namespace) -> int:
-    tree = TreeConfig(kind="best", size=args.tree_size)
-    streaming = GenerateConfig(decoding="streaming", max_tokens=args.max_tokens, tree=tree)
-    systems = [*plain_systems(args.max_tokens), System(STREAMS, STREAMS, streaming)]
-    measured = sample_experiment(args, "all", systems).run()
+    adapter_with_streams(args.adapter or args.task)
+    args.systems = [f"streams --tree best --tree-size {args.tree_size}"]
+    measured = experiment_of(args, "speed").run()
     model = measured.target.drafting(STREAMS).model
-    cost = step_cost(model, measured.prompts[0], args.tree_size, args.repeats)
-    make_folder(results.RESULTS)
-    name = f"speed-{measured.experiment.name}" if args.adapter else "speed"
-    result = {"machine": machine(), "summary": task_result(measured), "step": cost}
-    publish(result, results.RESULTS / name, report(result), draw)
+    cost = step_cost(model, measured.prompts[0], args.tree_size, args.steps)
+    result = {
+        "machine": machine(),
+        "dtype": args.dtype,
+        "summary": task_result(measured),
+        "step": cost,
+    }
+    publish(result, args.out / measured.experiment.name, report(result), draw)
     return 0
 
 
@@ -222,11 +221,12 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
-    add_sample_options(parser, count=20)
+    add_experiment_options(parser, task="sql", systems=())
     parser.add_argument("--tree-size", type=int, default=TreeConfig().size, metavar="N")
-    parser.add_argument("--repeats", type=int, default=40, help="steps that are taken apart")
+    parser.add_argument("--steps", type=int, default=40, help="that are taken apart (default: 40)")
+    add_out(parser)
     args = parser.parse_args(argv)
-    check_counts(parser, args, "repeats")
+    check_counts(parser, args, "repeats", "max_tokens", "steps")
     return run(lambda: _main(args), PROG)
 
 

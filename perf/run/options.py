@@ -7,17 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from convert.formats.adapter import read_checkpoint
 from ssmlx.commands.options import Parser, add_tree_options, generate_config
 from ssmlx.errors import InputError, require
 from ssmlx.loading.adapter import Adapter
 from ssmlx.loading.files import make_folder
-from ssmlx.loading.load import load_base
 from ssmlx.loading.names import bundled_adapters, resolve_adapter, resolve_model
-from ssmlx.settings import AdapterScope, GenerateConfig, SamplingConfig
+from ssmlx.settings import GenerateConfig, SamplingConfig
 
 from .experiment import Experiment
-from .results import RESULTS, ROOT
+from .results import RESULTS
 from .target import (
     CHECKPOINTS,
     DRAFT_ALONE,
@@ -29,10 +27,9 @@ from .target import (
     Weights,
     read_own_lora,
 )
-from .tasks import CHAT, SQL, TASKS, add_data_options, data_file, read_examples, scorer_of
+from .tasks import TASKS, add_data_options, data_file, read_examples, scorer_of
 
 BASE = "smollm2-135m-q4_1"
-CHECKPOINT = ROOT / "examples" / "smollm2-135m-sql"
 SYSTEMS = (MLX_LM, PLAIN, STREAMS, *CHECKPOINTS, "lookahead", "prompt-lookup")
 _RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attention")
 
@@ -68,18 +65,17 @@ def check_counts(parser: argparse.ArgumentParser, args: argparse.Namespace, *nam
             parser.error(f"--{name.replace('_', '-')} {least}: expected 1 or more")
 
 
-# ---------------------------------------------------------------- systems side by side on a task
-
-
 def add_experiment_options(
     parser: argparse.ArgumentParser,
     saved: argparse._MutuallyExclusiveGroup | None = None,
     *,
+    task: str | None = None,
     systems: Sequence[str] = SYSTEMS,
     repeats: int = 1,
 ) -> None:
-    """What `experiment_of` reads; `saved` is the group of an option in place of --task."""
-    add_data_options(parser.add_argument_group("data"), saved)
+    """What `experiment_of` reads: `task` is the default, without which --task is required, and
+    `saved` the group of an option in place of it; without `systems` the command names them."""
+    add_data_options(parser.add_argument_group("data"), saved, task)
     weights = parser.add_argument_group("weights")
     add_base(weights)
     weights.add_argument(
@@ -95,11 +91,12 @@ def add_experiment_options(
         metavar = "MODEL" if kind == DRAFT_MODEL else "FOLDER"
         weights.add_argument(f"--{kind}", metavar=metavar, help=f"what `{kind}` drafts with")
     group = parser.add_argument_group("run")
-    group.add_argument(
-        "--systems", nargs="+", default=list(systems), metavar="SYSTEM",
-        help=f"which of {', '.join(SYSTEMS)}; mlx-lm and plain always take part (default: "
-        f"{'all' if systems == SYSTEMS else ' '.join(systems)})",
-    )  # fmt: skip
+    if systems:
+        group.add_argument(
+            "--systems", nargs="+", default=list(systems), metavar="SYSTEM",
+            help=f"which of {', '.join(SYSTEMS)}; mlx-lm and plain always take part (default: "
+            f"{'all' if systems == SYSTEMS else ', '.join(systems)})",
+        )  # fmt: skip
     most = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
     group.add_argument("--max-tokens", type=int, help=f"longest answer (default: {most})")
     for name, default, text in (
@@ -231,60 +228,6 @@ def _weights_of(args: argparse.Namespace) -> Weights:
     adapter = None if folder is None else read_own_lora(folder)
     base = resolve_model(args.model)
     return Weights(base, args.dtype, adapter=adapter, folder=folder, checkpoints=checkpoints)
-
-
-# ------------------------------------------------------------ the streams of one adapter, a sample
-
-
-def add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
-    """What to measure; `count` prompts by default."""
-    group = parser.add_argument_group("sample")
-    group.add_argument(
-        "--adapter", metavar="NAME|FOLDER",
-        help="an adapter that ships with ssmlx, or a folder (default: the sample checkpoint, "
-        f"{CHECKPOINT.relative_to(ROOT)})",
-    )  # fmt: skip
-    group.add_argument(
-        "--model", help="the adapter's base model (default: the one that it was trained on)"
-    )
-    group.add_argument(
-        "--prompts", type=Path, default=SQL.test, metavar="FILE",
-        help='JSON objects with a "prompt", one a line (default: the SQL prompts of examples/data)',
-    )  # fmt: skip
-    group.add_argument(
-        "--count", type=int, default=count, help="the first N prompts (default: %(default)s)"
-    )
-    parser.add_argument("--max-tokens", type=int, default=64)
-
-
-def sample_experiment(
-    args: argparse.Namespace, scope: AdapterScope, systems: Sequence[System] = ()
-) -> Experiment:
-    """What the options name; the sample checkpoint is read with `scope`."""
-    examples, name = read_examples(args.prompts, CHAT, args.count), CHECKPOINT.name
-    if args.adapter is None:
-        require(
-            args.model is None,
-            "--model would do nothing here", expected="--adapter", do="drop --model",
-        )  # fmt: skip
-        weights = sample_weights(scope)
-    else:
-        folder, adapter = adapter_with_streams(args.adapter)
-        name = folder.resolve().name
-        base = resolve_model(args.model or adapter.config.base_model or BASE)
-        weights = Weights(base, adapter=adapter, folder=folder)
-    data = args.prompts.name
-    return Experiment(name=name, weights=weights, systems=systems, examples=examples, data=data)
-
-
-def sample_weights(scope: AdapterScope) -> Weights:
-    """The sample checkpoint on its base, its LoRA of this scope."""
-    base = resolve_model(BASE)
-    backbone, _ = load_base(base, "float32")
-    adapter = read_checkpoint(
-        CHECKPOINT, CHECKPOINT / "streams.safetensors", backbone, scope=scope, base_model=BASE
-    )
-    return Weights(base, adapter=adapter, folder=CHECKPOINT)
 
 
 def adapter_with_streams(name: str) -> tuple[Path, Adapter]:

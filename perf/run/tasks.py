@@ -57,11 +57,14 @@ class Example:
 
 
 def add_data_options(
-    data: argparse._ArgumentGroup, saved: argparse._MutuallyExclusiveGroup | None = None
+    data: argparse._ArgumentGroup,
+    saved: argparse._MutuallyExclusiveGroup | None = None,
+    default: str | None = None,
 ) -> None:
     """A task and its examples; `saved` is the group of an option in place of --task."""
-    task = (saved or data).add_argument("--task", choices=tuple(TASKS), help="what to ask")
-    task.required = saved is None
+    shown = f"what to ask (default: {default})" if default else "what to ask"
+    task = (saved or data).add_argument("--task", choices=tuple(TASKS), default=default, help=shown)
+    task.required = saved is None and default is None
     data.add_argument(
         "--data", type=Path, metavar="FILE.jsonl",
         help="a JSON object a line: prompt, and completion or references (default: the task's "
