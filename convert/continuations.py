@@ -48,15 +48,10 @@ COMPACT_AT = 0.125  # drop finished rows once they are this share of the batch
 
 
 class Answer(NamedTuple):
-    """What the model said to one prompt.
+    """What the model said to one prompt."""
 
-    Attributes:
-        tokens: the tokens, with the end token where there is one.
-        finish_reason: "stop" at an end token, "length" where max_tokens came first.
-    """
-
-    tokens: list[int]
-    finish_reason: str
+    tokens: list[int]  # with the end token where there is one
+    finish_reason: str  # "stop" at an end token, "length" where max_tokens came first
 
 
 @dataclass(frozen=True, kw_only=True)

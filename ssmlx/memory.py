@@ -32,29 +32,18 @@ LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What an answer keeps in memory, in bytes, each array counted once.
+    """What an answer keeps in memory, in bytes, each array counted once."""
 
-    Attributes:
-        base: weights of the base model, with the LoRA that is merged into them.
-        lora: LoRA that is not merged, and weights kept to undo a merge.
-        streams: stream embeddings, f, the pruning adapter and the draft vocabulary's ids.
-        draft_head: the LM head's rows of the draft vocabulary, once more.
-        drafter: a draft model with its cache, or drafting heads.
-        cache: keys and values of the committed tokens, with the room that is reserved for more.
-        tree: keys and values of the rows of the step in hand, and masks.
-        second_pass: keys and values of the top layers, once more (`cache.StreamCache`).
-        peak: most in use at once since `mx.reset_peak_memory`, activations and all.
-    """
-
-    base: int
-    lora: int = 0
-    streams: int = 0
-    draft_head: int = 0
-    drafter: int = 0
+    base: int  # weights of the base model, with the LoRA that is merged into them
+    lora: int = 0  # LoRA that is not merged, and weights kept to undo a merge
+    streams: int = 0  # stream embeddings, f, the pruning adapter and the draft vocabulary's ids
+    draft_head: int = 0  # the LM head's rows of the draft vocabulary, once more
+    drafter: int = 0  # a draft model with its cache, or drafting heads
+    # keys and values of the committed tokens, with the room that is reserved for more
     cache: int = 0
-    tree: int = 0
-    second_pass: int = 0
-    peak: int = 0
+    tree: int = 0  # keys and values of the rows of the step in hand, and masks
+    second_pass: int = 0  # keys and values of the top layers, once more (`cache.StreamCache`)
+    peak: int = 0  # most in use at once since `mx.reset_peak_memory`, activations and all
 
     @property
     def parts(self) -> dict[str, int]:

@@ -34,27 +34,17 @@ of the bundled adapters guess worse behind contexts longer than they were traine
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
-    """How one answer is decoded.
+    """How one answer is decoded."""
 
-    Attributes:
-        config: the settings, with nothing of the draft's shape left open.
-        kind: what drafts; None for plain decoding.
-        drafter: it, ready to start; None for plain decoding.
-        sampling: how the target decides.
-        loaded: the draft model and the heads that there are, whether or not they draft.
-        pace: when drafting falls back to plain decoding.
-        decision: what is done and why, in one line.
-        is_tuned: whether a profile of this machine decided it.
-    """
-
-    config: GenerateConfig
-    kind: DrafterKind | None
-    drafter: Drafter | None
-    sampling: Sampling
+    config: GenerateConfig  # the settings, with nothing of the draft's shape left open
+    kind: DrafterKind | None  # what drafts; None for plain decoding
+    drafter: Drafter | None  # it, ready to start; None for plain decoding
+    sampling: Sampling  # how the target decides
+    # the draft model and the heads that there are, whether or not they draft
     loaded: Sequence[DraftModel | DraftingHeads]
-    pace: Pace
-    decision: str
-    is_tuned: bool = False
+    pace: Pace  # when drafting falls back to plain decoding
+    decision: str  # what is done and why, in one line
+    is_tuned: bool = False  # whether a profile of this machine decided it
 
     @property
     def scratch(self) -> int:

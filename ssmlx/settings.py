@@ -137,44 +137,34 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """What a stream checkpoint says of itself (paper, sections 3.2.1 and 3.2.3).
+    """What a stream checkpoint says of itself (paper, sections 3.2.1 and 3.2.3)."""
 
-    Attributes:
-        num_streams: gamma, the speculative streams per node; 0 for LoRA alone.
-        num_msa_layers: Ns, the top layers with multi-stream attention.
-        num_layers: N, the base model's layers; streams start before layer N - Ns.
-        hidden_size: D, the base model's width.
-        stream_init: f of eq. 3: "identity" f(h) = h, "low_rank" f(h) = B A h,
-            "residual" f(h) = h + B A h.
-        stream_init_rank: eta, the rank of f; 0 for identity.
-        prune_rank: theta, the rank of the early-exit adapter; 0 where there is none.
-        adapter_scope: "all", LoRA acts on every row; "streams", on stream rows alone, which
-            leaves the base model's output untouched.
-        prompt_template: text with `{prompt}` that the adapter was trained on, or None.
-        end_token_ids: tokens that end an answer, beside the tokenizer's own.
-        base_model: name of the model that the adapter was trained on.
-        stream_design: what tells streams apart: "embeddings", P_j of eq. 3; "value_rotation",
-            their values in attention, turned by eq. 7 (appendix B), without any parameters.
-        rotation_step: epsilon of eq. 7, radians by which each stream's values are turned
-            further than its predecessor's; 0 for embeddings. The paper holds it to pi / (2 N)
-            at most, N being the longest sequence and its streams together, which is tiny; here
-            any angle up to pi / 2 will do.
-        draft_vocab_size: Vd, tokens that streams draft from; 0 for the whole vocabulary.
-    """
-
-    num_streams: int = setting(least=0)
-    num_msa_layers: int = setting(least=1)
+    num_streams: int = setting(least=0)  # gamma, the speculative streams per node; 0 for LoRA alone
+    num_msa_layers: int = setting(least=1)  # Ns, the top layers with multi-stream attention
+    # N, the base model's layers; streams start before layer N - Ns
     num_layers: int = setting(least=1)
-    hidden_size: int = setting(least=1)
+    hidden_size: int = setting(least=1)  # D, the base model's width
+    # f of eq. 3: "identity" f(h) = h, "low_rank" f(h) = B A h, "residual" f(h) = h + B A h.
     stream_init: StreamInit = setting("identity", choices=STREAM_INITS)
-    stream_init_rank: int = setting(0, least=0)
+    stream_init_rank: int = setting(0, least=0)  # eta, the rank of f; 0 for identity
+    # theta, the rank of the early-exit adapter; 0 where there is none
     prune_rank: int = setting(0, least=0)
+    # "all", LoRA acts on every row; "streams", on stream rows alone, which leaves the base
+    # model's output untouched
     adapter_scope: AdapterScope = setting("all", choices=ADAPTER_SCOPES)
+    # text with `{prompt}` that the adapter was trained on, or None
     prompt_template: str | None = None
-    end_token_ids: tuple[int, ...] = ()
-    base_model: str = ""
+    end_token_ids: tuple[int, ...] = ()  # tokens that end an answer, beside the tokenizer's own
+    base_model: str = ""  # name of the model that the adapter was trained on
+    # what tells streams apart: "embeddings", P_j of eq. 3; "value_rotation", their values in
+    # attention, turned by eq. 7 (appendix B), without any parameters.
     stream_design: StreamDesign = setting("embeddings", choices=STREAM_DESIGNS)
+    # epsilon of eq. 7, radians by which each stream's values are turned further than its
+    # predecessor's; 0 for embeddings. The paper holds it to pi / (2 N) at most, N being the
+    # longest sequence and its streams together, which is tiny; here any angle up to pi / 2
+    # will do.
     rotation_step: float = setting(0.0, least=0, most=math.pi / 2)
+    # Vd, tokens that streams draft from; 0 for the whole vocabulary
     draft_vocab_size: int = setting(0, least=0)
 
     def __post_init__(self) -> None:

@@ -11,18 +11,14 @@ from ..settings import AcceptanceConfig
 
 @dataclass(frozen=True, eq=False)
 class Acceptance:
-    """What the target made of a draft tree, on the device.
+    """What the target made of a draft tree, on the device."""
 
-    Attributes:
-        path: [P] accepted nodes from the root on; entries after `num_accepted` repeat the last.
-        new_tokens: [P] the target's tokens along the path: `num_accepted` confirmed drafts,
-            then the correction. Entries after that repeat the correction.
-        num_accepted: [1] accepted nodes below the root.
-    """
-
+    # [P] accepted nodes from the root on; entries after `num_accepted` repeat the last
     path: mx.array
+    # [P] the target's tokens along the path: `num_accepted` confirmed drafts, then the
+    # correction. Entries after that repeat the correction.
     new_tokens: mx.array
-    num_accepted: mx.array
+    num_accepted: mx.array  # [1] accepted nodes below the root
 
     @property
     def last(self) -> mx.array:

@@ -17,28 +17,17 @@ from .accept import Acceptance
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """What a target call leaves for drafting, on the device.
+    """What a target call leaves for drafting, on the device."""
 
-    Attributes:
-        tree: the M nodes that were verified.
-        target_tokens: [M] the target's token after each of them.
-        acceptance: how far the tree held.
-        node_hidden: [1, M, D] last hidden states of the nodes, before the final norm.
-        stream_hidden: [1, G, D] those of the last accepted node's streams, where the step
-            carried streams.
-        insertion_hidden: [1, M, D] hidden states of the nodes before the insertion layer.
-        position: [1] the root's place in the text.
-        cache: its newest path is the accepted one.
-    """
-
-    tree: Tree
-    target_tokens: mx.array
-    acceptance: Acceptance
-    node_hidden: mx.array
+    tree: Tree  # the M nodes that were verified
+    target_tokens: mx.array  # [M] the target's token after each of them
+    acceptance: Acceptance  # how far the tree held
+    node_hidden: mx.array  # [1, M, D] last hidden states of the nodes, before the final norm
+    # [1, G, D] those of the last accepted node's streams, where the step carried streams
     stream_hidden: mx.array
-    insertion_hidden: mx.array
-    position: mx.array
-    cache: TreeCache
+    insertion_hidden: mx.array  # [1, M, D] hidden states of the nodes before the insertion layer
+    position: mx.array  # [1] the root's place in the text
+    cache: TreeCache  # its newest path is the accepted one
 
     @property
     def root(self) -> mx.array:

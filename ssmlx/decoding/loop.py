@@ -101,21 +101,13 @@ def stream_rows_of(rows: mx.array, node: mx.array, num_nodes: int, num_streams: 
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What one target call leaves on the device.
+    """What one target call leaves on the device."""
 
-    Attributes:
-        num_nodes: N of the tree that it verified.
-        acceptance: how far the tree held.
-        next_tree: the tree to verify next.
-        tail: [C] the last tokens before its root, as the sampler needs them.
-        for_host: [1 + P] accepted nodes below the root, then `acceptance.new_tokens`.
-    """
-
-    num_nodes: int
-    acceptance: Acceptance
-    next_tree: Tree
-    tail: mx.array
-    for_host: mx.array
+    num_nodes: int  # N of the tree that it verified
+    acceptance: Acceptance  # how far the tree held
+    next_tree: Tree  # the tree to verify next
+    tail: mx.array  # [C] the last tokens before its root, as the sampler needs them
+    for_host: mx.array  # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`
 
     def arrays(self) -> list[mx.array]:
         """All that the next step and the host will read."""

@@ -26,19 +26,13 @@ from ..settings import SamplingConfig
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where in the text rows stand.
+    """Where in the text rows stand."""
 
-    Attributes:
-        first: [1] place of the root, the number of tokens before it.
-        depths: [R] how far below the root each row stands.
-        num_levels: P, one more than the largest depth.
-        recent: [R, C] the last C tokens up to and with each row's own; PAD_TOKEN where the text
-            has not so many.
-    """
-
-    first: mx.array
-    depths: mx.array
-    num_levels: int
+    first: mx.array  # [1] place of the root, the number of tokens before it
+    depths: mx.array  # [R] how far below the root each row stands
+    num_levels: int  # P, one more than the largest depth
+    # [R, C] the last C tokens up to and with each row's own; PAD_TOKEN where the text has not
+    # so many
     recent: mx.array
 
 

@@ -23,15 +23,11 @@ _Config = TypeVar("_Config", bound="HeadConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Settings of heads, whichever their kind.
-
-    Attributes:
-        vocab_size: V, the base model's.
-        draft_vocab_size: Vd, tokens that the heads guess among; 0 for the whole vocabulary.
-    """
+    """Settings of heads, whichever their kind."""
 
     kind: ClassVar[HeadKind]
-    vocab_size: int = setting(least=1)
+    vocab_size: int = setting(least=1)  # V, the base model's
+    # Vd, tokens that the heads guess among; 0 for the whole vocabulary
     draft_vocab_size: int = setting(0, least=0)
 
     def __post_init__(self) -> None:

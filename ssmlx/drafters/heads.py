@@ -33,19 +33,12 @@ _KINDS: dict[HeadKind, tuple[type[HeadConfig], type[DraftingHeads]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """Drafting heads in memory.
+    """Drafting heads in memory."""
 
-    Attributes:
-        config: their settings, whose type is their kind.
-        tensors: `config.expected_tensors()`.
-        base: the model that they belong to.
-        base_model: what to call that model.
-    """
-
-    config: HeadConfig
-    tensors: Mapping[str, mx.array]
-    base: BaseIdentity
-    base_model: str = ""
+    config: HeadConfig  # their settings, whose type is their kind
+    tensors: Mapping[str, mx.array]  # `config.expected_tensors()`
+    base: BaseIdentity  # the model that they belong to
+    base_model: str = ""  # what to call that model
 
 
 def write_heads(folder: Path, heads: Heads) -> None:

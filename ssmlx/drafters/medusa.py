@@ -21,19 +21,13 @@ from .head_drafter import DraftingHeads, HeadConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """What the tensors of Medusa heads say of themselves.
-
-    Attributes:
-        num_heads: H.
-        num_layers: residual blocks of each head.
-        hidden_size: D, the base model's width.
-        shared_heads: heads without a matrix of their own, which use the base model's LM head.
-    """
+    """What the tensors of Medusa heads say of themselves."""
 
     kind = "medusa"
-    num_heads: int = setting(least=1)
-    num_layers: int = setting(least=0)
-    hidden_size: int = setting(least=1)
+    num_heads: int = setting(least=1)  # H
+    num_layers: int = setting(least=0)  # residual blocks of each head
+    hidden_size: int = setting(least=1)  # D, the base model's width
+    # heads without a matrix of their own, which use the base model's LM head
     shared_heads: tuple[int, ...] = setting((), least=0)
 
     @property

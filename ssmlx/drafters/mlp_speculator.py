@@ -39,25 +39,19 @@ _AHEAD_OF_ALL = 1e4  # added to the scores of nodes that must be in the tree
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpeculatorConfig(HeadConfig):
-    """The settings of a published speculator, under their published names.
-
-    Attributes:
-        emb_dim: D, the base model's width.
-        inner_dim: width of the states; 0 for emb_dim.
-        n_predict: stages.
-        tie_weights: stages share embedding, norm and head, and all but the first the projection.
-        scale_input: the hidden state is normed and divided by sqrt 2 first.
-        top_k_tokens_per_head: branches at each stage, where the settings say.
-        n_candidates: k, whole candidates to keep, where the settings say.
-    """
+    """The settings of a published speculator, under their published names."""
 
     kind = "mlp_speculator"
-    emb_dim: int = setting(least=1)
-    n_predict: int = setting(least=1)
-    inner_dim: int = setting(0, least=0)
+    emb_dim: int = setting(least=1)  # D, the base model's width
+    n_predict: int = setting(least=1)  # stages
+    inner_dim: int = setting(0, least=0)  # width of the states; 0 for emb_dim
+    # stages share embedding, norm and head, and all but the first the projection
     tie_weights: bool = setting(False, choices=(True, False))
+    # the hidden state is normed and divided by sqrt 2 first
     scale_input: bool = setting(False, choices=(True, False))
+    # branches at each stage, where the settings say
     top_k_tokens_per_head: tuple[int, ...] = setting((), least=1)
+    # k, whole candidates to keep, where the settings say
     n_candidates: int | None = setting(None, least=1)
 
     def __post_init__(self) -> None:

@@ -35,17 +35,11 @@ ValueMap = Callable[[mx.array], mx.array]
 
 @dataclass(eq=False)
 class Path:
-    """An accepted path that a step left.
+    """An accepted path that a step left."""
 
-    Attributes:
-        rows: [2, Hkv, P, Dh] keys and values of its nodes, a layer each.
-        count: [1] how many of the P rows count.
-        num_tokens: the same on the host, once it has learned it.
-    """
-
-    rows: list[mx.array]
-    count: mx.array
-    num_tokens: int | None = None
+    rows: list[mx.array]  # [2, Hkv, P, Dh] keys and values of its nodes, a layer each
+    count: mx.array  # [1] how many of the P rows count
+    num_tokens: int | None = None  # the same on the host, once it has learned it
 
     @property
     def length(self) -> int:
@@ -55,15 +49,12 @@ class Path:
 
 @dataclass(eq=False)
 class LayerView:
-    """The cache object that mlx-lm's decoder layer is handed.
+    """The cache object that mlx-lm's decoder layer is handed."""
 
-    Attributes:
-        offset: tokens before those that are appended; or the positions [R] of a step's rows, which
-            `backbone.PositionedRope` understands.
-        update_and_fetch: keys and values of the rows, to those that attention reads.
-    """
-
+    # tokens before those that are appended; or the positions [R] of a step's rows, which
+    # `backbone.PositionedRope` understands
     offset: int | mx.array
+    # keys and values of the rows, to those that attention reads
     update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 
 

@@ -33,17 +33,11 @@ class RowScope:
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """One module's LoRA, in mlx-lm's layout: y = W x + scale * (x a) b.
+    """One module's LoRA, in mlx-lm's layout: y = W x + scale * (x a) b."""
 
-    Attributes:
-        a: [in, r]
-        b: [r, out]
-        scale: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA.
-    """
-
-    a: mx.array
-    b: mx.array
-    scale: float
+    a: mx.array  # [in, r]
+    b: mx.array  # [r, out]
+    scale: float  # alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA
 
 
 def layer_of(path: str) -> tuple[int, str]:

@@ -22,15 +22,10 @@ from .tree import Tree
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A map of rank r, h -> B A h.
+    """A map of rank r, h -> B A h."""
 
-    Attributes:
-        a: [r, D]
-        b: [D, r]
-    """
-
-    a: mx.array
-    b: mx.array
+    a: mx.array  # [r, D]
+    b: mx.array  # [D, r]
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[..., D] to [..., D]."""
@@ -43,19 +38,15 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class StreamWeights:
-    """What a checkpoint adds to the base model beside LoRA.
+    """What a checkpoint adds to the base model beside LoRA."""
 
-    Attributes:
-        embeddings: [G, D] the stream identifier embeddings P_j of eq. 3; None where streams are
-            told apart by the rotation of their values.
-        init: f of eq. 3, None for identity.
-        prune: the early-exit adapter o_theta of section 3.2.3, None where there is none.
-        draft_vocab: [Vd] int32, the tokens that streams draft from, ascending; None for all.
-    """
-
+    # [G, D] the stream identifier embeddings P_j of eq. 3; None where streams are told apart
+    # by the rotation of their values
     embeddings: mx.array | None
-    init: LowRank | None = None
+    init: LowRank | None = None  # f of eq. 3, None for identity
+    # the early-exit adapter o_theta of section 3.2.3, None where there is none
     prune: LowRank | None = None
+    # [Vd] int32, the tokens that streams draft from, ascending; None for all
     draft_vocab: mx.array | None = None
 
     @property

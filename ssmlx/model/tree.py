@@ -24,22 +24,16 @@ PAD_TOKEN = -1
 
 @dataclass(frozen=True)
 class Topology:
-    """The shape of a tree without its tokens.
+    """The shape of a tree without its tokens."""
 
-    Attributes:
-        slots: [N - 1] where each node's token stands in the flattened [G, K] candidate table.
-        depths: [N] distance from the root.
-        paths: [N, P] the node at each depth on the way from the root; repeats the node itself
-            beyond its own depth.
-        num_candidates: K, candidates that each stream must rank.
-        num_internal: leading nodes that may have children.
-    """
-
+    # [N - 1] where each node's token stands in the flattened [G, K] candidate table
     slots: mx.array
-    depths: mx.array
+    depths: mx.array  # [N] distance from the root
+    # [N, P] the node at each depth on the way from the root; repeats the node itself beyond
+    # its own depth
     paths: mx.array
-    num_candidates: int
-    num_internal: int
+    num_candidates: int  # K, candidates that each stream must rank
+    num_internal: int  # leading nodes that may have children
 
     @property
     def num_nodes(self) -> int:
@@ -49,17 +43,13 @@ class Topology:
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """A draft tree on the device: the attributes of `Topology`, and
+    """A draft tree on the device; what it shares with `Topology` is said there."""
 
-    Attributes:
-        tokens: [N] token of each node.
-        topology: the fixed topology, or None where this tree's shape was chosen on the device.
-    """
-
-    tokens: mx.array
+    tokens: mx.array  # [N] token of each node
     depths: mx.array
     paths: mx.array
     num_internal: int
+    # the fixed topology, or None where this tree's shape was chosen on the device
     topology: Topology | None = None
 
     def __post_init__(self) -> None:

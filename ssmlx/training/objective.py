@@ -50,18 +50,13 @@ class Term:
 
 
 class Objective(ABC):
-    """A loss over a model that streams are trained on; its hidden states are its own affair.
-
-    Attributes:
-        draft_vocab: [Vd] tokens that streams may guess; None for all.
-        state_bytes: of one number of what `lower` gives, 2 or 4.
-    """
+    """A loss over a model that streams are trained on; its hidden states are its own affair."""
 
     train: TrainConfig
     vocab_size: int
-    draft_vocab: np.ndarray | None
+    draft_vocab: np.ndarray | None  # [Vd] tokens that streams may guess; None for all
     hidden_size: int
-    state_bytes: int
+    state_bytes: int  # of one number of what `lower` gives, 2 or 4
 
     @property
     def draft_vocab_size(self) -> int:

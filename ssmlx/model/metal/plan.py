@@ -51,17 +51,12 @@ _NEURAL_SIZES = (64, 96, 128, 256)
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The sizes of one attention of a step.
-
-    Attributes:
-        heads: of queries; a multiple of `kv_heads`.
-        keys: R + L and whatever else the rows may see.
-    """
+    """The sizes of one attention of a step."""
 
     rows: int
-    heads: int
+    heads: int  # of queries; a multiple of `kv_heads`
     kv_heads: int
-    keys: int
+    keys: int  # R + L and whatever else the rows may see
     head_size: int
     dtype: mx.Dtype
 
@@ -90,15 +85,10 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """An Apple GPU as Metal names it, such as `applegpu_g13s`.
+    """An Apple GPU as Metal names it, such as `applegpu_g13s`."""
 
-    Attributes:
-        generation: 13 for M1, to 17 for M5.
-        size: "p" phone, "g" base and Pro, "s" Max, "d" Ultra.
-    """
-
-    generation: int
-    size: str
+    generation: int  # 13 for M1, to 17 for M5
+    size: str  # "p" phone, "g" base and Pro, "s" Max, "d" Ultra
 
     @classmethod
     def of(cls, architecture: str) -> Chip:
@@ -134,18 +124,12 @@ class Plan:
 
     A threadgroup holds `simdgroups` * `blocks` * 8 query rows of one key/value head, and walks
     along one of `splits` parts of the keys.
-
-    Attributes:
-        blocks: blocks of 8 rows that a simdgroup holds.
-        simdgroups: of a threadgroup.
-        row_groups: threadgroups that the query rows of a key/value head need.
-        splits: parts of the keys; more than one needs a second kernel, which merges them.
     """
 
-    blocks: int
-    simdgroups: int
-    row_groups: int
-    splits: int
+    blocks: int  # blocks of 8 rows that a simdgroup holds
+    simdgroups: int  # of a threadgroup
+    row_groups: int  # threadgroups that the query rows of a key/value head need
+    splits: int  # parts of the keys; more than one needs a second kernel, which merges them
 
 
 def make_plan(shape: AttentionShape, chip: Chip) -> Plan:
