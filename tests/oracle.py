@@ -22,18 +22,11 @@ ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Phi3", "Mistral")
 LAYERS, WIDTH, VOCAB, STREAMS = 4, 32, 97, 2
 LORA = LoraSettings(3, 6)
 SIZES = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 128, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 
 
 def make_base(architecture="Llama", *, vocab=VOCAB, seed=0, attention="eager", **changes):
@@ -48,12 +41,9 @@ def make_base(architecture="Llama", *, vocab=VOCAB, seed=0, attention="eager", *
 
 def stream_config(**changes):
     values = {
-        "num_streams": STREAMS,
-        "num_msa_layers": 2,
-        "num_layers": LAYERS,
-        "hidden_size": WIDTH,
+        "num_streams": STREAMS, "num_msa_layers": 2, "num_layers": LAYERS, "hidden_size": WIDTH,
         "prune_rank": 4,
-    }
+    }  # fmt: skip
     return StreamConfig(**{**values, **changes})
 
 

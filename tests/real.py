@@ -64,19 +64,11 @@ def write_base(
     """A random Llama folder that both mlx-lm and transformers load; it never ends an answer."""
     folder.mkdir(parents=True)
     sizes = {
-        "model_type": "llama",
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": context,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-    }
+        "model_type": "llama", "hidden_size": width, "num_hidden_layers": layers,
+        "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "max_position_embeddings": context,
+        "tie_word_embeddings": False, "rope_theta": 10000.0,
+    }  # fmt: skip
     model = Model(ModelArgs.from_dict(sizes))
     key = mx.random.key(seed)
     weights = []
@@ -115,13 +107,9 @@ def _leaves(model):
 def make_adapter(base: Path, *, scope: str = "all", template: str | None = None) -> Adapter:
     """Random streams, prune adapter and LoRA for a folder of `write_base`."""
     return tiny.make_adapter(
-        load_base(base, "float32")[0],
-        scope,
-        num_streams=STREAMS,
-        prune_rank=4,
-        prompt_template=template,
-        base_model="tiny",
-    )
+        load_base(base, "float32")[0], scope, num_streams=STREAMS, prune_rank=4,
+        prompt_template=template, base_model="tiny",
+    )  # fmt: skip
 
 
 def write_tiny_adapter(folder: Path, base: Path, **settings) -> Path:
@@ -144,15 +132,9 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def run_module(*args: str, stdin: str = "", **options) -> subprocess.CompletedProcess:
     """`python -m ...` in the checkout, as a user runs it."""
     return subprocess.run(
-        [sys.executable, "-m", *args],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-        env={**os.environ, "TERM": "dumb"},
-        **options,
-    )
+        [sys.executable, "-m", *args], input=stdin, capture_output=True, text=True, cwd=ROOT,
+        timeout=120, env={**os.environ, "TERM": "dumb"}, **options,
+    )  # fmt: skip
 
 
 _AS_HERE = """

@@ -35,7 +35,7 @@ from ssmlx.calibration.costs import (
     spread,
     with_whole_steps,
 )
-from ssmlx.calibration.guesses import Exits, exits_along, guesses_along, rank_table, split_prompts
+from ssmlx.calibration.guesses import Exits, exits_along, guesses_along, split_prompts
 from ssmlx.calibration.timing import Answer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
@@ -44,13 +44,11 @@ from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning.cost import DraftShape, Surface
 from ssmlx.tuning.replay import (
-    NEVER,
     Guesses,
     advance,
     depths_within,
     needed_sizes,
     needed_widths,
-    true_ranks,
 )
 
 PLAN = CostPlan(rows=(1, 2, 5), fused_nodes=(1, 3), contexts=(8, 20), repeats=2)
@@ -133,13 +131,6 @@ def test_the_calls_run_what_they_are_called(model, monkeypatch):
     bare = make_model(seed=1)
     bare.streams = replace(bare.streams, prune=None)
     assert not any(name == "early_exit" for name, _, _ in head_calls(bare, PLAN))
-
-
-def test_contexts_stay_within_the_models():
-    plan = CostPlan(rows=(1, 8), fused_nodes=(1,), contexts=(64, 512, 2048))
-    assert plan.within(None) == plan.within(4096) == plan
-    assert plan.within(256).contexts == (64, 240)
-    assert plan.within(3).contexts == (1,)
 
 
 def test_what_lies_beside_the_forwards_is_what_steps_take_beyond_them(model):
@@ -437,13 +428,3 @@ def test_a_pruned_replay_takes_the_calls_that_decoding_takes(guesser, guesses):
     needed = needed_sizes(guesses, 3, LARGEST)
     for size in (3, 9, LARGEST):
         assert (exits.depths(size, LARGEST) == depths_within(needed, size)).all()
-
-
-def test_ranks_are_where_the_answer_stands():
-    tokens = np.array([[[5, 6], [7, 8]], [[6, 7], [9, 9]], [[1, 2], [3, 4]]], np.int32)
-    guesses = Guesses(tokens, np.zeros((3, 2, 2), np.float32), np.array([4, 6, 7]))
-    assert true_ranks(guesses).tolist() == [[1, 0], [1, NEVER], [NEVER, NEVER]]
-    assert needed_widths(guesses).tolist() == [[2, 2], [2, NEVER], [NEVER, NEVER]]
-    table = rank_table([guesses], [1, 2])
-    assert table[0] == pytest.approx([0.0, 2 / 3])
-    assert table[1] == pytest.approx([0.5, 0.5]), "of the two places where stream 1 had it"

@@ -37,18 +37,10 @@ def make_model():
     """A random Llama; with this seed its greedy answers differ, and some end by themselves."""
     torch.manual_seed(25)
     config = transformers.LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.6,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
+        vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        initializer_range=0.6, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
 
 

@@ -63,14 +63,8 @@ def test_both_work(copy, tmp_path):
 
     def answer(*more):
         asked = (
-            "--model",
-            str(base),
-            "--prompt",
-            "w1 w2 w3 w1 w2",
-            "--jsonl",
-            "--max-tokens",
-            "24",
-        )
+            "--model", str(base), "--prompt", "w1 w2 w3 w1 w2", "--jsonl", "--max-tokens", "24",
+        )  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-m", "ssmlx.generate", *asked, *more],
             cwd=copy,

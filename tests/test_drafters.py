@@ -32,7 +32,7 @@ from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
 from ssmlx.decoding.prune import surviving_nodes
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
-from ssmlx.drafters.draft_model import DraftModel, DraftModelDrafter, check_vocabulary
+from ssmlx.drafters.draft_model import DraftModel, check_vocabulary
 from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
 from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice, continuation, extend
@@ -609,40 +609,6 @@ def test_every_drafter_samples_from_the_target(name, distribution, texts, draws)
     calls = sum(calls for _, calls in found)
     print(f"{name}, {distribution}: p = {p:.3f}, {texts * draws / calls:.2f} tokens a call")
     assert calls < texts * draws and p > 1e-3
-
-
-def accept_first_child(tree, target_tokens):
-    """Wrong: takes the first draft whatever the target says."""
-    if tree.num_nodes == 1 or tree.tokens[1].item() == PAD_TOKEN:
-        return accept(tree, target_tokens)
-    path = mx.array([0, 1] + [1] * (tree.paths.shape[1] - 2))
-    tokens = mx.concatenate([tree.tokens[1:2], target_tokens[path[1:]]])
-    return Acceptance(path, tokens, tree.depths[path[-1:]])
-
-
-@pytest.mark.parametrize("name", ["prompt-lookup", "draft-model", "medusa", "mlp-speculator"])
-def test_a_wrong_acceptance_is_found(name, monkeypatch):
-    monkeypatch.setattr(decode, "accept", accept_first_child)
-    text, _ = sampled_text(name, {"temp": 1.0}, 600)
-    assert p_value([text], transition_probs({"temp": 1.0})) < 1e-6
-
-
-def test_a_drafter_needs_no_more_than_the_protocol_says():
-    """`DraftModelDrafter` states what it costs, and starts again from any text."""
-    drafter = DraftModelDrafter(DraftModel(make_base()), DraftModelConfig(num_draft_tokens=2))
-    drafter.start([1, 2, 3])
-    assert drafter.draft_calls == 1
-    drafter.propose(verified_root(4))
-    assert drafter.draft_calls == 3
-    drafter.start([1, 2, 3, 4, 5])
-    assert drafter.draft_calls == 1
-    other = DraftModelDrafter(drafter._model, DraftModelConfig())
-    other.start([1, 2, 3, 4, 5])
-    assert other.draft_calls == 0  # the cache holds them all
-    first = drafter.propose(verified_root(6)).tokens.tolist()
-    alone = DraftModelDrafter(DraftModel(make_base()), DraftModelConfig(num_draft_tokens=2))
-    alone.start([1, 2, 3, 4, 5])
-    assert alone.propose(verified_root(6)).tokens.tolist() == first
 
 
 # --- The commands ---

@@ -81,12 +81,9 @@ def test_the_profile_gpu_takes_other_layers(architecture, tmp_path):
 @pytest.mark.parametrize("profile", ["gpu", "ane"])
 def test_other_designs(profile, tmp_path):
     rotated = write_pair(
-        tmp_path / "rotated",
-        stream_design="value_rotation",
-        rotation_step=0.3,
-        stream_init="identity",
-        stream_init_rank=0,
-    )
+        tmp_path / "rotated", stream_design="value_rotation", rotation_step=0.3,
+        stream_init="identity", stream_init_rank=0,
+    )  # fmt: skip
     tied = write_pair(tmp_path / "tied", base={"tie_word_embeddings": True}, num_streams=3)
     assert_same_steps(rotated, config(profile=profile))
     assert_same_steps(tied, config(profile=profile, num_streams=2, prune_to=PRUNED))

@@ -153,20 +153,6 @@ def test_core_ai_runs_the_same_graph(precision, make_export):
     assert agreement(found, expected) > 0.6
 
 
-def test_a_mask_that_shows_everything_is_noticed(make_export):
-    """The check can fail: rejected drafts stay in the cache, and the mask alone hides them."""
-    made = make_export(precision="float32", profile="gpu")
-    model = exported.load(made.out, backend=interpreted_backend)
-    predict = model.backend.predict
-
-    def blind(function, inputs, state):
-        return predict(function, {**inputs, "mask": np.zeros_like(inputs["mask"])}, state)
-
-    model.backend.predict = blind
-    with pytest.raises((AssertionError, RuntimeError)):
-        assert exported_answers(model) == mlx_answers(made)
-
-
 # --- The package ---
 
 
@@ -393,30 +379,6 @@ def test_bad_input_is_one_line(make_export, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert 'pip install "ssmlx[coreml]"' in refused(*ours)
     assert 'pip install "ssmlx[coreai]"' in refused(*ours, "--target", "coreai")
-
-
-def test_no_core_ml_state_in_float32():
-    """What makes the float32 package carry its cache; should it change, the export can too."""
-    ct = import_coremltools()
-
-    class Adds(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("sum", torch.zeros(2))
-
-        def forward(self, x):
-            self.sum.add_(x)
-            return self.sum * 1
-
-    with pytest.raises(ValueError, match="State only support fp16"):
-        ct.convert(
-            torch.jit.trace(Adds(), torch.ones(2), check_trace=False),
-            inputs=[ct.TensorType("x", shape=(2,))],
-            states=[ct.StateType(ct.TensorType(shape=(2,), dtype=np.float32), name="sum")],
-            minimum_deployment_target=ct.target.iOS18,
-            compute_precision=ct.precision.FLOAT32,
-            skip_model_load=True,
-        )
 
 
 # --- The real model ---

@@ -232,14 +232,10 @@ def test_tokenizer_settings(tmp_path, template):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings.pop("chat_template", None) == template
     assert settings == {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 128,
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "unk_token": "<|endoftext|>",
-        "pad_token": "<|im_end|>",
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        "model_max_length": 128, "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
+        "unk_token": "<|endoftext|>", "pad_token": "<|im_end|>",
+    }  # fmt: skip
     _, tokenizer = mlx_lm.load(str(folder))
     assert tokenizer.eos_token_ids == {2}
     if template:

@@ -45,14 +45,10 @@ EVERY_THIRD = tuple(range(1, VOCAB, 3))
 MEDUSAS = [
     ("medusa", changes)
     for changes in (
-        {},
-        {"num_layers": 2},
-        {"num_layers": 0},
-        {"num_heads": 1},
-        {"shared_heads": (0, 1, 2)},
+        {}, {"num_layers": 2}, {"num_layers": 0}, {"num_heads": 1}, {"shared_heads": (0, 1, 2)},
         {"shared_heads": (0, 2)},
     )
-]
+]  # fmt: skip
 SPECULATORS = [
     ("mlp-speculator", changes)
     for changes in (

@@ -132,20 +132,6 @@ def test_heads_are_told(exact, kind):
     assert memory.drafter == heads.nbytes
 
 
-def test_a_medusa_head_without_a_matrix_counts_its_copy_of_the_lm_head():
-    backbone = make_model().backbone
-    own = make_heads("medusa", backbone, vocab=[1, 2, 5, 7])
-    shared = make_heads("medusa", backbone, vocab=[1, 2, 5, 7], shared_heads=(0,))
-    rows = 4 * backbone.hidden_size * 4
-    assert own.nbytes - shared.nbytes == pytest.approx(0, abs=64)  # one matrix less, one copy more
-    assert shared.nbytes > shared.num_parameters * 4 + rows
-
-
-def test_only_the_last_segment_tells():
-    responses = list(stream_generate(make_model(), make_tokenizer(), PROMPT, max_tokens=6))
-    assert [r.memory is not None for r in responses] == [False] * (len(responses) - 1) + [True]
-
-
 def test_the_line_and_the_table_name_the_parts_that_are_there():
     memory = Memory(base=100 * MIB, draft_head=18 * MIB, cache=12 * MIB, tree=MIB, peak=134 * MIB)
     assert memory.held == 131 * MIB and memory.passing == 3 * MIB

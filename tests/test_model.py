@@ -75,10 +75,7 @@ ROPES = {
     "plain": None,
     "linear": {"type": "linear", "factor": 4.0},
     "llama3": {
-        "type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
     "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
@@ -89,7 +86,7 @@ ROPES = {
         "long_factor": [1.0, 2.0, 3.0, 4.0],
     },
     "proportional": {"type": "proportional", "partial_rotary_factor": 0.5},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("traditional", [False, True])

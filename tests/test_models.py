@@ -50,24 +50,16 @@ VOCAB, CONTEXT = 64, 48
 PROMPT = [5, 2, 3, 11, 7]
 TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]
 COMMON = {
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "max_position_embeddings": CONTEXT,
-    "vocab_size": VOCAB,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT, "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 OPT = {**COMMON, "ffn_dim": 48}
 MLP = {**COMMON, "intermediate_size": 48}
 BARE = {
-    "enable_bias": False,
-    "layer_norm_elementwise_affine": False,
-    "_remove_final_layer_norm": True,
-    "tie_word_embeddings": False,
-    "activation_function": "gelu",
-}
+    "enable_bias": False, "layer_norm_elementwise_affine": False, "_remove_final_layer_norm": True,
+    "tie_word_embeddings": False, "activation_function": "gelu",
+}  # fmt: skip
 BASES = {
     "opt": ("OPT", OPT),
     # OPT-350m's way: the norms behind, and narrower embeddings.

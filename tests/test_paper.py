@@ -22,7 +22,6 @@ from perf.paper.figures import (
 from perf.paper.training import read_run, read_runs
 from perf.run.options import parse_systems
 from perf.run.published import TABLE_1, TABLE_2, speeds
-from perf.run.statistics import Estimate
 from ssmlx.commands.train_options import train_config
 from ssmlx.settings import PruneConfig, SamplingConfig, TreeConfig
 from ssmlx.training.job import SETTINGS_FILE
@@ -147,19 +146,6 @@ def test_all_figures_are_drawn_from_their_results(draw, tmp_path):
     assert out.split() == [str(tmp_path / "figures" / name) for name in names]
     for name in names:
         assert (tmp_path / "figures" / name).read_bytes()[:4] == b"\x89PNG"
-
-
-def test_every_curve_is_drawn_and_looks_different(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    drawn = []
-    monkeypatch.setattr(figures, "finish", lambda figure, *_: drawn.append(figure))
-    point = (Estimate(1.0, 0.9, 1.1),) * 2
-    curves = {("sql", f"curve {number}"): {1: point, 2: point} for number in range(9)}
-    figures.draw_trees(curves, "", tmp_path / "x.png")
-    handles, labels = drawn[0].axes[0].get_legend_handles_labels()
-    lines = [handle.lines[0] for handle in handles]
-    assert sorted(labels) == [f"sql, curve {number}" for number in range(9)]
-    assert len({(one.get_color(), one.get_linestyle(), one.get_marker()) for one in lines}) == 9
 
 
 def test_what_was_not_measured_is_told_with_its_command(draw):

@@ -7,7 +7,7 @@ import pytest
 from real import one_line
 
 from perf import predict
-from perf.predict import CHIPS, Chip, costs, product_seconds
+from perf.predict import CHIPS, costs
 from ssmlx.settings import PruneConfig, TreeConfig
 from ssmlx.tuning.cost import DraftShape
 
@@ -26,15 +26,6 @@ def test_kernels_change_at_the_rows_of_the_design_notes():
     assert [m1.weight_passes(rows, 1024, 1024) for rows in (1, 5, 13, 14)] == [1, 5, 13, 1]
 
 
-def test_chips_have_the_rates_that_apple_published_and_clocks_of_their_own_or_of_another():
-    for name, published in (("M1", 2.6), ("M1 Max", 10.4), ("M2", 3.6)):
-        assert BY_NAME[name].tflops == pytest.approx(published, rel=0.02)
-    assert len(BY_NAME) == len(CHIPS) == 18
-    for chip in CHIPS:
-        assert chip.name.startswith(f"M{chip.generation}")
-        assert not chip.clock_from or BY_NAME[chip.clock_from].clock == chip.clock
-
-
 STREAMS = {"num_streams": 4, "num_msa_layers": 8, "num_layers": 32, "draft_vocab_size": 8192}
 WEIGHTS = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256
 SMALL, _, LLAMA = (replace(one, bits=4).drafting(STREAMS) for one in predict.MODELS)
@@ -51,16 +42,6 @@ def test_the_weights_are_those_of_the_models():
     assert (SMALL.msa_layers, SMALL.draft_vocab) == (8, 8192), "a quarter of 30 layers"
     assert LLAMA.weight_bytes == 0.5625
     assert replace(LLAMA, bits=16).weight_bytes == 2
-
-
-def test_a_forward_takes_what_its_tighter_limit_allows():
-    chip = Chip("M9", 3, 10, 100.0, 1000)  # 100 GB/s, 2.56 TFLOPS
-    assert chip.seconds(1e9, 1e9) == pytest.approx(0.01)
-    assert chip.seconds(1e9, 1e12) == pytest.approx(1 / 2.56)
-    once = product_seconds(LLAMA, chip, "once", (4096, 4096), 6)
-    repeated = product_seconds(LLAMA, chip, "repeated", (4096, 4096), 6)
-    assert once == pytest.approx(4096 * 4096 * 0.5625 / 100e9)
-    assert repeated == pytest.approx(2 * once)
 
 
 def test_plain_decoding_waits_for_the_bytes_of_the_weights_and_a_few_rows_are_free():

@@ -263,15 +263,9 @@ def test_gradient_checkpointing_is_refused():
 )
 def test_save_load_round_trip(architecture, scope, lora, tmp_path):
     model = make_model(
-        architecture,
-        lora=lora,
-        adapter_scope=scope,
-        stream_init="residual",
-        stream_init_rank=2,
-        prompt_template="say {prompt}",
-        end_token_ids=(2, 5),
-        base_model="tiny",
-    )
+        architecture, lora=lora, adapter_scope=scope, stream_init="residual", stream_init_rank=2,
+        prompt_template="say {prompt}", end_token_ids=(2, 5), base_model="tiny",
+    )  # fmt: skip
     save_reference(model, tmp_path / "saved")
     again = load_reference(make_base(architecture), tmp_path / "saved")
     assert again.config == model.config

@@ -1,8 +1,6 @@
 """Both trainers, MLX's and PyTorch's: the same steps, resuming, and what they write."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -21,7 +19,6 @@ from oracle import gap
 from oracle import make_base as make_torch_base
 from real import (
     LAYERS,
-    ROOT,
     VOCAB,
     WIDTH,
     answer,
@@ -793,12 +790,3 @@ def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, cap
     assert "other settings" in TORCH.refusal(capsys, base, data, run, *own)
     said = TORCH.refusal(capsys, base, data, tmp_path / "new", "--task-lora", lora)
     assert "--task-lora with --adapter-scope all" in said
-
-
-def test_help_comes_without_mlx():
-    code = (
-        "import sys, ssmlx.train\n"
-        "try: ssmlx.train.main(['--help'])\n"
-        "except SystemExit: assert 'mlx.core' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

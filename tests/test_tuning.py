@@ -51,11 +51,6 @@ def test_noise_does_not_make_a_step_cheaper_than_its_forwards():
     assert noisy.step_seconds(SECOND, 0) == noisy.forward_seconds(SECOND, 0) - 0.1
 
 
-def test_pruning_that_nobody_measured_has_no_price():
-    with pytest.raises(ValueError, match="pruning"):
-        replace(COSTS, early_exit=None).step_seconds(PRUNED, 0)
-
-
 @pytest.mark.parametrize(
     ("place", "value"), [(0, 10), (1, 10), (2, 20), (2.5, 25), (4, 40), (5, 50), (0.5, 10)]
 )
@@ -195,12 +190,6 @@ def test_a_spell_that_does_not_pay_does_not_win_back_patience():
         pace.observe(1)
         calls += 1
     assert calls == pytest.approx(TRIAL_PATIENCE / 0.05, abs=1)
-
-
-@pytest.mark.parametrize("breakeven", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_breakeven_is_a_number_above_zero(breakeven):
-    with pytest.raises(ValueError, match="breakeven"):
-        Pace(breakeven)
 
 
 # --- Profiles on disk ---
@@ -405,15 +394,6 @@ def test_whoever_asks_for_any_of_it_gets_the_defaults_beside_it(model, asked):
     store_profile(profile(model))
     plan = make_plan(model, **asked)
     assert plan.config == GenerateConfig(**asked).with_default_shape() and not plan.is_tuned
-
-
-def test_a_tuned_pruning_budget_reaches_the_loop(model, monkeypatch):
-    budget = PruneConfig(kind="budget", keep=3)
-    store_profile(profile(model, shape=replace(SHAPE, prune=budget)))
-    seen = []
-    monkeypatch.setattr(ssmlx.api, "streaming_decode", lambda *a, **k: seen.append(k["prune"]))
-    token_steps(model, [1], model.make_cache())
-    assert seen == [budget]
 
 
 def test_plain_decoding_is_taken_where_it_is_faster(model):

@@ -45,19 +45,11 @@ def randomise(model: nn.Module, seed: int, std: float = 0.25) -> None:
 def make_base(architecture: str = "llama", *, seed: int = 0, vocab: int = VOCAB, **changes):
     """A random mlx-lm model."""
     sizes = {
-        "model_type": architecture,
-        "hidden_size": WIDTH,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": vocab,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": architecture == "qwen2",
-        "rope_theta": 1000.0,
-    }
+        "model_type": architecture, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
+        "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "rms_norm_eps": 1e-5, "vocab_size": vocab, "max_position_embeddings": 512,
+        "tie_word_embeddings": architecture == "qwen2", "rope_theta": 1000.0,
+    }  # fmt: skip
     # mlx-lm runs Mistral with its Llama code.
     home = {"mistral": "llama"}.get(architecture, architecture)
     module = import_module(f"mlx_lm.models.{home}")

@@ -54,13 +54,9 @@ class Case:
     def plan(self) -> Plan:
         """The plan of a base chip, but for `splits`."""
         shape = AttentionShape(
-            rows=self.rows,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            keys=self.keys,
-            head_size=self.head_size,
-            dtype=self.dtype,
-        )
+            rows=self.rows, heads=self.heads, kv_heads=self.kv_heads, keys=self.keys,
+            head_size=self.head_size, dtype=self.dtype,
+        )  # fmt: skip
         plan = make_plan(shape, BASE_CHIP)
         return replace(plan, splits=self.splits or plan.splits)
 

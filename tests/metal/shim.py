@@ -261,7 +261,6 @@ class Shim:
         order: which threads run first.
         strided: inputs by name whose strides MLX's arrays would not show; others lie densely.
         flags: more flags for the compiler.
-        change: what becomes of the generated Metal source.
     """
 
     def __init__(
@@ -271,15 +270,13 @@ class Shim:
         order: int = 0,
         strided: dict[str, np.ndarray] | None = None,
         flags: tuple[str, ...] = (),
-        change: Any = lambda source: source,
     ) -> None:
         self.folder, self.order, self.calls = folder, order, 0
-        self.strided, self.flags, self.change = strided or {}, flags, change
+        self.strided, self.flags = strided or {}, flags
 
     def __call__(self, kernel: Kernel, call: Call) -> list[mx.array]:
         self.calls += 1
-        source = self.change(generated_source(kernel, call))
-        program = build(source, self.folder, self.flags)
+        program = build(generated_source(kernel, call), self.folder, self.flags)
         inputs = {n: to_numpy(a) for n, a in zip(kernel.inputs, call.inputs, strict=True)}
         inputs |= {name: raw for name, raw in self.strided.items() if name in inputs}
         types = list(zip(kernel.outputs, call.output_shapes, call.output_dtypes, strict=True))
