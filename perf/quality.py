@@ -16,7 +16,7 @@ from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.settings import read_json
 from ssmlx.tuning.report import publish
 
-from .compare.report import report as compare_report
+from .compare import report as compare_report
 from .run.experiment import Experiment, failures, result_of, task_result, texts_of
 from .run.options import add_experiment_options, add_out, check_counts, experiment_of
 from .run.show import (

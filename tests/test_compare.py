@@ -13,9 +13,8 @@ from real import VOCAB, WIDTH, make_adapter, one_line, words, write_base, write_
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
-from perf import quality, score
-from perf.compare import __main__ as compare
-from perf.compare.report import draw, report
+from perf import compare, quality, score
+from perf.compare import draw, report
 from perf.run import experiment as figures
 from perf.run import target
 from perf.run.experiment import Experiment, Measured

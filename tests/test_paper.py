@@ -10,7 +10,7 @@ from real import one_line
 
 from convert.reference.format import ADAPTER_WEIGHTS
 from convert.train import STORE_FILE, parse_args
-from perf.compare import __main__ as compare
+from perf import compare
 from perf.paper import figures, training
 from perf.paper.figures import (
     parity,
