@@ -48,11 +48,9 @@ WARM_UP = 3
 NOISE = 0.03  # below this the two sides count as equally fast
 
 Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
-Sides = list[tuple[mx.array, mx.array]]
-Line = Mapping[str, Any]
 
 
-def make_inputs(shape: AttentionShape, layers: int) -> tuple[mx.array, Sides, mx.array]:
+def make_inputs(shape: AttentionShape, layers: int) -> tuple[Any, ...]:
     """Random inputs, evaluated; each cache has room in front and behind, as a real one.
 
     Returns:
@@ -84,11 +82,7 @@ def attentions(shape: AttentionShape, visible: mx.array, chip: Chip) -> dict[str
 
 
 def compare(
-    shape: AttentionShape,
-    layers: int,
-    repeats: int,
-    chip: Chip,
-    clock: Clock = time.perf_counter,
+    shape: AttentionShape, layers: int, repeats: int, chip: Chip, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
     """One line of the table: milliseconds a layer through `layers` of them, and the rule's choice.
 
@@ -120,14 +114,9 @@ def compare(
     }
 
 
-def speed_up(line: Line) -> float:
-    """How many times as fast as MLX's the fused kernel is."""
-    return line["mlx_ms"] / line["fused_ms"]
-
-
-def verdict(line: Line) -> str:
+def verdict(line: Mapping[str, Any]) -> str:
     """Whether the rule chose the faster side."""
-    gain = speed_up(line)
+    gain = line["mlx_ms"] / line["fused_ms"]
     if abs(gain - 1) < NOISE:
         return "even"
     return "right" if (gain > 1) == (line["chosen"] == "fused") else "WRONG"
@@ -142,25 +131,22 @@ def report(result: Mapping[str, Any]) -> str:
         "MLX's path": lambda line: line["mlx_path"],
         "MLX ms": lambda line: f"{line['mlx_ms']:.3f}",
         "fused ms": lambda line: f"{line['fused_ms']:.3f}",
-        "speed-up": lambda line: f"{speed_up(line):.2f}",
+        "speed-up": lambda line: f"{line['mlx_ms'] / line['fused_ms']:.2f}",
         "chosen": lambda line: line["chosen"],
         "rule": verdict,
     }
     counts = Counter(verdict(line) for line in lines)
-    return "\n".join(
-        [
-            f"attention of one layer, {settings['heads']} heads on {settings['kv_heads']} of "
-            f"{settings['head_size']}, {settings['dtype']}; {where['machine']}, "
-            f"{where['power']}, mlx {where['mlx']}",
-            f"medians, through {result['layers']} layers in a run",
-            "",
-            *table(columns, lines),
-            "",
-            f"largest difference {max(line['largest_difference'] for line in lines):.2g}; the rule "
-            f"was right {counts['right']} times, wrong {counts['WRONG']}, and made no difference "
-            f"(under {NOISE:.0%}) {counts['even']}",
-        ]
-    )
+    lines_shown = [
+        f"attention of one layer, {settings['heads']} heads on {settings['kv_heads']} of "
+        f"{settings['head_size']}, {settings['dtype']}; {where['machine']}, "
+        f"{where['power']}, mlx {where['mlx']}",
+        f"medians, through {result['layers']} layers in a run\n",
+        *table(columns, lines),
+        f"\nlargest difference {max(line['largest_difference'] for line in lines):.2g}; the rule "
+        f"was right {counts['right']} times, wrong {counts['WRONG']}, and made no difference "
+        f"(under {NOISE:.0%}) {counts['even']}",
+    ]
+    return "\n".join(lines_shown)
 
 
 def shapes_of(args: argparse.Namespace) -> list[AttentionShape]:
@@ -192,10 +178,8 @@ def _main(args: argparse.Namespace) -> None:
     require(is_available(), found, expected="a Mac with Apple silicon", do="run it there")
     make_folder(args.out)
     chip = this_chip()
-    lines = [
-        compare(shape, args.layers, args.repeats, chip)
-        for shape in tqdm(shapes, desc="attention", unit="shape", disable=None)
-    ]
+    shown = tqdm(shapes, desc="attention", unit="shape", disable=None)
+    lines = [compare(shape, args.layers, args.repeats, chip) for shape in shown]
     settings = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_size", "dtype")}
     result = {"machine": machine(), "settings": settings, "layers": args.layers, "lines": lines}
     write_result(result, args.out / "attention", report(result))

@@ -9,7 +9,7 @@ import pytest
 from real import one_line, words, write_base, write_tiny_adapter
 
 from perf.bench import __main__ as bench
-from perf.bench.__main__ import Clock, Part, contexts_result, expected_seconds, rounds
+from perf.bench.__main__ import Part, contexts_result, deadlines, expected_seconds, rounds
 from perf.bench.report import line, report
 from perf.run.tasks import Example
 from ssmlx.calibration.timing import Answer
@@ -36,15 +36,9 @@ def time():
 # --- The clock ---
 
 
-def test_parts_share_the_time_and_later_ones_get_what_is_left(time):
-    clock = Clock(60, {"a": 1.0, "b": 2.0, "c": 3.0}, now=time)
-    assert clock.deadline("a") == 100 + 10
-    time.spend(30)  # three times its share
-    assert clock.deadline("b") == pytest.approx(130 + 30 * 2 / 5)
-    time.spend(2)
-    assert clock.deadline("c") == pytest.approx(160) and clock.left == pytest.approx(28)
-    time.spend(50)
-    assert clock.left < 0 and clock.deadline("c") == time()
+def test_parts_share_the_time_by_weight_and_in_order():
+    found = deadlines(100.0, 60.0, {"a": 1.0, "b": 2.0, "c": 3.0})
+    assert found == pytest.approx({"a": 110, "b": 130, "c": 160})
 
 
 class FakeTarget:
@@ -226,8 +220,8 @@ def test_a_longer_context_is_not_begun_where_a_shorter_one_was_too_long(folders,
     before = rounds(target, experiment.systems, prompts, 0.0, label="", now=lambda: 0.0)
     assert expected_seconds(before, 10) > expected_seconds(before, 1) > 0
     monkeypatch.setattr(bench, "expected_seconds", lambda found, growth: 5 * growth)
-    clock = Clock(12, {"8": 1, "24": 1, "48": 1}, now=time)
-    found = contexts_result(experiment, target, prompts, before, clock, (8, 24, 48))
+    ends = deadlines(time(), 12, {"8": 1, "24": 1, "48": 1})
+    found = contexts_result(experiment, target, prompts, before, ends, (8, 24, 48), time)
     assert [one["tokens"] for one in found] == [8]  # 24 might take 15 s of the 12
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -52,6 +53,7 @@ Writes bench.json, .txt and .png into --out, and adds the line to bench.jsonl th
 no time for is left out, and the report says so."""
 STREAMING = "streaming"
 Now = Callable[[], float]
+Deadlines = Mapping[str, float]
 CONTEXTS = (64, 512, 2000)
 CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
 MOST_ROUNDS = 12  # at each length of context
@@ -80,28 +82,11 @@ RESERVED_SECONDS = 8.0  # for the picture
 PARTS = (Part("sql", "sql", 64, 0.3), Part("chat", "chat", 96, 0.25))
 
 
-class Clock:
-    """Shares the `seconds` from now between parts by weight, in order: what one leaves, later
-    ones get."""
-
-    def __init__(
-        self, seconds: float, weights: Mapping[str, float], now: Now = time.perf_counter
-    ) -> None:
-        self.now, self._end = now, now() + seconds
-        self._weights = dict(weights)
-
-    @property
-    def left(self) -> float:
-        """Seconds until the end; below 0 when it is past."""
-        return self._end - self.now()
-
-    def deadline(self, part: str) -> float:
-        """When `part`, which begins now, should end. Parts before it are over."""
-        names = list(self._weights)
-        for name in names[: names.index(part)]:
-            del self._weights[name]
-        share = self._weights[part] / sum(self._weights.values())
-        return self.now() + max(0.0, share * self.left)
+def deadlines(now: float, seconds: float, weights: Mapping[str, float]) -> dict[str, float]:
+    """When each part should end, by weight and in order, of `seconds` from now: what one leaves,
+    later ones get."""
+    ends, whole = accumulate(weights.values()), sum(weights.values())
+    return {name: now + seconds * end / whole for name, end in zip(weights, ends, strict=True)}
 
 
 class Rounds(NamedTuple):
@@ -154,7 +139,8 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
     between = [(str(length), 0.06 + 7e-5 * length) for length in args.contexts]
     if unavailable() is None:
         between.append(("energy", 0.08))
-    clock = Clock(60 * args.minutes - RESERVED_SECONDS, dict([first, *between, *others]))
+    seconds = 60 * args.minutes - RESERVED_SECONDS
+    ends = deadlines(started, seconds, dict([first, *between, *others]))
     result: dict[str, Any] = {
         "machine": machine(),
         "load": machine_load(),
@@ -166,11 +152,12 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
         "left_out": [],
     }
     for part in parts:
-        if result["answers"] and clock.left <= result["part_seconds"]:
+        left = max(ends.values()) - time.perf_counter()
+        if result["answers"] and left <= result["part_seconds"]:
             result["left_out"].append(part.adapter)
             continue
         contexts = [] if result["answers"] else args.contexts
-        found = measure_part(part, base, args.dtype, clock, contexts)
+        found = measure_part(part, base, args.dtype, ends, contexts)
         result["answers"].append(found.pop("answers"))
         if len(result["answers"]) == 1:
             result |= found
@@ -199,17 +186,14 @@ def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:
 
 
 def measure_part(
-    part: Part, base: Path, dtype: str, clock: Clock, contexts: Sequence[int]
+    part: Part, base: Path, dtype: str, ends: Deadlines, contexts: Sequence[int]
 ) -> dict[str, Any]:
     """Measure an adapter until its deadline; where there are `contexts`, by those and its energy
     too."""
-    started, experiment = clock.now(), experiment_of(part, base, dtype)
+    started, experiment = time.perf_counter(), experiment_of(part, base, dtype)
     target, prompts = experiment.load()
-    load_seconds = clock.now() - started
-    found = rounds(
-        target, experiment.systems, prompts, clock.deadline(part.adapter),
-        label=experiment.name, now=clock.now,
-    )  # fmt: skip
+    load_seconds = time.perf_counter() - started
+    found = rounds(target, experiment.systems, prompts, ends[part.adapter], label=experiment.name)
     streams = target.drafting(STREAMS).model
     drafter = make_plan(streams, GenerateConfig(decoding="streaming")).drafter
     assert drafter is not None
@@ -220,7 +204,7 @@ def measure_part(
     )  # fmt: skip
     if not contexts:
         return {"answers": answers}
-    measured = contexts_result(experiment, target, prompts, found, clock, contexts)
+    measured = contexts_result(experiment, target, prompts, found, ends, contexts)
     return {
         "answers": answers,
         # What another adapter will take at least; its answers are longer.
@@ -228,7 +212,7 @@ def measure_part(
         "weights": weights_text(target),
         "contexts": measured,
         "left_out": [f"{length} tokens of context" for length in contexts[len(measured) :]],
-        "energy": energy_result(experiment.systems, target, prompts, clock),
+        "energy": energy_result(experiment.systems, target, prompts, ends),
     }
 
 
@@ -284,13 +268,13 @@ def energy_of(
 
 
 def energy_result(
-    of: Sequence[System], target: Target, prompts: Sequence[list[int]], clock: Clock
+    of: Sequence[System], target: Target, prompts: Sequence[list[int]], ends: Deadlines
 ) -> dict[str, Any] | str:
     """The energy of each system until its deadline; or why there is none."""
     why = unavailable()
     if why is not None:
         return why
-    share = (clock.deadline("energy") - clock.now()) / len(of)
+    share = (ends["energy"] - time.perf_counter()) / len(of)
     if share < 1:
         return "not measured: no time left"
     found = {one.name: energy_of(partial(target.answer, one), prompts, share) for one in of}
@@ -349,8 +333,9 @@ def contexts_result(
     target: Target,
     prompts: Sequence[list[int]],
     before: Rounds,
-    clock: Clock,
+    ends: Deadlines,
     contexts: Sequence[int],
+    now: Now = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """Speeds by length of context, ascending, each length until its deadline.
 
@@ -363,13 +348,13 @@ def contexts_result(
     found, known = before, len(prompts[0])
     for length in contexts:
         expected = expected_seconds(found, length / known)
-        if length + CONTEXT_TOKENS > limit or expected > clock.left:
+        if length + CONTEXT_TOKENS > limit or expected > max(ends.values()) - now():
             break
         own = [text_of_length(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
         with target.endless():
             found = rounds(
-                target, experiment.systems, own, clock.deadline(str(length)),
-                label=f"{length} tokens of context", now=clock.now,
+                target, experiment.systems, own, ends[str(length)],
+                label=f"{length} tokens of context", now=now,
             )  # fmt: skip
         known = length
         results.append(figures_of(experiment, target, own, found, tokens=length))
