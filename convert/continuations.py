@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssmlx.commands.options import add_counts, make_parser, run
+from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import folder_digest, make_folder, unwritable, write_whole
 from ssmlx.prompts import as_messages, encode, read_prompts, refusing_turns
@@ -469,11 +469,7 @@ def _main(args: argparse.Namespace) -> None:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
-
+main = command(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from ssmlx.commands.options import run
+from ssmlx.commands.options import command
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_cache_option,
@@ -128,11 +128,7 @@ def _main(args: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
-
+main = command(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

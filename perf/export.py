@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ssmlx import exported
 from ssmlx.calibration.timing import Answer, answer_of, ssmlx_answer
-from ssmlx.commands.options import add_counts, make_parser, run
+from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
 from ssmlx.exported.manifest import REPORT
@@ -233,11 +233,7 @@ def _main(args: argparse.Namespace) -> int:
     return 0 if exact else 1
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point: exit code 1 if a float32 export writes anything else than MLX."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
-
+main = command(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

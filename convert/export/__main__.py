@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_counts, make_parser, run
+from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.settings import DEFAULT_MODEL, TreeConfig
 
 from .. import check_installed
@@ -86,11 +86,7 @@ def _main(args: argparse.Namespace) -> None:
     print(f"{args.out}: {report}", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
-
+main = command(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -26,7 +26,7 @@ from convert.continuations import (
     plan_batches,
     write_jsonl,
 )
-from ssmlx.commands.options import add_counts, make_parser, run
+from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts
@@ -313,11 +313,7 @@ def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
     return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
-
+main = command(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.continuations import write_jsonl
-from ssmlx.commands.options import add_counts, make_parser, run
+from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import require
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import read_json
@@ -141,11 +141,7 @@ def _main(args: argparse.Namespace) -> None:
     print(f"{args.out}: {len(prompts):,} prompts, {len(new):,} of them new", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
-
+main = command(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

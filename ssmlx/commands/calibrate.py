@@ -23,7 +23,7 @@ from ..calibration import BUSY, CONTEXTS
 from ..errors import require
 from ..loading.names import cache_dir, resolve_adapter, resolve_model
 from ..settings import ATTENTIONS, DRAFT_HEADS
-from .options import add_counts, add_model_options, add_options, load_target, make_parser, run
+from .options import add_counts, add_model_options, add_options, command, load_target, make_parser
 
 if TYPE_CHECKING:
     from ..calibration.costs import CostPlan
@@ -162,7 +162,4 @@ def _main(args: argparse.Namespace) -> None:
     publish(result, args.out / f"calibrate-{adapter}", report(result), draw)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
+main = command(PROG, parse_args, _main)

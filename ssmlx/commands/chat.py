@@ -21,10 +21,10 @@ from .options import (
     PromptBar,
     add_decoding_options,
     add_model_options,
+    command,
     generate_config,
     load_all,
     make_parser,
-    run,
 )
 
 if TYPE_CHECKING:
@@ -314,7 +314,4 @@ def _note_tuning(chat: Chat) -> None:
         chat.screen.note(f"[{plan.decision}]")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
+main = command(PROG, parse_args, _main)

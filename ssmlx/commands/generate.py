@@ -11,9 +11,9 @@ from .options import (
     add_model_options,
     add_prompt_options,
     bar,
+    command,
     load_all,
     make_parser,
-    run,
     template_text,
 )
 
@@ -97,7 +97,4 @@ def _main(args: argparse.Namespace) -> None:
             print(f"[{memory.line()}]", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
+main = command(PROG, parse_args, _main)

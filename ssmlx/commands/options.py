@@ -499,6 +499,21 @@ def run(main: Callable[[], int | None], prog: str) -> int:
         return 0
 
 
+def command(
+    prog: str,
+    parse: Callable[[list[str] | None], argparse.Namespace],
+    act: Callable[[argparse.Namespace], int | None],
+) -> Callable[..., int]:
+    """The `main` of a command: it takes a command line (the process's own by default), has
+    `act` do what that says, and returns the exit code."""
+
+    def main(argv: list[str] | None = None) -> int:
+        args = parse(argv)
+        return run(lambda: act(args), prog)
+
+    return main
+
+
 def bar(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
     """`items` with a bar of `total` steps, shown on a terminal only."""
     from huggingface_hub.utils import tqdm

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .options import run
+from .options import command
 from .train_options import add_cache_option, run_options, train_config, training_parser
 
 PROG = "ssmlx.train"
@@ -96,7 +96,4 @@ def _main(args: argparse.Namespace) -> None:
         )  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
+main = command(PROG, parse_args, _main)

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..commands.options import add_counts, add_prompt_options, make_parser, run
+from ..commands.options import add_counts, add_prompt_options, command, make_parser
 
 PROG = "ssmlx.exported"
 EPILOG = """examples:
@@ -54,11 +54,7 @@ def _main(args: argparse.Namespace) -> None:
             print(f"\n[{summary(responses[-1])}]", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
-
+main = command(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())
