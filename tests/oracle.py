@@ -50,11 +50,9 @@ def stream_config(**changes):
 def make_model(architecture="Llama", *, base=None, lora=LORA, draft_vocab=None, **config):
     """A model whose every adapter does something."""
     model = StreamFusedReference(
-        make_base(architecture) if base is None else base,
-        stream_config(**config),
-        lora=lora,
+        make_base(architecture) if base is None else base, stream_config(**config), lora=lora,
         draft_vocab=draft_vocab,
-    ).eval()
+    ).eval()  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -123,6 +123,22 @@ def without_prune(adapter: Adapter) -> Adapter:
     return replace(adapter, config=replace(adapter.config, prune_rank=0), streams=streams)
 
 
+def questions(numbers) -> list[dict]:
+    """Examples by number: a prompt of one to three words, answered by the five words after it."""
+    return [
+        {"prompt": words(1 + i % 3, first=i), "completion": words(5, first=i + i % 3 + 1)}
+        for i in numbers
+    ]
+
+
+def write_data(folder: Path, train: list[dict], valid: list[dict] | None = None) -> Path:
+    """A folder to train on; what is held out is `train` again where nothing is given."""
+    folder.mkdir(exist_ok=True)
+    for name, lines in (("train", train), ("valid", valid or train)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return folder
+
+
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Every file below `folder`, hidden ones too."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -7,6 +7,7 @@ from time import sleep
 
 import pytest
 from real import one_line, words, write_base, write_tiny_adapter
+from tiny import FakeClock
 
 from perf.bench import __main__ as bench
 from perf.bench.__main__ import Part, contexts_result, deadlines, expected_seconds, rounds
@@ -15,22 +16,9 @@ from perf.run.tasks import Example
 from ssmlx.calibration.timing import Answer
 
 
-class FakeTime:
-    """A clock that goes on when it is told."""
-
-    def __init__(self):
-        self.seconds = 100.0
-
-    def __call__(self):
-        return self.seconds
-
-    def spend(self, seconds):
-        self.seconds += seconds
-
-
 @pytest.fixture
 def time():
-    return FakeTime()
+    return FakeClock(now=100.0)
 
 
 # --- The clock ---

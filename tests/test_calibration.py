@@ -9,18 +9,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from real import one_line, write_base, write_tiny_adapter
-from tiny import COSTS, first_tokens, flat, make_model
+from tiny import COSTS, FakeClock, first_tokens, flat, make_model
 
 from ssmlx.api import token_steps
 from ssmlx.calibration import choice as calibrate_choice
 from ssmlx.calibration import costs as calibrate_costs
 from ssmlx.calibration.choice import (
     CHOSEN,
-    PLAIN,
     PricedShape,
     best,
     best_by_context,
-    compare,
     pruned,
     shapes_to_check,
     unpruned,
@@ -55,27 +53,13 @@ PLAN = CostPlan(rows=(1, 2, 5), fused_nodes=(1, 3), contexts=(8, 20), repeats=2)
 PROG = "ssmlx.calibrate"
 
 
-class Clock:
-    """A clock that goes on by what `spend` says, and by `tick` whenever it is read."""
-
-    def __init__(self, tick: float = 0.0) -> None:
-        self.now, self.tick = 0.0, tick
-
-    def __call__(self) -> float:
-        self.now += self.tick
-        return self.now
-
-    def spend(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture(scope="module")
 def model():
     return make_model(seed=1)
 
 
 def test_a_median_is_taken_over_rounds_in_turn_but_the_first():
-    clock, order = Clock(), []
+    clock, order = FakeClock(), []
     slow = iter([100.0, 3.0, 1.0, 2.0])
 
     def call(name, seconds):
@@ -95,7 +79,7 @@ def test_a_median_is_taken_over_rounds_in_turn_but_the_first():
 
 
 def test_every_forward_is_timed_on_every_row_behind_every_context(model):
-    costs, _ = forward_costs(model, [1, 2, 3], PLAN, clock=Clock(1.0))
+    costs, _ = forward_costs(model, [1, 2, 3], PLAN, clock=FakeClock(1.0))
     assert costs.lower.rows == costs.upper.rows == costs.head.rows == (1, 2, 5)
     assert costs.lower.contexts == costs.fused.contexts == costs.plain.contexts == (8, 20)
     assert costs.fused.rows == (4, 12), "nodes with three streams each"
@@ -126,7 +110,9 @@ def test_the_calls_run_what_they_are_called(model, monkeypatch):
     for call in head_calls(model, PLAN).values():
         call()
     assert seen == [] and cache.offset == 20
-    assert calibrate_costs.plain_call(model, cache, Clock(6.0)) == 6 / calibrate_costs.PLAIN_CALLS
+    assert (
+        calibrate_costs.plain_call(model, cache, FakeClock(6.0)) == 6 / calibrate_costs.PLAIN_CALLS
+    )
     assert cache.offset == 20, "as it was"
     bare = make_model(seed=1)
     bare.streams = replace(bare.streams, prune=None)
@@ -140,7 +126,7 @@ def test_what_lies_beside_the_forwards_is_what_steps_take_beyond_them(model):
         for schedule in ("fused", "second-pass")
     ]
     bare = replace(COSTS, overhead=None)
-    costs = with_whole_steps(model, bare, [[1, 2, 3]], shapes, steps=3, clock=Clock(50.0))
+    costs = with_whole_steps(model, bare, [[1, 2, 3]], shapes, steps=3, clock=FakeClock(50.0))
     for shape in shapes:
         # The context moves a little from step to step, and with it the forwards.
         assert costs.step_seconds(shape, 8) == pytest.approx(50.0, abs=0.1)
@@ -239,19 +225,6 @@ def test_the_choice_is_checked_against_the_default_a_small_tree_and_the_other_sc
         "other schedule": "best tree of 24 nodes, 3 streams, fused",
     }
     assert set(shapes_to_check(trees[3], trees)) == {CHOSEN, "small", "other schedule"}
-
-
-def test_expected_stands_beside_what_was_measured():
-    way = candidate(16, 3.0, 0.05)
-    way = replace(way, plain_seconds=0.04)
-    streaming = [Answer([1, 2, 3, 4, 5], 3, 0.125), Answer([1, 2, 3], 2, 0.025)]
-    plain = [Answer([1, 2, 3, 4, 5], 5, 0.2), Answer([1, 2, 3], 3, 0.04)]
-    chosen, other = compare({CHOSEN: way}, {CHOSEN: streaming, PLAIN: plain})
-    expected = {"expected": 60, "measured": 40, "ratio": 1.5, "per_call": 2, "seconds": 0.05,
-                "expected_speedup": 2.4, "speedup": 1.6, "nodes": 16}  # fmt: skip
-    assert {name: chosen[name] for name in expected} == pytest.approx(expected)
-    assert chosen["same_tokens"]
-    assert (other["expected"], other["measured"]) == (pytest.approx(25), pytest.approx(25))
 
 
 def test_prompts_to_learn_from_are_the_last_and_those_to_check_on_before_them():

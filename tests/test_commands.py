@@ -162,11 +162,6 @@ def test_bad_input_is_one_line(run, adapter, case, monkeypatch, tmp_path):
     assert said in refusal(run(*args))
 
 
-def test_chat_options_fail_in_one_line(run):
-    said = refusal(run("--tree-size", "0", command=chat), "ssmlx.chat")
-    assert "--tree-size 0" in said
-
-
 def test_the_fused_attention_needs_metal(run, monkeypatch):
     monkeypatch.setattr("ssmlx.model.metal.hook.is_available", lambda: False)
     asked = (*ASK, "--drafter", "prompt-lookup attention=fused")
@@ -232,11 +227,8 @@ def test_options_become_settings():
     lookahead = generate_config(chat.parse_args(["--drafter", "lookahead ngram=3"])).lookahead
     assert (lookahead.ngram, lookahead.window) == (3, 5)
     asked = [
-        "--drafter",
-        "mlp-speculator heads='a b' widths=4,3 lookup=2",
-        "--prune",
-        "threshold=.1",
-    ]
+        "--drafter", "mlp-speculator heads='a b' widths=4,3 lookup=2", "--prune", "threshold=.1",
+    ]  # fmt: skip
     config = generate_config(chat.parse_args(asked))
     assert (config.speculator_tree.widths, config.lookup_nodes) == ((4, 3), 2)
     assert (config.prune.kind, config.prune.threshold) == ("threshold", 0.1)
@@ -313,12 +305,10 @@ def test_an_answer_ends_where_the_context_does(run):
 @pytest.mark.parametrize(
     ("template", "whole"),
     [
-        ("raw", "w1 w2"),
-        ("chat", "user: w1 w2 | model:"),
-        ("w9 {prompt} w8", "w9 w1 w2 w8"),
+        ("raw", "w1 w2"), ("chat", "user: w1 w2 | model:"), ("w9 {prompt} w8", "w9 w1 w2 w8"),
         (None, "user: w1 w2 | model:"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("with_adapter", [False, True])
 def test_templates(run, loaded, adapter, template, whole, with_adapter):
     tokenizer = loaded[None][1]

@@ -104,12 +104,10 @@ def test_batches_say_what_one_prompt_after_the_other_says(folder, prompts, tmp_p
         answer = greedy(model, list(tokens), 9, {2})
         reasons.add(row["finish_reason"])
         assert row == {
-            **prompt,
-            "completion": tokenizer.decode(answer, skip_special_tokens=True),
-            "prompt_tokens": tokens,
-            "completion_tokens": answer,
+            **prompt, "completion": tokenizer.decode(answer, skip_special_tokens=True),
+            "prompt_tokens": tokens, "completion_tokens": answer,
             "finish_reason": "stop" if answer[-1] == 2 else "length",
-        }
+        }  # fmt: skip
     assert reasons == {"stop", "length"}  # else the model tests one of the two only
     assert not out.with_name("out.jsonl.part").exists()
 

@@ -66,12 +66,9 @@ def test_both_work(copy, tmp_path):
             "--model", str(base), "--prompt", "w1 w2 w3 w1 w2", "--jsonl", "--max-tokens", "24",
         )  # fmt: skip
         done = subprocess.run(
-            [sys.executable, "-m", "ssmlx.generate", *asked, *more],
-            cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy)},
-            capture_output=True,
-            text=True,
-        )
+            [sys.executable, "-m", "ssmlx.generate", *asked, *more], cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

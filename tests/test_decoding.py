@@ -1,12 +1,10 @@
 """The decoding loops and their stages: exact tokens and step counts, and what decides on tokens."""
 
-import ast
 import math
 import random
 import sys
 from functools import lru_cache
 from itertools import pairwise, product
-from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -27,7 +25,6 @@ from tiny import (
     tree_from_parents,
 )
 
-import ssmlx
 from ssmlx.api import stream_generate, summary, token_steps
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import accept, accept_typical
@@ -180,18 +177,14 @@ def test_what_can_be_pruned():
 PROMPT = [3, 1, 4, 1, 5]
 FAMILIES = ["llama", *slow(*(name for name in ARCHITECTURES if name != "llama"))]
 TREES = (
-    TreeConfig(kind="full", width=1),
-    TreeConfig(kind="full", width=3),
-    TreeConfig(kind="best", size=12),
-    TreeConfig(kind="best", size=7, width=2),
+    TreeConfig(kind="full", width=1), TreeConfig(kind="full", width=3),
+    TreeConfig(kind="best", size=12), TreeConfig(kind="best", size=7, width=2),
     TreeConfig(kind="best", size=1),
-)
+)  # fmt: skip
 PRUNINGS = (
-    PruneConfig(),
-    PruneConfig(kind="budget", keep=4),
-    PruneConfig(kind="threshold", threshold=0.05),
-    PruneConfig(kind="threshold", threshold=1.0),
-)
+    PruneConfig(), PruneConfig(kind="budget", keep=4),
+    PruneConfig(kind="threshold", threshold=0.05), PruneConfig(kind="threshold", threshold=1.0),
+)  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -340,13 +333,9 @@ def test_prompts_around_the_prefill_step(length):
     expected = mlx_lm_tokens(target_of("llama", "all"), prompt, 12)
     reports = []
     tokens, _ = streamed(
-        model,
-        12,
-        prompt=prompt,
-        step=4,
-        prefill_step_size=4,
+        model, 12, prompt=prompt, step=4, prefill_step_size=4,
         progress=lambda done, total: reports.append((done, total)),
-    )
+    )  # fmt: skip
     assert tokens == expected
     assert reports[0] == (0, length - 1)
     assert reports[-1] == (length - 1, length - 1)
@@ -746,18 +735,6 @@ def test_a_pace_without_costs_always_drafts():
     assert lengths.count(1) > expected.count(1)
 
 
-def test_only_one_file_reads_arrays():
-    """What waits for the device goes by `shapes.to_int`, `to_float` and `to_list`."""
-    package, found = Path(ssmlx.__file__).parent, set()
-    for path in [
-        file for room in ("decoding", "drafters", "model") for file in package.glob(f"{room}/*.py")
-    ]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and node.attr in ("item", "tolist"):
-                found.add(path.name)
-    assert found == {"shapes.py", "trie.py"}  # the latter's arrays are numpy's
-
-
 # --- penalties, filters, noise by place, typical acceptance ---
 
 
@@ -831,12 +808,10 @@ def test_a_node_sees_the_text_and_its_own_path():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"temp": 1.0},
-        {"temp": 0.5, "top_k": 3},
-        {"temp": 1.3, "top_p": 0.6},
+        {"temp": 1.0}, {"temp": 0.5, "top_k": 3}, {"temp": 1.3, "top_p": 0.6},
         {"temp": 1.0, "min_p": 0.2},
     ],
-)
+)  # fmt: skip
 def test_draws_follow_mlx_lms_distribution(settings):
     """The share of each token among draws at many places, against mlx-lm's own sampler."""
     logits = mx.array(np.random.default_rng(1).normal(0, 1.5, (1, VOCAB)), mx.float32)
@@ -926,17 +901,14 @@ def test_typical_acceptance_says_that_it_is_lossy():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"temp": -1.0}, "--temp -1.0"),
-        ({"top_p": 1.5}, "--top-p 1.5"),
-        ({"min_p": float("nan")}, "--min-p nan"),
-        ({"top_k": -1}, "--top-k -1"),
-        ({"seed": -1}, "--seed -1"),
-        ({"repetition_penalty": 0.0}, "--penalty repetition=0.0"),
+        ({"temp": -1.0}, "--temp -1.0"), ({"top_p": 1.5}, "--top-p 1.5"),
+        ({"min_p": float("nan")}, "--min-p nan"), ({"top_k": -1}, "--top-k -1"),
+        ({"seed": -1}, "--seed -1"), ({"repetition_penalty": 0.0}, "--penalty repetition=0.0"),
         ({"repetition_context_size": 0}, "--penalty context=0"),
         ({"frequency_penalty": float("inf")}, "--penalty frequency=inf"),
         ({"logit_bias": {-1: 1.0}}, "--logit-bias -1=1.0"),
     ],
-)
+)  # fmt: skip
 def test_settings_out_of_range(settings, said):
     with pytest.raises(InputError, match=said):
         SamplingConfig(**settings)

@@ -34,7 +34,7 @@ from ssmlx.decoding.prune import surviving_nodes
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
 from ssmlx.drafters.draft_model import DraftModel, check_vocabulary
 from ssmlx.drafters.heads import attach_heads, write_heads
-from ssmlx.drafters.lookahead import LookaheadDrafter, NgramPool
+from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice, continuation, extend
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
@@ -253,16 +253,6 @@ def test_prompt_lookup_takes_the_longest_then_the_newest():
     assert tree.tokens.tolist()[5:] == [PAD_TOKEN] * 3
     nothing = drafter.propose(verified_root(11))
     assert nothing.tokens.tolist() == [11]
-
-
-def test_the_pool_forgets_the_oldest():
-    pool = NgramPool(2, max_keys=2)
-    for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7]):
-        pool.add(ngram)
-    assert list(pool.after(1)) == [(6, 7), (2, 3)]
-    pool.add([2, 0, 0])
-    pool.add([3, 0, 0])
-    assert list(pool.after(1)) == [] and len(pool) == 2
 
 
 def test_the_window_sees_what_the_paper_says():

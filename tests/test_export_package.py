@@ -263,14 +263,6 @@ def test_operations_and_cost_are_counted_by_device():
     assert perf_export.placement(plan, costs) == expected
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="Core ML is there")
-def test_core_ml_needs_a_mac(make_export, capsys):
-    made = make_export(precision="float32", profile="gpu")
-    source = ("--model", str(made.folders.base), "--adapter", str(made.folders.adapter))
-    assert perf_export.main([str(made.out), *source]) == 2
-    assert "Core ML runs on macOS alone" in one_line(capsys.readouterr().err, "perf.export")
-
-
 # --- Compression ---
 
 

@@ -291,13 +291,11 @@ def test_a_folder_whose_files_do_not_belong_together_is_refused(tmp_path):
     [
         ({"format": "ssmlx-export/0"}, "of another format"),
         ({"num_nodes": 7}, "trees of 6 nodes in steps of 7"),
-        ({"num_kept": 9}, "9 nodes kept of 6"),
-        ({"num_streams": 1}, "deeper than 1 streams"),
-        ({"cache": "both"}, "cache 'both'"),
-        ({"tree": {}}, "cannot be read"),
+        ({"num_kept": 9}, "9 nodes kept of 6"), ({"num_streams": 1}, "deeper than 1 streams"),
+        ({"cache": "both"}, "cache 'both'"), ({"tree": {}}, "cannot be read"),
         ({"spare": 1}, "lacks or has over: spare"),
     ],
-)
+)  # fmt: skip
 def test_a_manifest_that_does_not_fit_is_refused(change, match, tmp_path):
     folder = write_export(tmp_path / "out")
     path = folder / "manifest.json"

@@ -14,7 +14,7 @@ import ssmlx  # noqa: F401  first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 from real import VOCAB, WIDTH, one_line, snapshot, write_base
-from tiny import best_rank_paths, make_base
+from tiny import assert_close, best_rank_paths, make_base
 from tiny_heads import HEAD_KINDS, LEVELS, converted, head_config, random_reference, token_paths
 
 torch = pytest.importorskip("torch")
@@ -113,12 +113,6 @@ def said_by(model, hidden, tokens=None, lm_head=None):
         return model(torch.from_numpy(hidden), text.long(), lm_head)
 
 
-def agree(found, expected):
-    """To 1e-5 of the largest number."""
-    expected = np.asarray(expected)
-    assert np.abs(np.asarray(found) - expected).max() <= 1e-5 * np.abs(expected).max()
-
-
 # The modules --------------------------------------------------------------------------------
 
 
@@ -132,12 +126,12 @@ def test_both_sides_say_the_same(backbone, base, tmp_path, kind, changes, vocab)
     if kind == "medusa":
         found = heads.medusa_logits(mx.array(hidden))
         assert found.shape == (levels, VOCAB if vocab is None else len(vocab))
-        agree(found, expected)
+        assert_close(found, expected)
         return
     state = heads.first_state(mx.array(hidden))
     for stage in range(levels):
         state, logits = heads.stage(stage, state, mx.array(tokens[:, stage]))
-        agree(logits[0], expected[stage])
+        assert_close(logits[0], expected[stage])
 
 
 def test_a_medusa_head_is_its_blocks_then_its_matrix(backbone):
@@ -148,7 +142,7 @@ def test_a_medusa_head_is_its_blocks_then_its_matrix(backbone):
     found = said_by(model, hidden)[:, 0]
     for head in range(3):
         z = t[f"{head}.0.linear.weight"] @ x + t[f"{head}.0.linear.bias"]
-        agree(found[head], t[f"{head}.1.weight"] @ (x + z / (1 + np.exp(-z))))
+        assert_close(found[head], t[f"{head}.1.weight"] @ (x + z / (1 + np.exp(-z))))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -170,7 +164,7 @@ def test_a_stage_is_the_published_formula(backbone, scaled):
         normed = mixed / np.sqrt((mixed**2).mean() + 1e-6)
         z = normed * t[f"ln.{stage}.weight"] + t[f"ln.{stage}.bias"]
         state = z * 0.5 * (1 + erf(z / math.sqrt(2)))
-        agree(found[stage, 0], t[f"head.{stage}.weight"] @ state)
+        assert_close(found[stage, 0], t[f"head.{stage}.weight"] @ state)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -186,11 +180,11 @@ def test_shared_heads_use_any_lm_head(tmp_path, tied, quantised, vocab):
     heads = new_reference(config, None if vocab is None else torch.tensor(vocab).int())
     hidden = mx.array(inputs()[0])
     normed, expected = backbone.final_norm(hidden), backbone.logits(hidden[None])[0]
-    agree(backbone.lm_head(normed[None])[0, 0], expected)
+    assert_close(backbone.lm_head(normed[None])[0, 0], expected)
     if vocab is not None:
         expected = expected[mx.array(vocab)]
     for logits in in_mlx(heads, backbone, tmp_path).medusa_logits(normed):
-        agree(logits, expected)
+        assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("vocab", [None, EVERY_THIRD], ids=["whole", "reduced"])
@@ -202,7 +196,7 @@ def test_new_heads_say_what_the_lm_head_says(base, backbone, vocab):
     with torch.no_grad():
         expected = lm(torch.from_numpy(hidden))
     for logits in said_by(model, hidden):
-        agree(logits, expected if vocab is None else expected[:, vocab])
+        assert_close(logits, expected if vocab is None else expected[:, vocab])
 
 
 # Trees --------------------------------------------------------------------------------------

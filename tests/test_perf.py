@@ -1,20 +1,17 @@
 """perf.speed and perf.lossless on tiny adapters: each scope, value rotation."""
 
 import json
-import random
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from real import make_adapter, one_line, without_prune, words, write_base
-from tiny import random_tree
 
 from perf import lossless, speed
 from perf.run.target import STREAMS, Target, Weights
-from ssmlx.decoding.loop import prefill, step
+from ssmlx.decoding.loop import step
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.loading.adapter import Adapter, load_adapter, write_adapter
-from ssmlx.model.cache import TreeCache
 from ssmlx.settings import PruneConfig, TreeConfig
 
 
@@ -86,20 +83,6 @@ def streams_of(folders, name):
     """The model of a tiny adapter, and a prompt."""
     weights = Weights(folders / "base", adapter=load_adapter(folders / name))
     return Target(weights).drafting(STREAMS).model, [4, 9, 5, 17, 8]
-
-
-def test_the_timed_forward_drafts_as_the_runtime_does(folders, monkeypatch):
-    """Among the tokens of the draft vocabulary, from the streams that a step would have."""
-    model, prompt = streams_of(folders, "turned")
-    cache, tree = model.make_cache(), random_tree(random.Random(0), 5, 50)
-    prefill(model, prompt, cache)
-    forward, seen = speed.bare_forward(model, tree, cache, 2), []
-    monkeypatch.setattr(speed.mx, "eval", lambda *arrays: seen.extend(arrays))
-    views, real = [], TreeCache.view
-    monkeypatch.setattr(TreeCache, "view", lambda *a: views.append(a[3:]) or real(*a))
-    forward()
-    assert [array.shape for array in seen] == [(5, 64), (2, 20)]
-    assert [bool(view and view[0]) for view in views] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("name", ["light", "turned"])

@@ -21,7 +21,7 @@ from ssmlx.loading.adapter import load_adapter, write_adapter
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import is_quantised, load_base, load_tokenizer, resolve_draft_bits
 from ssmlx.loading.names import resolve_adapter, resolve_model
-from ssmlx.model.backbone import Backbone, head_bytes, pack_rows
+from ssmlx.model.backbone import Backbone, head_bytes
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import encode_prompt, read_prompts
@@ -166,13 +166,6 @@ def test_a_draft_head_can_be_packed_alone(tied, bias):
     assert 0 < mx.abs(guessed - whole).max() < 0.02 * mx.abs(whole).max()
     assert head_bytes(backbone.draft_head(vocab)) < head_bytes(Backbone(base).draft_head(vocab)) / 2
     assert not is_quantised(base)
-
-
-def test_rows_that_no_group_divides_stay_as_they_are():
-    layer = nn.Linear(48, 6)
-    assert pack_rows(layer, 8) is layer
-    packed = nn.QuantizedLinear(64, 6, group_size=32, bits=4)
-    assert pack_rows(packed, 8) is packed
 
 
 @pytest.mark.parametrize("name, on_cpu, on_gpu", [("auto", None, 8), ("stored", None, None),

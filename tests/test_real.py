@@ -80,12 +80,9 @@ def check(model_of, name, index, width):
     """Tokens and target calls of full trees against PyTorch's."""
     (model, tokenizer), entry = model_of(name), EXPECTED[index]
     tokens, last = answer(
-        model,
-        tokenizer,
-        prompt_tokens(entry["prompt"], model, tokenizer),
-        tree=TreeConfig(kind="full", width=width),
-        max_tokens=64,
-    )
+        model, tokenizer, prompt_tokens(entry["prompt"], model, tokenizer),
+        tree=TreeConfig(kind="full", width=width), max_tokens=64,
+    )  # fmt: skip
     assert tokens == entry["tokens"]
     assert last.target_calls == entry["tree_calls"][str(width)]
     assert last.generation_tokens == len(tokens)

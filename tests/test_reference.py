@@ -140,11 +140,8 @@ def test_stream_visibility_golden():
     visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()
     found = stream_visibility(visible, torch.tensor([0, 2]), 2)
     assert found[0].int().tolist() == [
-        [1, 0, 0, 1, 0, 0, 0],
-        [1, 0, 0, 1, 1, 0, 0],
-        [1, 0, 1, 0, 0, 1, 0],
-        [1, 0, 1, 0, 0, 1, 1],
-    ]
+        [1, 0, 0, 1, 0, 0, 0], [1, 0, 0, 1, 1, 0, 0], [1, 0, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 1, 1],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2])

@@ -10,7 +10,18 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import mlx_lm
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
-from real import LAYERS, VOCAB, WIDTH, answer, one_line, words, write_base, write_tokenizer
+from real import (
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    answer,
+    one_line,
+    questions,
+    words,
+    write_base,
+    write_data,
+    write_tokenizer,
+)
 from tiny_heads import converted
 
 torch = pytest.importorskip("torch")
@@ -62,22 +73,10 @@ PROMPTS = [words(1 + i % 3, first=3 * i) for i in range(16)]
 UNSEEN = 4
 
 
-def write_data(folder, train, valid):
-    folder.mkdir(exist_ok=True)
-    for name, lines in (("train", train), ("valid", valid)):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Four questions, each answered by the five words after it, six times over."""
-    lines = [
-        {"prompt": words(1 + i % 3, first=i), "completion": words(5, first=i + i % 3 + 1)}
-        for i in [0, 1, 2, 3] * 6
-    ]
-    return write_data(tmp_path_factory.mktemp("data"), lines, lines)
+    return write_data(tmp_path_factory.mktemp("data"), questions([0, 1, 2, 3] * 6))
 
 
 @pytest.fixture(scope="module")
@@ -170,11 +169,9 @@ def draft_objective(base, num_layers=KEPT, dtype=torch.float32):
     train = TrainConfig(num_streams=0, num_msa_layers=num_layers, prune_rank=0, learning_rate=0.01)
     sizes = json.loads((base / "config.json").read_text())
     config = StreamConfig(
-        num_streams=0,
-        num_msa_layers=num_layers,
-        num_layers=sizes["num_hidden_layers"],
+        num_streams=0, num_msa_layers=num_layers, num_layers=sizes["num_hidden_layers"],
         hidden_size=sizes["hidden_size"],
-    )
+    )  # fmt: skip
     model = build_draft(base, config, num_layers)
     freeze_base(model, dtype)
     return DraftObjective(model, train, None, torch.device("cpu"), dtype)
@@ -441,13 +438,10 @@ def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, kind,
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("medusa", ()),
-        ("medusa", ("--draft-vocab-size", "60")),
-        ("medusa", ("--share-lm-head",)),
-        ("mlp_speculator", ()),
-        ("mlp_speculator", ("--draft-vocab-size", "60", "--scale-input")),
+        ("medusa", ()), ("medusa", ("--draft-vocab-size", "60")), ("medusa", ("--share-lm-head",)),
+        ("mlp_speculator", ()), ("mlp_speculator", ("--draft-vocab-size", "60", "--scale-input")),
     ],
-)
+)  # fmt: skip
 def test_what_heads_learn_shows_when_they_draft(base, data, tmp_path, kind, more):
     """From data to heads in MLX, which guess what follows."""
     run, folder = tmp_path / "run", tmp_path / "heads"
@@ -523,7 +517,7 @@ def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_
          "completion_tokens": rng.integers(7, VOCAB, 6).tolist()}
         for _ in range(12)
     ]  # fmt: skip
-    own = write_data(tmp_path / "own", lines, lines)
+    own = write_data(tmp_path / "own", lines)
     start = ["--kind", kind, "--model", str(base), "--out", str(two), "--device", "cpu",
              "--template", "{prompt}", "--valid-count", "4", "--epochs", "1",
              "--stage", "2"]  # fmt: skip

@@ -24,8 +24,10 @@ from real import (
     answer,
     kill_once_there,
     one_line,
+    questions,
     words,
     write_base,
+    write_data,
     write_nested_base,
     write_tokenizer,
 )
@@ -127,22 +129,10 @@ def packed_base(base, tmp_path_factory):
     return folder
 
 
-def write_lines(folder, lines):
-    folder.mkdir(exist_ok=True)
-    for name in ("train", "valid"):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Questions, each answered by the five words after it."""
-    lines = [
-        {"prompt": words(1 + i % 3, first=i), "completion": words(5, first=i + i % 3 + 1)}
-        for i in range(24)
-    ]
-    return write_lines(tmp_path_factory.mktemp("data"), lines)
+    return write_data(tmp_path_factory.mktemp("data"), questions(range(24)))
 
 
 def settings(num_layers, width, draft_vocab=None, **changes):
@@ -513,7 +503,7 @@ def own_answers(base, folder):
     model, tokenizer = ssmlx.load(str(base), adapter="none")
     prompts = [[first, first + 1] for first in range(7, 19)]
     found = [(p, answer(model, tokenizer, p, max_tokens=8)[0]) for p in prompts]
-    return write_lines(folder, [{"prompt_tokens": p, "completion_tokens": t} for p, t in found])
+    return write_data(folder, [{"prompt_tokens": p, "completion_tokens": t} for p, t in found])
 
 
 def adapter_of(command, base, run, tmp_path):

@@ -52,11 +52,8 @@ def test_each_form_of_line_gives_its_tokens(tmp_path):
     )
     found = read_examples(tmp_path / "train.jsonl", encoder())
     assert [(e.tokens.tolist(), e.start) for e in found] == [
-        ([9, 1, 2, 8, 3, 4, END], 4),
-        ([5, 6, 7, END], 1),
-        ([1, 2, 3, END], 2),
-        ([9, 1, 8, END], 3),
-    ]
+        ([9, 1, 2, 8, 3, 4, END], 4), ([5, 6, 7, END], 1), ([1, 2, 3, END], 2), ([9, 1, 8, END], 3),
+    ]  # fmt: skip
 
 
 def test_a_chat_is_learnt_under_the_models_template(tmp_path):
@@ -194,18 +191,13 @@ def test_settings_survive_json():
 @pytest.mark.parametrize(
     "changed",
     [
-        {"num_streams": -1},
-        {"learning_rate": 1e38},
-        {"schedule": "step"},
-        {"stream_weights": (0.1, 0.2)},
-        {"stream_design": "value_rotation"},
-        {"rotation_step": 0.1},
+        {"num_streams": -1}, {"learning_rate": 1e38}, {"schedule": "step"},
+        {"stream_weights": (0.1, 0.2)}, {"stream_design": "value_rotation"}, {"rotation_step": 0.1},
         {"stream_init": "residual", "stream_init_rank": 0},
         {"stream_init": "identity", "stream_init_rank": 4},
-        {"num_streams": 0, "adapter_scope": "streams"},
-        {"warmup": 1.0},
+        {"num_streams": 0, "adapter_scope": "streams"}, {"warmup": 1.0},
     ],
-)
+)  # fmt: skip
 def test_nonsense_settings_are_refused_by_their_option(changed):
     with pytest.raises(InputError, match="--") as error:
         TrainConfig(**changed)
@@ -219,18 +211,14 @@ OF_STREAMS = {"num_streams": 2, "stream_init": "identity", "stream_init_rank": 0
 @pytest.mark.parametrize(
     ("start", "given", "expected"),
     [
-        ({}, "", LOW),
-        ({}, "--stream-init-rank 8", ("low_rank", 8)),
-        ({}, "--stream-init-rank 0", NONE),
-        ({}, "--stream-init identity", NONE),
-        ({}, "--stream-init residual", ("residual", 32)),
-        ({}, "--num-streams 0", NONE),
-        ({}, "--stream-design value_rotation --rotation-step 0.1", NONE),
-        (OF_STREAMS, "", NONE),
+        ({}, "", LOW), ({}, "--stream-init-rank 8", ("low_rank", 8)),
+        ({}, "--stream-init-rank 0", NONE), ({}, "--stream-init identity", NONE),
+        ({}, "--stream-init residual", ("residual", 32)), ({}, "--num-streams 0", NONE),
+        ({}, "--stream-design value_rotation --rotation-step 0.1", NONE), (OF_STREAMS, "", NONE),
         ({**OF_STREAMS, "num_streams": 0}, "", LOW),
         (OF_STREAMS, "--stream-init-rank 4", ("low_rank", 4)),
     ],
-)
+)  # fmt: skip
 def test_f_follows_from_the_other_options_and_the_start(tmp_path, start, given, expected):
     (tmp_path / CONFIG_FILE).write_text(json.dumps(start))
     parser = training_parser("x.train", "Train.", "", "an adapter", "a LoRA")

@@ -140,40 +140,11 @@ def test_a_call_without_a_draft_says_nothing():
     assert not pace.drafting and pace.tokens_per_call == 1
 
 
-def test_a_draft_that_comes_after_the_end_of_its_spell_shortens_the_wait():
-    pace = Pace(20.0)
-    pace.observe(1)
-    pace.observe(5, drafted=True)
-    for _ in range(FIRST_WAIT - 5):
-        assert not pace.drafting
-        pace.observe(1, drafted=False)
-    assert pace.drafting
-
-
 def test_an_unpredictable_text_costs_little_and_drafting_returns():
     tokens, time, _ = decode(Pace(BREAKEVEN), lambda at: 1, 2000)
     assert time / tokens < 1.06, "where drafting throughout costs 1.5"
     _, _, drafted = decode(Pace(BREAKEVEN), lambda at: 1 if at < 100 else 3, 400)
     assert not all(drafted) and all(drafted[-200:])
-
-
-def test_after_a_long_good_spell_all_patience_is_back():
-    pace = Pace(BREAKEVEN)
-    decode(pace, lambda at: 1, 200)
-    while not pace.drafting:
-        pace.observe(1)
-    pace.observe(1)
-    for _ in range(40):
-        pace.observe(3)
-    for _ in range(int(PATIENCE / 0.5) - 1):
-        pace.observe(1)
-    assert pace.drafting
-    pace.observe(1)
-    assert not pace.drafting
-    for _ in range(FIRST_WAIT):
-        assert not pace.drafting
-        pace.observe(1)
-    assert pace.drafting
 
 
 def test_a_spell_that_does_not_pay_does_not_win_back_patience():

@@ -256,6 +256,20 @@ def make_profile(model: StreamFusedModel, **changes) -> Profile:
     return Profile(**values)
 
 
+class FakeClock:
+    """A clock that goes on by what `spend` says, and by `tick` whenever it is read."""
+
+    def __init__(self, tick: float = 0.0, now: float = 0.0) -> None:
+        self.now, self.tick = now, tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def slow(*cases) -> list:
     """Cases of a parametrised test that the second tier runs."""
     return [
