@@ -47,7 +47,7 @@ COMPACT_AT = 0.125  # drop finished rows once they are this share of the batch
 # --- Answers of a batch ---
 
 
-class Answer(NamedTuple):
+class Continuation(NamedTuple):
     """What the model said to one prompt."""
 
     tokens: list[int]  # with the end token where there is one
@@ -73,7 +73,7 @@ def generate_batch(
     sampling: Sampling,
     end_tokens: Sequence[int],
     stream: int = 0,
-) -> list[Answer]:
+) -> list[Continuation]:
     """Answer B prompts together.
 
     With `sampling.seed`, `stream` is the seed of this batch, so that batches do not depend on which
@@ -119,7 +119,7 @@ def generate_batch(
         tokens, positions = chosen[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
     stop = set(end_tokens)
-    return [Answer(answer, "stop" if answer[-1] in stop else "length") for answer in answers]
+    return [Continuation(answer, "stop" if answer[-1] in stop else "length") for answer in answers]
 
 
 def choose_tokens(
@@ -228,7 +228,7 @@ class PartFile:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
-        self.done: list[list[Answer]] = []
+        self.done: list[list[Continuation]] = []
         whole = self._read(settings) if path.exists() else 0
         try:
             self._file = path.open("r+b" if whole else "wb")
@@ -239,7 +239,7 @@ class PartFile:
         if not whole:
             self._write(settings)
 
-    def append(self, answers: Sequence[Answer]) -> None:
+    def append(self, answers: Sequence[Continuation]) -> None:
         """Keep a batch; once this returns, a kill does not lose it."""
         self._write([list(answer) for answer in answers])
         self.done.append(list(answers))
@@ -259,7 +259,7 @@ class PartFile:
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         try:
             found, *batches = [json.loads(line) for line in lines] or [settings]
-            self.done = [[Answer(*answer) for answer in batch] for batch in batches]
+            self.done = [[Continuation(*answer) for answer in batch] for batch in batches]
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"{self.path} cannot be read",
@@ -279,10 +279,10 @@ class PartFile:
 
 def generate_all(
     encoded: Sequence[Sequence[int]],
-    generate: Callable[[Sequence[Sequence[int]], int], list[Answer]],
+    generate: Callable[[Sequence[Sequence[int]], int], list[Continuation]],
     batch_size: int,
     part: PartFile,
-) -> list[Answer]:
+) -> list[Continuation]:
     """Answer every prompt, in the order of the prompts, keeping each finished batch in `part`.
 
     `generate` answers a batch, given the prompts and the number of the batch.
