@@ -5,22 +5,17 @@ the embedding, which is the same tensor. Streams and LoRA are not: they are smal
 is what they are there for.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .graph import DECODE, Graph
 from .packages import import_coremltools, quiet
-
-if TYPE_CHECKING:
-    import coremltools
 
 MATRIX_OPS = ("linear", "conv")
 MIN_WEIGHTS = 2048
@@ -51,7 +46,7 @@ class WeightError:
         )
 
 
-def compress(model: coremltools.models.MLModel, kind: str) -> coremltools.models.MLModel:
+def compress(model: Any, kind: str) -> Any:
     """One function's model with its matrices compressed; a package of several would be refused.
 
     "int8": symmetric, a scale for every output row. "int4": symmetric, a scale for every 32
@@ -83,7 +78,7 @@ def compress(model: coremltools.models.MLModel, kind: str) -> coremltools.models
         return apply(model, optimize.OptimizationConfig(op_name_configs=each))
 
 
-def weight_names(model: coremltools.models.MLModel) -> list[str]:
+def weight_names(model: Any) -> list[str]:
     """Names of the constants to compress, once each."""
     weights = [operation.weight for operation in _operations(model._mil_program)]
     large = [one for one in weights if one.val is not None and one.val.size >= MIN_WEIGHTS]
@@ -98,7 +93,7 @@ def _operations(program: Any, function: str = "main") -> Iterator[Any]:
             yield operation
 
 
-def expected_matrices(model: coremltools.models.MLModel, graph: Graph) -> dict[str, np.ndarray]:
+def expected_matrices(model: Any, graph: Graph) -> dict[str, np.ndarray]:
     """What each matrix product should multiply by, by the name of its output.
 
     In float32 where it is one of the graph's own matrices; what the converter made by itself, such

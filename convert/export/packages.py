@@ -1,7 +1,5 @@
 """From the two graphs to a package of two functions that share their weights."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -11,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +19,6 @@ from ssmlx.exported.backends import NEW
 
 from .graph import Converted, Graph
 from .settings import ExportConfig
-
-if TYPE_CHECKING:
-    import coremltools
 
 # Kept in float32 by the profile `gpu`: squares of hidden states and sums of exponentials.
 _WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"})
@@ -98,7 +93,7 @@ def writing(target: Path) -> Iterator[None]:
 # --- Core ML ---
 
 
-def convert_graph(graph: Graph, config: ExportConfig) -> coremltools.models.MLModel:
+def convert_graph(graph: Graph, config: ExportConfig) -> Any:
     """One function as a Core ML model, its weights not compressed yet.
 
     In float16 the cache is state. Core ML's state is float16 alone, so in float32 the caches are
@@ -183,7 +178,7 @@ def _pipeline(ct: Any) -> Any:
     return pipeline
 
 
-def merge_functions(models: Mapping[str, coremltools.models.MLModel], package: Path) -> None:
+def merge_functions(models: Mapping[str, Any], package: Path) -> None:
     """Write `models`, by the names of their functions, as one package; equal weights once."""
     ct = import_coremltools()
     with writing(package), quiet(), tempfile.TemporaryDirectory(dir=package.parent) as work:

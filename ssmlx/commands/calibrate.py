@@ -12,21 +12,16 @@ used for it. Takes a few minutes; nothing else should run.
     python -m ssmlx.calibrate --adapter sql
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..calibration import BUSY, CONTEXTS
 from ..errors import require
 from ..loading.names import cache_dir, resolve_adapter, resolve_model
 from ..settings import ATTENTIONS, DRAFT_HEADS
 from .options import add_counts, add_model_options, add_options, command, load_target, make_parser
-
-if TYPE_CHECKING:
-    from ..calibration.costs import CostPlan
 
 PROG = "ssmlx.calibrate"
 DEFAULT_ADAPTER = "chat"
@@ -84,8 +79,8 @@ def results_dir() -> Path:
     return cache_dir() / "calibration"
 
 
-def plan_of(args: argparse.Namespace) -> CostPlan:
-    """What to time."""
+def plan_of(args: argparse.Namespace) -> Any:
+    """What to time, a `CostPlan`."""
     from ..calibration.costs import CostPlan
 
     for flag, least in (("repeats", args.repeats), ("contexts", min(args.contexts)),
