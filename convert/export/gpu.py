@@ -93,9 +93,6 @@ class GpuProfile(Profile):
         heads = self.base.config.num_attention_heads // self.groups
         return 1, heads, self.sizes.num_slots, width
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.decoder.embed(tokens[None], positions[None])
-
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
         rotary = {}
         if self.rotary is not None:
@@ -116,12 +113,3 @@ class GpuProfile(Profile):
             )
             hidden = found[0] if isinstance(found, tuple) else found
         return hidden
-
-    def start_streams(self, nodes: torch.Tensor) -> torch.Tensor:
-        return self.reference.insert_streams(nodes)
-
-    def exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        return self.reference.early_exit_states(nodes)
-
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.decoder.norm(hidden)
