@@ -30,6 +30,12 @@ def require(ok: bool, found: str, *, expected: str, do: str) -> None:
         raise InputError(found, expected=expected, do=do)
 
 
+def unwritable(path: object, error: OSError, do: str = "choose another place") -> InputError:
+    """A file or folder that cannot be written."""
+    found = f"cannot write {path} ({error.strerror or error})"
+    return InputError(found, expected="a place that can be written", do=do)
+
+
 def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
     """Check that the value of an option is a known one."""
     if value not in known:

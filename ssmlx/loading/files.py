@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import InputError, first_line
+from ..errors import InputError, first_line, unwritable
 
 
 def make_folder(folder: Path) -> None:
@@ -19,15 +19,6 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(folder, error) from error
-
-
-def unwritable(path: Path, error: OSError) -> InputError:
-    """A file or folder that cannot be written."""
-    return InputError(
-        f"cannot write {path} ({error.strerror})",
-        expected="a place that can be written",
-        do="choose another place",
-    )
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..errors import InputError, first_line, require
+from ..errors import InputError, first_line, require, unwritable
 
 NO_ADAPTER = "none"
 CONFIG_FILE = "streams_config.json"
@@ -37,6 +37,7 @@ ALLOW_PATTERNS = [
     "*.jinja",
 ]
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+NO_ROOM = "free some space, or set SSMLX_CACHE to another folder"
 _HUB_TIMEOUT = 5  # seconds until a Hub that does not answer counts as out of reach
 _SOURCE_FILE = "ssmlx_source"
 _CONVERTER = 1  # to be raised when `gguf.convert_gguf` writes something else of the same file
@@ -293,11 +294,7 @@ def _convert(wheel: Wheel) -> None:
                 made.replace(target)
     except OSError as error:
         if not wheel.is_cached:
-            raise InputError(
-                f"cannot write {target} ({error.strerror or error})",
-                expected="a folder that can be written, with room for the model",
-                do="free some space, or set SSMLX_CACHE to another folder",
-            ) from error
+            raise unwritable(target, error, NO_ROOM) from error
 
 
 def _pip_download(wheel: Wheel, folder: Path) -> None:

@@ -23,10 +23,10 @@ import mlx.core as mx
 import numpy as np
 
 from .. import has_fast_blas
-from ..errors import InputError
+from ..errors import InputError, unwritable
 from ..loading.adapter import BaseIdentity, stream_tensors
 from ..loading.files import make_folder, write_whole
-from ..loading.names import cache_dir
+from ..loading.names import NO_ROOM, cache_dir
 from ..model.streams import StreamFusedModel
 from ..settings import from_json, read_json, to_json
 from .cost import MeasuredShape, StepCosts
@@ -165,11 +165,7 @@ def store_profile(profile: Profile) -> Path:
     try:
         write_whole(path, f"{text}\n".encode())
     except OSError as error:
-        raise InputError(
-            f"cannot write {path} ({error.strerror or error})",
-            expected="a folder that can be written",
-            do="free some space, or set SSMLX_CACHE to another folder",
-        ) from error
+        raise unwritable(path, error, NO_ROOM) from error
     _KNOWN.clear()
     return path
 
