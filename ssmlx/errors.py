@@ -36,6 +36,15 @@ def unwritable(path: object, error: OSError, do: str = "choose another place") -
     return InputError(found, expected="a place that can be written", do=do)
 
 
+def not_installed(what: str, error: Exception, extra: str) -> InputError:
+    """A package of an extra that cannot be imported."""
+    return InputError(
+        f"{what} cannot be imported ({first_line(error)})",
+        expected=f"what the extra {extra} brings",
+        do=f'`pip install "ssmlx[{extra}]"`',
+    )
+
+
 def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
     """Check that the value of an option is a known one."""
     if value not in known:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssmlx.errors import InputError, first_line, require
+from ssmlx.errors import InputError, first_line, not_installed, require
 from ssmlx.exported.backends import NEW
 
 from .graph import Converted, Graph
@@ -47,11 +47,7 @@ def import_coremltools() -> Any:
         with quiet():
             import coremltools
     except (ImportError, AttributeError) as error:
-        raise InputError(
-            f"coremltools cannot be imported ({first_line(error)})",
-            expected="the packages that convert to Core ML",
-            do='`pip install "ssmlx[coreml]"`',
-        ) from error
+        raise not_installed("coremltools", error, "coreml") from error
     require(
         tuple(int(part) for part in np.__version__.split(".")[:2]) < (2, 4),
         f"numpy {np.__version__}, with which coremltools {coremltools.__version__} fails",
@@ -68,11 +64,8 @@ def import_coreai() -> Any:
             importlib.import_module("coreai")
             return importlib.import_module("coreai_torch")
     except ImportError as error:
-        raise InputError(
-            f"Core AI's converter cannot be imported ({first_line(error)})",
-            expected="the packages coreai-core and coreai-torch (Python 3.11 or later)",
-            do='`pip install "ssmlx[coreai]"`',
-        ) from error
+        what = "Core AI's converter (for Python 3.11 or later)"
+        raise not_installed(what, error, "coreai") from error
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import InputError, check_choice, first_line, require
+from ..errors import InputError, check_choice, first_line, not_installed, require
 from .manifest import Manifest
 
 PREFILL, DECODE = "prefill", "decode"
@@ -94,11 +94,7 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
             for name in FUNCTIONS
         }
     except ImportError as error:
-        raise InputError(
-            "coremltools is not installed",
-            expected="the package that runs Core ML models",
-            do='`pip install "ssmlx[coreml]"`',
-        ) from error
+        raise not_installed("coremltools", error, "coreml") from error
     except Exception as error:  # Core ML's own, of no common kind
         raise InputError(
             f"{package} cannot be loaded by Core ML ({first_line(error)})",
@@ -156,11 +152,8 @@ def coreai_backend(package: Path, manifest: Manifest) -> CoreAIBackend:
     try:
         return CoreAIBackend(package, manifest)
     except ImportError as error:
-        raise InputError(
-            "Core AI's runtime is not installed",
-            expected="the packages coreai-core and coreai-torch (Python 3.11 or later)",
-            do='`pip install "ssmlx[coreai]"`',
-        ) from error
+        what = "Core AI's runtime (for Python 3.11 or later)"
+        raise not_installed(what, error, "coreai") from error
     except (RuntimeError, OSError, KeyError) as error:
         raise InputError(
             f"{package} cannot be loaded by Core AI ({first_line(error)})",
