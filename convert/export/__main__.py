@@ -6,7 +6,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import add_counts, command, make_parser
+from ssmlx.commands.options import add_options, command, make_parser
 from ssmlx.settings import DEFAULT_MODEL, TreeConfig
 
 from .. import check_installed
@@ -33,14 +33,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         PROG, "Export a model that drafts for itself to Core ML or Core AI.", EPILOG
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
-    parser.add_argument(
-        "--model", default=DEFAULT_MODEL,
-        help="a local folder, a Hub name or an alias (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--adapter", metavar="NAME|FOLDER",
-        help="the streams that draft, and LoRA: a bundled adapter's name or a folder (default: "
-        "those of a fused model folder)",
+    add_options(
+        parser,
+        ("--model", None, "a local folder, a Hub name or an alias (default: %(default)s)",
+         DEFAULT_MODEL),
+        ("--adapter", "NAME|FOLDER", "the streams that draft, and LoRA: a bundled adapter's name "
+         "or a folder (default: those of a fused model folder)", str),
     )  # fmt: skip
     asset = parser.add_argument_group("asset")
     shapes = parser.add_argument_group("shapes, which are fixed in the asset")
@@ -54,19 +52,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             )
         else:
             shapes.add_argument(flag, type=int, default=default, metavar="N", help=text)
-    shapes.add_argument(
-        "--tree", choices=("full", "best"), default="best",
-        help="full: every combination of K children a level; best: the N likeliest nodes "
-        "(default: %(default)s)",
+    add_options(
+        shapes,
+        ("--tree", None, "full: every combination of K children a level; best: the N likeliest "
+         "nodes (default: %(default)s)", "best", ("full", "best")),
+        ("--tree-width", "K", "children a level (default: 3 for full, no limit for best)", int),
+        ("--tree-size", "N", "nodes of the best tree, the root included (default: %(default)s)",
+         TreeConfig().size),
     )  # fmt: skip
-    size = TreeConfig().size
-    shapes.add_argument(
-        "--tree-width", type=int, metavar="K",
-        help="children a level (default: 3 for full, no limit for best)",
-    )  # fmt: skip
-    add_counts(
-        shapes, ("tree-size", size, "nodes of the best tree, the root included"), metavar="N"
-    )
     return parser.parse_args(argv)
 
 

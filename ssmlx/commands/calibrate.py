@@ -47,6 +47,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         group,
         ("--data", "FILE.jsonl", "prompts such as the adapter will be asked: a JSON object with "
          f"`prompt` or `messages` a line (default: {PROMPTS_FILE} in the adapter's folder)", Path),
+        ("--out", "FOLDER", "for calibrate-ADAPTER.json, .txt and .png (default: calibration in "
+         "the cache folder)", results_dir()),
     )  # fmt: skip
     add_counts(
         group,
@@ -66,10 +68,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--noisy", action="store_true",
         help=f"keep it even if timings varied by more than {100 * BUSY:.0f} %%",
-    )  # fmt: skip
-    group.add_argument(
-        "--out", type=Path, default=results_dir(), metavar="FOLDER",
-        help="for calibrate-ADAPTER.json, .txt and .png (default: calibration in the cache folder)",
     )  # fmt: skip
     return parser.parse_args(argv)
 

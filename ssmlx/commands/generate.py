@@ -10,7 +10,6 @@ from .options import (
     add_decoding_options,
     add_model_options,
     add_prompt_options,
-    bar,
     command,
     load_all,
     make_parser,
@@ -69,6 +68,7 @@ def _main(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
     from ..api import check_prompt, record, stream_generate, summary
+    from ..calibration.timing import progress
     from ..plan import make_plan
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
@@ -81,9 +81,9 @@ def _main(args: argparse.Namespace) -> None:
         print(f"[{plan.decision}]", file=sys.stderr)
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
-    for prompt, tokens in bar(pairs, len(prompts), "prompts") if show_bar else pairs:
-        answer, progress = [], PromptBar()
-        for one in stream_generate(model, tokenizer, tokens, config, progress=progress, **drafts):
+    for prompt, tokens in progress(pairs, "prompts") if show_bar else pairs:
+        answer, bar = [], PromptBar()
+        for one in stream_generate(model, tokenizer, tokens, config, progress=bar, **drafts):
             answer.append(one)
             if not args.jsonl:
                 print(one.text, end="", flush=True)

@@ -6,11 +6,11 @@ Light on purpose: `--help` must not wait for MLX.
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, cast
 
 from ..errors import InputError, check_choice, require
 from ..loading.names import bundled_adapters
@@ -31,7 +31,6 @@ from ..settings import (
     TreeConfig,
 )
 
-Item = TypeVar("Item")
 _DEFAULTS = GenerateConfig()
 _PATIENCE_SECONDS = 1.0
 
@@ -308,7 +307,7 @@ def add_tree_options(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def add_options(group: argparse._ArgumentGroup, *rows: tuple[Any, ...]) -> None:
+def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
     """Options: (flag, a word for its value, help, default or else type, and the values if it is
     one of a few) each."""
     for flag, word, text, default, *choices in rows:
@@ -512,13 +511,6 @@ def command(
         return run(lambda: act(args), prog)
 
     return main
-
-
-def bar(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
-    """`items` with a bar of `total` steps, shown on a terminal only."""
-    from huggingface_hub.utils import tqdm
-
-    return iter(tqdm(items, total=total, desc=label, unit="prompt", disable=None, leave=False))
 
 
 class PromptBar:
