@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import command, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES, read_json
 
@@ -146,11 +146,9 @@ def _convert_streams(args: argparse.Namespace) -> None:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: (_convert_heads if args.heads else _convert_streams)(args), PROG)
-
+main = command(
+    PROG, parse_args, lambda args: (_convert_heads if args.heads else _convert_streams)(args)
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())
