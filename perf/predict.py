@@ -75,23 +75,14 @@ _LIMITS = {1: _M1, 2: _M1, 3: _M3, 4: _M3, 5: _M5}
 
 @dataclass(frozen=True)
 class Chip:
-    """A chip.
+    """A chip."""
 
-    Attributes:
-        name: such as "M2 Pro".
-        generation: 1 to 5.
-        gpu_cores: of its largest form.
-        bandwidth: of its memory, GB/s.
-        clock: of its GPU, MHz.
-        clock_from: the chip whose clock that is, where its own was not found.
-    """
-
-    name: str
-    generation: int
-    gpu_cores: int
-    bandwidth: float
-    clock: int
-    clock_from: str = ""
+    name: str  # such as "M2 Pro"
+    generation: int  # 1 to 5
+    gpu_cores: int  # of its largest form
+    bandwidth: float  # of its memory, GB/s
+    clock: int  # of its GPU, MHz
+    clock_from: str = ""  # the chip whose clock that is, where its own was not found
 
     @property
     def tflops(self) -> float:
@@ -148,28 +139,22 @@ CHIPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A decoder of regular layers, in numbers.
-
-    Attributes:
-        hidden, heads, kv_heads, inner, layers, vocab: its sizes.
-        bits: of a weight; 16 is not quantised. Quantised ones come with a scale and a bias of 16
-            bits for every `GROUP`.
-        msa_layers: Ns, the top layers through which streams run.
-        num_streams: G.
-        draft_vocab: tokens that streams draft from.
-    """
+    """A decoder of regular layers, in numbers."""
 
     name: str
+    # hidden, heads, kv_heads, inner, layers, vocab: its sizes
     hidden: int
     heads: int
     kv_heads: int
     inner: int
     layers: int
     vocab: int
+    # of a weight; 16 is not quantised. Quantised ones come with a scale and a bias of 16 bits for
+    # every `GROUP`.
     bits: int = 16
-    msa_layers: int = 0
-    num_streams: int = 0
-    draft_vocab: int = 0
+    msa_layers: int = 0  # Ns, the top layers through which streams run
+    num_streams: int = 0  # G
+    draft_vocab: int = 0  # tokens that streams draft from
 
     @property
     def weight_bytes(self) -> float:

@@ -77,20 +77,16 @@ class GenerationResponse:
 
 @dataclass
 class Budget:
-    """Where an answer ends: at an end token, at `max_tokens`, or at the context's end.
+    """Where an answer ends: at an end token, at `max_tokens`, or at the context's end."""
 
-    Attributes:
-        end_tokens, max_tokens: what ends it.
-        context_room: tokens for which the context has room; None where it has no limit.
-        is_full: whether there is no room for another step, where steps need more than a token.
-        generated: tokens so far.
-    """
-
+    # end_tokens and max_tokens: what ends it
     end_tokens: Set[int]
     max_tokens: int
+    # tokens for which the context has room; None where it has no limit
     context_room: int | None = None
+    # whether there is no room for another step, where steps need more than a token
     is_full: Callable[[], bool] = lambda: False
-    generated: int = 0
+    generated: int = 0  # tokens so far
 
     def ends(self, step: list[int]) -> bool:
         """Whether the answer ends with the tokens of `step`."""

@@ -26,35 +26,24 @@ from .settings import GenerateConfig
 
 @dataclass
 class ChatTotals:
-    """What a chat's answers add up to.
+    """What a chat's answers add up to."""
 
-    Attributes:
-        answers, tokens, target_calls: counts.
-        decode_tokens: tokens after each answer's first.
-        decode_seconds: the time that those took.
-        reused_tokens: prompt tokens that came from the cache.
-        prompt_tokens: prompt tokens in all.
-    """
-
+    # answers, tokens, target_calls: counts
     answers: int = 0
     tokens: int = 0
     target_calls: int = 0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    reused_tokens: int = 0
-    prompt_tokens: int = 0
+    decode_tokens: int = 0  # tokens after each answer's first
+    decode_seconds: float = 0.0  # the time that those took
+    reused_tokens: int = 0  # prompt tokens that came from the cache
+    prompt_tokens: int = 0  # prompt tokens in all
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One answer given twice.
+    """One answer given twice."""
 
-    Attributes:
-        same_tokens: whether both are the same, token for token.
-        streaming, plain: the last response of each.
-    """
-
-    same_tokens: bool
+    same_tokens: bool  # whether both are the same, token for token
+    # streaming and plain: the last response of each
     streaming: GenerationResponse
     plain: GenerationResponse
 

@@ -23,21 +23,13 @@ MIN_WEIGHTS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class WeightError:
-    """How far stored weights are from the float32 ones, over all matrices of "decode".
-
-    Attributes:
-        matrices: how many.
-        weights: numbers in them.
-        relative_rms: root mean square of the differences over that of the weights.
-        worst_relative_rms: the same, of the matrix where it is largest.
-        largest: the largest difference.
-    """
+    """How far stored weights are from the float32 ones, over all matrices of "decode"."""
 
     matrices: int
-    weights: int
-    relative_rms: float
-    worst_relative_rms: float
-    largest: float
+    weights: int  # numbers in them
+    relative_rms: float  # root mean square of the differences over that of the weights
+    worst_relative_rms: float  # the same, of the matrix where it is largest
+    largest: float  # the largest difference
 
     def __str__(self) -> str:
         return (

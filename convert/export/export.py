@@ -57,19 +57,12 @@ _PROBE_LENGTH = 32
 
 @dataclass(kw_only=True)
 class Report:
-    """What an export came to.
+    """What an export came to."""
 
-    Attributes:
-        package_bytes: size of the package.
-        weight_error: None for Core AI's.
-        seconds: of each stage.
-        peak_bytes: most memory that the process has held.
-    """
-
-    package_bytes: int = 0
-    weight_error: compression.WeightError | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    peak_bytes: int = 0
+    package_bytes: int = 0  # size of the package
+    weight_error: compression.WeightError | None = None  # None for Core AI's
+    seconds: dict[str, float] = field(default_factory=dict)  # of each stage
+    peak_bytes: int = 0  # most memory that the process has held
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -21,21 +21,13 @@ from .settings import GraphSizes
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a run of layers needs to know of its rows.
+    """What a run of layers needs to know of its rows."""
 
-    Attributes:
-        positions: [R] int32.
-        slots: [node rows] int32, where the nodes' keys and values go.
-        mask: [1, 1, R, S + stream rows] additive.
-        caches: keys and values of every layer, in turn.
-        num_streams: streams of each node among the rows; 0 for nodes alone.
-    """
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    mask: torch.Tensor
-    caches: Sequence[torch.Tensor]
-    num_streams: int = 0
+    positions: torch.Tensor  # [R] int32
+    slots: torch.Tensor  # [node rows] int32, where the nodes' keys and values go
+    mask: torch.Tensor  # [1, 1, R, S + stream rows] additive
+    caches: Sequence[torch.Tensor]  # keys and values of every layer, in turn
+    num_streams: int = 0  # streams of each node among the rows; 0 for nodes alone
 
 
 @dataclass

@@ -15,25 +15,15 @@ from ssmlx.settings import (
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSizes:
-    """Every shape of both functions follows from these and the model.
+    """Every shape of both functions follows from these and the model."""
 
-    Attributes:
-        num_nodes: N, rows of a decode step; trees of fewer nodes are filled up.
-        num_kept: M, nodes that pruning keeps; N where nothing is pruned.
-        num_parents: I, leading nodes that may have children, for the early exit.
-        num_streams: G, streams in use.
-        topology: all nodes that the drafted trees can have, `ssmlx.model.tree.Topology`.
-        num_slots: S, slots of the cache.
-        chunk: T, tokens of a prompt chunk.
-    """
-
-    num_nodes: int
-    num_kept: int
-    num_parents: int
-    num_streams: int
-    topology: Any
-    num_slots: int
-    chunk: int
+    num_nodes: int  # N, rows of a decode step; trees of fewer nodes are filled up
+    num_kept: int  # M, nodes that pruning keeps; N where nothing is pruned
+    num_parents: int  # I, leading nodes that may have children, for the early exit
+    num_streams: int  # G, streams in use
+    topology: Any  # all nodes that the drafted trees can have, `ssmlx.model.tree.Topology`
+    num_slots: int  # S, slots of the cache
+    chunk: int  # T, tokens of a prompt chunk
 
     @property
     def is_pruned(self) -> bool:

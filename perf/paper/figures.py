@@ -44,7 +44,7 @@ MARKS = ("o", "s", "^", "D")
 PAPER_NAMES = {STREAMS: "streams", MEDUSA: "medusa"}
 CAPTION_4 = (
     "Lines: eq. 6 as in the paper, C_ss = C_target, whose curves are this formula's. Diamonds: "
-    "eq. 6 with our gamma and the time of our streams' calls. Bars: 95 % intervals over prompts."
+    "eq. 6 with our gamma and the time of our streams' calls Bars: 95 % intervals over prompts."
 )
 CAPTION_5 = (
     "Ours with 95 % intervals over prompts. The paper (gamma = 3) gives no numbers for its curves, "
@@ -80,21 +80,13 @@ def parity(latency_ratio: float, gamma: int = GAMMA, overhead: float = 1.0) -> f
 
 @dataclass(frozen=True)
 class Parity:
-    """A point of figure 4.
+    """A point of figure 4."""
 
-    Attributes:
-        task: what was asked.
-        latency_ratio: C_target / C_draft.
-        advance_ratio: zeta / beta.
-        measured: tokens/s of streaming over the draft model's.
-        predicted: by eq. 6, with our gamma and the cost of our streams' calls.
-    """
-
-    task: str
-    latency_ratio: float
-    advance_ratio: float
-    measured: Estimate
-    predicted: float
+    task: str  # what was asked
+    latency_ratio: float  # C_target / C_draft
+    advance_ratio: float  # zeta / beta
+    measured: Estimate  # tokens/s of streaming over the draft model's
+    predicted: float  # by eq. 6, with our gamma and the cost of our streams' calls
 
 
 Point = tuple[Estimate, Estimate]

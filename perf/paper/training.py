@@ -110,23 +110,17 @@ def is_done(folder: Path, options: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class TrainedVariant:
-    """What a run came to, at its last validation, of held-out text, replayed.
-
-    Attributes:
-        num_layers: Ns.
-        rank: eta, the rank of f; 0 for identity.
-        step, num_steps: where the validation was, and where the run ends.
-        losses: in nats a token.
-    """
+    """What a run came to, at its last validation, of held-out text, replayed."""
 
     name: str
     design: str
-    num_layers: int
-    rank: int
+    num_layers: int  # Ns
+    rank: int  # eta, the rank of f; 0 for identity
+    # step and num_steps: where the validation was, and where the run ends
     step: int
     num_steps: int
     tokens_per_call: float
-    losses: Mapping[str, float]
+    losses: Mapping[str, float]  # in nats a token
 
     @property
     def is_finished(self) -> bool:

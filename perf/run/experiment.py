@@ -41,32 +41,23 @@ _NEAR_TIE = {"float32": 0.0, "float16": 8 * 2**-11, "bfloat16": 8 * 2**-8}
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        name: of what is measured; the names of its files begin with it.
-        weights, systems: the target and what drafts for it; who answers.
-        examples, data: what is asked, and what that is called.
-        task: how answers are judged; None where they are only timed or compared.
-        left_out: why a system does not take part, by its name.
-        template: of all prompts; None for the adapter's own.
-        warm_up: answers of each system before the first that counts.
-        out: where answers are kept as they come; None keeps none.
-        fresh: whether answers of an earlier run are forgotten.
-    """
-
-    name: str
+    name: str  # of what is measured; the names of its files begin with it
+    # weights and systems: the target and what drafts for it; who answers
     weights: Weights
     systems: Sequence[System]
+    # examples and data: what is asked, and what that is called
     examples: Sequence[Example]
-    task: Task | None = None
+    task: Task | None = None  # how answers are judged; None where they are only timed or compared
     data: str = ""
+    # why a system does not take part, by its name
     left_out: Mapping[str, str] = field(default_factory=dict)
-    template: str | None = None
+    template: str | None = None  # of all prompts; None for the adapter's own
     repeats: int = 1
-    warm_up: int = 1
-    out: Path | None = None
-    fresh: bool = False
+    warm_up: int = 1  # answers of each system before the first that counts
+    out: Path | None = None  # where answers are kept as they come; None keeps none
+    fresh: bool = False  # whether answers of an earlier run are forgotten
 
     @property
     def max_tokens(self) -> int:

@@ -119,19 +119,13 @@ def task_heading(task: Row) -> str:
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars of one figure.
+    """Bars of one figure."""
 
-    Attributes:
-        label: of the axis.
-        of: the figure of a row, as JSON values; None where there is none.
-        paper: the paper's range for a task and a kind of system; None where it has none.
-        digits: of the figures.
-    """
-
-    label: str
-    of: Callable[[Row], Any]
+    label: str  # of the axis
+    of: Callable[[Row], Any]  # the figure of a row, as JSON values; None where there is none
+    # the paper's range for a task and a kind of system; None where it has none
     paper: Callable[[str, str], Span | None] = lambda task, kind: None
-    digits: int = 2
+    digits: int = 2  # of the figures
 
 
 def paper_span(column: Callable[[Speed], float]) -> Callable[[str, str], Span | None]:

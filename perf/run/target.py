@@ -43,17 +43,13 @@ CHECKPOINTS = (*HEAD_DRAFTERS, DRAFT_MODEL)
 
 @dataclass(frozen=True)
 class System:
-    """A way to answer, on weights that all share.
+    """A way to answer, on weights that all share."""
 
-    Attributes:
-        name: as in the tables.
-        kind: `MLX_LM`, its own stream_generate; `PLAIN`; a drafter; or `DRAFT_ALONE`, the draft
-            model by itself in mlx-lm's loop, to time its calls.
-        config: its settings; of those mlx-lm's loop has max_tokens, temp, top_k and seed.
-    """
-
-    name: str
+    name: str  # as in the tables
+    # `MLX_LM`, its own stream_generate; `PLAIN`; a drafter; or `DRAFT_ALONE`, the draft model by
+    # itself in mlx-lm's loop, to time its calls
     kind: str
+    # its settings; of those mlx-lm's loop has max_tokens, temp, top_k and seed
     config: GenerateConfig
 
 
@@ -65,25 +61,19 @@ def plain_systems(max_tokens: int) -> list[System]:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a target is loaded from.
+    """What a target is loaded from."""
 
-    Attributes:
-        base: the base model's folder.
-        dtype, draft_head: as `ssmlx.load` takes them.
-        adapter: streams and LoRA; None for the base alone, or with `lora`.
-        lora: LoRA on every row where there is no adapter.
-        end_tokens: what ends answers beside the tokenizer's own and the adapter's.
-        folder: of the adapter or LoRA, where it comes from one.
-        checkpoints: what each of `CHECKPOINTS` drafts with, where it is given.
-    """
-
-    base: Path
+    base: Path  # the base model's folder
+    # dtype and draft_head: as `ssmlx.load` takes them
     dtype: str = "float32"
     draft_head: str = "stored"
-    adapter: Adapter | None = None
+    adapter: Adapter | None = None  # streams and LoRA; None for the base alone, or with `lora`
+    # LoRA on every row where there is no adapter
     lora: Mapping[str, LoraWeights] = field(default_factory=dict)
+    # what ends answers beside the tokenizer's own and the adapter's
     end_tokens: tuple[int, ...] = ()
-    folder: Path | None = None
+    folder: Path | None = None  # of the adapter or LoRA, where it comes from one
+    # what each of `CHECKPOINTS` drafts with, where it is given
     checkpoints: Mapping[str, Path] = field(default_factory=dict)
 
     @property

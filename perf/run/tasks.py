@@ -25,19 +25,13 @@ Scorer = Callable[[str, Sequence[str]], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and how answers are judged.
-
-    Attributes:
-        figures: the names of its scores.
-        test: the data that ships for it, if any.
-        is_judged: whether examples must have right answers.
-    """
+    """What is asked, and how answers are judged."""
 
     name: str
     max_tokens: int
-    figures: tuple[str, str] = ("ROUGE-1", "ROUGE-LSum")
-    test: Path | None = None
-    is_judged: bool = True
+    figures: tuple[str, str] = ("ROUGE-1", "ROUGE-LSum")  # the names of its scores
+    test: Path | None = None  # the data that ships for it, if any
+    is_judged: bool = True  # whether examples must have right answers
 
 
 SQL = Task(

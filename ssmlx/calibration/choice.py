@@ -28,15 +28,10 @@ PLAIN, CHOSEN = "plain", "chosen"
 
 @dataclass(frozen=True, kw_only=True)
 class PricedShape(MeasuredShape):
-    """A shape to draft in, and what is expected of it.
+    """A shape to draft in, and what is expected of it."""
 
-    Attributes:
-        step_seconds: of one call.
-        plain_seconds: of one call of plain decoding.
-    """
-
-    step_seconds: float
-    plain_seconds: float
+    step_seconds: float  # of one call
+    plain_seconds: float  # of one call of plain decoding
 
     @classmethod
     def of(
@@ -72,22 +67,14 @@ Price = Callable[[DraftShape, float], PricedShape]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Choice:
-    """All that was thought about, and what is fastest of it.
+    """All that was thought about, and what is fastest of it."""
 
-    Attributes:
-        costs: of this machine.
-        context: committed tokens that the answers had, half-way through.
-        guesses: along the answers.
-        candidates: every shape, priced behind `context`.
-        chosen: the fastest of them.
-        by_context: the fastest behind each context that forwards were timed behind.
-    """
-
-    costs: StepCosts
-    context: int
-    guesses: list[Guesses]
-    candidates: list[PricedShape]
-    chosen: PricedShape
+    costs: StepCosts  # of this machine
+    context: int  # committed tokens that the answers had, half-way through
+    guesses: list[Guesses]  # along the answers
+    candidates: list[PricedShape]  # every shape, priced behind `context`
+    chosen: PricedShape  # the fastest of them
+    # the fastest behind each context that forwards were timed behind
     by_context: dict[int, PricedShape]
 
     def profile(self, model: StreamFusedModel) -> Profile:

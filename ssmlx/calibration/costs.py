@@ -41,19 +41,12 @@ Calls = dict[Point, Callable[[], Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class CostPlan:
-    """What to time.
+    """What to time."""
 
-    Attributes:
-        rows: of the lower and upper layers and the heads.
-        fused_nodes: M, nodes whose streams stand beside them.
-        contexts: committed tokens.
-        repeats: rounds that count.
-    """
-
-    rows: tuple[int, ...] = ROWS
-    fused_nodes: tuple[int, ...] = FUSED_NODES
-    contexts: tuple[int, ...] = CONTEXTS
-    repeats: int = 5
+    rows: tuple[int, ...] = ROWS  # of the lower and upper layers and the heads
+    fused_nodes: tuple[int, ...] = FUSED_NODES  # M, nodes whose streams stand beside them
+    contexts: tuple[int, ...] = CONTEXTS  # committed tokens
+    repeats: int = 5  # rounds that count
 
     def within(self, limit: int | None) -> CostPlan:
         """The same for a model with a context of `limit` tokens; its longest one at the least."""

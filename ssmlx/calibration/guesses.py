@@ -137,17 +137,11 @@ def rank_table(guesses: Iterable[Guesses], ranks: Sequence[int]) -> list[list[fl
 
 @dataclass(frozen=True, eq=False)
 class Exits:
-    """Best trees of an answer's places, and what early exit says of their nodes (section 3.2.3).
+    """Best trees of an answer's places, and what early exit says of their nodes (section 3.2.3)."""
 
-    Attributes:
-        drafted: [A, N] draft score of each node.
-        judged: [A, N] early-exit score of each node's path.
-        path: [A, G] the node at which the answer stands at each depth; -1 where there is none.
-    """
-
-    drafted: Floats
-    judged: Floats
-    path: Ints
+    drafted: Floats  # [A, N] draft score of each node
+    judged: Floats  # [A, N] early-exit score of each node's path
+    path: Ints  # [A, G] the node at which the answer stands at each depth; -1 where there is none
 
     def depths(self, size: int, keep: int) -> Ints:
         """[A] how far the answer holds in the best `size` nodes, pruned to `keep`."""

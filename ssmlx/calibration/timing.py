@@ -14,23 +14,14 @@ from ..settings import GenerateConfig
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer, timed.
+    """One answer, timed."""
 
-    Attributes:
-        tokens: ids, the end token included.
-        target_calls: forward passes, the prompt's counted as one.
-        decode_seconds: from the first token to the last.
-        prefill_seconds: until the first token.
-        draft_calls: forward passes of a draft model.
-        peak_bytes: most memory in use on top of what was there before; 0 where not measured.
-    """
-
-    tokens: list[int]
-    target_calls: int
-    decode_seconds: float
-    prefill_seconds: float = 0.0
-    draft_calls: int = 0
-    peak_bytes: int = 0
+    tokens: list[int]  # ids, the end token included
+    target_calls: int  # forward passes, the prompt's counted as one
+    decode_seconds: float  # from the first token to the last
+    prefill_seconds: float = 0.0  # until the first token
+    draft_calls: int = 0  # forward passes of a draft model
+    peak_bytes: int = 0  # most memory in use on top of what was there before; 0 where not measured
 
     @property
     def seconds(self) -> float:

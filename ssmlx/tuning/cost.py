@@ -28,19 +28,13 @@ _LEAST = 0.75
 
 @dataclass(frozen=True, kw_only=True)
 class DraftShape:
-    """What streams draft, and when they run: what is left to choose on a machine.
+    """What streams draft, and when they run: what is left to choose on a machine."""
 
-    Attributes:
-        tree: the tree that is drafted.
-        prune: "off" or a budget; a threshold has no fixed number of rows, and so no cost here.
-        num_streams: G.
-        stream_schedule: "fused" or "second-pass".
-    """
-
-    tree: TreeConfig
-    num_streams: int
+    tree: TreeConfig  # the tree that is drafted
+    num_streams: int  # G
+    # "off" or a budget; a threshold has no fixed number of rows, and so no cost here
     prune: PruneConfig = field(default_factory=PruneConfig)
-    stream_schedule: StreamSchedule = "second-pass"
+    stream_schedule: StreamSchedule = "second-pass"  # "fused" or "second-pass"
 
     @property
     def num_nodes(self) -> int:
@@ -89,17 +83,11 @@ class MeasuredShape:
 
 @dataclass(frozen=True)
 class Surface:
-    """Seconds against rows and context, straight lines between what was measured.
+    """Seconds against rows and context, straight lines between what was measured."""
 
-    Attributes:
-        rows: rows that were measured, ascending.
-        contexts: committed tokens that they were measured behind, ascending.
-        seconds: [contexts][rows]
-    """
-
-    rows: tuple[int, ...]
-    contexts: tuple[int, ...]
-    seconds: tuple[tuple[float, ...], ...]
+    rows: tuple[int, ...]  # rows that were measured, ascending
+    contexts: tuple[int, ...]  # committed tokens that they were measured behind, ascending
+    seconds: tuple[tuple[float, ...], ...]  # [contexts][rows]
 
     def __post_init__(self) -> None:
         ascending = all(
@@ -141,26 +129,17 @@ def interpolate(known: Sequence[float], values: Sequence[float], at: float) -> f
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds of everything that a step is made of.
+    """Seconds of everything that a step is made of."""
 
-    Attributes:
-        plain: a call of plain decoding, as its loop takes it; one row.
-        lower: the lower layers.
-        upper: the upper layers on rows of one kind: nodes, or the streams of one node.
-        fused: the upper layers on nodes with their streams beside them, all rows counted.
-        head: the LM head.
-        draft_head: the streams' head, which may be of fewer tokens.
-        early_exit: the LM head and the adapter of pruning; None where there is none.
-        overhead: what a real step took beyond these, by nodes, of each schedule.
-    """
-
-    plain: Surface
-    lower: Surface
-    upper: Surface
-    fused: Surface
-    head: Surface
-    draft_head: Surface
+    plain: Surface  # a call of plain decoding, as its loop takes it; one row
+    lower: Surface  # the lower layers
+    upper: Surface  # the upper layers on rows of one kind: nodes, or the streams of one node
+    fused: Surface  # the upper layers on nodes with their streams beside them, all rows counted
+    head: Surface  # the LM head
+    draft_head: Surface  # the streams' head, which may be of fewer tokens
+    # the LM head and the adapter of pruning; None where there is none
     early_exit: Surface | None = None
+    # what a real step took beyond these, by nodes, of each schedule
     overhead: Mapping[str, Surface] | None = field(default=None, metadata={"json": "beside"})
 
     def forward_seconds(self, shape: DraftShape, context: float) -> float:

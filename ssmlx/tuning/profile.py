@@ -41,21 +41,13 @@ SLACK = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileKey:
-    """What a profile is of, and found again by.
+    """What a profile is of, and found again by."""
 
-    Attributes:
-        machine: the chip, and on the CPU how many cores of it.
-        backend: what computes.
-        model: digest of what identifies the base model, and of how its weights are packed.
-        dtype: of its activations.
-        adapter: digest of the streams and their settings.
-    """
-
-    machine: str
-    backend: str
-    model: str
-    dtype: str
-    adapter: str
+    machine: str  # the chip, and on the CPU how many cores of it
+    backend: str  # what computes
+    model: str  # digest of what identifies the base model, and of how its weights are packed
+    dtype: str  # of its activations
+    adapter: str  # digest of the streams and their settings
 
     @classmethod
     def of(cls, model: StreamFusedModel) -> ProfileKey:
@@ -86,22 +78,15 @@ class Profile:
     """What was measured with a model on a machine, and what is best there.
 
     A row costs the more the longer the context is, so long ones want smaller trees.
-
-    Attributes:
-        key: what it is of.
-        made: the day, as 2026-08-02.
-        mlx: the version that was measured.
-        context: committed tokens that the answers had, half-way through.
-        shapes: the fastest to draft behind so many; then those that are faster behind others.
-        costs: what steps cost here.
     """
 
-    key: ProfileKey = field(metadata={"json": "place"})
-    made: str
-    mlx: str
-    context: int
+    key: ProfileKey = field(metadata={"json": "place"})  # what it is of
+    made: str  # the day, as 2026-08-02
+    mlx: str  # the version that was measured
+    context: int  # committed tokens that the answers had, half-way through
+    # the fastest to draft behind so many; then those that are faster behind others
     shapes: tuple[MeasuredShape, ...] = field(metadata={"json": "ways"})
-    costs: StepCosts
+    costs: StepCosts  # what steps cost here
 
     def __post_init__(self) -> None:
         if not self.shapes:

@@ -24,16 +24,11 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Guesses:
-    """What the streams of one example predict.
+    """What the streams of one example predict."""
 
-    Attributes:
-        tokens: [A, G, C] the C likeliest tokens of each stream, best first.
-        logprobs: [A, G, C] their log probabilities.
-        answer: [A] the answer; the step that says answer[i] guesses tokens[i] for what follows.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
+    tokens: np.ndarray  # [A, G, C] the C likeliest tokens of each stream, best first
+    logprobs: np.ndarray  # [A, G, C] their log probabilities
+    # [A] the answer; the step that says answer[i] guesses tokens[i] for what follows
     answer: np.ndarray
 
 
@@ -103,19 +98,14 @@ def needed_widths(guesses: Guesses) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Contenders:
-    """Every node that the best tree of some size may hold.
+    """Every node that the best tree of some size may hold."""
 
-    Attributes:
-        topology: the same on the device.
-        parents, depths, ranks: [N] of each node; the root's rank is 0.
-        children: a node's child of some rank.
-    """
-
-    topology: Topology
+    topology: Topology  # the same on the device
+    # parents, depths, ranks: [N] of each node; the root's rank is 0
     parents: Ints
     depths: Ints
     ranks: Ints
-    children: dict[tuple[int, int], int]
+    children: dict[tuple[int, int], int]  # a node's child of some rank
 
     def scores(self, logprobs: Floats) -> Floats:
         """[N] log probability of each node's path, from [G, C]."""
