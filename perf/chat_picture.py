@@ -25,10 +25,10 @@ QUESTIONS = [
 PROMPT = "> "
 COLUMNS, LINE, LETTER, MARGIN = 92, 19, 7.8, 16  # characters, and pixels
 PICTURE = Path(__file__).parent / "figures" / "chat.svg"
-_DIM = ("\x1b[2m", "\x1b[0m")
+_DIM = "\x1b[2m"
 
 
-def hold_chat(questions: list[str]) -> str:
+def hold_chat() -> str:
     """What the terminal shows of a chat, questions and colours among it."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -38,22 +38,18 @@ def hold_chat(questions: list[str]) -> str:
     )  # fmt: skip
     os.close(theirs)
     shown = ""
-    for line in [*questions, "/quit"]:
-        shown += _read_to_prompt(ours, process)
+    for line in [*QUESTIONS, "/quit"]:
+        said = ""
+        while not said.endswith("\n" + PROMPT) and said != PROMPT:
+            read = os.read(ours, 4096).decode(errors="replace")
+            if not read or process.poll() is not None:
+                raise SystemExit(f"the chat ended:\n{said}{read}")
+            said += read.replace("\r\n", "\n")
+        shown += said
         os.write(ours, f"{line}\n".encode())
     process.wait()
     os.close(ours)
     return shown.removesuffix(PROMPT).rstrip()
-
-
-def _read_to_prompt(terminal: int, process: subprocess.Popen) -> str:
-    text = ""
-    while not text.endswith("\n" + PROMPT) and text != PROMPT:
-        read = os.read(terminal, 4096).decode(errors="replace")
-        if not read or process.poll() is not None:
-            raise SystemExit(f"the chat ended:\n{text}{read}")
-        text += read.replace("\r\n", "\n")
-    return text
 
 
 def lines_of(shown: str) -> list[tuple[str, str]]:
@@ -61,7 +57,7 @@ def lines_of(shown: str) -> list[tuple[str, str]]:
     found = [("asked", f"$ python -m {' '.join(COMMAND)}")]
     for line in shown.split("\n"):
         text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line.split("\r")[-1])
-        kind = "asked" if text.startswith(PROMPT) else "noted" if _DIM[0] in line else "said"
+        kind = "asked" if text.startswith(PROMPT) else "noted" if _DIM in line else "said"
         text = text.replace(str(Path.home()), "~")
         found += [(kind, part) for part in textwrap.wrap(text, COLUMNS) or [""]]
     return found
@@ -85,15 +81,7 @@ def draw(lines: list[tuple[str, str]]) -> str:
     return "\n".join([head, f"<style>{style}</style>", back, *rows, "</svg>", ""])
 
 
-def main() -> int:
-    """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="perf.chat_picture", description=__doc__)
-    parser.add_argument("--out", type=Path, default=PICTURE, help="(default: %(default)s)")
-    args = parser.parse_args()
-    args.out.write_text(draw(lines_of(hold_chat(QUESTIONS))))
-    print(args.out)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    argparse.ArgumentParser(prog="perf.chat_picture", description=__doc__).parse_args()
+    PICTURE.write_text(draw(lines_of(hold_chat())))
+    print(PICTURE)

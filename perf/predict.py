@@ -267,14 +267,6 @@ def predict(
     }
 
 
-def ways_of(calibrated: Result) -> list[tuple[DraftShape, float]]:
-    """Every shape that was tried, with its tokens per call."""
-    return [
-        (from_json(DraftShape, one["shape"]), float(one["tokens_per_call"]))
-        for one in calibrated["candidates"]
-    ]
-
-
 def lines_of(predictions: Sequence[Result]) -> list[str]:
     """A line for every chip."""
 
@@ -337,22 +329,21 @@ def draw(groups: Mapping[str, Sequence[Result]], path: Path) -> None:
     finish(figure, CAPTION, path)
 
 
-def read_calibration(path: Path) -> Result:
-    """A result of `ssmlx.calibrate`."""
+def _main(args: argparse.Namespace) -> None:
     require(
-        path.is_file(),
-        f"no calibration {path}",
+        args.calibration.is_file(),
+        f"no calibration {args.calibration}",
         expected="a result of ssmlx.calibrate",
         do="run python -m ssmlx.calibrate --adapter sql, or give --calibration FILE",
     )
-    return read_json(path, "a result of ssmlx.calibrate")
-
-
-def _main(args: argparse.Namespace) -> None:
-    calibrated = read_calibration(args.calibration)
+    calibrated: Result = read_json(args.calibration, "a result of ssmlx.calibrate")
     groups: dict[str, list[Result]] = {}
     with reading(args.calibration, "ssmlx.calibrate"):
-        ways, context = ways_of(calibrated), float(calibrated["context"])
+        ways = [
+            (from_json(DraftShape, one["shape"]), float(one["tokens_per_call"]))
+            for one in calibrated["candidates"]
+        ]
+        context = float(calibrated["context"])
         for model in MODELS:
             decoder = replace(model, bits=args.bits).drafting(calibrated["streams"])
             groups[model.name] = [predict(decoder, chip, ways, context) for chip in CHIPS]

@@ -17,7 +17,7 @@ from ssmlx.settings import read_json
 from ssmlx.tuning.report import publish
 
 from .compare import report as compare_report
-from .run.experiment import Experiment, failures, result_of, task_result, texts_of
+from .run.experiment import Experiment, failures, result_of, task_result
 from .run.options import add_experiment_options, add_out, check_counts, experiment_of
 from .run.show import (
     TOKENS_PER_CALL,
@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if baseline is not None:
         other = baseline.run()
         parts.append(task_result(other, adapter=BASELINE))
-        texts = [texts_of(one.first(PLAIN)) for one in (measured, other)]
+        texts = [[kept.text for kept in one.first(PLAIN)] for one in (measured, other)]
         assert own.task is not None
         parts[0]["differences"] = differences(own.task, own.examples, *texts)
     return result_of(own, args.model, parts)

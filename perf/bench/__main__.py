@@ -38,7 +38,7 @@ from ssmlx.tuning.report import publish
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import adapter_with_streams, add_base, add_out, check_counts
 from ..run.results import Kept, machine_load
-from ..run.target import STREAMS, System, Target, Weights, plain_systems
+from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, data_file, read_examples
 from .report import draw, line, report
 
@@ -169,8 +169,9 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
 def systems(max_tokens: int) -> list[System]:
     """How each answers, greedily; streaming as by default: where a profile says that drafting does
     not pay, it stops."""
+    plain = GenerateConfig(decoding="plain", max_tokens=max_tokens)
     streaming = System(STREAMING, STREAMS, GenerateConfig(max_tokens=max_tokens))
-    return [*plain_systems(max_tokens), streaming]
+    return [System(MLX_LM, MLX_LM, plain), System(PLAIN, PLAIN, plain), streaming]
 
 
 def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:

@@ -320,10 +320,13 @@ def show_learning(args: argparse.Namespace) -> None:
     publish(curves, args.out / "learning", learning_report(curves), draw_learning)
 
 
-def add_ablate(parser: argparse.ArgumentParser) -> None:
-    """The options of `ablate`."""
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("ablate", help="train the variants", allow_abbrev=False)
     for flag in ("--data", "--out"):
-        parser.add_argument(flag, type=Path, required=True, metavar="FOLDER")
+        one.add_argument(flag, type=Path, required=True, metavar="FOLDER")
     for flag, kind, default, text in (
         ("--layers", int, [2, 4, 8, 16], "Ns of the runs of both designs"),
         ("--ranks", int, [8, 32, 128], "eta of the runs with f of eq. 3"),
@@ -331,17 +334,10 @@ def add_ablate(parser: argparse.ArgumentParser) -> None:
         ("--rotation-step", float, 0.2, "epsilon of eq. 7, radians"),
     ):
         many = "+" if isinstance(default, list) else None
-        parser.add_argument(
+        one.add_argument(
             flag, type=kind, nargs=many, default=default, metavar="N",
             help=f"{text} (default: %(default)s)",
         )  # fmt: skip
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
-    commands = parser.add_subparsers(dest="command", required=True)
-    add_ablate(commands.add_parser("ablate", help="train the variants", allow_abbrev=False))
     shown = commands.add_parser("ablation", help="show what they came to", allow_abbrev=False)
     shown.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
     add_out(shown)

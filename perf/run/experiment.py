@@ -143,16 +143,6 @@ class Measured:
         return [repeats[0] for repeats in self.answers[name]]
 
 
-def texts_of(kept: Sequence[Kept]) -> list[str]:
-    """The answers as text."""
-    return [one.text for one in kept]
-
-
-def same_answers(ours: Sequence[Kept], theirs: Sequence[Kept]) -> int:
-    """How many answers are the same, token for token."""
-    return sum(a.answer.tokens == b.answer.tokens for a, b in zip(ours, theirs, strict=True))
-
-
 def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
     """All that is saved: how it was measured, and the parts of the result, a task each."""
     config = experiment.systems[0].config
@@ -193,20 +183,21 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
 
 def _figures(experiment: Experiment, kept: Sequence[Kept]) -> dict[str, Any]:
     task = experiment.task
-    return figures(task, experiment.examples, texts_of(kept)) if task else {}
+    return figures(task, experiment.examples, [one.text for one in kept]) if task else {}
 
 
 def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -> dict[str, Any]:
     """A system's line of the tables; `shared` is the metric of plain decoding's answers."""
     prompts, first = measured.answers[system.name], measured.first(system.name)
-    is_shared = same_answers(first, measured.first(PLAIN)) == len(first)
+    plain = measured.first(PLAIN)
+    is_shared = all(a.answer.tokens == b.answer.tokens for a, b in zip(first, plain, strict=True))
     differences = differences_of(measured, system)
     target = measured.target
     weight_bytes = target.memory(system.kind).weights - target.memory().weights
     tokens = [len(kept.answer.tokens) for kept in first]
     calls = [kept.answer.target_calls for kept in first]
     drafts = [kept.answer.draft_calls for kept in first]
-    rates = _medians(prompts, _rate)
+    rates = _medians(prompts, lambda answer: answer.tokens_per_second)
     return {
         "name": system.name,
         "kind": system.kind,
@@ -219,7 +210,7 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
         "cut_at_max_tokens": sum(count == system.config.max_tokens for count in tokens),
         "draft_calls": sum(drafts),
         "draft_calls_per_answer": asdict(mean(drafts)),
-        "latency_seconds": asdict(mean(_medians(prompts, _seconds))),
+        "latency_seconds": asdict(mean(_medians(prompts, lambda a: a.seconds))),
         "first_token_seconds": asdict(mean(_medians(prompts, lambda a: a.prefill_seconds))),
         "decode_seconds": asdict(mean(_medians(prompts, lambda a: a.decode_seconds))),
         "tokens_per_second": statistics.median(rates),
@@ -252,14 +243,6 @@ def _medians(prompts: Prompts, of: Callable[[Answer], float]) -> list[float]:
     return [statistics.median(of(kept.answer) for kept in repeats) for repeats in prompts]
 
 
-def _rate(answer: Answer) -> float:
-    return answer.tokens_per_second
-
-
-def _seconds(answer: Answer) -> float:
-    return answer.seconds
-
-
 def _call_seconds(prompts: Prompts) -> float | None:
     """Seconds a target call after the first, median over answers; None where there was none."""
     answers = [kept.answer for repeats in prompts for kept in repeats]
@@ -269,8 +252,8 @@ def _call_seconds(prompts: Prompts) -> float | None:
 
 def speedups(system: System, answers: Answers) -> dict[str, Any]:
     """Tokens/s over mlx-lm's, and over the draft model's where there is one; whole answers too."""
-    rates = {name: _medians(prompts, _rate) for name, prompts in answers.items()}
-    base, own = (_medians(answers[n], _seconds) for n in (MLX_LM, system.name))
+    rates = {n: _medians(prompts, lambda a: a.tokens_per_second) for n, prompts in answers.items()}
+    base, own = (_medians(answers[n], lambda a: a.seconds) for n in (MLX_LM, system.name))
     found: dict[str, Any] = {
         "speedup": speedup(rates[system.name], rates[MLX_LM]),
         "latency_speedup": asdict(ratio(base, own)),

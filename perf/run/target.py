@@ -53,12 +53,6 @@ class System:
     config: GenerateConfig
 
 
-def plain_systems(max_tokens: int) -> list[System]:
-    """mlx-lm and plain decoding, greedy."""
-    config = GenerateConfig(decoding="plain", max_tokens=max_tokens)
-    return [System(MLX_LM, MLX_LM, config), System(PLAIN, PLAIN, config)]
-
-
 @dataclass(frozen=True)
 class Weights:
     """What a target is loaded from."""
