@@ -70,11 +70,17 @@ def report(result: Row) -> str:
     blocks = [[heading(result)]]
     for task in result["tasks"]:
         rows = task["systems"]
+        memory: Columns = {
+            "beside the target": lambda row: row["name"],
+            "weights, MiB": lambda row: _mib(row["weight_bytes"]) if row["weight_bytes"] else "-",
+            "peak, MiB": lambda row: _mib(row["peak_bytes"]),
+            "same tokens as plain": same_text(task["prompts"]),
+        }
         blocks += [
             [f"== {task_heading(task)}"],
             table(_speed_columns(task), rows, _paper_lines(task, speeds, _speed_cells)),
             table(_latency_columns(task), rows, _paper_lines(task, latencies, _latency_cells)),
-            table(_memory_columns(task), rows),
+            table(memory, rows),
             _task_notes(task),
         ]
     blocks.append([_timing_text(result), *NOTES])
@@ -128,15 +134,6 @@ def _latency_columns(task: Row) -> Columns:
         "first token, ms": figure("first_token_seconds", 0, 1e3),
         "decode, ms": figure("decode_seconds", 0, 1e3),
         "decode tokens/s": lambda row: f"{row['tokens_per_second']:.1f}",
-    }
-
-
-def _memory_columns(task: Row) -> Columns:
-    return {
-        "beside the target": lambda row: row["name"],
-        "weights, MiB": lambda row: _mib(row["weight_bytes"]) if row["weight_bytes"] else "-",
-        "peak, MiB": lambda row: _mib(row["peak_bytes"]),
-        "same tokens as plain": same_text(task["prompts"]),
     }
 
 

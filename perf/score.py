@@ -6,7 +6,6 @@ here are metrics, and no tokens per call.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from ssmlx.commands.options import make_parser, run
@@ -20,7 +19,6 @@ from .run.options import add_out, split_name
 from .run.show import Row, difference_lines, metrics
 from .run.tasks import (
     TASKS,
-    Example,
     add_data_options,
     data_file,
     differences,
@@ -37,20 +35,6 @@ EPILOG = """examples:
   python -m perf.score --task sql --data-dir data lora=lora.jsonl streams=streams.jsonl
 
 Every file is compared with the first, prompt by prompt. Writes score-TASK.json and .txt."""
-
-
-def read_answers(path: Path, examples: Sequence[Example]) -> list[str]:
-    """The answer of a file to each example."""
-    rows = read_prompts(path, "the files of answers")
-    texts = {user_text(row): row.get("completion") for row in rows}
-    answers = [texts.get(user_text(example.asked)) for example in examples]
-    require(
-        None not in answers,
-        f"{path} has no answer to {answers.count(None)} of {len(examples)} prompts",
-        expected="`prompt` and `completion` for each",
-        do="answer the same data",
-    )
-    return [str(text) for text in answers]
 
 
 def report(result: Row) -> str:
@@ -74,7 +58,16 @@ def _main(args: argparse.Namespace) -> int:
             bool(name and file) and name not in texts,
             item, expected="NAME=FILE.jsonl, each with a name of its own", do="correct it",
         )  # fmt: skip
-        texts[str(name)] = read_answers(Path(file).expanduser(), examples)
+        rows = read_prompts(Path(file).expanduser(), "the files of answers")
+        told = {user_text(row): row.get("completion") for row in rows}
+        answers = [told.get(user_text(example.asked)) for example in examples]
+        require(
+            None not in answers,
+            f"{file} has no answer to {answers.count(None)} of {len(examples)} prompts",
+            expected="`prompt` and `completion` for each",
+            do="answer the same data",
+        )
+        texts[str(name)] = [str(text) for text in answers]
     require(
         all(example.references for example in examples),
         "some prompts have no reference",
@@ -82,7 +75,7 @@ def _main(args: argparse.Namespace) -> int:
         do="give other --data",
     )
     first = next(iter(texts.values()))
-    rows = [
+    compared = [
         {
             "name": name,
             "figures": figures(task, examples, own),
@@ -95,7 +88,7 @@ def _main(args: argparse.Namespace) -> int:
         "task": task.name,
         "prompts": len(examples),
         "figures": list(task.figures),
-        "rows": rows,
+        "rows": compared,
         "machine": machine(),
     }
     write_result(result, args.out / f"score-{task.name}", report(result))

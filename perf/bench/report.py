@@ -28,11 +28,17 @@ def report(result: Row) -> str:
         f"{result['model']}, {result['weights']}, {found['device']}; mlx {found['mlx']}, mlx-lm "
         f"{found['mlx-lm']}, ssmlx {found['ssmlx']} ({found['commit']}), Python {found['python']}",
     ]
+    notes = [*NOTES, f"load: {result['load']}"]
+    if any(task["prompts"] < FEW for task in result["answers"]):
+        notes.append(f"fewer than {FEW} prompts: intervals are narrower than they should be")
+    if result["left_out"]:
+        notes.append(f"not measured, for want of time: {', '.join(result['left_out'])}")
+    notes.append(f"took {result['seconds'] / 60:.1f} of {result['minutes']:g} minutes")
     blocks = [
         heading,
         *(_block(task) for task in (*result["answers"], *result["contexts"])),
         [*_energy_lines(result["energy"]), *(_memory_line(task) for task in result["answers"])],
-        _note_lines(result),
+        notes,
         ["for a shared table:", line(result)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks)
@@ -108,16 +114,6 @@ def _memory_line(task: Row) -> str:
         f"memory, {task['adapter']}: weights in MiB: {', '.join(shown)}; streaming's peak is "
         f"{streaming / plain - 1:+.1%} on plain decoding's"
     )
-
-
-def _note_lines(result: Row) -> list[str]:
-    """How to read the rest, what is missing, and how long it took."""
-    lines = [*NOTES, f"load: {result['load']}"]
-    if any(task["prompts"] < FEW for task in result["answers"]):
-        lines.append(f"fewer than {FEW} prompts: intervals are narrower than they should be")
-    if result["left_out"]:
-        lines.append(f"not measured, for want of time: {', '.join(result['left_out'])}")
-    return [*lines, f"took {result['seconds'] / 60:.1f} of {result['minutes']:g} minutes"]
 
 
 def line(result: Row) -> str:

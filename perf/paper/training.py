@@ -87,7 +87,10 @@ def commands(args: argparse.Namespace, shared: list[str]) -> dict[Path, list[str
 def ablate(args: argparse.Namespace, shared: list[str]) -> int:
     """Run what is left to run; stops at the first run that fails."""
     for folder, options in commands(args, shared).items():
-        if is_done(folder, options):
+        command = " ".join([f"python -m {trainer.PROG}", *options])
+        # Of this very run; convert.train itself refuses other settings.
+        found = read_run(folder) if (folder / ADAPTER_WEIGHTS).exists() else None
+        if found and found.is_finished and settings_of(folder)["command"] == command:
             print(f"{folder}: finished", file=sys.stderr)
             continue
         print(f"{folder}: training", file=sys.stderr)
@@ -97,15 +100,6 @@ def ablate(args: argparse.Namespace, shared: list[str]) -> int:
         for path in folder.glob(f"{trainer.STORE_FILE}*"):
             path.unlink()  # gigabytes, of no more use
     return 0
-
-
-def is_done(folder: Path, options: Sequence[str]) -> bool:
-    """Whether this very run has ended; convert.train itself refuses other settings."""
-    if not (folder / ADAPTER_WEIGHTS).exists():
-        return False
-    command = " ".join([f"python -m {trainer.PROG}", *options])
-    found = read_run(folder)
-    return settings_of(folder)["command"] == command and found is not None and found.is_finished
 
 
 @dataclass(frozen=True)

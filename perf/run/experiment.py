@@ -59,11 +59,6 @@ class Experiment:
     out: Path | None = None  # where answers are kept as they come; None keeps none
     fresh: bool = False  # whether answers of an earlier run are forgotten
 
-    @property
-    def max_tokens(self) -> int:
-        """The longest answer."""
-        return self.systems[0].config.max_tokens
-
     def load(self) -> tuple[Target, list[list[int]]]:
         """The target and the prompts' tokens, and all that could fail later checked."""
         target = Target(self.weights)
@@ -168,7 +163,7 @@ def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
         "task": experiment.task.name if experiment.task else experiment.name,
         "data": experiment.data,
         "prompts": len(measured.first(PLAIN)),
-        "max_tokens": experiment.max_tokens,
+        "max_tokens": experiment.systems[0].config.max_tokens,
         "adapter": weights.folder.resolve().name if weights.folder else None,
         "scope": weights.scope,
         "target_bytes": measured.target.memory().weights,

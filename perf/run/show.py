@@ -172,7 +172,14 @@ def _draw_panel(axes: Any, task: Row, panel: Panel) -> None:
     for place, row in zip(places, rows, strict=True):
         paper = panel.paper(task["task"], row["kind"])
         if paper is not None:
-            _draw_paper(axes, place, paper, panel.digits)
+            low, high = paper
+            style = {"color": PAPER_COLOUR, "alpha": 0.35, "lw": 0, "zorder": 0}
+            axes.barh(place, high - low, left=low, height=0.86, **style)
+            axes.annotate(
+                f"paper {low:.{panel.digits}f} to {high:.{panel.digits}f}", (1.0, place),
+                xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=7.5,
+                color=PAPER_TEXT,
+            )  # fmt: skip
     axes.barh(places, values, height=0.56, color=[COLOURS[row["kind"]] for row in rows])
     errors = list(zip(*(one.errors for one in found), strict=True))
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
@@ -186,16 +193,3 @@ def _draw_panel(axes: Any, task: Row, panel: Panel) -> None:
     axes.set_xlim(0, 1.65 * axes.dataLim.x1 or 1)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_paper(axes: Any, place: int, span: Span, digits: int) -> None:
-    """The paper's range for the same method, as a pale band around its line."""
-    low, high = span
-    axes.barh(
-        place, high - low, left=low, height=0.86, color=PAPER_COLOUR, alpha=0.35, lw=0, zorder=0
-    )
-    axes.annotate(
-        f"paper {low:.{digits}f} to {high:.{digits}f}", (1.0, place),
-        xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=7.5,
-        color=PAPER_TEXT,
-    )  # fmt: skip
