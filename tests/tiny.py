@@ -216,7 +216,7 @@ def best_rank_paths(probs: np.ndarray, count: int, width: int) -> set[tuple[int,
 
 def assert_close(found, expected, bound: float = 1e-5) -> None:
     """The same numbers, but for `bound` of the largest of those that are expected."""
-    found, expected = (np.array(part).astype(np.float64) for part in (found, expected))
+    found, expected = (np.asarray(part).astype(np.float64) for part in (found, expected))
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() <= bound * np.abs(expected).max()
 
