@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ssmlx.commands.options import command, make_parser
+from ssmlx.commands.options import add_options, command, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES, read_json
 
@@ -24,10 +24,20 @@ FOLDER is written whole or not at all. Folders of scope "all" also load in mlx-l
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = make_parser("convert", "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
-    parser.add_argument(
-        "--base", metavar="MODEL", default=DEFAULT_MODEL,
-        help="the model that the adapter was trained on: a folder, a Hub name or an alias "
-        "(default: %(default)s)",
+    add_options(
+        parser,
+        ("--base", "MODEL", "the model that the adapter was trained on: a folder, a Hub name or an "
+         "alias (default: %(default)s)", DEFAULT_MODEL),
+        ("--streams", "FILE", "stream weights, safetensors (default: streams.safetensors in PEFT's "
+         "folder)", Path),
+        ("--task-lora", "FOLDER", "the LoRA that every row has beside streams of scope streams: of "
+         "the fine-tuned model for which they draft (default: task_lora in PEFT's folder, if there "
+         "is one)", Path),
+        ("--scope", None, "rows that LoRA acts on: all, the model is the fine-tuned one; streams, "
+         "it drafts for the base model, whose answers stay untouched (default: as the checkpoint "
+         "says)", str, ADAPTER_SCOPES),
+        ("--dtype", None, "of the adapter's weights, or of the fused model's; float16 halves an "
+         "adapter (default: %(default)s)", "stored", DTYPES),
     )  # fmt: skip
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--lora", type=Path, metavar="FOLDER", help="PEFT's folder")
@@ -36,29 +46,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="published drafting heads in place of streams: Medusa's (medusa_lm_head.safetensors "
         "or .pt, or a model with medusa_head.* in its weights) or an MLP speculator",
     )  # fmt: skip
-    parser.add_argument(
-        "--streams", type=Path, metavar="FILE",
-        help="stream weights, safetensors (default: streams.safetensors in PEFT's folder)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--task-lora", type=Path, metavar="FOLDER",
-        help="the LoRA that every row has beside streams of scope streams: of the fine-tuned model "
-        "for which they draft (default: task_lora in PEFT's folder, if there is one)",
-    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
-    parser.add_argument(
-        "--scope", choices=ADAPTER_SCOPES,
-        help="rows that LoRA acts on: all, the model is the fine-tuned one; streams, it drafts "
-        "for the base model, whose answers stay untouched (default: as the checkpoint says)",
-    )  # fmt: skip
     parser.add_argument(
         "--fuse", action="store_true",
         help="write a whole model folder with the LoRA merged into its weights (scope all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="stored",
-        help="of the adapter's weights, or of the fused model's; float16 halves an adapter "
-        "(default: %(default)s)",
     )  # fmt: skip
     return parser.parse_args(argv)
 

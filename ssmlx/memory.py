@@ -1,7 +1,5 @@
 """Where the memory goes: weights, caches, the room for trees, and the most that was in use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 

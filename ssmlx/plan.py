@@ -1,7 +1,5 @@
 """One answer's plan: what the settings come to on a loaded model and on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module

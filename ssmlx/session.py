@@ -1,7 +1,5 @@
 """A chat of many turns that keeps the cache of the turns before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

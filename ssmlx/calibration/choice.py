@@ -3,13 +3,11 @@
 Whether that was the truth is checked: some ways of decoding, timed on other prompts.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -36,7 +34,7 @@ class PricedShape(MeasuredShape):
     @classmethod
     def of(
         cls, shape: DraftShape, tokens_per_call: float, costs: StepCosts, context: float
-    ) -> PricedShape:
+    ) -> Self:
         """As `costs` has it behind `context` tokens."""
         return cls(
             shape=shape,

@@ -4,14 +4,12 @@ Every call is taken in turn, round after round, so that what else the machine do
 of them alike; a figure is the median of its rounds.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import mlx.core as mx
 
@@ -48,7 +46,7 @@ class CostPlan:
     contexts: tuple[int, ...] = CONTEXTS  # committed tokens
     repeats: int = 5  # rounds that count
 
-    def within(self, limit: int | None) -> CostPlan:
+    def within(self, limit: int | None) -> Self:
         """The same for a model with a context of `limit` tokens; its longest one at the least."""
         if limit is None:
             return self

@@ -1,14 +1,12 @@
 """What an exported package says of itself: `manifest.json` beside it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
@@ -35,7 +33,7 @@ class TreeTables:
     size: int  # nodes of a tree, the likeliest of these where there are more
 
     @classmethod
-    def of(cls, topology: Topology, size: int) -> TreeTables:
+    def of(cls, topology: Topology, size: int) -> Self:
         """The tables of a topology's trees of `size` nodes."""
         tables = {name: getattr(topology, name).tolist() for name in ("slots", "depths", "paths")}
         return from_json(cls, {**tables, "num_candidates": topology.num_candidates, "size": size})
@@ -83,7 +81,7 @@ class Manifest:
         return {name: np.zeros(self.cache_shape, self.float_type) for name in self.cache_names}
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> Self:
         """The manifest of an export's folder; refused where its numbers do not fit one another."""
         path = folder / MANIFEST
         values = read_json(path, "the manifest of a model that `python -m ssmlx.export` wrote")
@@ -92,7 +90,7 @@ class Manifest:
         odd = ", ".join(sorted({one.name for one in fields(cls)} ^ set(values)))
         require(not odd, f"{path} lacks or has over: {odd}", expected=FORMAT, do=_DO)
         try:
-            manifest: Manifest = from_json(cls, values)
+            manifest: Self = from_json(cls, values)
             faults = manifest._faults()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} cannot be read ({error})", expected=FORMAT, do=_DO) from error

@@ -93,18 +93,14 @@ def head_bytes(head: LMHead | None) -> int:
 
 @dataclass(frozen=True)
 class BaseIdentity:
-    """What tells one base model from another, in whatever precision it is stored.
+    """What tells one base model from another, in whatever precision it is stored."""
 
-    Attributes:
-        model_type: mlx-lm's name of the architecture.
-        num_layers, hidden_size, vocab_size: its sizes.
-        norm_probe: the first weights of its final norm, which no quantisation touches.
-    """
-
-    model_type: str
+    model_type: str  # mlx-lm's name of the architecture
+    # num_layers, hidden_size, vocab_size: its sizes
     num_layers: int
     hidden_size: int
     vocab_size: int
+    # the first weights of its final norm, which no quantisation touches
     norm_probe: tuple[float, ...]
 
     @classmethod

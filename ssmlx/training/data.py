@@ -17,8 +17,6 @@ The answers of a batch start in one column:
 Node rows P - 1 to T - 2 carry streams: one list of carriers for the whole batch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A training run from its options to its last step, whichever trainer takes the steps."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

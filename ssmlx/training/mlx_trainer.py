@@ -4,8 +4,6 @@ Every step is a function of the settings, the data and the state before it. A ru
 killed goes on from its last saved state to the same result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ What the frozen lower layers say of an example never changes: it is computed onc
 file as long as the data has tokens, whose part that is in use stays in memory.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from abc import ABC, abstractmethod

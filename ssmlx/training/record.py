@@ -1,7 +1,5 @@
 """The log of a run, one JSON object a line, its picture, and its progress bar."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

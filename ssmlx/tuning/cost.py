@@ -14,11 +14,10 @@ Drafting pays where a step's tokens take less time than plain calls for as many 
 tokens per call exceed step seconds / plain seconds. `ssmlx.calibrate` measures; here is no clock.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from ..settings import PruneConfig, StreamSchedule, TreeConfig
 
@@ -110,7 +109,7 @@ class Surface:
         return interpolate(self.contexts, by_context, context)
 
     @classmethod
-    def of(cls, points: Mapping[tuple[int, int], float]) -> Surface:
+    def of(cls, points: Mapping[tuple[int, int], float]) -> Self:
         """From seconds by (rows, context), every row at every context."""
         rows = tuple(sorted({row for row, _ in points}))
         contexts = tuple(sorted({context for _, context in points}))

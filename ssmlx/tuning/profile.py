@@ -5,8 +5,6 @@ is loaded and not by a name: it is found again wherever the same is loaded from,
 for anything else. One that is of another MLX, or broken, is ignored with one line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -16,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -50,7 +48,7 @@ class ProfileKey:
     adapter: str  # digest of the streams and their settings
 
     @classmethod
-    def of(cls, model: StreamFusedModel) -> ProfileKey:
+    def of(cls, model: StreamFusedModel) -> Self:
         """That of a loaded model with streams."""
         backbone, (machine, backend) = model.backbone, this_machine()
         # Not LoRA's own modules: an adapter about to be swapped in is looked up before them.
