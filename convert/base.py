@@ -38,9 +38,7 @@ _PACKING = ("group_size", "bits", "mode")
 def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     """Load a base model of transformers in float32 from a local folder.
 
-    Args:
-        path: a Hugging Face folder, or one of mlx-lm with packed weights, which are dequantised.
-        attn_implementation: "eager" or "sdpa".
+    The folder is Hugging Face's, or one of mlx-lm with packed weights, which are dequantised.
     """
     import torch
 

@@ -216,14 +216,9 @@ def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 
 
 class PartFile:
-    """Finished batches on disk: a line of settings, then a line a batch.
+    """Finished batches on disk, `done`: a line of settings, then a line a batch.
 
-    Args:
-        path: the file; it is made where it does not exist.
-        settings: what the answers depend on; a file made with others is refused.
-
-    Attributes:
-        done: answers of the batches that are there.
+    A file that was made with other `settings`, on which answers depend, is refused.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -311,13 +306,9 @@ def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def encode_prompts(
     prompts: Sequence[dict[str, Any]], tokenizer: Any, longest: int, template: str | None = None
 ) -> list[list[int]]:
-    """Each prompt under a template, up to where the answer starts.
+    """Each prompt, of `longest` tokens at most, under a template, up to where the answer starts.
 
-    Args:
-        prompts: as `read_prompts` gives them.
-        tokenizer: the model's, of transformers.
-        longest: the most tokens a prompt may have.
-        template: text with `{prompt}`; None for the model's chat template.
+    The template has `{prompt}` in it, or is None for the model's chat template.
     """
     require(
         template is not None or bool(tokenizer.chat_template),

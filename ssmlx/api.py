@@ -79,11 +79,9 @@ class GenerationResponse:
 class Budget:
     """Where an answer ends: at an end token, at `max_tokens`, or at the context's end."""
 
-    # end_tokens and max_tokens: what ends it
     end_tokens: Set[int]
     max_tokens: int
-    # tokens for which the context has room; None where it has no limit
-    context_room: int | None = None
+    context_room: int | None = None  # tokens that still fit; None where it has no limit
     # whether there is no room for another step, where steps need more than a token
     is_full: Callable[[], bool] = lambda: False
     generated: int = 0  # tokens so far
@@ -242,14 +240,9 @@ def responses_of(
     num_cached: int,
     measured: Callable[[FinishReason | None], dict[str, Any]],
 ) -> Iterator[GenerationResponse]:
-    """An answer's segments, up to where `budget` ends it.
+    """An answer's segments, of the tokens of each target call, up to where `budget` ends it.
 
-    Args:
-        tokenizer: makes text of tokens.
-        steps: the tokens of each target call.
-        budget: where the answer ends.
-        num_prompt, num_cached: tokens of the prompt, and those of them that the cache held.
-        measured: the other fields of a segment, of the reason why it is the last, if it is.
+    `measured` gives the other fields of a segment, of the reason why it is the last, if it is.
     """
     detokenizer = tokenizer.detokenizer
     started = first_done = time.perf_counter()

@@ -86,9 +86,7 @@ def memory_of(
 ) -> Memory:
     """What an answer keeps in memory now, and the peak so far.
 
-    Args:
-        model, cache, drafter: the answer's; the drafter while it goes on.
-        loaded: the draft model and the heads, where there are any, whether or not they draft.
+    `loaded` are the draft model and the heads that there are, whether or not they draft.
     """
     modules = model.backbone.model.modules()
     lora = [

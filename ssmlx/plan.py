@@ -70,18 +70,11 @@ def make_plan(
     context: int | None = None,
     **settings: Any,
 ) -> Plan:
-    """What `config` comes to on `model`.
+    """What `config` comes to on `model`; `settings` are single fields of it.
 
-    Where nothing of the draft's shape is asked for, a profile of this machine decides, if there
-    is one; where nothing at all is asked for, even whether to draft.
-
-    Args:
-        model: the target.
-        config: the settings; `GenerateConfig()` unless given.
-        draft_model, heads: what is loaded to draft with.
-        context: tokens that are committed when the answer begins; those of the answers that were
-            measured unless told.
-        settings: single fields of `GenerateConfig`.
+    Where nothing of the draft's shape is asked for, a profile of this machine decides, if there is
+    one; where nothing at all is asked for, even whether to draft. `context` is the number of tokens
+    that are committed when the answer begins; of the answers that were measured unless told.
     """
     config = replace(config or GenerateConfig(), **settings)
     kind = _drafter_kind(model, config, draft_model, heads)

@@ -33,15 +33,14 @@ class ChatTotals:
     decode_tokens: int = 0  # tokens after each answer's first
     decode_seconds: float = 0.0  # the time that those took
     reused_tokens: int = 0  # prompt tokens that came from the cache
-    prompt_tokens: int = 0  # prompt tokens in all
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One answer given twice."""
+    """One answer given twice, and the last response of each."""
 
-    same_tokens: bool  # whether both are the same, token for token
-    # streaming and plain: the last response of each
+    same_tokens: bool  # token for token
     streaming: GenerationResponse
     plain: GenerationResponse
 

@@ -57,20 +57,15 @@ MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB = -20.0, -1e-3
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a setting may be.
-
-    Attributes:
-        least, above, below, most: bounds of a number.
-        choices: of a text.
-        option: what a message calls it, such as "--tree-size", or with the value's place in it,
-            such as "--prune threshold={}"; None for "--" and the field's name.
-    """
+    """What a setting may be: the bounds of a number, or the choices of a text."""
 
     least: float = -math.inf
     above: float = -math.inf
     below: float = math.inf
     most: float = math.inf
     choices: tuple[Any, ...] = ()
+    # what a message calls it, such as "--tree-size", or with the value's place in it, such as
+    # "--prune threshold={}"; None for "--" and the field's name
     option: str | None = None
 
     def holds(self, value: Any, *, whole: bool) -> bool:
@@ -107,13 +102,9 @@ def setting(default: Any = MISSING, help: str = "", **allowed: Any) -> Any:
 def check_settings(config: Any, *, found: str = "{option}", do: str | None = None) -> None:
     """Check every field of a settings class that `setting` made.
 
-    Its annotation says the rest: "int" is a whole number, a sequence is checked item by item,
-    and None is allowed where it says so.
-
-    Args:
-        config: the settings.
-        found: how a bad value is told, of its `option` with the value, its `name` and its `value`.
-        do: what to do about it; the range says it unless told.
+    Its annotation says the rest: "int" is a whole number, a sequence is checked item by item, and
+    None is allowed where it says so. `found` tells a bad value by its `option` with the value, its
+    `name` and its `value`; `do` says what to do about it, the range unless told.
     """
     for one in fields(config):
         allowed: Allowed | None = one.metadata.get("allowed")

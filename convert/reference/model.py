@@ -202,15 +202,11 @@ def _decoder_kind(base: nn.Module) -> type[_Decoder]:
 class StreamFusedReference(nn.Module):
     """A decoder model with speculative streams (section 3.2.1), its LoRA and its prune adapter.
 
-    `base` becomes part of the model: its weights are frozen and its linear modules are wrapped
-    in place. Called on its own it is the main stream.
-
-    Args:
-        base: a causal language model of transformers.
-        config: the stream settings.
-        lora: LoRA's; without layers, on those with multi-stream attention.
-        draft_vocab: [Vd] int32, the tokens that streams draft from, strictly ascending; given
-            exactly where the settings have a `draft_vocab_size`.
+    `base`, a causal language model of transformers, becomes part of the model: its weights are
+    frozen and its linear modules are wrapped in place. Called on its own it is the main stream.
+    `draft_vocab` [Vd] int32, strictly ascending, are the tokens that streams draft from, given
+    exactly where the settings have a `draft_vocab_size`. `lora` without layers is on those with
+    multi-stream attention.
     """
 
     def __init__(

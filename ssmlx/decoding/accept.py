@@ -34,12 +34,9 @@ class Acceptance:
 def accept(tree: Tree, target_tokens: mx.array) -> Acceptance:
     """Walk from the root along children that carry the target's own token.
 
-    Args:
-        tree: M nodes.
-        target_tokens: [M] the token that the target decided on after each node: its argmax, or
-            its own draw. Because the draft is deterministic given the past, following the
-            target's draw as long as it is in the tree leaves the target's distribution exact;
-            no rejection rule is needed.
+    `target_tokens` [M] are those that the target decided on after each node: its argmax, or its own
+    draw. Because the draft is deterministic given the past, following the target's draw as long as
+    it is in the tree leaves the target's distribution exact; no rejection rule is needed.
     """
     expect_shape("target tokens", target_tokens, tree.num_nodes)
     agrees = (tree.tokens == target_tokens[tree.parents]) | (tree.depths == 0)
@@ -55,15 +52,9 @@ def accept_typical(
 ) -> Acceptance:
     """Walk along children that the target finds likely enough: LOSSY (Medusa, section 3.3.1).
 
-    A drafted token is accepted where its probability exceeds min(epsilon, delta * exp(-H)), H
-    being the entropy of its distribution. The deepest path wins, of equally deep ones the
-    likeliest, and the target's own token follows it.
-
-    Args:
-        tree: M nodes.
-        target_tokens: [M] the target's own token after each node.
-        logprobs: [M, V] log probabilities that it was drawn from.
-        config: epsilon and delta.
+    A drafted token is accepted where its probability exceeds min(epsilon, delta * exp(-H)), H being
+    the entropy of its distribution in `logprobs` [M, V]. The deepest path wins, of equally deep
+    ones the likeliest, and the target's own token [M] after its end follows it.
     """
     expect_shape("target tokens", target_tokens, tree.num_nodes)
     expect_shape("log probabilities", logprobs, tree.num_nodes, None)

@@ -80,8 +80,7 @@ def verify(
 ) -> tuple[mx.array, Acceptance]:
     """The target's token after each node [M], and how far the tree holds.
 
-    Args:
-        hidden: [1, M, D] last hidden states of the nodes.
+    `hidden` [1, M, D] are the nodes' last hidden states.
     """
     if acceptance.kind == "exact":
         target_tokens = choose(model, hidden, sampler, places)

@@ -12,12 +12,8 @@ from ..settings import PruneConfig
 def transition_logprobs(tree: Tree, exit_logits: mx.array) -> mx.array:
     """[N] early-exit log probability of each node's token given its parent; 0 for the root.
 
-    A node that only fills the tree up is impossible.
-
-    Args:
-        tree: N nodes.
-        exit_logits: [I, V] early-exit logits of the tree's first I nodes, which hold every
-            parent: H(o(M_l)) in the paper's notation.
+    `exit_logits` [I, V] are of the tree's first I nodes, which hold every parent: H(o(M_l)) in the
+    paper's notation. A node that only fills the tree up is impossible.
     """
     expect_shape("early-exit logits", exit_logits, tree.num_internal, None)
     exit_logits = exit_logits.astype(mx.float32)

@@ -54,18 +54,11 @@ def places_of(tree: Tree, first: mx.array, tail: mx.array) -> Places:
 
 
 class Sampling:
-    """The target's decisions under `SamplingConfig`.
-
-    Args:
-        config: the settings.
-        vocab_size: V, which a logit bias must keep to.
-
-    Attributes:
-        context_size: C, recent tokens that it needs of each row.
-    """
+    """The target's decisions under `SamplingConfig`, whose logit bias must keep to `vocab_size`."""
 
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
-        self.config, self.context_size = config, config.context_size
+        self.config = config
+        self.context_size = config.context_size  # C, recent tokens that it needs of each row
         bias = config.logit_bias or {}
         if bias and max(bias) >= vocab_size:
             raise InputError(

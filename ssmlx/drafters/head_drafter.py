@@ -84,27 +84,16 @@ class HeadConfig:
 
 
 class DraftingHeads:
-    """Heads on a base model.
+    """Heads on a base model, of their settings and `config.expected_tensors()` in its dtype."""
 
-    Args:
-        config: their settings.
-        tensors: `config.expected_tensors()`, in the backbone's dtype.
-        backbone: the base model.
-
-    Attributes:
-        config: as given.
-        draft_vocab: [Vd] int32, the token of each column of the logits; None for all.
-        nbytes: bytes of what they keep in memory beside the base model.
-        drafter: the name under which they draft.
-    """
-
-    drafter: ClassVar[DrafterKind]
-    nbytes: int
+    drafter: ClassVar[DrafterKind]  # the name under which they draft
+    nbytes: int  # what they keep in memory beside the base model
 
     def __init__(
         self, config: HeadConfig, tensors: Mapping[str, mx.array], backbone: Backbone
     ) -> None:
         self.config: Any = config
+        # [Vd] int32, the token of each column of the logits; None for all
         self.draft_vocab = tensors.get("draft_vocab")
         self.num_parameters: int = config.num_parameters
 
@@ -117,12 +106,9 @@ class DraftingHeads:
         raise NotImplementedError
 
     def propose_tree(self, root: mx.array, hidden: mx.array, tree: Any) -> Tree:
-        """The tree below `root` [1].
+        """The tree below `root` [1], which the base model decided on at `hidden`.
 
-        Args:
-            root: the token that the base model decided on at `hidden`.
-            hidden: [1, D] the newest accepted node's state, behind the base model's final norm.
-            tree: as `fitting` takes it.
+        `hidden` [1, D] is behind the base model's final norm; `tree` is as `fitting` takes it.
         """
         raise NotImplementedError
 

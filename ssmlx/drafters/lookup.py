@@ -94,16 +94,11 @@ class TextOnDevice:
 
 
 def continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
-    """[count] the tokens that followed the text's last ones where they stood before.
+    """[count] the tokens that followed the last ones of `text` [C] where they stood before.
 
-    The longest n-gram decides, then the newest place. What reaches the end of the text goes on
-    in itself, so that a text with a period is drafted at full length. Tokens that stand nowhere
-    else are followed by `PAD_TOKEN`.
-
-    Args:
-        text: [C] tokens.
-        last: [1] the place of the newest.
-        count: tokens to give.
+    The newest stands at `last` [1]. The longest n-gram decides, then the newest place. What reaches
+    the end of the text goes on in itself, so that a text with a period is drafted at full length.
+    Tokens that stand nowhere else are followed by `PAD_TOKEN`.
     """
     places, length = indices(text.shape[0]), mx.zeros(text.shape[0], mx.int32)
     agrees = places < last

@@ -56,7 +56,7 @@ class MedusaConfig(HeadConfig):
 class MedusaHeads(DraftingHeads):
     """Medusa heads on a base model, whose LM head serves those that have no matrix.
 
-    See `DraftingHeads` for arguments and attributes. Trees are those of a `TreeConfig`.
+    Trees are those of a `TreeConfig`.
     """
 
     drafter = "medusa"
@@ -91,11 +91,7 @@ class MedusaHeads(DraftingHeads):
         self.nbytes = copied + sum(array.nbytes for array in kept if array is not None)
 
     def medusa_logits(self, hidden: mx.array) -> mx.array:
-        """[H, Vd] logits of every head.
-
-        Args:
-            hidden: [1, D] as `propose_tree` takes it.
-        """
+        """[H, Vd] logits of every head, of `hidden` [1, D] as `propose_tree` takes it."""
         expect_shape("hidden state", hidden, 1, self.config.hidden_size)
         states = mx.broadcast_to(hidden, (self.config.num_heads, *hidden.shape))  # [H, 1, D]
         for weights, biases in self._blocks:

@@ -121,11 +121,10 @@ class MlpSpeculatorConfig(HeadConfig):
 class MlpSpeculator(DraftingHeads):
     """A speculator, which needs nothing of its base model but hidden states.
 
-    See `DraftingHeads` for arguments and attributes. Trees are those of a `SpeculatorTreeConfig`,
-    pruned by confidence (section 4.1) to a fixed shape: of the full tree of its widths there stay
-    the `size` nodes of the largest path probability; or, the paper's rule, the `candidates` most
-    probable whole paths, their prefixes merged, and where that leaves some of the
-    `num_candidate_nodes` free, the next best nodes.
+    Trees are those of a `SpeculatorTreeConfig`, pruned by confidence (section 4.1) to a fixed
+    shape: of the full tree of its widths there stay the `size` nodes of the largest path
+    probability; or, the paper's rule, the `candidates` most probable whole paths, their prefixes
+    merged, and where that leaves some of the `num_candidate_nodes` free, the next best nodes.
     """
 
     drafter = "mlp-speculator"
@@ -144,15 +143,10 @@ class MlpSpeculator(DraftingHeads):
         return mx.fast.rms_norm(hidden, None, EPSILON) / math.sqrt(2)
 
     def stage(self, index: int, state: mx.array, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """The next state and logits of B paths.
+        """[B, inner] the next state of B paths, and [B, Vd] the logits of each path's next token.
 
-        Args:
-            index: which stage.
-            state: [B, D] of `first_state` for stage 0, [B, inner] of the stage before for others.
-            tokens: [B] the last token of each path.
-
-        Returns:
-            [B, inner] the new states, and [B, Vd] the logits of each path's next token.
+        `state` is [B, D] of `first_state` for stage 0, [B, inner] of the stage before for others;
+        `tokens` [B] are the last of each path.
         """
         projected = state @ self._part("proj.weight", index).T
         embedded = self._part("emb.weight", index)[tokens]

@@ -13,17 +13,12 @@ from ..settings import StreamSchedule, TreeConfig
 
 
 class StreamDrafter:
-    """Drafts from the model's speculative streams.
+    """Drafts from the first `num_streams` (G) of the streams that the model was trained with.
 
-    Args:
-        model: a model with streams.
-        tree: the shape of the tree.
-        num_streams: G, at most as many as were trained.
-        schedule: "fused", streams of every node inside the verifying pass (the paper's);
-            "second-pass", those of the accepted node alone in a pass of the upper layers after
-            it. Both draft the same: the second pass reads the upper layers' weights once more,
-            and spares M * G rows there.
-        more_levels: by which trees are deeper that others add to.
+    The schedule "fused" runs streams of every node inside the verifying pass (the paper's);
+    "second-pass" those of the accepted node alone, in a pass of the upper layers after it. Both
+    draft the same: the second pass reads the upper layers' weights once more, and spares M * G rows
+    there. Trees may be `more_levels` deeper by what others add to them.
     """
 
     draft_calls = 0

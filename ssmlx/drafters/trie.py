@@ -11,9 +11,7 @@ from ..model.tree import PAD_TOKEN, Tree
 class Trie:
     """A tree of tokens in which siblings always differ: what is added twice is there once.
 
-    Args:
-        root: the newest token.
-        max_nodes: nodes that it may have, the root included; what goes beyond is left out.
+    What goes beyond `max_nodes`, the `root` (the newest token) included, is left out.
     """
 
     def __init__(self, root: int, max_nodes: int) -> None:

@@ -96,7 +96,6 @@ class BaseIdentity:
     """What tells one base model from another, in whatever precision it is stored."""
 
     model_type: str  # mlx-lm's name of the architecture
-    # num_layers, hidden_size, vocab_size: its sizes
     num_layers: int
     hidden_size: int
     vocab_size: int

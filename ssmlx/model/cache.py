@@ -59,12 +59,7 @@ class LayerView:
 
 
 class RowsCache:
-    """Buffers by layer, with a step's rows before the committed tokens.
-
-    Attributes:
-        scratch: S, rows before the committed ones.
-        capacity: room for committed tokens.
-    """
+    """Buffers by layer: `scratch` (S) rows for steps, then room for `capacity` committed tokens."""
 
     def __init__(self, layers: range, scratch: int = 0) -> None:
         self.layers = layers
@@ -95,13 +90,10 @@ class RowsCache:
     def view(
         self, layer: int, positions: mx.array, map_values: ValueMap | None = None
     ) -> LayerView:
-        """What to hand to decoder layer `layer` for a step's rows.
+        """What to hand to decoder layer `layer` for a step's rows at rotary `positions` [R].
 
-        Attention then reads [R rows | P of each uncounted path | L tokens].
-
-        Args:
-            positions: [R] rotary position of each row.
-            map_values: what becomes of the rows' values before attention, if anything.
+        Attention then reads [R rows | P of each uncounted path | L tokens], the rows' values as
+        `map_values` makes them.
         """
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -148,11 +140,8 @@ class RowsCache:
 class TreeCache(RowsCache):
     """Keys and values of every layer, for one sequence.
 
-    Args:
-        num_layers: layers of the model.
-        scratch: S, the most rows that a step will have, paths of the step before included. Grows
-            when a step needs more.
-        step: tokens by which the room for committed ones grows.
+    `scratch` is S, the most rows that a step will have, paths of the step before included; it grows
+    when a step needs more. The room for committed tokens grows by `step`.
     """
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
@@ -276,10 +265,6 @@ class StreamCache(RowsCache):
     still reads the rows of `TreeCache`. MLX would copy a whole buffer to write into it then; a
     buffer of its own is always written in place. It costs Ns / N of the cache's memory, and one
     copy of these layers when it begins to follow, or has not followed for a while.
-
-    Args:
-        layers: the layers with multi-stream attention.
-        scratch: S, the most rows that streams and paths will have. Grows when they have more.
     """
 
     def follow(self, cache: TreeCache, num_streams: int) -> None:

@@ -48,12 +48,9 @@ def layer_of(path: str) -> tuple[int, str]:
 
 
 def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: str) -> list[str]:
-    """Those of a layer's linear modules that LoRA acts on, as PEFT decides it.
+    """Those of the layer's linear modules `paths` that LoRA acts on, as PEFT decides it.
 
-    Args:
-        paths: of its linear modules, such as "self_attn.q_proj".
-        names: whole paths or their last parts; all are chosen where there are none.
-        where, do: the layer, and what to do about a name that is not there, for the message.
+    `names` are whole paths or their last parts; where there are none, all are chosen.
     """
 
     def is_named(path: str, name: str) -> bool:
@@ -139,17 +136,12 @@ def attach_lora(
     merge: bool,
     dtype: mx.Dtype,
 ) -> dict[str, nn.Module]:
-    """Put LoRA on the modules of `model` that `lora` names, in place.
+    """Put LoRA, by module path, on those modules of `model`, in place; returns what it replaced.
 
-    Args:
-        lora: weights by module path, such as `model.layers.22.self_attn.q_proj`.
-        merge: add the LoRA into the weights of layers that are not quantised, which costs
-            nothing per row. Only for LoRA that acts on every row.
-        dtype: type of the activations, to which LoRA that is not merged is cast.
-
-    Returns:
-        The modules that it replaced, by path, their weights untouched. While those of merged
-        layers are kept, their weights are in memory twice.
+    With `merge`, layers that are not quantised get it added into their weights, which costs nothing
+    per row: only for LoRA that acts on every row. What is not merged is cast to `dtype`, that of
+    the activations. The modules that are returned are untouched: while those of merged layers are
+    kept, their weights are in memory twice.
     """
     modules = dict(model.named_modules())
     updates: list[tuple[str, nn.Module]] = []

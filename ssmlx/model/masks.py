@@ -22,6 +22,8 @@ def stream_positions(node_positions: mx.array, num_streams: int) -> mx.array:
 def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
     """[M * (1 + G), M * (1 + G)] bool: which row (first axis) sees which (eqs. 1 and 2).
 
+    `ancestors` [M, M] bool are `Tree.ancestors`.
+
     A node sees its ancestors and itself. Stream j of a node sees what the node sees, and the
     node's streams 1 to j. No row sees another node's streams. With M = 2 (a root and its child)
     and G = 2, rows n0 n1 s01 s02 s11 s12:
@@ -33,9 +35,6 @@ def stream_visibility(ancestors: mx.array, num_streams: int) -> mx.array:
         s02  x       x   x
         s11  x   x           x
         s12  x   x           x   x
-
-    Args:
-        ancestors: [M, M] bool, `Tree.ancestors`.
     """
     num_nodes = ancestors.shape[0]
     expect_shape("ancestors", ancestors, num_nodes, num_nodes)
@@ -66,11 +65,8 @@ class StepMasks:
     first columns. They are written in place, and not at all while the same fixed topology comes
     again without paths: a step costs a slice, however long the context.
 
-    While the fused kernel is on, masks are bits, and a dense one is made only if a layer wants it.
-
-    Args:
-        takes_bits: asked, while the kernel is on, whether the model's layers take bits.
-        max_sizes: sizes of masks that are kept.
+    While the fused kernel is on, and the model's layers take bits (`takes_bits`), masks are bits,
+    and a dense one is made only if a layer wants it. At most `max_sizes` sizes are kept.
     """
 
     def __init__(self, takes_bits: Callable[[], bool], max_sizes: int = 8) -> None:
@@ -90,12 +86,10 @@ class StepMasks:
         self._written.clear()
 
     def step_mask(self, visible: mx.array, cache: RowsCache, key: object) -> mx.array | TreeMask:
-        """The mask of a step, as `backbone.run` takes it.
+        """The mask of a step, as `backbone.run` takes it; it grows with the cache's capacity.
 
-        Args:
-            visible: [R, R] bool, the step's rows among themselves.
-            cache: says what the rows see beside each other; the mask grows with its capacity.
-            key: names the content of `visible`; None if it may differ every time.
+        `visible` [R, R] bool is of the step's rows among themselves; `key` names its content, None
+        if it may differ every time.
         """
         takes_bits = metal.is_on() and self._takes_bits()
         require(

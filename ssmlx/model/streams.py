@@ -71,14 +71,10 @@ class StreamWeights:
 
 
 class ValueRotation:
-    """Tells streams apart by their values: those of stream n turn by n times a step (eq. 7).
+    """Tells streams apart by their values: those of stream n turn by n times `step` (eq. 7).
 
     A head's feature i is the real and feature i + Dh / 2 the imaginary part of one number: the
-    pairs of rotary embeddings' "rotate half". Every pair turns by the same angle.
-
-    Args:
-        num_streams: G, the streams to have angles for.
-        step: epsilon, in radians.
+    pairs of rotary embeddings' "rotate half". Every pair turns by the same angle, in radians.
     """
 
     def __init__(self, num_streams: int, step: float) -> None:
@@ -103,18 +99,10 @@ class ValueRotation:
 
 
 class StreamFusedModel:
-    """A base model, its streams and the masks of its steps.
+    """A base model, LoRA already attached, its streams and the masks of its steps.
 
-    Args:
-        backbone: the base model, LoRA already attached.
-        config: the checkpoint's settings; None for a base model without streams, which decodes
-            plainly.
-        streams: the checkpoint's weights, in the backbone's dtype.
-        scope: the row scope that the attached LoRA follows.
-
-    Attributes:
-        is_fine_tuned: whether LoRA acts on every row: its answers are not the base model's then.
-        draft_head: the LM head of the draft vocabulary alone; None where streams draft from all.
+    Without `config` and `streams`, the checkpoint's settings and its weights in the backbone's
+    dtype, it decodes plainly. `scope` is the row scope that the attached LoRA follows.
     """
 
     def __init__(
@@ -128,11 +116,12 @@ class StreamFusedModel:
         self.config = config
         self.streams = streams
         self._scope = scope or RowScope()
+        # Whether LoRA acts on every row: its answers are not the base model's then.
         self.is_fine_tuned = False
         self._masks = [StepMasks(lambda: backbone.takes_tree_masks) for _ in range(3)]
         self._lower_masks, self._upper_masks, self._second_masks = self._masks
         self.rotation: ValueRotation | None = None
-        self.draft_head: LMHead | None = None
+        self.draft_head: LMHead | None = None  # of the draft vocabulary, where there is one
         if config is None or streams is None:
             return
         sizes = config.num_streams, config.hidden_size

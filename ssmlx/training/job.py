@@ -208,12 +208,9 @@ def run_to_end(
 ) -> None:
     """Go on with a run where it was stopped, if it was; write, draw and tell what it came to.
 
-    Args:
-        dtype: of what is not trained.
-        identity: a digest of all that decides the result.
-        lower: makes what the frozen layers say of a batch.
-        write: writes what was trained; returns where, or None for the run's folder.
-        replay_size: of what validations replay; the nodes of the options' tree unless given.
+    `lower` makes what the frozen layers, of `dtype`, say of a batch; `write` writes what was
+    trained, and returns where, or None for the run's folder. Validations replay the nodes of the
+    options' tree, or `replay_size`.
     """
     out, options = job.options.out, job.options
     make_folder(out)

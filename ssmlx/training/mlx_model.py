@@ -118,13 +118,8 @@ class _View:
 class TrainedModel:
     """A base model whose streams, LoRA and pruning adapter are arguments.
 
-    Args:
-        backbone: the frozen base model; LoRA is put on its layers in place.
-        adapter: the weights to start from, in float32; a task's LoRA among them stays as it is.
-
-    Attributes:
-        weights: as bound last; `bind` changes them.
-        draft_head: the head of the draft vocabulary; None where streams guess every token.
+    LoRA is put on the layers of the frozen `backbone` in place. It starts from the weights of
+    `adapter`, in float32; a task's LoRA among them stays as it is, and `bind` changes the others.
     """
 
     def __init__(self, backbone: Backbone, adapter: Adapter) -> None:
