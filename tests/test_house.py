@@ -136,7 +136,6 @@ def test_no_imports_go_in_a_circle():
     assert list(circles()) == []
 
 
-@pytest.mark.xfail(reason="rooms are still being made smaller", strict=False)
 def test_the_house_is_small():
     assert all(size <= most for size, most in zip(sizes(), MOST, strict=True)), sizes()
 
