@@ -1,10 +1,12 @@
 """The decoding loops and their stages: exact tokens and step counts, and what decides on tokens."""
 
+import ast
 import math
 import random
 import sys
 from functools import lru_cache
 from itertools import pairwise, product
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -25,6 +27,7 @@ from tiny import (
     tree_from_parents,
 )
 
+import ssmlx
 from ssmlx.api import stream_generate, summary, token_steps
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import accept, accept_typical
@@ -733,6 +736,18 @@ def test_a_pace_without_costs_always_drafts():
     assert first_tokens(streaming(make_model(), pace=Pace()), 40)[1] == expected
     _, lengths = first_tokens(streaming(make_model(), pace=Pace(100.0)), 40)
     assert lengths.count(1) > expected.count(1)
+
+
+def test_only_one_file_reads_arrays():
+    """What waits for the device goes by `shapes.to_int`, `to_float` and `to_list`."""
+    package, found = Path(ssmlx.__file__).parent, set()
+    for path in (
+        p for room in ("decoding", "drafters", "model") for p in package.glob(f"{room}/*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in ("item", "tolist"):
+                found.add(path.name)
+    assert found == {"shapes.py", "trie.py"}  # the latter's arrays are numpy's
 
 
 # --- penalties, filters, noise by place, typical acceptance ---

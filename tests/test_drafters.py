@@ -730,3 +730,19 @@ def test_a_model_that_carries_heads_loads_without_them(base, loaded, tmp_path, s
     model, _ = ssmlx.load(str(folder), adapter="none", dtype="float32")
     prompt = [9, 30, 21]
     assert plain(model, prompt, 12) == plain(loaded[0], prompt, 12)
+
+
+def accept_first_child(tree, target_tokens):
+    """Wrong: takes the first draft whatever the target says."""
+    if tree.num_nodes == 1 or tree.tokens[1].item() == PAD_TOKEN:
+        return accept(tree, target_tokens)
+    path = mx.array([0, 1] + [1] * (tree.paths.shape[1] - 2))
+    tokens = mx.concatenate([tree.tokens[1:2], target_tokens[path[1:]]])
+    return Acceptance(path, tokens, tree.depths[path[-1:]])
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "medusa"])
+def test_a_wrong_acceptance_is_found(name, monkeypatch):
+    monkeypatch.setattr(decode, "accept", accept_first_child)
+    text, _ = sampled_text(name, {"temp": 1.0}, 600)
+    assert p_value([text], transition_probs({"temp": 1.0})) < 1e-6
