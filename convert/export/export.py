@@ -29,6 +29,7 @@ from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter
 from ssmlx.loading.files import new_folder
 from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
+from ssmlx.model.backbone import PROBE_LENGTH
 from ssmlx.model.lora import layer_of
 from ssmlx.settings import read_json
 
@@ -52,7 +53,6 @@ from .packages import (
 from .settings import ExportConfig
 
 _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "transformers")
-_PROBE_LENGTH = 32
 
 
 @dataclass(kw_only=True)
@@ -266,7 +266,7 @@ def _base_identity(base: Any) -> BaseIdentity:
         config.num_hidden_layers,
         config.hidden_size,
         config.vocab_size,
-        tuple(round(value, 6) for value in weight[:_PROBE_LENGTH].float().tolist()),
+        tuple(round(value, 6) for value in weight[:PROBE_LENGTH].float().tolist()),
     )
 
 

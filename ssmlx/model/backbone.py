@@ -34,7 +34,7 @@ _ROPES = (nn.RoPE, *(getattr(rope_utils, n) for n in _ROPE_NAMES if hasattr(rope
 _PROBE_TOKENS = (1, 2, 3)
 PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 _HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS)
-_PROBE_LENGTH = 32
+PROBE_LENGTH = 32
 _PROBE_TOLERANCE = 0.02
 
 LMHead = Callable[[mx.array], mx.array]
@@ -105,7 +105,7 @@ class BaseIdentity:
     @classmethod
     def of(cls, backbone: Backbone) -> BaseIdentity:
         """The identity of a loaded model."""
-        probe = backbone.final_norm_weight[:_PROBE_LENGTH].astype(mx.float32)
+        probe = backbone.final_norm_weight[:PROBE_LENGTH].astype(mx.float32)
         return cls(
             str(getattr(backbone.model, "model_type", "")),
             len(backbone.layers),
