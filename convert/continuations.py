@@ -180,8 +180,10 @@ def load_generator(
     `lora` is what the model is to answer with, as `fine_tuned` reads it.
     """
     import torch
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer
+    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
+
+    from ssmlx.loading.load import load_tokenizer
 
     from .base import load_base
     from .reference.checkpoint import fine_tuned
@@ -196,7 +198,7 @@ def load_generator(
         AttentionInterface.register("grouped", grouped_attention)
         AttentionMaskInterface.register("grouped", sdpa_mask)
         model.set_attn_implementation("grouped")
-    return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return model, load_tokenizer(path, {})
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:

@@ -24,11 +24,10 @@ NO_ADAPTER = "none"
 CONFIG_FILE = "streams_config.json"
 ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 
-# mlx-lm's own list, which older releases keep inside a function.
+# mlx-lm's own list, but for code.
 ALLOW_PATTERNS = [
     "*.json",
     "model*.safetensors",
-    "*.py",
     "tokenizer.model",
     "*.tiktoken",
     "tiktoken.model",
