@@ -7,7 +7,8 @@
     for response in ssmlx.stream_generate(model, tokenizer, prompt):
         print(response.text, end="", flush=True)
 
-Shapes are written against the legend in `ssmlx.model.shapes`.
+`GenerateConfig` has the settings, `GenerationResponse` what a piece of an answer tells, and every
+mistake raises `InputError`. Shapes are written against the legend in `ssmlx.model.shapes`.
 """
 
 from importlib import import_module
@@ -60,6 +61,11 @@ _NAMES = {
 }  # fmt: skip
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOMES]
+
+
+def __dir__() -> list[str]:
+    """What there is, loaded yet or not: `help(ssmlx)` and completion ask for it."""
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:
