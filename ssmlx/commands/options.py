@@ -4,9 +4,11 @@ Light on purpose: `--help` must not wait for MLX.
 """
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -76,6 +78,21 @@ def add_prompt_options(group: argparse._ArgumentGroup) -> None:
         "--prompts", type=Path, metavar="FILE.jsonl",
         help="a JSON object a line, field `prompt` or `messages`",
     )  # fmt: skip
+
+
+def add_template_args(group: argparse._ActionsContainer) -> None:
+    """What a chat template reads beside the turns."""
+    group.add_argument(
+        "--template-args", type=_json_object, metavar="JSON",
+        help='what else the chat template reads, such as \'{"enable_thinking": false}\'',
+    )  # fmt: skip
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
 
 
 def template_text(text: str) -> str:
@@ -236,9 +253,8 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     """How to decode, sample and draft."""
     add_options(
         parser.add_argument_group("decoding"),
-        ("--decoding", "HOW", "streaming: verify what a drafter proposes, the same answer in fewer "
-         "forward passes; plain: a token a pass (default: streaming where something drafts, "
-         "unless `python -m ssmlx.calibrate` found plain decoding faster)", str, DECODINGS),
+        ("--decoding", "HOW", "streaming: verify what a drafter proposes; plain: a token a pass "
+         "(default: what `python -m ssmlx.calibrate` found faster, or streaming)", str, DECODINGS),
         ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
     )  # fmt: skip
     group = parser.add_argument_group("sampling (exact with every drafter)")
@@ -254,9 +270,8 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     )  # fmt: skip
     group.add_argument(
         "--penalty", action="append", metavar="NAME=X",
-        help="repetition=X divides the logits of recent tokens, presence=X and frequency=X are "
-        'taken from them; "repetition=1.2 context=64" looks at 64 tokens (default: '
-        f"{_DEFAULTS.repetition_context_size}); repeatable",
+        help='repetition=X, presence=X or frequency=X; "repetition=1.2 context=64" looks at 64 '
+        f"recent tokens (default: {_DEFAULTS.repetition_context_size}); repeatable",
     )  # fmt: skip
     group.add_argument(
         "--logit-bias", type=_token_bias, action="append", metavar="ID=X",
@@ -299,10 +314,9 @@ def add_tree_options(group: argparse._ArgumentGroup) -> None:
          "for best)", int),
         ("--tree-size", "N", f"nodes of the best tree, the root included (default: {tree.size})",
          int),
-        ("--prune", "HOW", "drop unlikely nodes before the upper layers, by early exit, of any "
-         "drafter's tree but lookahead's: budget keeps the M likeliest, threshold or threshold=P "
-         "those with a probability of P given their parent (default: off; P: "
-         f"{prune.threshold})", str),
+        ("--prune", "HOW", "drop unlikely nodes before the upper layers, by early exit: budget "
+         "keeps the M likeliest, threshold=P those with a probability of P given their parent "
+         f"(default: off; P: {prune.threshold})", str),
         ("--prune-to", "M", f"nodes that a budget keeps (default: {prune.keep})", int),
     )  # fmt: skip
 
