@@ -23,7 +23,7 @@ ROOMS = [
     "commands",
     "calibration",
     "api session exported",
-    "plan",
+    "plan prompt_cache",
     "training",
     "memory",
     "tuning",

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..errors import InputError, require
-from ..model.backbone import Backbone, BaseIdentity
+from ..model.backbone import Backbone, BaseIdentity, digest_of
 from ..model.lora import LoraWeights, RowScope, attach_lora, linear_shape
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, load_adapter, lora_tensors, read_identity, read_lora
@@ -52,6 +52,12 @@ def check_lora(
     account_for(lora_tensors(lora), expected, source)
 
 
+def lora_digest(lora: Mapping[str, LoraWeights]) -> str | None:
+    """What tells one LoRA from another, merged or not; None of none."""
+    pairs = ((f"{path} {one.scale}", ab) for path, one in lora.items() for ab in (one.a, one.b))
+    return digest_of(pairs) if lora else None
+
+
 def fuse_streams(
     backbone: Backbone,
     adapter: Adapter,
@@ -77,8 +83,9 @@ def fuse_streams(
     every_row, dtype = RowScope(0), backbone.dtype
     scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
     streams = adapter.streams.astype(dtype)
+    _ = backbone.digest  # of the base, before layers are changed
     fused = StreamFusedModel(backbone, adapter.config, streams, scope)
-    fused.is_fine_tuned = bool(adapter.every_row_lora)
+    fused.lora_digest = lora_digest(adapter.every_row_lora)
     if check is not None:
         check(fused)
     unfuse_streams(backbone)
