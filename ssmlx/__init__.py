@@ -11,6 +11,7 @@
 mistake raises `InputError`. Shapes are written against the legend in `ssmlx.model.shapes`.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 has_fast_blas = prefer_openblas()
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless an app listens
 
 # Loaded on first use, so that `--help` does not wait for MLX.
 _NAMES = {

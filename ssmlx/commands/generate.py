@@ -5,6 +5,7 @@ import json
 import sys
 from typing import Any
 
+from .. import bars
 from .options import (
     PromptBar,
     add_decoding_options,
@@ -68,7 +69,6 @@ def _main(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
     from ..api import check_prompt, record, stream_generate, summary
-    from ..calibration.timing import progress
     from ..plan import make_plan
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
@@ -82,7 +82,7 @@ def _main(args: argparse.Namespace) -> None:
         print(f"[{plan.decision}]", file=sys.stderr)
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
-    for prompt, tokens in progress(pairs, "prompts") if show_bar else pairs:
+    for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:
         answer, bar = [], PromptBar()
         for one in stream_generate(model, tokenizer, tokens, config, progress=bar, **drafts):
             answer.append(one)

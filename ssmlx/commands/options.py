@@ -5,15 +5,18 @@ Light on purpose: `--help` must not wait for MLX.
 
 import argparse
 import json
+import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from ..bars import PATIENCE_SECONDS, shown
 from ..errors import InputError, check_choice, require
 from ..loading.names import bundled_adapters
 from ..settings import (
@@ -34,7 +37,6 @@ from ..settings import (
 )
 
 _DEFAULTS = GenerateConfig()
-_PATIENCE_SECONDS = 1.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -454,7 +456,7 @@ def load_all(
 
         vocab_size = model.backbone.vocab_size
         drafts["draft_model"] = load_draft_model(
-            drafter.draft_model, tokenizer, vocab_size, dtype=args.dtype
+            drafter.draft_model, tokenizer, vocab_size, dtype=args.dtype, progress=DownloadBar()
         )
     if drafter.heads is not None:
         from ..drafters.heads import load_heads
@@ -484,7 +486,11 @@ def load_target(
 
     metal.use(attention)
     model, tokenizer = load(
-        args.model, adapter=args.adapter, dtype=args.dtype, draft_head=draft_head
+        args.model,
+        adapter=args.adapter,
+        dtype=args.dtype,
+        draft_head=draft_head,
+        progress=DownloadBar(),
     )
     if args.adapter is None and default_adapter and model.num_streams == 0:
         folder = adapters_for(model).get(default_adapter)
@@ -497,10 +503,27 @@ def load_target(
 # --- Running ---
 
 
+@contextmanager
+def on_screen() -> Iterator[None]:
+    """Show what the library logs on standard error, and its bars."""
+    handler, logger, bars = logging.StreamHandler(), logging.getLogger("ssmlx"), shown.set(True)
+    handler.setFormatter(logging.Formatter("ssmlx: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        shown.reset(bars)
+
+
 def run(main: Callable[[], int | None], prog: str) -> int:
     """Run a command: exit code 2 and one line for bad input, 130 for Ctrl-C."""
     try:
-        return main() or 0
+        with on_screen():
+            return main() or 0
     except InputError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
@@ -527,20 +550,25 @@ def command(
     return main
 
 
-class PromptBar:
-    """A bar for a prompt that takes a while: appears after a second, and leaves when done."""
+class CallbackBar:
+    """A bar for what takes a while: appears after two seconds, and leaves when done."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str, unit: str, **settings: Any) -> None:
+        self._settings = {"desc": label, "unit": unit, "leave": False, **settings}
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Told (tokens processed, tokens in all)."""
-        from huggingface_hub.utils import tqdm
-
+        """Told (how many are done, how many there are)."""
         if self._bar is None:
-            shown = {"unit": "token", "disable": None, "leave": False, "delay": _PATIENCE_SECONDS}
-            self._bar = tqdm(total=total, desc="prompt", **shown)
+            from huggingface_hub.utils import tqdm
+
+            self._bar = tqdm(disable=None, delay=PATIENCE_SECONDS, **self._settings)
+        self._bar.total = total
         self._bar.update(done - self._bar.n)
         if done >= total:
             self._bar.close()
             self._bar = None
+
+
+PromptBar = partial(CallbackBar, "prompt", "token")
+DownloadBar = partial(CallbackBar, "download", "B", unit_scale=True)

@@ -18,7 +18,8 @@ from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, read_json
 from .adapter import load_adapter
 from .attach import fuse_streams
-from .names import CONFIG_FILE, resolve_adapter, resolve_model
+from .names import CONFIG_FILE, Fetch, resolve_adapter, resolve_model
+from .wheel import Progress
 
 # Architectures that mlx-lm lacks, each a model file in mlx-lm's own style.
 _FILES = {"opt": opt}
@@ -196,6 +197,9 @@ def load(
     dtype: str = "auto",
     merge_lora: bool = True,
     draft_head: str = "auto",
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[StreamFusedModel, TokenizerWrapper]:
     """Load a model that drafts for itself, and its tokenizer.
 
@@ -212,12 +216,18 @@ def load(
         draft_head: the weights of the LM head's copy that drafts from a draft vocabulary: "stored",
             as the head's own; "8bit", packed, a quarter of float32's memory, which may change a
             guess but no answer; or "auto": packed on a GPU.
+        cache_dir: the folder to keep what is fetched in; by default ssmlx's cache folder for
+            aliases, and the Hub's own for its models.
+        offline: fetch nothing.
+        progress: told (bytes so far, bytes in all) of a download, from any thread; what it
+            raises stops the download.
 
     Raises:
-        InputError: something given is missing, broken, or does not fit the rest.
+        InputError: something given is missing, broken, or does not fit the rest; or the model
+            would have to be fetched, and cannot be.
     """
     folder = None if adapter is None else resolve_adapter(adapter)
-    path = resolve_model(model)
+    path = resolve_model(model, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
     if adapter is None and (path / CONFIG_FILE).exists():
         folder = path
     loaded = load_adapter(folder) if folder is not None else None
