@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx import exported
-from ssmlx.calibration.timing import Answer, answer_of, ssmlx_answer
+from ssmlx.calibration.timing import TimedAnswer, answer_of, ssmlx_answer
 from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
@@ -88,7 +88,9 @@ def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
     )
 
 
-def gap(model: StreamFusedModel, prompt: Sequence[int], mine: Answer, theirs: Answer) -> float:
+def gap(
+    model: StreamFusedModel, prompt: Sequence[int], mine: TimedAnswer, theirs: TimedAnswer
+) -> float:
     """By how much MLX's logit of its token beats that of `mine`, where the answers part."""
     pairs = zip(mine.tokens, theirs.tokens, strict=False)
     where = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
@@ -137,7 +139,7 @@ def _row(
     folder: Path,
     units: str | None,
     manifest: exported.Manifest,
-    sides: tuple[Sequence[Answer], ...],
+    sides: tuple[Sequence[TimedAnswer], ...],
 ) -> dict[str, Any]:
     """What one exported folder came to, by one runtime.
 

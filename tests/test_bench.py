@@ -13,7 +13,7 @@ from perf.bench import __main__ as bench
 from perf.bench.__main__ import Part, contexts_result, deadlines, expected_seconds, rounds
 from perf.bench.report import line, report
 from perf.run.tasks import Example
-from ssmlx.calibration.timing import Answer
+from ssmlx.calibration.timing import TimedAnswer
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_energy_is_power_times_time_over_tokens():
     def answer(prompt):
         asked.append(prompt)
         sleep(0.05)
-        return Answer([1, 2, 3, 4], 4, 0.05)
+        return TimedAnswer([1, 2, 3, 4], 4, 0.05)
 
     found = bench.energy_of(answer, [[1], [2]], 0.25, sampler(SAMPLES))
     assert found["watts"] == pytest.approx(1.836) and asked[:3] == [[1], [2], [1]]

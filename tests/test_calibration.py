@@ -34,7 +34,7 @@ from ssmlx.calibration.costs import (
     with_whole_steps,
 )
 from ssmlx.calibration.guesses import Exits, exits_along, guesses_along, split_prompts
-from ssmlx.calibration.timing import Answer
+from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
 from ssmlx.model.streams import StreamFusedModel
@@ -300,7 +300,7 @@ def test_the_choice_of_a_busy_machine_is_told_and_not_kept(calibrated, monkeypat
 def test_a_check_that_has_nothing_to_time_is_told_and_one_that_stops_leaves_the_choice(
     calibrated, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(calibrate_choice, "ssmlx_answer", lambda *_: Answer([1], 1, 0.0))
+    monkeypatch.setattr(calibrate_choice, "ssmlx_answer", lambda *_: TimedAnswer([1], 1, 0.0))
     code, out, err = calibrated("--no-store", "--check", "1")
     assert code == 0 and calibrate.NOTHING_CHECKED in err
     assert "not kept, as --no-store says" in out and not (tmp_path / "profiles").exists()

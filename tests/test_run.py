@@ -35,7 +35,7 @@ from perf.run.tasks import (
     read_examples,
     rouge_scorer,
 )
-from ssmlx.calibration.timing import Answer
+from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
 from ssmlx.loading.load import load_base
@@ -151,7 +151,7 @@ def test_a_speed_up_is_a_ratio_of_medians_over_prompts():
 
 def test_speed_ups_are_of_the_median_repeat():
     def kept(seconds: float) -> Kept:
-        return Kept(Answer([0] * 5, 5, seconds), "")
+        return Kept(TimedAnswer([0] * 5, 5, seconds), "")
 
     ours = [[kept(1.0), kept(9.0), kept(1.0)], [kept(2.0)] * 3, [kept(4.0)] * 3]
     theirs = [[kept(2.0)] * 3, [kept(3.0)] * 3, [kept(8.0)] * 3]
@@ -163,7 +163,7 @@ def test_speed_ups_are_of_the_median_repeat():
 
 # --------------------------------------------------------------------------- kept answers
 
-KEPT = Kept(Answer([1, 2], 1, 0.5), "a “b”")
+KEPT = Kept(TimedAnswer([1, 2], 1, 0.5), "a “b”")
 
 
 def test_kept_answers_come_back_and_a_line_that_was_cut_short_is_dropped(tmp_path):

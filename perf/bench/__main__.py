@@ -25,15 +25,15 @@ from typing import IO, Any, NamedTuple
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
-from ssmlx.calibration.timing import Answer
-from ssmlx.commands.machine import machine, output_of
+from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.options import make_parser, run
-from ssmlx.commands.results import publish
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
 from ssmlx.plan import make_plan
 from ssmlx.settings import DTYPES, GenerateConfig
+from ssmlx.tuning.machine import machine, output_of
+from ssmlx.tuning.report import publish
 
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import adapter_with_streams, add_base, add_out, check_counts
@@ -98,7 +98,7 @@ class Rounds(NamedTuple):
         seconds: of the longest.
     """
 
-    found: Sequence[Mapping[str, Answer]]
+    found: Sequence[Mapping[str, TimedAnswer]]
     is_cold: bool
     seconds: float
 
@@ -117,7 +117,7 @@ def rounds(
 
     No round is begun that would probably end after the deadline.
     """
-    longest, found, is_cold = 0.0, list[dict[str, Answer]](), True
+    longest, found, is_cold = 0.0, list[dict[str, TimedAnswer]](), True
     for turn, prompt in enumerate(tqdm([prompts[0], *prompts], desc=label, disable=None)):
         started = now()
         if turn and started + longest > deadline:
@@ -242,7 +242,7 @@ def start_sampler(samples: int, output: IO[str]) -> subprocess.Popen[str]:
 
 
 def energy_of(
-    answer: Callable[[list[int]], Answer],
+    answer: Callable[[list[int]], TimedAnswer],
     prompts: Sequence[list[int]],
     seconds: float,
     sampler: Sampler = start_sampler,

@@ -18,12 +18,12 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.api import check_prompt
-from ssmlx.calibration.timing import Answer, in_turns
-from ssmlx.commands.machine import machine
+from ssmlx.calibration.timing import TimedAnswer, in_turns
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.loading.files import folder_digest
 from ssmlx.model.shapes import to_float
 from ssmlx.prompts import encode_prompt
+from ssmlx.tuning.machine import machine
 
 from .results import AnswerStore, Kept, code_version, files_version, machine_load, timed_on
 from .statistics import mean, median, ratio, speedup
@@ -233,7 +233,7 @@ def _options_of(system: System, drafter: Drafter | None) -> dict[str, Any]:
     return {"levels": drafter.num_levels, "nodes": drafter.max_nodes, **shapes}
 
 
-def _medians(prompts: Prompts, of: Callable[[Answer], float]) -> list[float]:
+def _medians(prompts: Prompts, of: Callable[[TimedAnswer], float]) -> list[float]:
     """[prompts] a figure of an answer, the median of the repeats."""
     return [statistics.median(of(kept.answer) for kept in repeats) for repeats in prompts]
 

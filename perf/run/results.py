@@ -12,14 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ssmlx.calibration.timing import Answer
-from ssmlx.commands.machine import machine, power_source
+from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.errors import InputError
 from ssmlx.loading.files import write_whole
+from ssmlx.tuning.machine import machine, power_source
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results"
-_ANSWER = [field.name for field in fields(Answer)]
+_ANSWER = [field.name for field in fields(TimedAnswer)]
 _TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
 
 
@@ -55,7 +55,7 @@ def reading(path: Path, command: str) -> Iterator[None]:
 class Kept:
     """An answer as it is kept on disk."""
 
-    answer: Answer
+    answer: TimedAnswer
     text: str
 
 
@@ -103,7 +103,7 @@ class AnswerStore:
             # A run that was killed while it wrote leaves half a line.
             try:
                 row = json.loads(line)
-                answer = Answer(**{name: row[name] for name in _ANSWER if name in row})
+                answer = TimedAnswer(**{name: row[name] for name in _ANSWER if name in row})
                 self._kept[row["prompt"]] = Kept(answer, row["text"])
             except (json.JSONDecodeError, KeyError, TypeError):
                 continue

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from huggingface_hub.utils import tqdm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..api import GenerationResponse, stream_generate
@@ -12,7 +13,7 @@ from ..settings import GenerateConfig
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """One answer, timed."""
 
     tokens: list[int]  # ids, the end token included
@@ -39,16 +40,16 @@ def ssmlx_answer(
     prompt: list[int],
     config: GenerateConfig,
     **loaded: Any,
-) -> Answer:
+) -> TimedAnswer:
     """Answer with ssmlx; `loaded` is a draft model or heads, as `stream_generate` takes them."""
     return answer_of(stream_generate(model, tokenizer, prompt, config, **loaded))
 
 
-def answer_of(responses: Iterable[GenerationResponse]) -> Answer:
+def answer_of(responses: Iterable[GenerationResponse]) -> TimedAnswer:
     """The whole answer of the segments that it comes in."""
     segments = list(responses)
     tokens, last = [token for one in segments for token in one.tokens], segments[-1]
-    return Answer(
+    return TimedAnswer(
         tokens, last.target_calls, last.decode_seconds, last.prefill_seconds, last.draft_calls
     )
 
@@ -59,3 +60,8 @@ def in_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[An
         turn = index % len(labels)
         for label in (*labels[turn:], *labels[:turn]):
             yield prompt, label
+
+
+def progress(items: Iterable[Any], label: str) -> Iterator[Any]:
+    """`items` with a bar, on a terminal."""
+    yield from tqdm(list(items), desc=label, disable=None, leave=False)
