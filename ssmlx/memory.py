@@ -106,7 +106,7 @@ def memory_of(
         draft_head=head_bytes(model.draft_head),
         drafter=sum(one.nbytes for one in loaded),
         cache=cache.nbytes - scratch,
-        tree=scratch + model.mask_bytes,
+        tree=scratch + cache.mask_bytes,
         second_pass=drafter.cache_bytes if drafter else 0,
         peak=mx.get_peak_memory(),
     )

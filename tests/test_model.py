@@ -432,7 +432,7 @@ def scratch_mask(visible, committed, paths=()):
 
 
 def test_mask_buffer_equals_a_mask_built_anew():
-    rng, masks = random.Random(1), StepMasks(bool, max_sizes=3)
+    rng, masks = random.Random(1), StepMasks(max_sizes=3)
     draw = np.random.default_rng(1)
     keys = [object() for _ in range(12)]
     contents = {}
@@ -454,7 +454,7 @@ def test_mask_buffer_equals_a_mask_built_anew():
 
 def test_a_mask_in_hand_outlives_the_next_write():
     """A step may still be running when the next one's mask is written."""
-    masks = StepMasks(bool)
+    masks = StepMasks()
     before = masks.mask(mx.array(np.eye(3, dtype=bool)), Seen(2, 8), None)
     masks.mask(mx.zeros((3, 3), mx.bool_), Seen(2, 8), None)
     assert np.array_equal(np.array(before), scratch_mask(np.eye(3, dtype=bool), 2))

@@ -22,7 +22,7 @@ import mlx.nn as nn
 from ..decoding.drafter import rank_candidates
 from ..errors import require
 from ..model.backbone import Backbone
-from ..model.shapes import expect_shape
+from ..model.shapes import expect_shape, indices
 from ..model.tree import Topology, Tree, clip_edges, number_paths, top_nodes
 from ..settings import MAX_TREE_NODES, SpeculatorTreeConfig, setting
 from .head_drafter import DraftingHeads, HeadConfig
@@ -230,4 +230,4 @@ def widths_topology(widths: tuple[int, ...]) -> Topology:
     """The full tree with `widths[i]` children for every node of depth i, breadth first."""
     ranks = [r for depth in range(len(widths) + 1) for r in product(*map(range, widths[:depth]))]
     # A node's candidates depend on its path: each has one of its own.
-    return replace(number_paths(ranks, max(widths)), slots=mx.arange(len(ranks) - 1))
+    return replace(number_paths(ranks, max(widths)), slots=indices(len(ranks) - 1))

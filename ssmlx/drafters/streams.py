@@ -45,7 +45,7 @@ class StreamDrafter:
 
     @property
     def cache_bytes(self) -> int:
-        return self._cache.nbytes
+        return self._cache.nbytes + self._cache.mask_bytes
 
     def start(self, tokens: Sequence[int]) -> None:
         """See `Drafter.start`. All that streams know is in the model's own rows."""

@@ -1,5 +1,6 @@
 """LoRA that knows which rows it acts on."""
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,15 +12,16 @@ from mlx.utils import tree_unflatten
 from ..errors import require
 
 
-@dataclass
-class RowScope:
+class RowScope(threading.local):
     """The first row that LoRA acts on; None while it acts on no row.
 
     For scope "all" it stays 0. For scope "streams" the model sets it for the time that its
-    upper layers run, where stream rows stand behind the nodes.
+    upper layers run, where stream rows stand behind the nodes: on the thread that runs them
+    alone, so that another one may use the same model.
     """
 
-    first: int | None = None
+    def __init__(self, first: int | None = None) -> None:
+        self.first = first
 
     @contextmanager
     def starting_at(self, row: int | None) -> Iterator[None]:

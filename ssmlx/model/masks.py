@@ -3,14 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Protocol
 
 import mlx.core as mx
 
 from ..errors import require
 from . import metal
-from .cache import RowsCache
 from .metal import TreeMask
-from .shapes import expect_shape, indices
+from .shapes import evaluated, expect_shape, indices
 
 
 def stream_positions(node_positions: mx.array, num_streams: int) -> mx.array:
@@ -53,7 +53,18 @@ def earlier_streams(num_streams: int, num_nodes: int = 1) -> mx.array:
     """[M * G, M * G] bool: which stream sees which, as in `stream_visibility`."""
     row = indices(num_nodes * num_streams)
     owner, stream = row // num_streams, row % num_streams
-    return (owner[:, None] == owner) & (stream[:, None] >= stream)
+    return evaluated((owner[:, None] == owner) & (stream[:, None] >= stream))
+
+
+class Columns(Protocol):
+    """What a mask needs to know of the cache that its rows stand in (`cache.RowsCache`)."""
+
+    capacity: int
+
+    @property
+    def offset(self) -> int: ...
+
+    def path_masks(self, num_rows: int) -> list[mx.array]: ...
 
 
 class StepMasks:
@@ -65,12 +76,11 @@ class StepMasks:
     first columns. They are written in place, and not at all while the same fixed topology comes
     again without paths: a step costs a slice, however long the context.
 
-    While the fused kernel is on, and the model's layers take bits (`takes_bits`), masks are bits,
-    and a dense one is made only if a layer wants it. At most `max_sizes` sizes are kept.
+    While the fused kernel is on, and the model's layers take bits, masks are bits, and a dense one
+    is made only if a layer wants it. At most `max_sizes` sizes are kept.
     """
 
-    def __init__(self, takes_bits: Callable[[], bool], max_sizes: int = 8) -> None:
-        self._takes_bits = takes_bits
+    def __init__(self, max_sizes: int = 8) -> None:
         self._buffers: OrderedDict[tuple[int, int], mx.array] = OrderedDict()
         self._written: dict[tuple[int, int], object] = {}
         self._max_sizes = max_sizes
@@ -85,25 +95,27 @@ class StepMasks:
         self._buffers.clear()
         self._written.clear()
 
-    def step_mask(self, visible: mx.array, cache: RowsCache, key: object) -> mx.array | TreeMask:
+    def step_mask(
+        self, visible: mx.array, cache: Columns, key: object, takes_bits: Callable[[], bool]
+    ) -> mx.array | TreeMask:
         """The mask of a step, as `backbone.run` takes it; it grows with the cache's capacity.
 
         `visible` [R, R] bool is of the step's rows among themselves; `key` names its content, None
-        if it may differ every time.
+        if it may differ every time; `takes_bits` says whether the model's layers do.
         """
-        takes_bits = metal.is_on() and self._takes_bits()
+        takes_bits_here = metal.is_on() and takes_bits()
         require(
-            takes_bits or metal.in_use() != "fused",
+            takes_bits_here or metal.in_use() != "fused",
             "attention=fused, for a model with an attention of its own",
             expected="layers that call mlx-lm's scaled_dot_product_attention",
             do="use attention=auto",
         )
-        if not takes_bits:
+        if not takes_bits_here:
             return self.mask(visible, cache, key)
         columns = mx.concatenate([visible, *cache.path_masks(visible.shape[0])], axis=1)
         return TreeMask(columns, lambda: self.mask(visible, cache, key))
 
-    def mask(self, visible: mx.array, cache: RowsCache, key: object) -> mx.array:
+    def mask(self, visible: mx.array, cache: Columns, key: object) -> mx.array:
         """[R, R + paths + L] bool view; the arguments are those of `step_mask`."""
         if paths := cache.path_masks(visible.shape[0]):
             key = None

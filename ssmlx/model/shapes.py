@@ -47,10 +47,16 @@ def expect_shape(what: str, array: mx.array, *shape: int | None) -> None:
         raise ValueError(f"{what} has shape {found}, expected {shape}")
 
 
+def evaluated(array: mx.array) -> mx.array:
+    """`array`, computed now: what is kept must be, for no other thread can compute it later."""
+    mx.eval(array)
+    return array
+
+
 @lru_cache(maxsize=512)
 def indices(first: int, last: int | None = None) -> mx.array:
     """[count] int32 from `first` up to `last`, or from 0 up to `first`; computed once."""
-    return mx.arange(first) if last is None else mx.arange(first, last)
+    return evaluated(mx.arange(first) if last is None else mx.arange(first, last))
 
 
 def arrays_in(tree: Any) -> list[mx.array]:

@@ -15,8 +15,8 @@ from ..settings import StreamConfig
 from .backbone import Backbone, LMHead
 from .cache import StreamCache, TreeCache
 from .lora import RowScope
-from .masks import StepMasks, earlier_streams, stream_positions, stream_visibility
-from .shapes import expect_shape, indices
+from .masks import earlier_streams, stream_positions, stream_visibility
+from .shapes import evaluated, expect_shape, indices
 from .tree import Tree
 
 
@@ -79,7 +79,7 @@ class ValueRotation:
 
     def __init__(self, num_streams: int, step: float) -> None:
         angles = step * mx.arange(1, num_streams + 1)[:, None]
-        self._cos, self._sin = mx.cos(angles), mx.sin(angles)
+        self._cos, self._sin = evaluated(mx.cos(angles)), evaluated(mx.sin(angles))
 
     def __call__(self, values: mx.array, num_nodes: int, num_streams: int) -> mx.array:
         """[1, Hkv, M * (1 + G), Dh] values of a step's rows, those of streams turned."""
@@ -99,7 +99,7 @@ class ValueRotation:
 
 
 class StreamFusedModel:
-    """A base model, LoRA already attached, its streams and the masks of its steps.
+    """A base model, LoRA already attached, and its streams; read-only while it decodes.
 
     Without `config` and `streams`, the checkpoint's settings and its weights in the backbone's
     dtype, it decodes plainly. `scope` is the row scope that the attached LoRA follows.
@@ -116,9 +116,8 @@ class StreamFusedModel:
         self.config = config
         self.streams = streams
         self._scope = scope or RowScope()
-        self.lora_digest: str | None = None  # of LoRA on every row, where there is some
-        self._masks = [StepMasks(lambda: backbone.takes_tree_masks) for _ in range(3)]
-        self._lower_masks, self._upper_masks, self._second_masks = self._masks
+        # Whether LoRA acts on every row: its answers are not the base model's then.
+        self.is_fine_tuned = False
         self.rotation: ValueRotation | None = None
         self.draft_head: LMHead | None = None  # of the draft vocabulary, where there is one
         if config is None or streams is None:
@@ -133,11 +132,6 @@ class StreamFusedModel:
         if streams.draft_vocab is not None:
             expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
             self.draft_head = backbone.draft_head(streams.draft_vocab)
-
-    @property
-    def is_fine_tuned(self) -> bool:
-        """Whether LoRA acts on every row: its answers are not the base model's then."""
-        return self.lora_digest is not None
 
     @property
     def num_streams(self) -> int:
@@ -156,16 +150,6 @@ class StreamFusedModel:
         return self.backbone.vocab_size if vocab is None else vocab.shape[0]
 
     @property
-    def mask_bytes(self) -> int:
-        """Bytes of the masks that are kept from step to step."""
-        return sum(masks.nbytes for masks in self._masks)
-
-    def forget_masks(self) -> None:
-        """Keep no mask of a step that was built and is not run: it would hold its whole cache."""
-        for masks in self._masks:
-            masks.forget()
-
-    @property
     def num_layers(self) -> int:
         """N, layers of the base model."""
         return len(self.backbone.layers)
@@ -182,7 +166,8 @@ class StreamFusedModel:
     def lower(self, tree: Tree, cache: TreeCache) -> mx.array:
         """[1, N, D] hidden states of the tree's nodes before the insertion layer."""
         positions = tree.depths + cache.length
-        mask = self._lower_masks.step_mask(tree.ancestors, cache, tree.topology)
+        key, takes_bits = tree.topology, self._takes_bits
+        mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)
         views = [cache.view(layer, positions) for layer in range(self.insertion_layer)]
         hidden = self.backbone.embed(tree.tokens, positions)
         return self.backbone.run(hidden, 0, self.insertion_layer, mask, views)
@@ -232,7 +217,7 @@ class StreamFusedModel:
         if self.rotation is not None:
             rotate = partial(self.rotation, num_nodes=num_nodes, num_streams=num_streams)
         visible = stream_visibility(tree.ancestors, num_streams)
-        mask = self._upper_masks.step_mask(visible, cache, tree.topology)
+        mask = cache.upper_masks.step_mask(visible, cache, tree.topology, self._takes_bits)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         return self._run_upper(rows, mask, views, num_nodes if num_streams else None)
 
@@ -258,12 +243,16 @@ class StreamFusedModel:
         """
         rows = self.start_streams(hidden[:, last], num_streams)
         positions = position + indices(1, num_streams + 1)
-        mask = self._second_masks.step_mask(earlier_streams(num_streams), cache, num_streams)
+        visible = earlier_streams(num_streams)
+        mask = cache.upper_masks.step_mask(visible, cache, num_streams, self._takes_bits)
         rotate = None
         if self.rotation is not None:
             rotate = partial(self.rotation.turn, num_streams=num_streams)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         return self._run_upper(rows, mask, views, 0)
+
+    def _takes_bits(self) -> bool:
+        return self.backbone.takes_tree_masks
 
     @property
     def _upper_layers(self) -> range:
