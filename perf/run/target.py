@@ -5,7 +5,6 @@ some 3 %. The target is the base with the LoRA that acts on every row: for an ad
 "all" its own, for scope "streams" that of a task, or none.
 """
 
-import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ssmlx.calibration.timing import Answer, ssmlx_answer
+from ssmlx.calibration.timing import TimedAnswer, ssmlx_answer
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
@@ -28,9 +26,8 @@ from ssmlx.loading.adapter import Adapter, load_adapter
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import load_tokenizer, load_weights, resolve_draft_bits
 from ssmlx.memory import Memory, memory_of
-from ssmlx.model.backbone import Backbone
+from ssmlx.model.backbone import Backbone, on_same_arrays
 from ssmlx.model.lora import LoraWeights, RowScope, attach_lora
-from ssmlx.model.shapes import arrays_in
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import make_plan
 from ssmlx.settings import HEAD_DRAFTERS, GenerateConfig
@@ -142,7 +139,7 @@ class Target:
         drafter = self.drafter(system)
         return drafter.num_parameters if drafter else 0
 
-    def answer(self, system: System, prompt: list[int]) -> Answer:
+    def answer(self, system: System, prompt: list[int]) -> TimedAnswer:
         """An answer, with the most memory that it took on top of what was in use before."""
         mx.synchronize()
         before = mx.get_active_memory()
@@ -171,7 +168,7 @@ class Target:
         finally:
             streams.config, self.tokenizer.eos_token_ids = config, ends
 
-    def _answer(self, system: System, prompt: list[int]) -> Answer:
+    def _answer(self, system: System, prompt: list[int]) -> TimedAnswer:
         if system.kind == MLX_LM:
             return mlx_lm_answer(self.mlx_model, self.tokenizer, prompt, system.config)
         if system.kind == DRAFT_ALONE:
@@ -220,11 +217,6 @@ class Target:
         return Drafting(fused)
 
 
-def on_same_arrays(model: nn.Module) -> nn.Module:
-    """A copy of a model's modules, whose arrays are the very arrays of `model`."""
-    return copy.deepcopy(model, {id(array): array for array in arrays_in(model.parameters())})
-
-
 def added_parameters(adapter: Adapter) -> int:
     """Trained numbers that drafting adds to a model: the streams', and those of the LoRA that acts
     on their rows alone. LoRA on every row is the target's."""
@@ -246,7 +238,7 @@ def read_own_lora(folder: Path) -> Adapter:
 
 def mlx_lm_answer(
     model: Any, tokenizer: TokenizerWrapper, prompt: list[int], config: GenerateConfig
-) -> Answer:
+) -> TimedAnswer:
     """Answer with mlx-lm's own `stream_generate`; where it samples, from the seed on."""
     sampler = None
     if config.temp:
@@ -260,4 +252,4 @@ def mlx_lm_answer(
         times.append(time.perf_counter())
         tokens.append(response.token)
     started, first, last = times[0], times[1], times[-1]
-    return Answer(tokens, len(tokens), last - first, first - started)
+    return TimedAnswer(tokens, len(tokens), last - first, first - started)

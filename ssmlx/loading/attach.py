@@ -1,16 +1,14 @@
-"""Surgery on a loaded model: an adapter's streams and LoRA on, off, and exchanged."""
+"""An adapter's streams and LoRA on a loaded base, off it, and exchanged."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 from ..errors import InputError, require
-from ..model.backbone import Backbone, BaseIdentity, digest_of
+from ..model.backbone import Backbone, BaseIdentity
 from ..model.lora import LoraWeights, RowScope, attach_lora, linear_shape
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, load_adapter, lora_tensors, read_identity, read_lora
@@ -35,14 +33,9 @@ def check_base(adapter: Adapter, backbone: Backbone) -> None:
     )
 
 
-def check_lora(
-    model: nn.Module,
-    lora: Mapping[str, LoraWeights],
-    source: Path,
-    replaced: Mapping[str, nn.Module] | None = None,
-) -> None:
-    """Check that every LoRA pair fits a linear layer of `model`, or one that is `replaced`."""
-    modules = {**dict(model.named_modules()), **(replaced or {})}
+def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) -> None:
+    """Check that every LoRA pair fits a linear layer of `model`."""
+    modules = dict(model.named_modules())
     expected: dict[str, tuple[int, ...]] = {}
     for path, weights in lora.items():
         if isinstance(modules.get(path), nn.Linear | nn.QuantizedLinear):
@@ -52,49 +45,33 @@ def check_lora(
     account_for(lora_tensors(lora), expected, source)
 
 
-def lora_digest(lora: Mapping[str, LoraWeights]) -> str | None:
-    """What tells one LoRA from another, merged or not; None of none."""
-    pairs = ((f"{path} {one.scale}", ab) for path, one in lora.items() for ab in (one.a, one.b))
-    return digest_of(pairs) if lora else None
-
-
-def fuse_streams(
-    backbone: Backbone,
-    adapter: Adapter,
-    *,
-    merge_lora: bool,
-    check: Callable[[StreamFusedModel], object] | None = None,
-) -> StreamFusedModel:
-    """Attach an adapter to its base model, in place of one that is attached already.
+def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
+    """A base model with an adapter on it: modules of its own, on the base's arrays.
 
     Args:
-        backbone: the base model; its layers are changed in place, until `unfuse_streams`.
+        backbone: the base model, alone or with another adapter; it stays as it is.
         adapter: what to attach.
         merge_lora: add LoRA that acts on every row into the weights of layers that are not
-            quantised. The original weights are dropped where the backbone can read them again.
-        check: called with the new model before any layer is changed; may refuse it by raising.
+            quantised. The original weights are not kept where the backbone can read them again.
 
     Raises:
-        InputError: the adapter is another model's. No layer is changed then.
+        InputError: the adapter is another model's.
     """
     check_base(adapter, backbone)
+    backbone = backbone.base().twin()
+    model, dtype = backbone.model, backbone.dtype
     for lora in (adapter.every_row_lora, adapter.stream_lora):
-        check_lora(backbone.model, lora, Path("the adapter"), backbone.kept)
-    every_row, dtype = RowScope(0), backbone.dtype
+        check_lora(model, lora, Path("the adapter"))
+    every_row = RowScope(0)
     scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
     streams = adapter.streams.astype(dtype)
-    _ = backbone.digest  # of the base, before layers are changed
     fused = StreamFusedModel(backbone, adapter.config, streams, scope)
-    fused.lora_digest = lora_digest(adapter.every_row_lora)
-    if check is not None:
-        check(fused)
-    unfuse_streams(backbone)
-    model = backbone.model
+    fused.is_fine_tuned = bool(adapter.every_row_lora)
     on_all = attach_lora(model, adapter.every_row_lora, every_row, merge=merge_lora, dtype=dtype)
     on_streams = attach_lora(model, adapter.stream_lora, scope, merge=False, dtype=dtype)
     replaced: dict[str, nn.Module | None] = {**on_streams, **on_all}
     if merge_lora and backbone.reload is not None:
-        merged = {path for path, module in on_all.items() if isinstance(module, nn.Linear)}
+        merged = (path for path, module in on_all.items() if isinstance(module, nn.Linear))
         replaced |= dict.fromkeys(merged)
     backbone.replaced = replaced
     # Now: the first answer would merge and cast, which takes time and memory.
@@ -102,32 +79,14 @@ def fuse_streams(
     return fused
 
 
-def unfuse_streams(backbone: Backbone) -> None:
-    """Take off what `fuse_streams` attached: the base model's own weights come back.
-
-    Raises:
-        InputError: weights have to be read again, and cannot be. Nothing is changed then.
-    """
-    dropped = [path for path, module in backbone.replaced.items() if module is None]
-    read = backbone.reload(dropped) if dropped and backbone.reload is not None else {}
-    backbone.model.update_modules(tree_unflatten([*backbone.kept.items(), *read.items()]))
-    backbone.replaced = {}
-
-
 def swap_adapter(
-    model: StreamFusedModel,
-    adapter: Adapter | str | Path | None,
-    *,
-    merge_lora: bool = True,
-    check: Callable[[StreamFusedModel], object] | None = None,
+    model: StreamFusedModel, adapter: Adapter | str | Path | None, *, merge_lora: bool = True
 ) -> StreamFusedModel:
     """The same base model with another adapter, without loading the base again.
 
-    Only the layers that LoRA was merged into are read again, from the model's folder.
-
-    The new adapter is read and checked first: where it does not fit, `model` stays as it was.
-    Otherwise `model` is used up, for the weights that it reads are the new one's now; so are
-    its caches, whose keys and values an adapter may have changed.
+    Only the layers that LoRA was merged into are read again, from the model's folder. `model`
+    stays as it is, and both share what the adapters leave alone; what is no longer used is freed.
+    A cache belongs to the model that filled it, for an adapter may change keys and values.
 
     Args:
         model: as `load` or `swap_adapter` returned it.
@@ -135,7 +94,6 @@ def swap_adapter(
             "none") for the base model, decoding plainly. Of a fused folder, the base is the
             model in that folder; give the folder itself for its own streams.
         merge_lora: as for `load`.
-        check: called with the new model before any layer is changed; may refuse it by raising.
 
     Raises:
         InputError: the adapter is missing, broken, or belongs to another model.
@@ -143,27 +101,9 @@ def swap_adapter(
     if isinstance(adapter, str | Path):
         folder = resolve_adapter(adapter)
         adapter = None if folder is None else load_adapter(folder)
-    backbone = model.backbone
     if adapter is None:
-        swapped = StreamFusedModel(backbone)
-        if check is not None:
-            check(swapped)
-        unfuse_streams(backbone)
-    else:
-        swapped = fuse_streams(backbone, adapter, merge_lora=merge_lora, check=check)
-    model.backbone = _UsedUp()  # type: ignore[assignment]
-    return swapped
-
-
-class _UsedUp:
-    """In the place of a swapped model's backbone: better no answer than another adapter's."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise InputError(
-            "this model was given to `swap_adapter`, and its weights follow another adapter now",
-            expected="the model that `swap_adapter` returned",
-            do="use that one, with a new cache",
-        )
+        return StreamFusedModel(model.backbone.base())
+    return fuse_streams(model.backbone, adapter, merge_lora=merge_lora)
 
 
 def adapters_for(model: StreamFusedModel) -> dict[str, Path]:

@@ -12,9 +12,7 @@ node's position, and gets no other: its stream embedding alone says how far ahea
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_unflatten
 from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -40,7 +37,6 @@ PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 _HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS)
 PROBE_LENGTH = 32
 _PROBE_TOLERANCE = 0.02
-_DIGEST_VALUES = 64
 
 LMHead = Callable[[mx.array], mx.array]
 """Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
@@ -71,6 +67,33 @@ class PositionedRope(nn.Module):
         return turned.reshape(batch, rows, heads, size).transpose(0, 2, 1, 3)
 
 
+def arrays_of(model: nn.Module) -> list[mx.array]:
+    """Every array of a model, such as a rotary embedding's frequencies, which count as no
+    parameters."""
+    held = (value for module in model.modules() for value in module.values())
+    return [value for value in held if isinstance(value, mx.array)]
+
+
+def on_same_arrays(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules, whose arrays are the very arrays of `model`."""
+    copies: dict[int, nn.Module] = {}  # a module that stands in two places stays one
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            if id(value) not in copies:
+                twin: Any = copy.copy(value)
+                copies[id(value)] = twin
+                for name, part in value.items():
+                    twin[name] = copied(part)
+            return copies[id(value)]
+        if isinstance(value, dict):
+            return {name: copied(part) for name, part in value.items()}
+        return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
+
+    twin: nn.Module = copied(model)
+    return twin
+
+
 Reload = Callable[[Collection[str]], dict[str, nn.Module]]
 """Paths of modules to the modules as the base model has them."""
 
@@ -94,21 +117,6 @@ def head_bytes(head: LMHead | None) -> int:
     layer = getattr(head, "__self__", head)
     arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
     return sum(array.nbytes for array in arrays)
-
-
-def digest_of(tensors: Iterable[tuple[str, mx.array]]) -> str:
-    """A digest of arrays that costs milliseconds: of names, shapes, types, and some values each."""
-    samples = []
-    for name, array in tensors:
-        stride = max(1, array.size // _DIGEST_VALUES) | 1  # odd, to meet every column
-        values = array.flatten()[::stride]
-        exact = values.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else values
-        samples.append((f"{name} {array.dtype} {array.shape}", mx.contiguous(exact)))
-    mx.eval([values for _, values in samples])
-    digest = hashlib.sha256()
-    for name, values in samples:
-        digest.update(name.encode() + np.asarray(values).tobytes())
-    return digest.hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,8 @@ class BaseIdentity:
 class Backbone:
     """An mlx-lm model in stages.
 
+    Its arrays are computed when it is made, so that any thread may use it.
+
     Args:
         model: as `mlx_lm.load` returns it. Its layers' rotary embeddings are wrapped in place; the
             model itself works as before.
@@ -178,9 +188,8 @@ class Backbone:
 
     Attributes:
         final_norm: what last hidden states pass before the LM head.
-        replaced: the modules that an attached adapter's LoRA stands in for, by path; None for
-            those that `reload` gives. `attach.fuse_streams` fills it and
-            `attach.unfuse_streams` puts them back.
+        replaced: the base model's modules that an attached adapter's LoRA stands in for, by path;
+            None for those that `reload` gives.
     """
 
     def __init__(
@@ -193,7 +202,32 @@ class Backbone:
         self._decoder: Any = getattr(inner, "decoder", inner)
         self._take_parts()
         self._position_ropes()
+        mx.eval(arrays_of(model))
         self._check_stages()
+
+    def twin(self) -> Backbone:
+        """The same model with modules of its own, to be exchanged, on the very same arrays."""
+        twin = copy.copy(self)
+        twin.model = on_same_arrays(self.model)
+        inner: Any = twin.model.model
+        twin._decoder = getattr(inner, "decoder", inner)
+        twin._take_parts()
+        return twin
+
+    def base(self) -> Backbone:
+        """The base model alone, of one that an adapter is attached to: a twin, or itself.
+
+        Raises:
+            InputError: weights that LoRA was merged into cannot be read again.
+        """
+        if not self.replaced:
+            return self
+        dropped = [path for path, module in self.replaced.items() if module is None]
+        read = self.reload(dropped) if dropped and self.reload is not None else {}
+        base = self.twin()
+        base.model.update_modules(tree_unflatten([*self.kept.items(), *read.items()]))
+        base.replaced = {}
+        return base
 
     @property
     def kept(self) -> dict[str, nn.Module]:
@@ -204,15 +238,6 @@ class Backbone:
     def dtype(self) -> mx.Dtype:
         """Type of the activations."""
         return self._embed_one().dtype
-
-    @cached_property
-    def digest(self) -> str:
-        """What tells these settings and weights from others, to reuse keys and values.
-
-        Of the base model: it is asked for before an adapter changes layers.
-        """
-        settings = json.dumps(vars(self.model.args), sort_keys=True, default=str)
-        return digest_of([(settings, mx.array(0)), *tree_flatten(self.model.parameters())])
 
     @property
     def hidden_size(self) -> int:
