@@ -180,10 +180,8 @@ def load_generator(
     `lora` is what the model is to answer with, as `fine_tuned` reads it.
     """
     import torch
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer
     from transformers.masking_utils import sdpa_mask
-
-    from ssmlx.loading.load import load_tokenizer
 
     from .base import load_base
     from .reference.checkpoint import fine_tuned
@@ -198,7 +196,7 @@ def load_generator(
         AttentionInterface.register("grouped", grouped_attention)
         AttentionMaskInterface.register("grouped", sdpa_mask)
         model.set_attn_implementation("grouped")
-    return model, load_tokenizer(path, {})
+    return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
@@ -301,7 +299,7 @@ def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The prompts in their order, each at its first place alone."""
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
-        first.setdefault(json.dumps([as_messages(prompt), prompt.get("tools")]), prompt)
+        first.setdefault(json.dumps(as_messages(prompt)), prompt)
     return list(first.values())
 
 
@@ -324,9 +322,8 @@ def encode_prompts(
         if template is None:
             with refusing_turns(f"the turns of prompt {number}"):
                 tokens = tokenizer.apply_chat_template(
-                    messages, tools=prompt.get("tools"), add_generation_prompt=True,
-                    return_dict=False,
-                )  # fmt: skip
+                    messages, add_generation_prompt=True, return_dict=False
+                )
         else:
             require(
                 len(messages) == 1,
@@ -407,7 +404,7 @@ def _main(args: argparse.Namespace) -> None:
 
     check_batch_size(args.batch_size)
     sampling = Sampling(max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)
-    kinds = ("prompt", "messages", "tools")
+    kinds = ("prompt", "messages")
     prompts = [{k: row[k] for k in kinds if k in row} for row in read_prompts(args.prompts)]
     if not args.temp:
         prompts = distinct(prompts)

@@ -1,20 +1,24 @@
 """Text in, text out: what `import ssmlx` gives beside `load`."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from itertools import chain
+from typing import Any, Literal, cast
 
 import mlx.core as mx
-from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .decoding.loop import Ends, Progress, never, plain_decode, streaming_decode
+from .answers import Answer, Prefilled, Progress, run, wired
+from .decoding.loop import Ends, never, plain_decode, streaming_decode
 from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
 from .errors import require
 from .memory import Memory, memory_of
 from .model.cache import TreeCache
+from .model.shapes import to_int
 from .model.streams import StreamFusedModel
 from .plan import Plan, make_plan
 from .prompts import encode
@@ -112,9 +116,12 @@ def token_steps(
     context: Sequence[int] = (),
     **settings: Any,
 ) -> Iterator[list[int]]:
-    """The endless decoding loop that `config` and `settings` ask for, as `stream_generate`'s."""
+    """The tokens of each call of the endless decoding loop that `config` and `settings` ask for.
+
+    On the thread that reads them, and no other.
+    """
     plan = make_plan(model, config, context=cache.offset + len(prompt), **settings)
-    return planned_steps(plan, model, prompt, cache, context=context)
+    return filter(None, planned_steps(plan, model, prompt, cache, context=context))
 
 
 def planned_steps(
@@ -122,12 +129,11 @@ def planned_steps(
     model: StreamFusedModel,
     prompt: list[int],
     cache: TreeCache,
-    progress: Progress | None = None,
     *,
     context: Sequence[int] = (),
     ends: Ends = never,
 ) -> Iterator[list[int]]:
-    """The decoding loop of a plan."""
+    """The decoding loop of a plan; its turns in the prompt yield empty lists."""
     if len(context) != cache.offset and (context or plan.reads_text):
         raise ValueError(
             f"{len(context)} tokens of context for a cache of {cache.offset}: "
@@ -137,7 +143,6 @@ def planned_steps(
         "context": context,
         "sampler": plan.sampling,
         "prefill_step_size": plan.config.prefill_step_size,
-        "progress": progress,
     }
     if plan.drafter is None:
         return plain_decode(model, prompt, cache, **shared)
@@ -185,8 +190,11 @@ def stream_generate(
     context: Sequence[int] = (),
     progress: Progress | None = None,
     **settings: Any,
-) -> Iterator[GenerationResponse]:
+) -> Answer[GenerationResponse]:
     """Generate an answer, yielding a segment of it for each target call.
+
+    From any thread, and for any; see `Answer`. What `model`, `draft_model` and `heads` hold is only
+    read, so any number of answers may be open at once; a `cache` belongs to one of them.
 
     Args:
         model, tokenizer: as `load` returns them.
@@ -204,7 +212,37 @@ def stream_generate(
     Raises:
         InputError: the prompt is empty or too long, or the settings do not fit the model.
     """
-    config = replace(config or GenerateConfig(), **settings)
+    config = with_seed(replace(config or GenerateConfig(), **settings))
+    opened = partial(
+        segments_of, model, tokenizer, prompt, config,
+        draft_model=draft_model, heads=heads, cache=cache, context=context,
+    )  # fmt: skip
+    return Answer(run(opened), progress)
+
+
+def with_seed(config: GenerateConfig) -> GenerateConfig:
+    """The settings with a seed from MLX's random state, if they sample and have none.
+
+    Every thread has a random state of its own: the caller's counts.
+    """
+    if config.seed is not None or config.temp == 0:
+        return config
+    return replace(config, seed=to_int(mx.random.randint(0, 2**31 - 1)))
+
+
+def segments_of(
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
+    prompt: str | Sequence[int],
+    config: GenerateConfig,
+    *,
+    draft_model: DraftModel | None = None,
+    heads: DraftingHeads | None = None,
+    cache: TreeCache | None = None,
+    context: Sequence[int] = (),
+) -> Iterator[GenerationResponse | Prefilled]:
+    """The turns of an answer, for the thread that runs MLX; the arguments are
+    `stream_generate`'s."""
     tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else [int(t) for t in prompt]
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
@@ -214,7 +252,7 @@ def stream_generate(
     room = None if limit is None else limit - num_prompt
     budget = Budget(end_token_ids(model, tokenizer), config.max_tokens, room)
     plan = make_plan(model, config, draft_model=draft_model, heads=heads, context=num_prompt)
-    steps = planned_steps(plan, model, tokens, cache, progress, context=context, ends=budget.ends)
+    steps = planned_steps(plan, model, tokens, cache, context=context, ends=budget.ends)
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
         return {
@@ -224,12 +262,23 @@ def stream_generate(
             "memory": memory_of(model, cache, plan.drafter, plan.loaded) if reason else None,
         }
 
-    def responses() -> Iterator[GenerationResponse]:
-        # The weights are wired while an answer comes, as mlx-lm does on macOS.
-        with wired_limit(model.backbone.model):
-            yield from responses_of(tokenizer, steps, budget, num_prompt, num_cached, measured)
+    def turns() -> Iterator[GenerationResponse | Prefilled]:
+        started, total = time.perf_counter(), len(tokens) - 1
+        with wired(), closing(cast("Generator[list[int]]", steps)):
+            try:
+                for first in steps:
+                    if first:
+                        break
+                    yield Prefilled(cache.offset - num_cached, total)
+                yield from responses_of(
+                    tokenizer, chain([first], steps), budget, num_prompt, num_cached, measured,
+                    started,
+                )  # fmt: skip
+            finally:
+                # Whoever uses the cache next must find no work of this answer in it.
+                mx.eval(cache.state)
 
-    return responses()
+    return turns()
 
 
 def responses_of(
@@ -239,13 +288,15 @@ def responses_of(
     num_prompt: int,
     num_cached: int,
     measured: Callable[[FinishReason | None], dict[str, Any]],
+    started: float | None = None,
 ) -> Iterator[GenerationResponse]:
     """An answer's segments, of the tokens of each target call, up to where `budget` ends it.
 
-    `measured` gives the other fields of a segment, of the reason why it is the last, if it is.
+    `measured` gives the other fields of a segment, of the reason why it is the last, if it is. The
+    answer began when it `started` (of `time.perf_counter`), or begins now.
     """
     detokenizer = tokenizer.detokenizer
-    started = first_done = time.perf_counter()
+    started = first_done = time.perf_counter() if started is None else started
     for calls, step in enumerate(steps, 1):
         now = time.perf_counter()
         first_done = now if calls == 1 else first_done

@@ -1,21 +1,20 @@
 """A chat of many turns that keeps the cache of the turns before."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .api import GenerationResponse, stream_generate
-from .decoding.loop import Progress
+from .answers import Answer, Prefilled, Progress, run
+from .api import GenerationResponse, segments_of, stream_generate, with_seed
 from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
 from .errors import require
 from .loading.attach import swap_adapter
 from .memory import Memory, memory_of
-from .model.shapes import to_int
 from .model.streams import StreamFusedModel
 from .plan import Plan, make_plan
 from .prompts import Message, chat_tokens, check_text, common_prefix
@@ -71,6 +70,7 @@ class ChatSession:
         system: str | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self._drafts: dict[str, Any] = {"draft_model": draft_model, "heads": heads}
         self.config = config or GenerateConfig()
         self.totals = ChatTotals()
@@ -84,6 +84,7 @@ class ChatSession:
             InputError: `system` is not Unicode text; the conversation stays.
         """
         check_text(system or "")
+        self._check_idle()
         self.system = system
         self.messages: list[Message] = []
         if system:
@@ -104,7 +105,7 @@ class ChatSession:
         """Go on with the same base model and conversation under another adapter.
 
         The cache starts anew, as another adapter's keys and values are others: the next answer
-        processes the whole conversation. The model that the session was made with is used up.
+        processes the whole conversation.
 
         Args:
             adapter: as `ssmlx.swap_adapter` takes it.
@@ -113,9 +114,10 @@ class ChatSession:
             InputError: the adapter cannot be had, or does not fit the model or the settings;
                 everything is as it was.
         """
-        self.model = swap_adapter(
-            self.model, adapter, check=lambda model: make_plan(model, self.config, **self._drafts)
-        )
+        self._check_idle()
+        swapped = swap_adapter(self.model, adapter)
+        make_plan(swapped, self.config, **self._drafts)
+        self.model = swapped
         self.plain_tps = None
         self._empty_cache()
 
@@ -134,59 +136,84 @@ class ChatSession:
         """Tokens in the cache."""
         return self._cache.offset
 
-    def reply(self, text: str, progress: Progress | None = None) -> Iterator[GenerationResponse]:
-        """Answer `text`, segment by segment. Closing the iterator stops the answer and keeps it.
+    def reply(self, text: str, progress: Progress | None = None) -> Answer[GenerationResponse]:
+        """Answer `text`, segment by segment. Cancelling the answer stops and keeps it.
 
         Raises:
-            InputError: the conversation no longer fits the context; the turn does not count.
+            InputError: the conversation no longer fits the context, or the last reply is still
+                open; the turn does not count.
         """
+        self._check_idle()
+        config = with_seed(self.config)
+        answer = Answer(run(lambda: self._segments(text, config)), progress)
+        self._reply = weakref.ref(answer)
+        return answer
+
+    def _check_idle(self) -> None:
+        """Check that no reply is open: two would write the same cache and history."""
+        reply = self._reply()
+        require(
+            reply is None or reply.is_over,
+            "a reply of this session is still open",
+            expected="one reply at a time",
+            do="read it to its end, or close it; or use another session",
+        )
+
+    def _segments(
+        self, text: str, config: GenerateConfig
+    ) -> Iterator[GenerationResponse | Prefilled]:
         question: Message = {"role": "user", "content": text}
         prompt = chat_tokens(self.tokenizer, [*self.messages, question])
         # At least one token is left to process.
         reused = common_prefix(self._cached_tokens, prompt[:-1])
         self._cache.trim(reused)
         del self._cached_tokens[reused:]
-        responses = stream_generate(
+        segments = segments_of(
             self.model,
             self.tokenizer,
             prompt[reused:],
-            self.config,
+            config,
             cache=self._cache,
             context=prompt[:reused],
-            progress=progress,
             **self._drafts,
         )
-        return self._answer(question, prompt, reused, responses)
+        return self._kept(question, prompt, reused, segments)
 
-    def _answer(
+    def _kept(
         self,
         question: Message,
         prompt: list[int],
         reused: int,
-        responses: Iterator[GenerationResponse],
-    ) -> Iterator[GenerationResponse]:
+        segments: Iterator[GenerationResponse | Prefilled],
+    ) -> Iterator[GenerationResponse | Prefilled]:
+        """The segments, and a conversation that has what was read of them."""
         text, last, written = "", None, list(prompt)
         self.messages.append(question)
         try:
-            for last in responses:
-                text += last.text
-                written.extend(last.tokens)
-                yield last
+            for segment in segments:
+                if isinstance(segment, GenerationResponse):
+                    text, last = text + segment.text, segment
+                    written.extend(segment.tokens)
+                yield segment
         finally:
+            cast("Generator[object]", segments).close()
             self.messages.append({"role": "assistant", "content": text})
             # What was written is in the cache, as far as it got.
             self._cache.trim(min(self._cache.offset, len(written)))
             self._cached_tokens = written[: self._cache.offset]
-            totals = self.totals
-            totals.reused_tokens += reused
             if last is not None:
-                totals.answers += 1
-                totals.tokens += last.generation_tokens
-                totals.target_calls += last.target_calls
-                totals.decode_tokens += last.generation_tokens - 1
-                totals.decode_seconds += last.decode_seconds
-                totals.prompt_tokens += last.prompt_tokens
-                self._memory = last.memory
+                self._count(last, reused)
+
+    def _count(self, last: GenerationResponse, reused: int) -> None:
+        totals = self.totals
+        totals.reused_tokens += reused
+        totals.answers += 1
+        totals.tokens += last.generation_tokens
+        totals.target_calls += last.target_calls
+        totals.decode_tokens += last.generation_tokens - 1
+        totals.decode_seconds += last.decode_seconds
+        totals.prompt_tokens += last.prompt_tokens
+        self._memory = last.memory
 
     def compare(self) -> Comparison:
         """Answer the last message twice more, streaming and plain, beside the conversation.
@@ -200,11 +227,7 @@ class ChatSession:
         found, do = "nothing was said yet", "say something first"
         require(bool(users), found, expected="a message to answer", do=do)
         prompt = chat_tokens(self.tokenizer, self.messages[: users[-1] + 1])
-        # The same noise for both, or two samples would be compared.
-        seed = self.config.seed
-        if seed is None and self.config.temp > 0:
-            seed = to_int(mx.random.randint(0, 2**31 - 1))
-        config = replace(self.config, seed=seed)
+        config = with_seed(self.config)  # the same for both, or two samples would be compared
         model, tokenizer = self.model, self.tokenizer
         streaming, plain = (
             list(stream_generate(model, tokenizer, prompt, one, **self._drafts))

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .errors import InputError, require
 
@@ -48,7 +48,7 @@ DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
 DRAFT_HEADS = ("auto", "stored", "8bit")
 MAX_TREE_NODES = 1024
 MAX_DRAFT_TOKENS = 256
-PREFILL_STEP_SIZE = 2048
+PREFILL_STEP_SIZE = 512
 
 # An edge's log probability is held in this range: below zero by more than float32 rounding, so
 # that a child always scores less than its parent and the best nodes are closed under ancestors.
@@ -537,37 +537,6 @@ class GenerateConfig(SamplingConfig):
             prune=self.prune or PruneConfig(),
             stream_schedule=self.stream_schedule or "second-pass",
         )
-
-
-class Settings(TypedDict, total=False):
-    """Single fields of `GenerateConfig`, as keyword arguments: a type checker knows their names."""
-
-    temp: float
-    top_p: float
-    min_p: float
-    top_k: int
-    seed: int | None
-    repetition_penalty: float | None
-    repetition_context_size: int
-    presence_penalty: float | None
-    presence_context_size: int
-    frequency_penalty: float | None
-    frequency_context_size: int
-    logit_bias: Mapping[int, float] | None
-    decoding: Decoding | None
-    max_tokens: int
-    drafter: DrafterKind | None
-    tree: TreeConfig | None
-    prune: PruneConfig | None
-    num_streams: int | None
-    stream_schedule: StreamSchedule | None
-    lookup_nodes: int
-    prompt_lookup: PromptLookupConfig
-    lookahead: LookaheadConfig
-    draft: DraftModelConfig
-    speculator_tree: SpeculatorTreeConfig
-    acceptance: AcceptanceConfig
-    prefill_step_size: int
 
 
 def to_json(value: Any) -> Any:

@@ -167,9 +167,12 @@ def make_tokenizer(vocab: int = VOCAB, eos: int | None = None) -> TokenizerWrapp
 
 
 def first_tokens(steps, count: int) -> tuple[list[int], list[int]]:
-    """The first `count` tokens of a decoding loop, and the length of each step taken."""
+    """The first `count` tokens of a decoding loop, and the length of each step taken.
+
+    A prompt's turns, which take none, are passed over.
+    """
     tokens, lengths = [], []
-    for step in steps:
+    for step in filter(None, steps):
         tokens += step
         lengths.append(len(step))
         if len(tokens) >= count:

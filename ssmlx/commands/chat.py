@@ -106,23 +106,16 @@ def keep_history(path: Path) -> None:
 
 
 @contextmanager
-def stoppable() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C inside the block into a flag; a second one interrupts.
-
-    An exception in the middle of a step could leave the cache half-written; a flag, read
-    between steps, cannot.
-    """
-    stopped = False
+def stopping(stop: Callable[[], object]) -> Iterator[None]:
+    """The first Ctrl-C inside the block calls `stop`; a second one interrupts."""
 
     def on_interrupt(signum: int, frame: Any) -> None:
-        nonlocal stopped
-        if stopped:
-            raise KeyboardInterrupt
-        stopped = True
+        signal.signal(signal.SIGINT, before)
+        stop()
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield lambda: stopped
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -141,13 +134,10 @@ def answer(session: ChatSession, text: str, screen: Screen) -> None:
     from ..api import summary
 
     last = None
-    with stoppable() as stopped:
-        responses = session.reply(text, progress=PromptBar())
+    responses = session.reply(text, progress=PromptBar())
+    with stopping(responses.cancel), responses:
         for last in responses:
             screen.reply(last.text)
-            if stopped():
-                break
-        responses.close()  # type: ignore[attr-defined]
     print(flush=True)
     if last is not None:
         cut = " · stopped" if last.finish_reason is None else ""

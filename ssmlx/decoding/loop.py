@@ -19,9 +19,6 @@ from .pace import Pace
 from .prune import is_pruned, surviving_nodes
 from .sampling import GREEDY, Places, Sampling, last_tokens, places_of
 
-Progress = Callable[[int, int], None]
-"""Told (prompt tokens processed, prompt tokens in all)."""
-
 Ends = Callable[[list[int]], bool]
 """Told the tokens that a call advanced by; whether the answer ends with them."""
 
@@ -33,23 +30,26 @@ def never(tokens: list[int]) -> bool:
     return False
 
 
-def prefill(
-    model: StreamFusedModel,
-    tokens: list[int],
-    cache: TreeCache,
-    *,
-    step_size: int = PREFILL_STEP_SIZE,
-    progress: Progress | None = None,
-) -> None:
-    """Put `tokens` into the cache, `step_size` at a time."""
-    report = progress or (lambda done, total: None)
-    report(0, len(tokens))
+def prefill(model: StreamFusedModel, tokens: list[int], cache: TreeCache) -> None:
+    """Put `tokens` into the cache."""
+    for _ in prefill_turns(model, tokens, cache, PREFILL_STEP_SIZE):
+        pass
+
+
+def prefill_turns(
+    model: StreamFusedModel, tokens: list[int], cache: TreeCache, step_size: int
+) -> Iterator[list[int]]:
+    """Put `tokens` into the cache, `step_size` at a time: an empty list before each, and at last.
+
+    So whoever drives a decoding loop can stop between them, tell of them, or let others go first.
+    """
     for first in range(0, len(tokens), step_size):
-        chunk = tokens[first : first + step_size]
-        model.backbone.append(mx.array(chunk), cache)
+        yield []
+        model.backbone.append(mx.array(tokens[first : first + step_size]), cache)
         mx.eval(cache.state)
         mx.clear_cache()
-        report(first + len(chunk), len(tokens))
+    if tokens:
+        yield []
 
 
 def prune_tree(
@@ -179,11 +179,10 @@ def streaming_decode(
     sampler: Sampling = GREEDY,
     acceptance: AcceptanceConfig = EXACT,
     prefill_step_size: int = PREFILL_STEP_SIZE,
-    progress: Progress | None = None,
     ends: Ends = never,
     pace: Pace | None = None,
 ) -> Iterator[list[int]]:
-    """Yield the tokens that each target call advances by, endlessly.
+    """Yield the tokens that each target call advances by, endlessly, behind `prefill_turns`.
 
     While a step runs, the next one is built; when it is done, its successor starts, and only then
     are its tokens given out. Drafters that read the text, and pruning by threshold, have to know
@@ -210,7 +209,7 @@ def streaming_decode(
     drafter.start([*context, *prompt])
     cache.trim(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
-    prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)
+    yield from prefill_turns(model, prompt[:-1], cache, prefill_step_size)
 
     def build(tree: Tree, tail: mx.array) -> StepResult:
         return step(
@@ -232,7 +231,7 @@ def streaming_decode(
         if upcoming is None or ends(new_tokens):
             if upcoming is not None:
                 upcoming = None
-                model.forget_masks()
+                cache.forget_masks()
             cache.restore(before)
             cache.advance(len(new_tokens))
             yield new_tokens
@@ -254,7 +253,6 @@ def plain_decode(
     context: Sequence[int] = (),
     sampler: Sampling = GREEDY,
     prefill_step_size: int = PREFILL_STEP_SIZE,
-    progress: Progress | None = None,
 ) -> Iterator[list[int]]:
     """Yield one token for each target call, endlessly: the same model without drafting.
 
@@ -263,7 +261,7 @@ def plain_decode(
     """
     cache.trim(cache.offset)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
-    prefill(model, prompt[:-1], cache, step_size=prefill_step_size, progress=progress)
+    yield from prefill_turns(model, prompt[:-1], cache, prefill_step_size)
 
     def call(token: mx.array, tail: mx.array) -> tuple[mx.array, mx.array]:
         places = places_of(root_tree(token), cache.length, tail)
