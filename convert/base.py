@@ -21,8 +21,9 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.errors import InputError, first_line, require
+from ssmlx.errors import InputError, require
 from ssmlx.loading.files import new_folder, read_tensors
+from ssmlx.loading.load import reading
 from ssmlx.settings import read_json
 
 from . import check_torch
@@ -45,7 +46,15 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
     folder = Path(path)
     settings = read_json(folder / "config.json", "a model folder")
     options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
-    with _loading(folder):
+    with (
+        _quiet(),
+        reading(
+            folder,
+            f"{folder} cannot be loaded as a model",
+            expected="a whole model folder that transformers can load",
+            do="download or convert it again, or choose another model",
+        ),
+    ):
         if settings.get("quantization") is None:
             model, faults = _load_whole(folder, options)
         else:
@@ -62,8 +71,8 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
 
 
 @contextmanager
-def _loading(folder: Path) -> Iterator[None]:
-    """Tell in one line what transformers' loader stumbles over, in place of its own reports."""
+def _quiet() -> Iterator[None]:
+    """Without the reports of transformers' loader."""
     from transformers.utils import logging  # takes seconds
 
     verbosity = logging.get_verbosity()
@@ -71,14 +80,6 @@ def _loading(folder: Path) -> Iterator[None]:
     logging.set_verbosity_error()
     try:
         yield
-    except InputError:
-        raise
-    except Exception as error:  # it raises many kinds, with long advice in them
-        raise InputError(
-            f"{folder} cannot be loaded as a model ({first_line(error)})",
-            expected="a whole model folder that transformers can load",
-            do="download or convert it again, or choose another model",
-        ) from error
     finally:
         logging.set_verbosity(verbosity)
 
@@ -90,6 +91,7 @@ def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str
     model, report = AutoModelForCausalLM.from_pretrained(
         folder,
         local_files_only=True,
+        trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # told below
         **options,
@@ -105,11 +107,11 @@ def _load_packed(
     """A model with the unpacked weights of an mlx-lm folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for name in ("quantization", "quantization_config"):
         if hasattr(config, name):
             delattr(config, name)
-    model = AutoModelForCausalLM.from_config(config, **options)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     report = model.load_state_dict(_dequantised(folder, quantization), strict=False)
     faults = [f"lacks {name}" for name in report.missing_keys]
     return model, [*faults, *(f"holds an unknown {name}" for name in report.unexpected_keys)]

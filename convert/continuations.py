@@ -180,8 +180,10 @@ def load_generator(
     `lora` is what the model is to answer with, as `fine_tuned` reads it.
     """
     import torch
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer
+    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
+
+    from ssmlx.loading.load import load_tokenizer
 
     from .base import load_base
     from .reference.checkpoint import fine_tuned
@@ -196,7 +198,7 @@ def load_generator(
         AttentionInterface.register("grouped", grouped_attention)
         AttentionMaskInterface.register("grouped", sdpa_mask)
         model.set_attn_implementation("grouped")
-    return model, AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return model, load_tokenizer(path, {})
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
@@ -299,7 +301,7 @@ def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The prompts in their order, each at its first place alone."""
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
-        first.setdefault(json.dumps(as_messages(prompt)), prompt)
+        first.setdefault(json.dumps([as_messages(prompt), prompt.get("tools")]), prompt)
     return list(first.values())
 
 
@@ -322,8 +324,9 @@ def encode_prompts(
         if template is None:
             with refusing_turns(f"the turns of prompt {number}"):
                 tokens = tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=False
-                )
+                    messages, tools=prompt.get("tools"), add_generation_prompt=True,
+                    return_dict=False,
+                )  # fmt: skip
         else:
             require(
                 len(messages) == 1,
@@ -404,7 +407,7 @@ def _main(args: argparse.Namespace) -> None:
 
     check_batch_size(args.batch_size)
     sampling = Sampling(max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)
-    kinds = ("prompt", "messages")
+    kinds = ("prompt", "messages", "tools")
     prompts = [{k: row[k] for k in kinds if k in row} for row in read_prompts(args.prompts)]
     if not args.temp:
         prompts = distinct(prompts)

@@ -18,7 +18,9 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.calibration.costs import Calls, Clock, medians
+from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_counts, make_parser, run
+from ssmlx.commands.results import write_result
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.model.metal.hook import is_available, pack_bits
@@ -32,8 +34,7 @@ from ssmlx.model.metal.plan import (
     mlx_path,
     this_chip,
 )
-from ssmlx.tuning.machine import machine
-from ssmlx.tuning.report import Columns, table, write_result
+from ssmlx.tuning.report import Columns, table
 
 from .run.options import add_out
 

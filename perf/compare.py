@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.results import publish
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.memory import MIB
 from ssmlx.settings import read_json
-from ssmlx.tuning.report import Columns, cells, publish, table
+from ssmlx.tuning.report import Columns, cells, table
 
 from .run.experiment import failures, result_of, task_result
 from .run.options import add_experiment_options, check_counts, experiment_of

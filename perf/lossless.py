@@ -10,7 +10,8 @@ import argparse
 from dataclasses import replace
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.tuning.report import Columns, table, write_result
+from ssmlx.commands.results import write_result
+from ssmlx.tuning.report import Columns, table
 
 from .run.experiment import result_of, task_result
 from .run.options import (

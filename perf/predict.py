@@ -34,11 +34,12 @@ import numpy as np
 from ssmlx.calibration.choice import PricedShape, best
 from ssmlx.commands.calibrate import results_dir
 from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.results import publish
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import from_json, read_json
 from ssmlx.tuning.cost import DraftShape, StepCosts, Surface
-from ssmlx.tuning.report import Columns, finish, new_figure, publish, table
+from ssmlx.tuning.report import Columns, finish, new_figure, table
 
 from .run.options import add_out
 from .run.results import reading

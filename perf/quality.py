@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.results import publish
 from ssmlx.loading.adapter import read_lora
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.settings import read_json
-from ssmlx.tuning.report import publish
 
 from .compare import report as compare_report
 from .run.experiment import Experiment, failures, result_of, task_result

@@ -8,12 +8,13 @@ here are metrics, and no tokens per call.
 import argparse
 from pathlib import Path
 
+from ssmlx.commands.machine import machine
 from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts, user_text
-from ssmlx.tuning.machine import machine
-from ssmlx.tuning.report import table, write_result
+from ssmlx.tuning.report import table
 
 from .run.options import add_out, split_name
 from .run.show import Row, difference_lines, metrics

@@ -15,15 +15,16 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from ssmlx.commands.machine import machine
 from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.results import publish
 from ssmlx.decoding.loop import prefill, step
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.model.cache import StreamCache, TreeCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import Tree, root_tree
 from ssmlx.settings import PruneConfig, TreeConfig
-from ssmlx.tuning.machine import machine
-from ssmlx.tuning.report import Columns, publish, table
+from ssmlx.tuning.report import Columns, table
 
 from .run.experiment import task_result
 from .run.options import (

@@ -7,9 +7,11 @@
     for response in ssmlx.stream_generate(model, tokenizer, prompt):
         print(response.text, end="", flush=True)
 
-Shapes are written against the legend in `ssmlx.model.shapes`.
+`GenerateConfig` has the settings, `GenerationResponse` what a piece of an answer tells, and every
+mistake raises `InputError`. Shapes are written against the legend in `ssmlx.model.shapes`.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 has_fast_blas = prefer_openblas()
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless an app listens
 
 # Loaded on first use, so that `--help` does not wait for MLX.
 _NAMES = {
@@ -60,6 +63,11 @@ _NAMES = {
 }  # fmt: skip
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = ["__version__", *_HOMES]
+
+
+def __dir__() -> list[str]:
+    """What there is, loaded yet or not: `help(ssmlx)` and completion ask for it."""
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> Any:

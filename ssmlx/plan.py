@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Unpack
 
 from .decoding.drafter import Drafter
 from .decoding.loop import scratch_rows
@@ -21,6 +21,7 @@ from .settings import (
     TEXT_DRAFTERS,
     DrafterKind,
     GenerateConfig,
+    Settings,
 )
 from .tuning.cost import DraftShape
 from .tuning.profile import Profile, profile_of
@@ -68,7 +69,7 @@ def make_plan(
     draft_model: DraftModel | None = None,
     heads: DraftingHeads | None = None,
     context: int | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Plan:
     """What `config` comes to on `model`; `settings` are single fields of it.
 

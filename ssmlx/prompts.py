@@ -1,21 +1,35 @@
 """Files of prompts, and from a user's text to prompt tokens."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError, require
 from .settings import StreamConfig
 
-Message = Mapping[str, str]
-"""One turn of a chat: {"role": "system" | "user" | "assistant", "content": text}."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Message = Mapping[str, Any]
+"""One turn of a chat: {"role": one of `ROLES` or the template's own, "content": text}. The content
+may be parts, [{"type": "text", "text": ...}, ...], or None beside "tool_calls"; other fields go to
+the template as they are."""
+
+_APPLY = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+_NO_TEMPLATE_ARGS = {*_APPLY, "messages"} - {"tools", "documents"}
+
+Tools = Sequence[Any]
+"""What the model may call, as chat templates take it: JSON schemas of functions."""
 
 Prompt = Mapping[str, Any]
-"""What is asked, a line of a file: "prompt", a text, or "messages", the turns of a chat."""
+"""What is asked, a line of a file: "prompt", a text, or "messages", the turns of a chat; and
+"tools", if there are any."""
 
 
 class Model(Protocol):
@@ -72,26 +86,72 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
         expected='an object with either "prompt" or "messages"',
         do=do,
     )
-    messages = as_messages(record)
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if isinstance(last, dict) and last.get("role") == "assistant":
-        record["messages"] = messages = messages[:-1]
-    are_turns = isinstance(messages, list) and all(
-        isinstance(turn, dict)
-        and turn.get("role") in ("system", "user", "assistant")
-        and isinstance(turn.get("content"), str)
-        for turn in messages
-    )
+    found = f'{where} has a bad "{kinds[0]}"'
+    messages = plain_turns(as_messages(record), found)
+    if messages and messages[-1]["role"] == "assistant":
+        del messages[-1]
     require(
-        are_turns and bool(messages) and messages[-1]["role"] == "user",
-        f'{where} has a bad "{kinds[0]}"',
-        expected="a text, or a list of objects with role (system, user, assistant) and "
-        "content, the last one from the user, or an answer to it",
+        bool(messages)
+        and messages[-1]["role"] in ("user", "tool")
+        and all(turn["role"] in ROLES for turn in messages),
+        found,
+        expected=f"a text, or turns of {', '.join(ROLES)}; the last one the user's or a tool's, "
+        "or an answer to it",
         do=do,
     )
     found = f"{where} has an empty prompt"
-    require(bool(messages[-1]["content"].strip()), found, expected=expected, do=do)
+    require(bool(user_text({"messages": messages}).strip()), found, expected=expected, do=do)
+    if "messages" in record:
+        record["messages"] = messages
     return record
+
+
+def plain_turns(messages: Any, found: str = "these turns") -> list[dict[str, Any]]:
+    """Turns as templates read them: contents are texts, arguments of tool calls objects."""
+    require(
+        isinstance(messages, Sequence) and all(map(_is_turn, messages)),
+        found,
+        expected="a list of objects, each with a role, and content: a text, or parts of type text",
+        do="correct them",
+    )
+    return [_plain_turn(turn) for turn in messages]
+
+
+def _is_turn(turn: Any) -> bool:
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        return False
+    content = turn.get("content")
+    if content is None:
+        return bool(turn.get("tool_calls"))
+    return all(
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+        for part in _parts(content)
+    )
+
+
+def _parts(content: Any) -> Sequence[Any]:
+    return content if isinstance(content, list | tuple) else [{"type": "text", "text": content}]
+
+
+def _plain_turn(turn: Message) -> dict[str, Any]:
+    content = turn.get("content")
+    text = "" if content is None else "".join(part["text"] for part in _parts(content))
+    plain = {**turn, "content": text}
+    if isinstance(calls := turn.get("tool_calls"), list):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: Any) -> Any:
+    """A tool call whose arguments are an object, where OpenAI's form has them as its JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    with suppress(ValueError):
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    return call
 
 
 def as_messages(prompt: Prompt) -> Any:
@@ -103,7 +163,8 @@ def as_messages(prompt: Prompt) -> Any:
 
 def user_text(prompt: Prompt) -> str:
     """What the user says last."""
-    return str(as_messages(prompt)[-1]["content"])
+    said = [turn["content"] for turn in as_messages(prompt) if turn["role"] == "user"]
+    return str(said[-1]) if said else ""
 
 
 def encode_prompt(
@@ -111,19 +172,46 @@ def encode_prompt(
     model: Model,
     tokenizer: TokenizerWrapper,
     template: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Under a template as `prompt_tokens`; several turns under the model's own chat template."""
+    own = model.config.prompt_template if model.config else None
+    return asked_tokens(prompt, tokenizer, own if template is None else template, template_args)
+
+
+def asked_tokens(
+    prompt: Prompt,
+    tokenizer: TokenizerWrapper,
+    template: str | None,
+    template_args: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The tokens of what is asked; a template is for a single turn of the user's."""
     messages = as_messages(prompt)
-    if len(messages) == 1:
-        return prompt_tokens(user_text(prompt), model, tokenizer, template)
-    return chat_tokens(tokenizer, messages)
+    more: Any = {"tools": prompt.get("tools"), "template_args": template_args}
+    if len(messages) > 1:
+        return chat_tokens(tokenizer, messages, **more)
+    return text_tokens(user_text(prompt), tokenizer, template, **more)
 
 
-def chat_tokens(tokenizer: TokenizerWrapper, messages: Sequence[Message]) -> list[int]:
+def chat_tokens(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Message],
+    *,
+    tools: Tools | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+) -> list[int]:
     """The prompt of a chat under the model's own template, up to where the answer starts.
 
+    Args:
+        tokenizer: the model's.
+        messages: the turns, see `Message`.
+        tools: what the model may call: JSON schemas, or functions with types and docstrings.
+        template_args: what else the template reads, such as {"enable_thinking": False}.
+        add_generation_prompt: whether an answer starts behind them.
+
     Raises:
-        InputError: there is no template, or it refuses the turns.
+        InputError: there is no template, or it refuses the turns, or reads no such arguments.
     """
     require(
         tokenizer.has_chat_template,
@@ -131,12 +219,28 @@ def chat_tokens(tokenizer: TokenizerWrapper, messages: Sequence[Message]) -> lis
         expected="a model made for chat",
         do="use such a model, or generate with --template raw",
     )
-    for message in messages:
-        content: object = message.get("content")
-        # Training data may hold a turn of tools, without text.
-        check_text(content if isinstance(content, str) else "")
+    turns = plain_turns(messages)
+    for turn in turns:
+        check_text(turn["content"])
+    more = dict(template_args or {}) | ({"tools": list(tools)} if tools else {})
+    _check_template_args(tokenizer, more)
+    more["add_generation_prompt"] = add_generation_prompt
     with refusing_turns("these turns"):
-        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
+        return list(tokenizer.apply_chat_template(turns, **more))
+
+
+def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) -> None:
+    """Refuse what would be ignored: Jinja is silent about names that no template reads."""
+    text = getattr(tokenizer, "chat_template", None)
+    for name in given:
+        # Where the template is code, nobody can tell what it reads.
+        is_read = not isinstance(text, str) or re.search(rf"\b{re.escape(name)}\b", text)
+        require(
+            bool(is_read) and name not in _NO_TEMPLATE_ARGS,
+            f"the template argument {name}",
+            expected="what the model's chat template reads",
+            do="drop it, or use another model",
+        )
 
 
 @contextmanager
@@ -146,7 +250,7 @@ def refusing_turns(turns: str) -> Iterator[None]:
 
     try:
         yield
-    except TemplateError as error:
+    except (TemplateError, LookupError, TypeError, ValueError) as error:
         raise InputError(
             f"the model's chat template refuses {turns} ({' '.join(str(error).split())})",
             expected="turns that it knows",
@@ -155,7 +259,13 @@ def refusing_turns(turns: str) -> Iterator[None]:
 
 
 def prompt_tokens(
-    text: str, model: Model, tokenizer: TokenizerWrapper, template: str | None = None
+    text: str,
+    model: Model,
+    tokenizer: TokenizerWrapper,
+    template: str | None = None,
+    *,
+    tools: Tools | None = None,
+    template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The tokens of one prompt.
 
@@ -165,21 +275,31 @@ def prompt_tokens(
         tokenizer: the model's tokenizer.
         template: "chat", the model's chat template; "raw", the text as it is; or a text with
             `{prompt}`. None: the adapter's own, then the chat template, then raw.
+        tools, template_args: for the chat template, as `chat_tokens` takes them.
 
     Raises:
         InputError: the text is empty or not Unicode, or the template cannot be used.
     """
     own = model.config.prompt_template if model.config else None
-    return text_tokens(text, tokenizer, own if template is None else template)
+    more = {"tools": tools, "template_args": template_args}
+    return text_tokens(text, tokenizer, own if template is None else template, **more)
 
 
-def text_tokens(text: str, tokenizer: TokenizerWrapper, template: str | None) -> list[int]:
-    """The tokens of one prompt under a template as `prompt_tokens` takes it."""
+def text_tokens(
+    text: str, tokenizer: TokenizerWrapper, template: str | None, **more: Any
+) -> list[int]:
+    """The tokens of one prompt under a template; the arguments are those of `prompt_tokens`."""
     require(bool(text.strip()), "the prompt is empty", expected="some text", do="give a prompt")
     if template is None:
         template = "chat" if tokenizer.has_chat_template else "raw"
     if template == "chat":
-        return chat_tokens(tokenizer, [{"role": "user", "content": text}])
+        return chat_tokens(tokenizer, [{"role": "user", "content": text}], **more)
+    require(
+        not any(more.values()),
+        "tools or template arguments without a chat template",
+        expected="--template chat with them",
+        do="choose it, or drop them",
+    )
     if template == "raw":
         return encode(text, tokenizer)
     require(

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from .errors import InputError, require
 
@@ -537,6 +537,37 @@ class GenerateConfig(SamplingConfig):
             prune=self.prune or PruneConfig(),
             stream_schedule=self.stream_schedule or "second-pass",
         )
+
+
+class Settings(TypedDict, total=False):
+    """Single fields of `GenerateConfig`, as keyword arguments: a type checker knows their names."""
+
+    temp: float
+    top_p: float
+    min_p: float
+    top_k: int
+    seed: int | None
+    repetition_penalty: float | None
+    repetition_context_size: int
+    presence_penalty: float | None
+    presence_context_size: int
+    frequency_penalty: float | None
+    frequency_context_size: int
+    logit_bias: Mapping[int, float] | None
+    decoding: Decoding | None
+    max_tokens: int
+    drafter: DrafterKind | None
+    tree: TreeConfig | None
+    prune: PruneConfig | None
+    num_streams: int | None
+    stream_schedule: StreamSchedule | None
+    lookup_nodes: int
+    prompt_lookup: PromptLookupConfig
+    lookahead: LookaheadConfig
+    draft: DraftModelConfig
+    speculator_tree: SpeculatorTreeConfig
+    acceptance: AcceptanceConfig
+    prefill_step_size: int
 
 
 def to_json(value: Any) -> Any:

@@ -23,7 +23,7 @@ ROOMS = [
     "commands",
     "calibration",
     "api session exported",
-    "plan",
+    "plan prompt_cache",
     "training",
     "memory",
     "tuning",
@@ -33,7 +33,7 @@ ROOMS = [
     "model",
     "prompts adapters",
     "settings",
-    "errors blas answers __init__",
+    "errors blas answers bars __init__",
 ]
 EXCEPTIONS = {
     ("ssmlx/export.py", "convert/export"),  # the command's stub; the PyTorch side does it
@@ -134,6 +134,46 @@ def test_imports_go_down_only():
 
 def test_no_imports_go_in_a_circle():
     assert list(circles()) == []
+
+
+SPEAKING = ("ssmlx/commands/", "ssmlx/exported/__main__.py", "convert/", "perf/", "examples/")
+LOUD = {"print", "input", "breakpoint", "exit", "quit"}  # calls
+RUDE = {"signal", "subprocess", "multiprocessing", "pdb", "warnings"}  # modules
+STREAMS = {"stdin", "stdout", "stderr", "__stdout__", "__stderr__"}  # of `sys`
+
+
+def loud(path: str) -> Iterator[str]:
+    """What a file does to its process: prints, asks, starts another, changes its environment."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        found = ""
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in LOUD:
+                found = name
+            case ast.Import(names=names) if any(n.name.split(".")[0] in RUDE for n in names):
+                found = ast.unparse(node)
+            case ast.ImportFrom(module=str(name), level=0) if name.split(".")[0] in RUDE:
+                found = ast.unparse(node)
+            case ast.Attribute(value=ast.Name(id="sys"), attr=name) if name in STREAMS:
+                found = f"sys.{name}"
+            case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in (
+                "system", "popen", "fork", "putenv", "unsetenv", "kill", "_exit"
+            ) or name.startswith(("exec", "spawn", "posix_spawn")):  # fmt: skip
+                found = f"os.{name}"
+            case ast.Subscript(value=ast.Attribute(attr="environ"), ctx=ast.Store() | ast.Del()):
+                found = ast.unparse(node)
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="environ"), attr=name)):
+                found = "" if name == "get" else ast.unparse(node)
+        if found:
+            yield f"{path}:{node.lineno} {found}"
+
+
+def test_the_library_is_quiet():
+    """It logs, raises and reports through callbacks; commands print. `generate(verbose=True)`
+    does so because it is asked to."""
+    library = [p for p in modules().values() if not p.startswith(SPEAKING)]
+    found = [one for path in library for one in loud(path)]
+    assert len(library) > 60 and {one.split(":")[0] for one in found} == {"ssmlx/api.py"}, found
+    assert any(one for path in modules().values() for one in loud(path) if "subprocess" in one)
 
 
 def test_the_house_is_small():

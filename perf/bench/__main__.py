@@ -26,14 +26,14 @@ import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.calibration.timing import TimedAnswer
+from ssmlx.commands.machine import machine, output_of
 from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.results import publish
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
 from ssmlx.plan import make_plan
 from ssmlx.settings import DTYPES, GenerateConfig
-from ssmlx.tuning.machine import machine, output_of
-from ssmlx.tuning.report import publish
 
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import adapter_with_streams, add_base, add_out, check_counts

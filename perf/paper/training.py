@@ -17,6 +17,7 @@ from typing import Any
 from convert import train as trainer
 from convert.reference.format import ADAPTER_WEIGHTS
 from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.results import publish
 from ssmlx.commands.train_options import train_config
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
@@ -24,7 +25,7 @@ from ssmlx.settings import read_json
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.training.record import LOG_FILE, read_record
-from ssmlx.tuning.report import Columns, aligned, every_pair, finish, new_figure, publish, table
+from ssmlx.tuning.report import Columns, aligned, every_pair, finish, new_figure, table
 
 from ..run.options import add_out, split_name
 

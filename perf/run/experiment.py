@@ -19,11 +19,11 @@ from huggingface_hub.utils import tqdm
 
 from ssmlx.api import check_prompt
 from ssmlx.calibration.timing import TimedAnswer, in_turns
+from ssmlx.commands.machine import machine
 from ssmlx.decoding.drafter import Drafter
 from ssmlx.loading.files import folder_digest
 from ssmlx.model.shapes import to_float
 from ssmlx.prompts import encode_prompt
-from ssmlx.tuning.machine import machine
 
 from .results import AnswerStore, Kept, code_version, files_version, machine_load, timed_on
 from .statistics import mean, median, ratio, speedup

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.calibration.timing import TimedAnswer
+from ssmlx.commands.machine import machine, power_source
 from ssmlx.errors import InputError
 from ssmlx.loading.files import write_whole
-from ssmlx.tuning.machine import machine, power_source
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results"

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..bars import bar
 from ..model.streams import StreamFusedModel
 from ..settings import GenerateConfig, PruneConfig, TreeConfig
 from ..tuning.cost import DraftShape, MeasuredShape, StepCosts
@@ -18,7 +19,7 @@ from ..tuning.profile import MLX_VERSION, SLACK, Profile, ProfileKey
 from ..tuning.replay import Guesses, advance, depths_within, needed_sizes, needed_widths
 from .costs import SCHEDULES, config_of
 from .guesses import EXIT_TREE, Exits, RecordedAnswer, record_exits
-from .timing import TimedAnswer, in_turns, progress, ssmlx_answer
+from .timing import TimedAnswer, in_turns, ssmlx_answer
 
 FULL_WIDTHS = (1, 2, 3, 4)
 PLAIN, CHOSEN = "plain", "chosen"
@@ -210,7 +211,7 @@ def check(
     answers: dict[str, list[TimedAnswer]] = {name: [] for name in configs}
     for config in configs.values():  # one each that does not count
         ssmlx_answer(model, tokenizer, prompts[0], config)
-    for prompt, name in progress(in_turns(prompts, list(configs)), "held-out answers"):
+    for prompt, name in bar(list(in_turns(prompts, list(configs))), "held-out answers"):
         answers[name].append(ssmlx_answer(model, tokenizer, prompt, configs[name]))
     return compare(shapes, answers)
 

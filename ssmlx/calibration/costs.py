@@ -14,6 +14,7 @@ from typing import Any, Self, get_args
 import mlx.core as mx
 
 from ..api import token_steps
+from ..bars import bar
 from ..decoding.loop import plain_decode, prefill
 from ..decoding.prune import nodes_within_budget, transition_logprobs
 from ..model.cache import TreeCache
@@ -22,7 +23,6 @@ from ..model.tree import Tree, draft_topology, grow_tree
 from ..settings import GenerateConfig, StreamSchedule, TreeConfig
 from ..tuning.cost import DraftShape, StepCosts, Surface
 from . import CONTEXTS
-from .timing import progress
 
 ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 20, 24, 32, 48, 64)
 FUSED_NODES = (1, 2, 4, 8, 12, 16, 24, 32)
@@ -83,7 +83,7 @@ def forward_costs(
     plan = plan.within(model.backbone.context_length)
     scratch = max(*plan.rows, *(n * (1 + model.num_streams) for n in plan.fused_nodes))
     calls = head_calls(model, plan)
-    for context in progress(plan.contexts, "contexts"):
+    for context in bar(plan.contexts, "contexts"):
         cache = filled_cache(model, tokens, context, scratch)
         calls.update(layer_calls(model, cache, context, plan))
         calls["plain", 1, context] = partial(plain_call, model, cache, clock)
@@ -174,7 +174,7 @@ def medians(
     """
     times: dict[Point, list[float]] = {point: [] for point in calls}
     rounds = [(turn, point) for turn in range(warm + repeats) for point in calls]
-    for turn, point in progress(rounds, "forwards"):
+    for turn, point in bar(rounds, "forwards"):
         started = clock()
         found = calls[point]()
         mx.eval(found)
@@ -243,7 +243,7 @@ def with_whole_steps(
     Each prompt is decoded `steps` steps with every shape in turn, after some that do not count.
     """
     found: dict[DraftShape, list[float]] = {shape: [] for shape in shapes}
-    for prompt, shape in progress([(p, s) for p in prompts for s in shapes], "whole steps"):
+    for prompt, shape in bar([(p, s) for p in prompts for s in shapes], "whole steps"):
         decoded = token_steps(model, prompt, model.make_cache(), config_of(shape))
         context = len(prompt)
         for turn in range(WARM_CALLS + steps):

@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from numpy.typing import NDArray
 
 from ..api import check_prompt
+from ..bars import bar
 from ..decoding.drafter import rank_candidates
 from ..decoding.loop import prefill
 from ..decoding.prune import transition_logprobs
@@ -25,7 +26,7 @@ from ..model.tree import Tree, clip_edges, full_topology
 from ..prompts import encode_prompt, read_prompts
 from ..settings import GenerateConfig, TreeConfig
 from ..tuning.replay import NEVER, Contenders, Floats, Guesses, Ints, contenders, true_ranks
-from .timing import progress, ssmlx_answer
+from .timing import ssmlx_answer
 
 EXIT_TREE, EXIT_TOKENS = 32, 300
 _LEAST_TOKENS = 50
@@ -78,7 +79,7 @@ def record_answers(
     config = GenerateConfig(decoding="streaming", max_tokens=max_tokens, tree=TreeConfig())
     most = contenders(largest, model.draft_vocab_size, model.num_streams).topology.num_candidates
     found = []
-    for prompt in progress(prompts, "answers"):
+    for prompt in bar(prompts, "answers"):
         answer = ssmlx_answer(model, tokenizer, prompt, config).tokens
         found.append(RecordedAnswer(prompt, guesses_along(model, prompt, answer, most)))
     tokens = sum(len(one.guesses.answer) for one in found)
@@ -172,7 +173,7 @@ def record_exits(
             tokens += len(one.guesses.answer)
     return [
         exits_along(model, one.prompt, one.guesses, streams, EXIT_TREE)
-        for one in progress(taken, "early exits")
+        for one in bar(taken, "early exits")
     ]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from ..model.streams import StreamFusedModel
 from ..settings import from_json, to_json
 from ..tuning.cost import DraftShape, StepCosts
-from ..tuning.machine import machine
 from ..tuning.profile import FORMAT, Profile
 from ..tuning.report import Columns, finish, new_figure, table
 from . import BUSY
@@ -28,7 +27,6 @@ def result_of(
     assert model.config is not None
     key, guesses = profile.key, choice.guesses
     return {
-        "machine": machine(),
         "where": f"{key.machine} ({key.backend}), mlx {profile.mlx}, {profile.made}",
         "dtype": key.dtype,
         "answers": len(guesses),

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from huggingface_hub.utils import tqdm
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..api import GenerationResponse, stream_generate
@@ -60,8 +59,3 @@ def in_turns(prompts: Iterable[Any], labels: Sequence[str]) -> Iterator[tuple[An
         turn = index % len(labels)
         for label in (*labels[turn:], *labels[:turn]):
             yield prompt, label
-
-
-def progress(items: Iterable[Any], label: str) -> Iterator[Any]:
-    """`items` with a bar, on a terminal."""
-    yield from tqdm(list(items), desc=label, disable=None, leave=False)

@@ -127,7 +127,8 @@ def _main(args: argparse.Namespace) -> None:
     from ..calibration.report import draw, report, result_of
     from ..loading.files import make_folder
     from ..tuning.profile import store_profile
-    from ..tuning.report import publish
+    from .machine import machine
+    from .results import publish
 
     plan = plan_of(args)
     make_folder(args.out)
@@ -151,7 +152,12 @@ def _main(args: argparse.Namespace) -> None:
         print(NOTHING_CHECKED, file=sys.stderr)
     adapter = Path(args.adapter or args.model).name  # a fused model's streams have its own name
     named = {"model": str(args.model), "adapter": adapter, "data": data.name}
-    result = {**named, **result_of(model, profile, choice, checks), "noise": noise}
+    result = {
+        **named,
+        "machine": machine(),
+        **result_of(model, profile, choice, checks),
+        "noise": noise,
+    }
     publish(result, args.out / f"calibrate-{adapter}", report(result), draw)
 
 

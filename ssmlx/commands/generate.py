@@ -5,11 +5,13 @@ import json
 import sys
 from typing import Any
 
+from .. import bars
 from .options import (
     PromptBar,
     add_decoding_options,
     add_model_options,
     add_prompt_options,
+    add_template_args,
     command,
     load_all,
     make_parser,
@@ -20,15 +22,13 @@ PROG = "ssmlx.generate"
 EPILOG = """examples:
   python -m ssmlx.generate --prompt "Name three primary colours."
   python -m ssmlx.generate --adapter sql --prompts questions.jsonl --jsonl > answers.jsonl
-  python -m ssmlx.generate --adapter sql --tree full --tree-width 2 --prompt "..."
   python -m ssmlx.generate --drafter "prompt-lookup tokens=5" --temp 0.7 --seed 1 --prompt "..."
   python -m ssmlx.generate --drafter "medusa heads=heads/medusa" --tree-size 24 --prompt "..."
   python -m ssmlx.generate --model org/large --drafter "draft-model model=org/small" --prompt "..."
 
-A line of --jsonl holds prompt, text, tokens, finish_reason (stop, length or context),
-prompt_tokens, generation_tokens, target_calls (forward passes of the model, the prompt's as one),
-tokens_per_call, prefill_seconds, decode_seconds, draft_calls (those of a draft model), lossy, and
-memory (bytes of what the answer kept, part by part, and the peak since the model was loaded)."""
+A line of --jsonl holds prompt, text, tokens, finish_reason (stop, length, context), prompt_tokens,
+generation_tokens, target_calls (forward passes, the prompt's as one), tokens_per_call, lossy,
+prefill_seconds, decode_seconds, draft_calls (of a draft model), and memory (bytes of each part)."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -46,6 +46,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="the model's chat template (chat), none (raw), or a text with {prompt}, "
         "\\n for new lines (default: the adapter's own, then chat, then raw)",
     )  # fmt: skip
+    add_template_args(group)
     output = group.add_mutually_exclusive_group()
     output.add_argument(
         "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
@@ -68,11 +69,11 @@ def _main(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
     from ..api import check_prompt, record, stream_generate, summary
-    from ..calibration.timing import progress
     from ..plan import make_plan
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
-    encoded = [encode_prompt(prompt, model, tokenizer, args.template) for prompt in prompts]
+    how = (model, tokenizer, args.template, args.template_args)
+    encoded = [encode_prompt(prompt, *how) for prompt in prompts]
     for tokens in encoded:
         check_prompt(model, len(tokens))
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
@@ -81,7 +82,7 @@ def _main(args: argparse.Namespace) -> None:
         print(f"[{plan.decision}]", file=sys.stderr)
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
-    for prompt, tokens in progress(pairs, "prompts") if show_bar else pairs:
+    for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:
         answer, bar = [], PromptBar()
         for one in stream_generate(model, tokenizer, tokens, config, progress=bar, **drafts):
             answer.append(one)

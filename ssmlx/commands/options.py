@@ -4,14 +4,19 @@ Light on purpose: `--help` must not wait for MLX.
 """
 
 import argparse
+import json
+import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from ..bars import PATIENCE_SECONDS, shown
 from ..errors import InputError, check_choice, require
 from ..loading.names import bundled_adapters
 from ..settings import (
@@ -32,7 +37,6 @@ from ..settings import (
 )
 
 _DEFAULTS = GenerateConfig()
-_PATIENCE_SECONDS = 1.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,6 +80,21 @@ def add_prompt_options(group: argparse._ArgumentGroup) -> None:
         "--prompts", type=Path, metavar="FILE.jsonl",
         help="a JSON object a line, field `prompt` or `messages`",
     )  # fmt: skip
+
+
+def add_template_args(group: argparse._ActionsContainer) -> None:
+    """What a chat template reads beside the turns."""
+    group.add_argument(
+        "--template-args", type=_json_object, metavar="JSON",
+        help='what else the chat template reads, such as \'{"enable_thinking": false}\'',
+    )  # fmt: skip
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
 
 
 def template_text(text: str) -> str:
@@ -236,9 +255,8 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     """How to decode, sample and draft."""
     add_options(
         parser.add_argument_group("decoding"),
-        ("--decoding", "HOW", "streaming: verify what a drafter proposes, the same answer in fewer "
-         "forward passes; plain: a token a pass (default: streaming where something drafts, "
-         "unless `python -m ssmlx.calibrate` found plain decoding faster)", str, DECODINGS),
+        ("--decoding", "HOW", "streaming: verify what a drafter proposes; plain: a token a pass "
+         "(default: what `python -m ssmlx.calibrate` found faster, or streaming)", str, DECODINGS),
         ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
     )  # fmt: skip
     group = parser.add_argument_group("sampling (exact with every drafter)")
@@ -254,9 +272,8 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     )  # fmt: skip
     group.add_argument(
         "--penalty", action="append", metavar="NAME=X",
-        help="repetition=X divides the logits of recent tokens, presence=X and frequency=X are "
-        'taken from them; "repetition=1.2 context=64" looks at 64 tokens (default: '
-        f"{_DEFAULTS.repetition_context_size}); repeatable",
+        help='repetition=X, presence=X or frequency=X; "repetition=1.2 context=64" looks at 64 '
+        f"recent tokens (default: {_DEFAULTS.repetition_context_size}); repeatable",
     )  # fmt: skip
     group.add_argument(
         "--logit-bias", type=_token_bias, action="append", metavar="ID=X",
@@ -299,10 +316,9 @@ def add_tree_options(group: argparse._ArgumentGroup) -> None:
          "for best)", int),
         ("--tree-size", "N", f"nodes of the best tree, the root included (default: {tree.size})",
          int),
-        ("--prune", "HOW", "drop unlikely nodes before the upper layers, by early exit, of any "
-         "drafter's tree but lookahead's: budget keeps the M likeliest, threshold or threshold=P "
-         "those with a probability of P given their parent (default: off; P: "
-         f"{prune.threshold})", str),
+        ("--prune", "HOW", "drop unlikely nodes before the upper layers, by early exit: budget "
+         "keeps the M likeliest, threshold=P those with a probability of P given their parent "
+         f"(default: off; P: {prune.threshold})", str),
         ("--prune-to", "M", f"nodes that a budget keeps (default: {prune.keep})", int),
     )  # fmt: skip
 
@@ -440,7 +456,7 @@ def load_all(
 
         vocab_size = model.backbone.vocab_size
         drafts["draft_model"] = load_draft_model(
-            drafter.draft_model, tokenizer, vocab_size, dtype=args.dtype
+            drafter.draft_model, tokenizer, vocab_size, dtype=args.dtype, progress=DownloadBar()
         )
     if drafter.heads is not None:
         from ..drafters.heads import load_heads
@@ -470,7 +486,11 @@ def load_target(
 
     metal.use(attention)
     model, tokenizer = load(
-        args.model, adapter=args.adapter, dtype=args.dtype, draft_head=draft_head
+        args.model,
+        adapter=args.adapter,
+        dtype=args.dtype,
+        draft_head=draft_head,
+        progress=DownloadBar(),
     )
     if args.adapter is None and default_adapter and model.num_streams == 0:
         folder = adapters_for(model).get(default_adapter)
@@ -483,10 +503,27 @@ def load_target(
 # --- Running ---
 
 
+@contextmanager
+def on_screen() -> Iterator[None]:
+    """Show what the library logs on standard error, and its bars."""
+    handler, logger, bars = logging.StreamHandler(), logging.getLogger("ssmlx"), shown.set(True)
+    handler.setFormatter(logging.Formatter("ssmlx: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        shown.reset(bars)
+
+
 def run(main: Callable[[], int | None], prog: str) -> int:
     """Run a command: exit code 2 and one line for bad input, 130 for Ctrl-C."""
     try:
-        return main() or 0
+        with on_screen():
+            return main() or 0
     except InputError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
@@ -513,20 +550,25 @@ def command(
     return main
 
 
-class PromptBar:
-    """A bar for a prompt that takes a while: appears after a second, and leaves when done."""
+class CallbackBar:
+    """A bar for what takes a while: appears after two seconds, and leaves when done."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str, unit: str, **settings: Any) -> None:
+        self._settings = {"desc": label, "unit": unit, "leave": False, **settings}
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Told (tokens processed, tokens in all)."""
-        from huggingface_hub.utils import tqdm
-
+        """Told (how many are done, how many there are)."""
         if self._bar is None:
-            shown = {"unit": "token", "disable": None, "leave": False, "delay": _PATIENCE_SECONDS}
-            self._bar = tqdm(total=total, desc="prompt", **shown)
+            from huggingface_hub.utils import tqdm
+
+            self._bar = tqdm(disable=None, delay=PATIENCE_SECONDS, **self._settings)
+        self._bar.total = total
         self._bar.update(done - self._bar.n)
         if done >= total:
             self._bar.close()
             self._bar = None
+
+
+PromptBar = partial(CallbackBar, "prompt", "token")
+DownloadBar = partial(CallbackBar, "download", "B", unit_scale=True)

@@ -14,7 +14,8 @@ from ..decoding.drafter import Verified
 from ..decoding.sampling import Places, Sampling, last_tokens
 from ..errors import require
 from ..loading.load import load_tokenizer, load_weights
-from ..loading.names import resolve_model
+from ..loading.names import Fetch, resolve_model
+from ..loading.wheel import Progress
 from ..model.shapes import arrays_in
 from ..model.tree import Tree, comb_topology
 from ..prompts import common_prefix
@@ -161,19 +162,25 @@ def _best(scores: mx.array, count: int) -> mx.array:
 
 
 def load_draft_model(
-    name: str | Path, tokenizer: TokenizerWrapper, vocab_size: int, *, dtype: str = "auto"
+    name: str | Path,
+    tokenizer: TokenizerWrapper,
+    vocab_size: int,
+    *,
+    dtype: str = "auto",
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
 ) -> DraftModel:
     """Load a model that drafts for another.
 
     Args:
-        name: as `ssmlx.load` takes it.
         tokenizer, vocab_size: those of the target.
-        dtype: as `ssmlx.load` takes it.
+        name, dtype, cache_dir, offline, progress: as `ssmlx.load` takes them.
 
     Raises:
         InputError: it cannot be loaded, or its vocabulary is another than the target's.
     """
-    path = resolve_model(name)
+    path = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
     model, config = load_weights(path, dtype, f"the draft model {name} cannot be loaded")
     draft = DraftModel(model, f"the draft model {name}")
     check_vocabulary(draft, load_tokenizer(path, config), tokenizer, vocab_size)

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..api import Budget, GenerationResponse, responses_of
 from ..errors import require
 from ..loading.load import load_tokenizer
-from ..prompts import Prompt, as_messages, chat_tokens, encode, text_tokens, user_text
+from ..prompts import Prompt, asked_tokens, encode
 from ..settings import read_json
 from .backends import Backend, coreai_backend, coreml_backend
 from .decode import SlotCache, streaming_decode
@@ -69,9 +69,7 @@ def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
     `prompt` is a text, or an object that `prompts.read_prompts` read.
     """
     asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
-    if len(as_messages(asked)) > 1:
-        return chat_tokens(model.tokenizer, as_messages(asked))
-    return text_tokens(user_text(asked), model.tokenizer, model.manifest.prompt_template)
+    return asked_tokens(asked, model.tokenizer, model.manifest.prompt_template)
 
 
 def stream_generate(

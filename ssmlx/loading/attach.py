@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import InputError, require
-from ..model.backbone import Backbone, BaseIdentity
+from ..model.backbone import Backbone, BaseIdentity, digest_of
 from ..model.lora import LoraWeights, RowScope, attach_lora, linear_shape
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, load_adapter, lora_tensors, read_identity, read_lora
@@ -45,6 +45,12 @@ def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) 
     account_for(lora_tensors(lora), expected, source)
 
 
+def lora_digest(lora: Mapping[str, LoraWeights]) -> str | None:
+    """What tells one LoRA from another, merged or not; None of none."""
+    pairs = ((f"{path} {one.scale}", ab) for path, one in lora.items() for ab in (one.a, one.b))
+    return digest_of(pairs) if lora else None
+
+
 def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
     """A base model with an adapter on it: modules of its own, on the base's arrays.
 
@@ -58,7 +64,9 @@ def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> S
         InputError: the adapter is another model's.
     """
     check_base(adapter, backbone)
-    backbone = backbone.base().twin()
+    base = backbone.base()
+    _ = base.digest  # before layers are changed
+    backbone = base.twin()
     model, dtype = backbone.model, backbone.dtype
     for lora in (adapter.every_row_lora, adapter.stream_lora):
         check_lora(model, lora, Path("the adapter"))
@@ -66,7 +74,7 @@ def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> S
     scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
     streams = adapter.streams.astype(dtype)
     fused = StreamFusedModel(backbone, adapter.config, streams, scope)
-    fused.is_fine_tuned = bool(adapter.every_row_lora)
+    fused.lora_digest = lora_digest(adapter.every_row_lora)
     on_all = attach_lora(model, adapter.every_row_lora, every_row, merge=merge_lora, dtype=dtype)
     on_streams = attach_lora(model, adapter.stream_lora, scope, merge=False, dtype=dtype)
     replaced: dict[str, nn.Module | None] = {**on_streams, **on_all}

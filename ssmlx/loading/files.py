@@ -1,16 +1,23 @@
 """Reading tensors strictly, and writing folders and files whole or not at all."""
 
+import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import mlx.core as mx
 
 from ..errors import InputError, first_line, unwritable
+
+_UNFINISHED = ".unfinished"
+_LOCKED_AFTER = 5  # seconds
 
 
 def make_folder(folder: Path) -> None:
@@ -62,6 +69,45 @@ def write_whole(target: Path, content: bytes) -> None:
         work.replace(target)
     finally:
         work.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
+    """A file that takes the place of `target` when the block ends well, even if power fails then.
+
+    If the block fails, an older `target` stays; what a killed process leaves beside it, unlike
+    what is being written, `clear_leftovers` can lock.
+    """
+    target = target.resolve()
+    work = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_UNFINISHED}")
+    with os.fdopen(os.open(work, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            work.replace(target)
+        finally:
+            work.unlink(missing_ok=True)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def clear_leftovers(folder: Path, name: str = "") -> list[Path]:
+    """Delete what killed processes left of `new_file` in a folder, of files of a name if told."""
+    cleared = []
+    for path in folder.glob(f".*{_UNFINISHED}"):
+        with suppress(OSError), path.open("rb") as file:
+            # A writer's file is not locked yet when it is made.
+            is_new = time.time() - os.fstat(file.fileno()).st_mtime < _LOCKED_AFTER
+            if path.name.startswith(f".{name}") and not is_new:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                cleared.append(path)
+    return cleared
 
 
 def folder_digest(folder: Path | None) -> str:

@@ -1,6 +1,7 @@
 """From a model's name to the pieces that decode: weights, tokenizer, adapter."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ import mlx.nn as nn
 from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import InputError, check_choice, first_line
+from ..errors import InputError, check_choice, first_line, require
 from ..model import opt
 from ..model.backbone import PACKED_KINDS, Backbone
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, read_json
 from .adapter import load_adapter
 from .attach import fuse_streams
-from .names import CONFIG_FILE, resolve_adapter, resolve_model
+from .names import CONFIG_FILE, Fetch, resolve_adapter, resolve_model
+from .wheel import Progress
 
 # Architectures that mlx-lm lacks, each a model file in mlx-lm's own style.
 _FILES = {"opt": opt}
@@ -112,6 +114,30 @@ def classes_without_heads(config: dict[str, Any]) -> tuple[Any, Any]:
     return WithoutHeads, args
 
 
+@contextmanager
+def reading(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[None]:
+    """Tell in one line what a library stumbles over in a model folder; `failure` comes first.
+
+    Nothing that came with a model is run, and nobody is asked whether it may be: a folder that
+    needs code of its own is refused before a library looks at it.
+    """
+    try:
+        for name, key in (("config.json", "model_file"), ("tokenizer_config.json", "auto_map")):
+            own = (folder / name).is_file() and read_json(folder / name, "settings").get(key)
+            require(
+                not own,
+                f"{folder / name} asks to run code that came with the model ({key})",
+                expected="classes that mlx-lm and transformers have",
+                do="choose another model; ssmlx never runs such code",
+            )
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # libraries raise many kinds
+        found = f"{failure} ({first_line(error)})"
+        raise InputError(found, expected=expected, do=do) from error
+
+
 def load_base(
     path: Path, dtype: str = "auto", draft_head: str = "stored"
 ) -> tuple[Backbone, dict[str, Any]]:
@@ -140,35 +166,28 @@ def load_weights(
     starts with `failure` where the folder cannot be loaded.
     """
     dtype = resolve_dtype(dtype)
-    try:
+    expected = "a whole model folder that mlx-lm can load"
+    with reading(path, failure, expected=expected, do="download or convert it again"):
         settings = flat_rope_settings(path)
         model, config = utils.load_model(
-            path, lazy=True, model_config=settings, **own_classes(path)
+            path, lazy=True, model_config=settings, trust_remote_code=False, **own_classes(path)
         )
         model = cast_model(model, dtype)
         modules = dict(model.named_modules())
         mx.eval([modules[name].parameters() for name in names])
-    except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"{failure} ({first_line(error)})",
-            expected="a whole model folder that mlx-lm can load",
-            do="download or convert it again",
-        ) from error
     return model, config
 
 
 def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
     """The tokenizer of a model folder."""
-    try:
-        return utils.load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise InputError(
-            f"{path} has no tokenizer that can be loaded ({first_line(error)})",
-            expected="tokenizer.json or tokenizer.model beside the weights",
-            do="copy the tokenizer's files into the folder",
-        ) from error
+    with reading(
+        path,
+        f"{path} has no tokenizer that can be loaded",
+        expected="tokenizer.json or tokenizer.model beside the weights",
+        do="copy the tokenizer's files into the folder",
+    ):
+        ends = config.get("eos_token_id")
+        return utils.load_tokenizer(path, {"trust_remote_code": False}, eos_token_ids=ends)
 
 
 def load(
@@ -178,6 +197,9 @@ def load(
     dtype: str = "auto",
     merge_lora: bool = True,
     draft_head: str = "auto",
+    cache_dir: str | Path | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[StreamFusedModel, TokenizerWrapper]:
     """Load a model that drafts for itself, and its tokenizer.
 
@@ -194,12 +216,18 @@ def load(
         draft_head: the weights of the LM head's copy that drafts from a draft vocabulary: "stored",
             as the head's own; "8bit", packed, a quarter of float32's memory, which may change a
             guess but no answer; or "auto": packed on a GPU.
+        cache_dir: the folder to keep what is fetched in; by default ssmlx's cache folder for
+            aliases, and the Hub's own for its models.
+        offline: fetch nothing.
+        progress: told (bytes so far, bytes in all) of a download, from any thread; what it
+            raises stops the download.
 
     Raises:
-        InputError: something given is missing, broken, or does not fit the rest.
+        InputError: something given is missing, broken, or does not fit the rest; or the model
+            would have to be fetched, and cannot be.
     """
     folder = None if adapter is None else resolve_adapter(adapter)
-    path = resolve_model(model)
+    path = resolve_model(model, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
     if adapter is None and (path / CONFIG_FILE).exists():
         folder = path
     loaded = load_adapter(folder) if folder is not None else None

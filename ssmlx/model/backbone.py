@@ -12,7 +12,9 @@ node's position, and gets no other: its stream embedding alone says how far ahea
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +22,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -37,6 +40,7 @@ PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 _HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS)
 PROBE_LENGTH = 32
 _PROBE_TOLERANCE = 0.02
+_DIGEST_VALUES = 64
 
 LMHead = Callable[[mx.array], mx.array]
 """Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
@@ -117,6 +121,21 @@ def head_bytes(head: LMHead | None) -> int:
     layer = getattr(head, "__self__", head)
     arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
     return sum(array.nbytes for array in arrays)
+
+
+def digest_of(tensors: Iterable[tuple[str, mx.array]]) -> str:
+    """A digest of arrays that costs milliseconds: of names, shapes, types, and some values each."""
+    samples = []
+    for name, array in tensors:
+        stride = max(1, array.size // _DIGEST_VALUES) | 1  # odd, to meet every column
+        values = array.flatten()[::stride]
+        exact = values.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else values
+        samples.append((f"{name} {array.dtype} {array.shape}", mx.contiguous(exact)))
+    mx.eval([values for _, values in samples])
+    digest = hashlib.sha256()
+    for name, values in samples:
+        digest.update(name.encode() + np.asarray(values).tobytes())
+    return digest.hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -238,6 +257,15 @@ class Backbone:
     def dtype(self) -> mx.Dtype:
         """Type of the activations."""
         return self._embed_one().dtype
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells these settings and weights from others, to reuse keys and values.
+
+        Of the base model: it is asked for before an adapter changes layers.
+        """
+        settings = json.dumps(vars(self.model.args), sort_keys=True, default=str)
+        return digest_of([(settings, mx.array(0)), *tree_flatten(self.model.parameters())])
 
     @property
     def hidden_size(self) -> int:

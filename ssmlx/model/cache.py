@@ -22,7 +22,7 @@ is only ever written when no work in flight reads it: MLX would copy it otherwis
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -255,6 +255,34 @@ class TreeCache(RowsCache):
     def restore(self, held: TreeCache) -> None:
         """Hold again what the cache held, before anything was advanced since."""
         vars(self).update(vars(held))
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[mx.array]) -> TreeCache:
+        """A cache of L committed tokens: `rows` [2, Hkv, L, Dh] are keys and values by layer."""
+        cache = cls(len(rows))
+        cache._buffers = dict(enumerate(rows))
+        cache.capacity = cache._offset = int(rows[0].shape[2])
+        return cache
+
+    def rows(self, num_tokens: int) -> list[mx.array]:
+        """[2, Hkv, L, Dh] keys and values of the first L committed tokens, by layer."""
+        first, last = self.scratch, self.scratch + num_tokens
+        return [self._buffers[layer][:, :, first:last] for layer in self.layers]
+
+    def fork(self, num_tokens: int) -> TreeCache:
+        """A cache of the first `num_tokens` committed tokens alone, for someone else to go on with.
+
+        Both hold the same buffers, of which MLX makes a copy when one of them writes. Buffers that
+        are mostly something else are not held: a few rows are copied at once.
+        """
+        if not 0 < num_tokens <= self._offset:
+            raise ValueError(f"cannot take {num_tokens} tokens of {self._offset}")
+        if 2 * num_tokens < self.scratch + self.capacity:
+            return TreeCache.of_rows([mx.contiguous(rows) for rows in self.rows(num_tokens)])
+        fork = TreeCache(len(self.layers), scratch=self.scratch, step=self._step)
+        fork._buffers = {layer: copy.copy(buffer) for layer, buffer in self._buffers.items()}
+        fork.capacity, fork._offset = self.capacity, num_tokens
+        return fork
 
     def trim(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens, and every uncounted path."""

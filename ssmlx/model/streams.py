@@ -116,8 +116,7 @@ class StreamFusedModel:
         self.config = config
         self.streams = streams
         self._scope = scope or RowScope()
-        # Whether LoRA acts on every row: its answers are not the base model's then.
-        self.is_fine_tuned = False
+        self.lora_digest: str | None = None  # of LoRA on every row, where there is some
         self.rotation: ValueRotation | None = None
         self.draft_head: LMHead | None = None  # of the draft vocabulary, where there is one
         if config is None or streams is None:
@@ -132,6 +131,11 @@ class StreamFusedModel:
         if streams.draft_vocab is not None:
             expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
             self.draft_head = backbone.draft_head(streams.draft_vocab)
+
+    @property
+    def is_fine_tuned(self) -> bool:
+        """Whether LoRA acts on every row: its answers are not the base model's then."""
+        return self.lora_digest is not None
 
     @property
     def num_streams(self) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError
-from ..prompts import chat_tokens, encode, read_lines
+from ..prompts import chat_tokens, encode, plain_turns, read_lines
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
 _POOL = 32  # batches' worth of shuffled examples that are sorted by length among themselves
@@ -66,8 +66,7 @@ class Encoder:
         elif "completion" in line and isinstance(line.get("prompt"), str):
             prompt, answer = self._prompt(line["prompt"]), self._answer(line["completion"])
         elif "messages" in line:
-            *before, last = line["messages"]
-            prompt, answer = chat_tokens(self.tokenizer, before), self._answer(last["content"])
+            prompt, answer = self._chat(plain_turns(line["messages"]), line.get("tools"))
         elif isinstance(line.get("text"), str):
             prompt, answer = [], self._answer(line["text"])
             prompt, answer = answer[:1], answer[1:]
@@ -83,6 +82,19 @@ class Encoder:
         if self.template is None:
             return chat_tokens(self.tokenizer, [{"role": "user", "content": text}])
         return encode(self.template.replace("{prompt}", text), self.tokenizer)
+
+    def _chat(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+        prompt = chat_tokens(self.tokenizer, turns[:-1], tools=tools)
+        if not turns[-1].get("tool_calls"):
+            return prompt, self._answer(turns[-1]["content"])
+        # How a model calls a tool, its template alone knows.
+        whole = chat_tokens(self.tokenizer, turns, tools=tools, add_generation_prompt=False)
+        if whole[: len(prompt)] != prompt:
+            raise ValueError("its tool calls do not stand where the template starts an answer")
+        answer, end = whole[len(prompt) :], self.end_token
+        if end is not None and end in answer:
+            del answer[answer.index(end) + 1 :]
+        return prompt, answer
 
     def _answer(self, text: str) -> list[int]:
         tokens = list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import math
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..bars import bar
 from ..errors import InputError, require
 from ..loading.files import folder_digest, make_folder
 from ..loading.load import load_tokenizer
@@ -21,8 +23,9 @@ from ..settings import StreamConfig, read_json
 from .config import RunOptions, TrainConfig
 from .data import Batch, BatchPlan, Encoder, Example, choose_draft_vocab, coverage, read_examples
 from .objective import Lower, LowerStore, Objective, Validation
-from .record import LOG_FILE, PICTURE_FILE, Record, bar
+from .record import LOG_FILE, PICTURE_FILE, Record
 
+logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
 _OF_STREAMS = ("stream_init", "stream_init_rank", "stream_design", "rotation_step",
                "num_msa_layers")  # fmt: skip
@@ -244,7 +247,7 @@ def run_to_end(
             trainer.save(state, identity)
     result = write() or out
     record.draw(out / PICTURE_FILE, out.name)
-    print(f"{result}: step {trainer.step} of {job.num_steps}", file=sys.stderr)
+    logger.info("%s: step %d of %d", result, trainer.step, job.num_steps)
 
 
 def check_gradient(norm: float, step: int) -> None:
@@ -264,7 +267,7 @@ def _say(entry: dict[str, float], num_steps: int) -> None:
         if name.startswith("valid_")
     )
     rate = f"; {entry['tokens_per_call']:.2f} tokens per call" if "tokens_per_call" in entry else ""
-    print(f"step {entry['step']:.0f} of {num_steps}: {losses}{rate}", file=sys.stderr, flush=True)
+    logger.info("step %.0f of %d: %s%s", entry["step"], num_steps, losses, rate)
 
 
 def check_scale(source: Path, found: float, expected: float) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from ..bars import bar
 from ..errors import require
 from ..loading.files import write_whole
 from ..settings import TreeConfig
 from ..tuning.replay import Guesses, Replay, num_candidates, replay
 from .config import TrainConfig
 from .data import Batch, Example, draft_indices, in_order
-from .record import bar
 
 MAIN, STREAM, PRUNE = "main", "stream", "prune"
 PRUNE_STRIDE = 4

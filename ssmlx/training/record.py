@@ -1,20 +1,12 @@
-"""The log of a run, one JSON object a line, its picture, and its progress bar."""
+"""The log of a run, one JSON object a line, and its picture."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 LOG_FILE, PICTURE_FILE = "log.jsonl", "curves.png"
 _WINDOW = 20  # steps whose mean is drawn
-
-
-def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
-    """A progress bar, on a terminal only."""
-    from huggingface_hub.utils import tqdm
-
-    return tqdm(items, desc=label, disable=None, **settings)
 
 
 class Record:

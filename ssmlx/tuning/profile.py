@@ -7,8 +7,8 @@ for anything else. One that is of another MLX, or broken, is ignored with one li
 
 import hashlib
 import json
+import logging
 import os
-import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -31,6 +31,7 @@ from .cost import MeasuredShape, StepCosts
 
 FORMAT = "ssmlx-profile/2"
 MLX_VERSION = version("mlx")
+logger = logging.getLogger("ssmlx")
 _FOLDER = "profiles"
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 SLACK = 0.01
@@ -174,7 +175,7 @@ def _read(key: ProfileKey, model: StreamFusedModel) -> Profile | None:
     except (TypeError, ValueError, AttributeError, OSError) as error:
         reason = error.found if isinstance(error, InputError) else str(error)
         again = "python -m ssmlx.calibrate makes a new one"
-        print(f"ssmlx: {key.path} is ignored ({reason}); {again}", file=sys.stderr)
+        logger.warning("%s is ignored (%s); %s", key.path, reason, again)
         return None
 
 

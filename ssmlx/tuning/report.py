@@ -1,14 +1,10 @@
-"""Results as text, on disk, and as pictures; matplotlib, which may be missing, is imported late."""
+"""Results as text and as pictures; matplotlib, which may be missing, is imported late."""
 
-import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from textwrap import fill
 from typing import Any
-
-from ..loading.files import write_whole
 
 Columns = Mapping[str, Callable[[Any], str]]
 """What the cells of a row say, by the head of their column."""
@@ -33,26 +29,6 @@ def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
 def table(columns: Columns, rows: Iterable[Any], more: Sequence[Sequence[str]] = ()) -> list[str]:
     """A line a row, below the heads of the columns; `more` are lines of cells below."""
     return aligned([list(columns), *cells(columns, rows), *more])
-
-
-def write_result(result: Mapping[str, Any], target: Path, text: str) -> None:
-    """Print a result's text, and write `target`.json and .txt."""
-    print(text)
-    saved = json.dumps(result, indent=1, ensure_ascii=False)
-    write_whole(target.with_suffix(".json"), f"{saved}\n".encode())
-    write_whole(target.with_suffix(".txt"), f"{text}\n".encode())
-    print("saved", target.with_suffix(".json"), file=sys.stderr)
-
-
-def publish(
-    result: Mapping[str, Any], target: Path, text: str, draw: Callable[[Any, Path], None]
-) -> None:
-    """`write_result`, and a picture in `target`.png."""
-    write_result(result, target, text)
-    try:
-        draw(result, target.with_suffix(".png"))
-    except ImportError:
-        print("no picture: pip install matplotlib", file=sys.stderr)
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -5,8 +5,8 @@ name is replaced by a function that looks at the mask: a `TreeMask` is ours, eve
 to the original as it came. So other users of the same module notice nothing.
 """
 
+import logging
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, lru_cache, wraps
@@ -191,7 +191,7 @@ def agrees_with_mlx(dtype: mx.Dtype, head_size: int, blocks: int) -> bool:
         gap, reason = math.inf, f"does not run ({error})".replace("\n", " ")
     agrees = gap <= _TOLERANCES[dtype]
     if not agrees:
-        warnings.warn(f"the fused attention kernel {reason}; MLX's is used", stacklevel=2)
+        logging.getLogger("ssmlx").warning("the fused attention kernel %s; MLX's is used", reason)
     return agrees
 
 

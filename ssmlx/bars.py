@@ -1,0 +1,20 @@
+"""Bars for what takes long: none, unless a command asks for them."""
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any
+
+shown: ContextVar[bool] = ContextVar("shown", default=False)
+"""Whether bars are shown, where standard error is a terminal."""
+
+PATIENCE_SECONDS = 2.0
+"""Until a bar appears."""
+
+
+def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:
+    """`items`, behind a bar where bars are shown; `settings` are tqdm's."""
+    if not shown.get():
+        return items
+    from huggingface_hub.utils import tqdm
+
+    return tqdm(items, desc=label, disable=None, leave=False, delay=PATIENCE_SECONDS, **settings)

@@ -1,0 +1,258 @@
+"""Prompts on disk: the keys and values of tokens, in a safetensors file that fits one model alone.
+
+layers.N    [2, Hkv, L, Dh] keys and values of the tokens, as `TreeCache` has them
+metadata    format; model, dtype, weights and lora, what they were computed with; the token ids
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from safetensors import SafetensorError, safe_open
+
+from ..errors import InputError, first_line, require
+from ..model.cache import TreeCache
+from ..model.streams import StreamFusedModel
+from ..prompts import common_prefix
+from .files import clear_leftovers, new_file
+
+FORMAT = "ssmlx-prompt/1"
+_KEPT = re.compile(r"[0-9a-f]{32}\.safetensors")
+_MOST_TEXT = 2**24  # characters of token ids
+_DO = "delete it, or give another file"
+_log = logging.getLogger("ssmlx")
+
+Tokens = tuple[int, ...]
+Run = Callable[[Callable[[], Any]], Any]
+"""Calls what it is given, on the thread that runs MLX; the result."""
+
+
+@dataclass(frozen=True)
+class PromptKey:
+    """What decides the keys and values of tokens.
+
+    LoRA counts where it acts on every row, merged into the weights or not, as that differs by
+    rounding alone. Streams, and LoRA of scope "streams", leave a prompt's rows as they are.
+    """
+
+    model: str
+    dtype: str
+    weights: str  # digest of the base model's settings and weights
+    lora: str  # digest, or "none"
+
+    @classmethod
+    def of(cls, model: StreamFusedModel) -> PromptKey:
+        """The key of a model's prompts. Runs MLX."""
+        backbone = model.backbone
+        kind = getattr(backbone.model, "model_type", type(backbone.model).__name__)
+        return cls(
+            model=f"{kind}, {model.num_layers} layers of {backbone.hidden_size}",
+            dtype=str(backbone.dtype).removeprefix("mlx.core."),
+            weights=backbone.digest,
+            lora=model.lora_digest or "none",
+        )
+
+    def require_same(self, other: PromptKey, path: Path) -> None:
+        """Refuse the file `path` of the key `other`, naming what differs."""
+        names = {"weights": "model's weights", "lora": "adapter's LoRA"}
+        for name, mine in asdict(self).items():
+            found = getattr(other, name)
+            what = f"{path} was made with another {names.get(name, name)}, {found}"
+            require(found == mine, what, expected=mine, do=_DO)
+
+
+@dataclass(frozen=True)
+class PromptHeader:
+    """What a file says of itself."""
+
+    key: PromptKey
+    tokens: Tokens
+    metadata: Mapping[str, str]
+
+
+def read_header(path: Path) -> PromptHeader:
+    """The header of a prompt file, whose sizes are checked against the file's; reads no arrays."""
+    expected = "a whole file that `--prompt-cache` wrote"
+    require(path.is_file(), f"{path} is no file", expected=expected, do="check the path")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        found = f"{path} cannot be read ({first_line(error)})"
+        raise InputError(found, expected=expected, do=_DO) from error
+    found = f"{path} has the format {metadata.get('format')!r}"
+    require(metadata.get("format") == FORMAT, found, expected=FORMAT, do=_DO)
+    key = PromptKey(**{one.name: metadata.get(one.name, "") for one in fields(PromptKey)})
+    return PromptHeader(key, _tokens_of(metadata.get("tokens", ""), path), metadata)
+
+
+def _tokens_of(text: str, path: Path) -> Tokens:
+    try:
+        tokens = tuple(int(one) for one in text[:_MOST_TEXT].split(","))
+    except ValueError:
+        tokens = (-1,)
+    found, expected = f"{path} has token ids that are none", "numbers from 0, and commas"
+    require(min(tokens) >= 0 and len(text) < _MOST_TEXT, found, expected=expected, do=_DO)
+    return tokens
+
+
+def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]:
+    """The tokens of a prompt file and a cache that holds them, for `model` to go on. Runs MLX.
+
+    Raises:
+        InputError: the file is damaged, or another model's; of what does not fit, the first.
+    """
+    header = read_header(path)
+    PromptKey.of(model).require_same(header.key, path)
+    count, limit = len(header.tokens), model.backbone.context_length
+    size, most = model.backbone.vocab_size, max(header.tokens)
+    found, expected = f"{path} has the token {most}", f"tokens below {size}"
+    require(most < size, found, expected=expected, do=_DO)
+    found, expected = f"{path} has {count} tokens", f"at most the model's context of {limit}"
+    require(limit is None or count <= limit, found, expected=expected, do=_DO)
+    try:
+        rows = _read_rows(path, header, _rows_like(model))
+        are_finite = [mx.isfinite(one.astype(mx.float32).sum()) for one in rows]
+        mx.eval(rows, are_finite)
+    except (RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, InputError):
+            raise
+        found = f"{path} cannot be read ({first_line(error)})"
+        raise InputError(found, expected="a whole file", do=_DO) from error
+    ok = all(one.item() for one in are_finite)
+    require(ok, f"{path} holds NaN or infinity", expected="finite keys and values", do=_DO)
+    return header.tokens, TreeCache.of_rows(rows)
+
+
+def _read_rows(path: Path, header: PromptHeader, like: list[mx.array]) -> list[mx.array]:
+    """[2, Hkv, L, Dh] rows by layer, shaped as `like` is but for L; not computed yet."""
+    loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+    arrays, metadata = loaded
+    same = metadata == header.metadata
+    require(same, f"{path} was exchanged meanwhile", expected="one file", do="try again")
+    expected = {_name(n): _sizes(one, len(header.tokens)) for n, one in enumerate(like)}
+    found = {name: (str(one.dtype), one.shape) for name, one in arrays.items()}
+    for name in sorted({*expected, *found}):
+        told, wanted = (
+            f"{dtype.removeprefix('mlx.core.')} {list(shape)}" if shape else "nothing"
+            for dtype, shape in (one.get(name, ("", ())) for one in (found, expected))
+        )
+        require(told == wanted, f"{path} has {told} as {name}", expected=wanted, do=_DO)
+    return [arrays[_name(n)] for n in range(len(like))]
+
+
+def _name(layer: int) -> str:
+    return f"layers.{layer}"
+
+
+def _sizes(rows: mx.array, num_tokens: int) -> tuple[str, tuple[int, ...]]:
+    pair, num_heads, _, head_size = rows.shape
+    return str(rows.dtype), (pair, num_heads, num_tokens, head_size)
+
+
+def _rows_like(model: StreamFusedModel) -> list[mx.array]:
+    """A token's rows by layer, to tell shapes and types: nothing is computed."""
+    cache = model.make_cache()
+    model.backbone.append(mx.array([0]), cache)
+    return cache.rows(1)
+
+
+def write_prompt(path: Path, key: PromptKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
+    """Write a prompt file, whole or not at all, for the owner's eyes alone.
+
+    `cache` begins with `tokens`, and may not change meanwhile.
+    """
+    metadata = {"format": FORMAT, **asdict(key), "tokens": ",".join(map(str, tokens))}
+
+    def save() -> None:
+        arrays = {_name(n): rows for n, rows in enumerate(cache.rows(len(tokens)))}
+        mx.save_safetensors(file, arrays, metadata)
+
+    with new_file(path, mode=0o600) as file:
+        run(save)
+
+
+class PromptFolder:
+    """Prompt files in a folder of at most `max_bytes`, of which the longest unused go first."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path, self.max_bytes = path, max_bytes
+        self._headers: dict[tuple[str, int, int], PromptHeader | None] = {}
+
+    def files(self) -> list[tuple[Path, os.stat_result]]:
+        """The prompt files that the package wrote here, the longest unused first."""
+        found = []
+        with suppress(FileNotFoundError):
+            for path in self.path.iterdir():
+                with suppress(OSError):
+                    if _KEPT.fullmatch(path.name) and path.is_file():
+                        found.append((path, path.stat()))
+        return sorted(found, key=lambda one: one[1].st_mtime_ns)
+
+    def headers(self) -> Iterator[tuple[Path, os.stat_result, PromptHeader]]:
+        """The files with what they say of themselves, smallest first; damaged ones are left out."""
+        known, self._headers = self._headers, {}
+        for path, stat in sorted(self.files(), key=lambda one: one[1].st_size):
+            name = (path.name, stat.st_size, stat.st_ino)
+            if name not in known:
+                known[name] = None
+                try:
+                    known[name] = read_header(path)
+                except (InputError, OSError) as error:
+                    _log.warning("%s", error)
+            header = self._headers[name] = known[name]
+            if header is not None:
+                yield path, stat, header
+
+    def longest(self, key: PromptKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
+        """The file that begins with most of `tokens`, and how many these are."""
+        best, most = None, 0
+        for path, _, header in self.headers():
+            if header.key == key and (count := common_prefix(header.tokens, tokens)) > most:
+                best, most = path, count
+        return best, most
+
+    def write(self, key: PromptKey, tokens: Tokens, cache: TreeCache, run: Run) -> None:
+        """Write a prompt unless a file begins with it; files that it begins with are dropped."""
+        path, count = self.longest(key, tokens)
+        if path is not None and count == len(tokens):
+            path.touch()
+            return
+        size = len(tokens) * cache.nbytes // (cache.scratch + cache.capacity)
+        if size > self.max_bytes:
+            return
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        clear_leftovers(self.path)
+        self._make_room(size)
+        name = sha256(repr((key, tokens)).encode()).hexdigest()[:32]
+        target = self.path / f"{name}.safetensors"
+        write_prompt(target, key, tokens, cache, run)
+        for path, _, one in list(self.headers()):
+            if path != target and one.key == key and tokens[: len(one.tokens)] == one.tokens:
+                path.unlink(missing_ok=True)
+        self._make_room(0)
+
+    def _make_room(self, num_bytes: int) -> None:
+        files = self.files()
+        total = sum(stat.st_size for _, stat in files) + num_bytes
+        for path, stat in files:
+            if total <= self.max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= stat.st_size
+
+    def purge(self) -> list[Path]:
+        """Delete the files that the package wrote here; other files stay."""
+        paths = [path for path, _ in self.files()]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return [*paths, *clear_leftovers(self.path)]

