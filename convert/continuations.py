@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import folder_digest, make_folder, unwritable, write_whole
-from ssmlx.prompts import as_messages, encode, read_prompts, refusing_turns
+from ssmlx.prompts import as_messages, encode, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, check_settings, setting
+from ssmlx.templates import refusing_turns
 
 from . import check_torch
 

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError, require
 from .settings import StreamConfig
+from .templates import refusing_turns
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -241,21 +242,6 @@ def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) 
             expected="what the model's chat template reads",
             do="drop it, or use another model",
         )
-
-
-@contextmanager
-def refusing_turns(turns: str) -> Iterator[None]:
-    """Tell in one line what a chat template has against `turns`."""
-    from jinja2 import TemplateError
-
-    try:
-        yield
-    except (TemplateError, LookupError, TypeError, ValueError) as error:
-        raise InputError(
-            f"the model's chat template refuses {turns} ({' '.join(str(error).split())})",
-            expected="turns that it knows",
-            do="change or drop them",
-        ) from error
 
 
 def prompt_tokens(

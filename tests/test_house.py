@@ -32,7 +32,7 @@ ROOMS = [
     "loading",
     "model",
     "prompts adapters",
-    "settings",
+    "settings templates",
     "errors blas answers bars __init__",
 ]
 EXCEPTIONS = {

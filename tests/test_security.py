@@ -6,10 +6,13 @@ import sys
 from importlib import import_module
 
 import pytest
-from real import one_line, write_base, write_tiny_adapter
+import tiny
+from real import one_line, refusal, write_base, write_tiny_adapter
 
 import ssmlx
+from ssmlx import templates
 from ssmlx.loading.names import ALLOW_PATTERNS
+from ssmlx.prompts import chat_tokens
 
 CODE = """
 from pathlib import Path
@@ -106,3 +109,107 @@ def test_a_draft_models_code_is_refused_too(places, base, stdin, capsys):
 
 def test_no_code_is_downloaded():
     assert not [pattern for pattern in ALLOW_PATTERNS if "py" in pattern]
+
+
+# --- Chat templates ---
+
+FAIR = """
+{%- macro shown(m) %}{% set text %}{{ m.content|trim }}{% endset %}{{ text ~ ' | ' }}{% endmacro %}
+{%- set ns = namespace(found=false, all=[]) %}
+{%- for m in messages recursive %}
+{%- if loop.first and m.role == 'system' %}{% continue %}{% endif %}
+{%- set ns.all = ns.all + [m.role] %}
+{{- '%s of %d: ' % (loop.index, loop.length) + m['role'].upper() }}
+{%- if m.role == 'assistant' %}{% generation %}{{ shown(m) }}{% endgeneration %}
+{%- elif loop.last %}{{ shown(m).replace('w', 'W') }}{% else %}{{ shown(m) }}{% endif %}
+{%- endfor %}
+{{- ns.all|join(' ') }} {{ messages|selectattr('role', 'equalto', 'user')|list|tojson(indent=2) }}
+{{- '{:>4}'.format(loops|default(2 * 3)) }} {{ [1, (2, 3), {'a': 4}] }}
+{{- ' ' ~ '-' * 3 }} {{ 2 ** 5 % 7 }}"""
+LONG = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "literal loops": "{% for a in [1, 2, 3] %}" * 19 + "{% endfor %}" * 19,
+    "macros": "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
+    "calls": "{% macro m(n) %}{{ m(n-1) if n }}{{ m(n-1) if n }}{% endmacro %}{{ m(60) }}",
+}
+LARGE = {
+    "times": "{{ 'x' * 10 ** 10 }}",
+    "power": "{{ 10 ** (10 ** 10) }}",
+    "filter": "{{ 'x'|center(10 ** 9) }}",
+    "method": "{{ 'x'.ljust(10 ** 9) }}",
+    "mapped": "{{ ['x']|map('center', 999999999)|list }}",
+    "format": "{{ '%999999999d' % 1 }}",
+    "str.format": "{{ '{:999999999}'.format(1) }}",
+    "nested format": "{{ '{:{}}'.format(1, 999999999) }}",
+    "indent": "{{ messages|tojson(indent=999999999) }}",
+    "replace": "{% set a = 'x' * 1000000 %}{{ a.replace('x', a) }}",
+    "join": "{% set a = 'x' * 1000000 %}{{ ([a] * 1000)|join }}",
+    "text": "{% for i in range(9999) %}" + "x" * 9999 + "{% endfor %}",
+    "set": "{% set a %}{% for i in range(9999) %}" + "x" * 9999 + "{% endfor %}{% endset %}",
+    "doubled": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}",
+    "kept": "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, 'x' * 999999] "
+    "%}{% endfor %}",
+    "prompt": "{{ 'x' * 12000000 }}",
+}
+WRONG = {
+    "include": ("{% include 'config.json' %}", "no loader"),
+    "import": ("{% import 'config.json' as c %}", "no loader"),
+    "no text": (5, "Can't compile"),
+    "a list": (["a"], "unhashable"),
+    "broken": ("{{ ((", "unexpected"),
+    "deep": ("{{ " + "(" * 3000, "recursion"),
+    "nested": ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "nested blocks"),
+    "inner life": ("{{ messages.__class__.__mro__ }}", "unsafe"),
+    "absurd number": ("{{ " + "9" * 5000 + " }}", "digits"),
+}
+TURNS = [
+    {"role": "system", "content": "w1"}, {"role": "user", "content": " w2 w3"},
+    {"role": "assistant", "content": "w4"}, {"role": "user", "content": "w5"},
+]  # fmt: skip
+
+
+@pytest.fixture
+def words():
+    return tiny.make_tokenizer(64)
+
+
+def template_refusal(tokenizer, template) -> str:
+    tokenizer._tokenizer.chat_template = template
+    tokenizer.has_chat_template = True
+    return refusal(chat_tokens, tokenizer, TURNS)
+
+
+def test_a_fair_template_says_what_transformers_says(words):
+    words._tokenizer.chat_template, words.has_chat_template = FAIR, True
+    expected = words.apply_chat_template(TURNS, tokenize=False)
+    with templates.refusing_turns("these"):
+        assert words.apply_chat_template(TURNS, tokenize=False) == expected
+    assert expected.endswith("   6 [1, (2, 3), {'a': 4}] --- 4")
+    assert chat_tokens(words, TURNS) == words.encode(expected, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_template_ends(case, words, monkeypatch):
+    monkeypatch.setattr(templates, "MAX_SECONDS", 0.3)
+    said = template_refusal(words, LONG[case])
+    assert "takes more than" in said or "recursion" in said
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_template_stays_small(case, words):
+    said = template_refusal(words, LARGE[case])
+    assert "the model's chat template" in said and "10,000,000 characters" in said
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_template_that_is_none_is_told(case, words):
+    template, expected = WRONG[case]
+    assert expected in template_refusal(words, template)
+
+
+def test_templates_rendered_by_others_keep_their_freedom(words):
+    words._tokenizer.chat_template = "{{ 'w1 '.ljust(20000) }}"
+    words.apply_chat_template(TURNS)
+    assert "asks for much of ljust" in template_refusal(words, words.chat_template)
+    words.apply_chat_template(TURNS)
