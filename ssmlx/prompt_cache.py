@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import mlx.core as mx
 
+from .answers import run
 from .errors import InputError
-from .loading.prompt_files import PromptFolder, PromptKey, Tokens, read_prompt, write_prompt
+from .loading.prompt_files import PromptFolder, PromptKey, Tokens, read_prompt
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompts import common_prefix
 
 _log = logging.getLogger("ssmlx")
-Result = TypeVar("Result")
-
-
-def run(task: Callable[[], Result]) -> Result:
-    return task()
 
 
 @dataclass(eq=False)
@@ -99,28 +95,6 @@ class PromptCache:
         A prompt that another one begins with is kept by that one.
         """
         run(lambda: self._put(model, tuple(tokens), cache))
-
-    def read(self, path: Path, model: StreamFusedModel) -> Tokens:
-        """Take over the prompt of a file; its tokens.
-
-        Raises:
-            InputError: the file is damaged, or does not fit the model.
-        """
-        tokens, cache = run(lambda: read_prompt(path, model))
-        self.put(model, tokens, cache)
-        return tokens
-
-    def write(self, path: Path, model: StreamFusedModel, tokens: Sequence[int]) -> int:
-        """Write to a file what is known of the first `tokens`; how many these are, 0 for no file.
-
-        Raises:
-            OSError: it cannot be written; an older file stays.
-        """
-        key = run(lambda: PromptKey.of(model))
-        entry, count = self._longest(key, tokens)
-        if entry is not None:
-            write_prompt(path, key, entry.tokens[:count], entry.cache, run)
-        return count
 
     def flush(self) -> None:
         """Write to the folder what is not there yet. What cannot be written is logged."""

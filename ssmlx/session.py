@@ -1,7 +1,7 @@
 """A chat of many turns that keeps the cache of the turns before."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from .drafters.head_drafter import DraftingHeads
 from .errors import require
 from .loading.attach import swap_adapter
 from .memory import Memory, memory_of
+from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .plan import Plan, make_plan
 from .prompts import Message, chat_tokens, check_text, common_prefix
@@ -130,6 +131,15 @@ class ChatSession:
     def cache_bytes(self) -> int:
         """Size of the key/value cache."""
         return self._cache.nbytes
+
+    @property
+    def cached(self) -> tuple[list[int], TreeCache]:
+        """The tokens in the key/value cache, and the cache."""
+        return self._cached_tokens, self._cache
+
+    def resume(self, tokens: Sequence[int], cache: TreeCache) -> None:
+        """Take over a `cache` that holds `tokens`: replies reuse what the conversation shares."""
+        self._cached_tokens, self._cache = list(tokens), cache
 
     @property
     def context_tokens(self) -> int:

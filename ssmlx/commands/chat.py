@@ -17,10 +17,12 @@ from .. import has_fast_blas
 from ..blas import HINT
 from ..errors import InputError
 from ..loading.names import bundled_adapters
+from .caches import PromptFile
 from .options import (
     PromptBar,
     add_decoding_options,
     add_model_options,
+    add_prompt_cache_option,
     command,
     generate_config,
     load_all,
@@ -56,6 +58,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The command's options."""
     parser = make_parser(PROG, "Chat with a model that drafts for itself.", EPILOG, "[options]")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    add_prompt_cache_option(parser, "the conversation")
     add_model_options(parser, DEFAULT_ADAPTER)
     add_decoding_options(parser, max_tokens=1024)
     return parser.parse_args(argv)
@@ -266,6 +269,7 @@ def turn(line: str, chat: Chat) -> bool:
 
 def _main(args: argparse.Namespace) -> None:
     generate_config(args)  # a bad option is told before anything else is
+    kept = PromptFile(args.prompt_cache)
     screen = Screen()
     if not has_fast_blas:
         screen.note(HINT)
@@ -279,6 +283,10 @@ def _main(args: argparse.Namespace) -> None:
     from ..session import ChatSession
 
     session = ChatSession(model, tokenizer, config, system=args.system, **drafts)
+    kept.read(model)
+    if kept.cache is not None:
+        session.resume(kept.tokens, kept.cache)
+        screen.note(f"[{len(kept.tokens)} tokens from {kept.path}]")
     mx.reset_peak_memory()  # loading is over: /memory tells that of the chat
     chat = Chat(session, screen, args.adapter)
     undrafted = model.num_streams == 0 and session.plan.kind is None
@@ -295,6 +303,9 @@ def _main(args: argparse.Namespace) -> None:
     while (line := screen.ask()) is not None:
         if not turn(line, chat):
             break
+    kept.keep(*session.cached)
+    if kept.write(session.model):
+        screen.note(f"[{len(kept.tokens)} tokens kept in {kept.path}]")
 
 
 def _note_tuning(chat: Chat) -> None:

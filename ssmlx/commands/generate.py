@@ -6,10 +6,12 @@ import sys
 from typing import Any
 
 from .. import bars
+from .caches import PromptFile
 from .options import (
     PromptBar,
     add_decoding_options,
     add_model_options,
+    add_prompt_cache_option,
     add_prompt_options,
     add_template_args,
     command,
@@ -47,6 +49,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "\\n for new lines (default: the adapter's own, then chat, then raw)",
     )  # fmt: skip
     add_template_args(group)
+    add_prompt_cache_option(group, "the prompt, or what all prompts begin with,")
     output = group.add_mutually_exclusive_group()
     output.add_argument(
         "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
@@ -61,9 +64,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> None:
-    from ..prompts import encode_prompt, read_prompts, user_text
+    from ..prompts import common_prefix, encode_prompt, read_prompts, user_text
 
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
+    kept = PromptFile(args.prompt_cache)
     model, tokenizer, config, drafts = load_all(args)
 
     import mlx.core as mx
@@ -76,6 +80,8 @@ def _main(args: argparse.Namespace) -> None:
     encoded = [encode_prompt(prompt, *how) for prompt in prompts]
     for tokens in encoded:
         check_prompt(model, len(tokens))
+    kept.read(model)
+    shared = min(common_prefix(tokens, encoded[0]) for tokens in encoded)
     mx.reset_peak_memory()  # loading is over: from here on it is that of the answers
     plan = make_plan(model, config, **drafts)
     if plan.is_tuned or args.verbose:
@@ -84,10 +90,13 @@ def _main(args: argparse.Namespace) -> None:
     pairs: Any = zip(prompts, encoded, strict=True)
     for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:
         answer, bar = [], PromptBar()
-        for one in stream_generate(model, tokenizer, tokens, config, progress=bar, **drafts):
+        cache, known = kept.take(model, tokens)
+        started = {"cache": cache, "context": tokens[:known], "progress": bar}
+        for one in stream_generate(model, tokenizer, tokens[known:], config, **drafts, **started):
             answer.append(one)
             if not args.jsonl:
                 print(one.text, end="", flush=True)
+        kept.keep(tokens[:shared], cache)
         if args.jsonl:
             print(json.dumps(record(user_text(prompt), answer), ensure_ascii=False), flush=True)
             continue
@@ -96,6 +105,7 @@ def _main(args: argparse.Namespace) -> None:
         memory = answer[-1].memory
         if args.verbose and memory is not None:
             print(f"[{memory.line()}]", file=sys.stderr)
+    kept.write(model)
 
 
 main = command(PROG, parse_args, _main)

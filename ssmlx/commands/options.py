@@ -97,6 +97,15 @@ def _json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
 
 
+def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> None:
+    """A file to keep a processed prompt in: what is `kept`."""
+    group.add_argument(
+        "--prompt-cache", type=Path, metavar="FILE",
+        help=f"keep {kept} processed in FILE: a prompt that begins like the one there starts at "
+        "once; made where it is missing, for the same model and LoRA only",
+    )  # fmt: skip
+
+
 def template_text(text: str) -> str:
     """What --template stands for: `\\n` in it is a new line, which a shell makes hard to type."""
     return text.replace("\\n", "\n")
