@@ -192,6 +192,20 @@ def test_profiles_lie_in_the_cache_folder(model, tmp_path, monkeypatch):
     assert store_profile(profile(model)).parent == tmp_path / "cache" / "profiles"
 
 
+def test_a_model_with_a_cache_folder_of_its_own_has_the_profiles_there(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
+    model, other = make_model(seed=2), make_model(seed=2)
+    other.backbone.cache_dir = tmp_path / "own"
+    path = store_profile(profile(model, 8.0))
+    assert profile_of(model) is not None and profile_of(other) is None
+    path.parent.rename((tmp_path / "own").mkdir() or tmp_path / "own/profiles")
+    assert profile_of(make_model(seed=2)) is None
+    again = make_model(seed=2)
+    again.backbone.cache_dir = tmp_path / "own"
+    assert profile_of(again) is not None
+
+
 @pytest.mark.parametrize("costs", [COSTS, replace(COSTS, early_exit=None, overhead=None)])
 def test_a_profile_is_found_again_as_it_was(model, costs):
     store_profile(profile(model, 8.0))
@@ -248,7 +262,7 @@ def test_a_quantised_model_and_another_machine_are_other_places(model, monkeypat
     assert ProfileKey.of(model).adapter != here.adapter
     monkeypatch.undo()
     monkeypatch.setattr(tuning, "this_machine", lambda: ("another chip", "gpu"))
-    assert ProfileKey.of(model).path != here.path
+    assert ProfileKey.of(model).path() != here.path()
 
 
 def _edited(path, **changes):

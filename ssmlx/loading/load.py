@@ -232,6 +232,7 @@ def load(
         folder = path
     loaded = load_adapter(folder) if folder is not None else None
     backbone, config = load_base(path, dtype, draft_head)
+    backbone.cache_dir = cache_dir
     tokenizer = load_tokenizer(path, config)
     if loaded is None:
         return StreamFusedModel(backbone), tokenizer

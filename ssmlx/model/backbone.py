@@ -209,7 +209,10 @@ class Backbone:
         final_norm: what last hidden states pass before the LM head.
         replaced: the base model's modules that an attached adapter's LoRA stands in for, by path;
             None for those that `reload` gives.
+        cache_dir: the folder that was given to keep things in; None for the user's cache folder.
     """
+
+    cache_dir: str | Path | None = None
 
     def __init__(
         self, model: nn.Module, reload: Reload | None = None, draft_bits: int | None = None

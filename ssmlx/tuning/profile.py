@@ -66,10 +66,9 @@ class ProfileKey:
             adapter=_adapter_digest(model),
         )
 
-    @property
-    def path(self) -> Path:
-        """Where its profile lies."""
-        return cache_dir() / _FOLDER / f"{_digest(asdict(self))}.json"
+    def path(self, folder: str | Path | None = None) -> Path:
+        """Where its profile lies, in the cache folder unless told."""
+        return Path(folder or cache_dir()).expanduser() / _FOLDER / f"{_digest(asdict(self))}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +143,7 @@ def _adapter_digest(model: StreamFusedModel) -> str:
 
 def store_profile(profile: Profile) -> Path:
     """Write a profile where it will be found, whole or not at all; the path."""
-    path, text = profile.key.path, json.dumps({"format": FORMAT, **to_json(profile)}, indent=1)
+    path, text = profile.key.path(), json.dumps({"format": FORMAT, **to_json(profile)}, indent=1)
     make_folder(path.parent)
     try:
         write_whole(path, f"{text}\n".encode())
@@ -168,14 +167,15 @@ def profile_of(model: StreamFusedModel) -> Profile | None:
 
 
 def _read(key: ProfileKey, model: StreamFusedModel) -> Profile | None:
-    if not key.path.is_file():
+    path = key.path(model.backbone.cache_dir)
+    if not path.is_file():
         return None
     try:
-        return _checked(read_json(key.path, "a profile"), key, model)
+        return _checked(read_json(path, "a profile"), key, model)
     except (TypeError, ValueError, AttributeError, OSError) as error:
         reason = error.found if isinstance(error, InputError) else str(error)
         again = "python -m ssmlx.calibrate makes a new one"
-        logger.warning("%s is ignored (%s); %s", key.path, reason, again)
+        logger.warning("%s is ignored (%s); %s", path, reason, again)
         return None
 
 
