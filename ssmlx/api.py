@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import closing
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, cast
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from .answers import Answer, Prefilled, Progress, run, wired
 from .decoding.loop import Ends, never, plain_decode, streaming_decode
@@ -33,9 +34,10 @@ class GenerationResponse:
 
     Attributes:
         text: the text that this call completed; may be empty.
-        tokens: ids of the segment; an end token is among them but not in the text.
-        finish_reason: None before the last segment; then "stop" (an end token), "length"
-            (`max_tokens`) or "context" (the model's context is full).
+        tokens: ids of the segment; an end token, or those of a stop string, are among them but
+            not in the text.
+        finish_reason: None before the last segment; then "stop" (an end token or a stop string),
+            "length" (`max_tokens`) or "context" (the model's context is full).
         prompt_tokens: tokens of the prompt, those already in the cache included.
         generation_tokens: tokens so far, the end token included.
         target_calls: forward passes of the target so far, the prompt's counted as one.
@@ -79,30 +81,77 @@ class GenerationResponse:
         return (self.generation_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
+class Text:
+    """The text of an answer as its tokens come, up to where a stop string begins.
+
+    What could be the beginning of one is held back until it turns out not to be.
+    """
+
+    def __init__(self, detokenizer: StreamingDetokenizer, stop: Sequence[str] = ()) -> None:
+        self._detokenizer, self._stop = detokenizer, stop
+        self._given = 0  # characters that were given out
+        self._end: int | None = None  # where a stop string begins
+
+    def add(self, token: int) -> bool:
+        """Whether a token, the next one, completes a stop string."""
+        self._detokenizer.add_token(token)
+        if self._stop:
+            # A copy, for the detokenizer itself may hold back a character, or a space.
+            whole = copy(self._detokenizer)
+            whole.finalize()
+            text = whole.text.rstrip("\N{REPLACEMENT CHARACTER}")
+            found = [text.find(stop, self._given) for stop in self._stop]
+            self._end = min((place for place in found if place >= 0), default=None)
+        return self._end is not None
+
+    def segment(self, *, is_last: bool) -> str:
+        """What the tokens since the last segment completed."""
+        if is_last:
+            self._detokenizer.finalize()
+        text = self._detokenizer.text[: self._end]
+        if not is_last:
+            text = text[: len(text) - self._held_back(text)]
+        first, self._given = self._given, len(text)
+        return text[first:]
+
+    def _held_back(self, text: str) -> int:
+        """Characters at the end of `text` that may begin a stop string."""
+        sizes = ((stop, size) for stop in self._stop for size in range(1, len(stop)))
+        return max((size for stop, size in sizes if text.endswith(stop[:size])), default=0)
+
+
 @dataclass
 class Budget:
-    """Where an answer ends: at an end token, at `max_tokens`, or at the context's end."""
+    """Where an answer ends: at an end token or a stop string, at `max_tokens`, or at the context's
+    end. It is told the tokens of each step once, and maybe asked before."""
 
+    text: Text
     end_tokens: Set[int]
     max_tokens: int
     context_room: int | None = None  # tokens that still fit; None where it has no limit
     # whether there is no room for another step, where steps need more than a token
     is_full: Callable[[], bool] = lambda: False
     generated: int = 0  # tokens so far
+    _asked: tuple[list[int], FinishReason | None] | None = None  # what `cut` will tell
 
     def ends(self, step: list[int]) -> bool:
-        """Whether the answer ends with the tokens of `step`."""
-        return self.cut(step)[1] is not None
+        """Whether the answer ends with the tokens of `step`, which `cut` will be told."""
+        self._asked = self._take(step)
+        return self._asked[1] is not None
 
     def cut(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
         """The part of `step` that belongs to the answer, and why it ends if it does."""
-        generated = self.generated
+        taken, self._asked = self._asked or self._take(step), None
+        return taken
+
+    def _take(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
         for index, token in enumerate(step, 1):
-            if token in self.end_tokens:
+            self.generated += 1
+            if token in self.end_tokens or self.text.add(token):
                 return step[:index], "stop"
-            if generated + index == self.max_tokens:
+            if self.generated == self.max_tokens:
                 return step[:index], "length"
-            if generated + index == self.context_room:
+            if self.generated == self.context_room:
                 return step[:index], "context"
         return step, "context" if self.is_full() else None
 
@@ -250,7 +299,8 @@ def segments_of(
     check_prompt(model, num_prompt if tokens else 0)
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
-    budget = Budget(end_token_ids(model, tokenizer), config.max_tokens, room)
+    text = Text(tokenizer.detokenizer, config.stop)
+    budget = Budget(text, end_token_ids(model, tokenizer), config.max_tokens, room)
     plan = make_plan(model, config, draft_model=draft_model, heads=heads, context=num_prompt)
     steps = planned_steps(plan, model, tokens, cache, context=context, ends=budget.ends)
 
@@ -271,9 +321,8 @@ def segments_of(
                         break
                     yield Prefilled(cache.offset - num_cached, total)
                 yield from responses_of(
-                    tokenizer, chain([first], steps), budget, num_prompt, num_cached, measured,
-                    started,
-                )  # fmt: skip
+                    chain([first], steps), budget, num_prompt, num_cached, measured, started
+                )
             finally:
                 # Whoever uses the cache next must find no work of this answer in it.
                 mx.eval(cache.state)
@@ -282,7 +331,6 @@ def segments_of(
 
 
 def responses_of(
-    tokenizer: TokenizerWrapper,
     steps: Iterator[list[int]],
     budget: Budget,
     num_prompt: int,
@@ -295,19 +343,13 @@ def responses_of(
     `measured` gives the other fields of a segment, of the reason why it is the last, if it is. The
     answer began when it `started` (of `time.perf_counter`), or begins now.
     """
-    detokenizer = tokenizer.detokenizer
     started = first_done = time.perf_counter() if started is None else started
     for calls, step in enumerate(steps, 1):
         now = time.perf_counter()
         first_done = now if calls == 1 else first_done
         step, reason = budget.cut(step)
-        budget.generated += len(step)
-        for token in step[:-1] if reason == "stop" else step:
-            detokenizer.add_token(token)
-        if reason:
-            detokenizer.finalize()
         yield GenerationResponse(
-            text=detokenizer.last_segment,
+            text=budget.text.segment(is_last=reason is not None),
             tokens=tuple(step),
             finish_reason=reason,
             prompt_tokens=num_prompt,

@@ -475,6 +475,8 @@ class GenerateConfig(SamplingConfig):
         decoding: "streaming", verify what a drafter proposes, or "plain"; None streams where
             there is a drafter, unless plain decoding was found faster here.
         max_tokens: most tokens to generate.
+        stop: texts that end an answer, and are not in its text; its tokens go on to the one that
+            completes such a text.
         drafter: one of `ssmlx.settings.DRAFTERS`; None takes the draft model that is passed beside
             these settings, else the heads, else the model's streams where it has any.
         tree: the tree that streams and Medusa heads draft; None for `TreeConfig()`.
@@ -492,6 +494,7 @@ class GenerateConfig(SamplingConfig):
 
     decoding: Decoding | None = setting(None, choices=DECODINGS)
     max_tokens: int = setting(256, least=1)
+    stop: Sequence[str] = ()
     drafter: DrafterKind | None = setting(None, choices=DRAFTERS)
     tree: TreeConfig | None = None
     prune: PruneConfig | None = None
@@ -515,6 +518,12 @@ class GenerateConfig(SamplingConfig):
             expected="--temp above 0",
             do="give --temp, or drop acceptance=",
         )
+        # A text is a sequence of texts, too, but nobody means its characters.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        for text in stop:
+            ok = isinstance(text, str) and bool(text)
+            require(ok, f"--stop {text!r}", expected="some text", do="give some, or drop it")
 
     @property
     def leaves_shape_open(self) -> bool:
@@ -556,6 +565,7 @@ class Settings(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     decoding: Decoding | None
     max_tokens: int
+    stop: Sequence[str]
     drafter: DrafterKind | None
     tree: TreeConfig | None
     prune: PruneConfig | None

@@ -262,11 +262,16 @@ def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | No
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """How to decode, sample and draft."""
+    group = parser.add_argument_group("decoding")
     add_options(
-        parser.add_argument_group("decoding"),
+        group,
         ("--decoding", "HOW", "streaming: verify what a drafter proposes; plain: a token a pass "
          "(default: what `python -m ssmlx.calibrate` found faster, or streaming)", str, DECODINGS),
         ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
+    )  # fmt: skip
+    group.add_argument(
+        "--stop", type=template_text, action="append", metavar="TEXT",
+        help="ends the answer, and is not in it; \\n for a new line; repeatable",
     )  # fmt: skip
     group = parser.add_argument_group("sampling (exact with every drafter)")
     add_options(
@@ -364,7 +369,7 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
     if has_threshold:
         pruning |= _pairs("--prune", [args.prune], ["threshold=P"])
     bias = getattr(args, "logit_bias", None)
-    names = ("decoding", "max_tokens", "num_streams", "temp", *_CHANCE_OPTIONS)
+    names = ("decoding", "max_tokens", "stop", "num_streams", "temp", *_CHANCE_OPTIONS)
     return GenerateConfig(
         drafter=drafter.kind,
         tree=TreeConfig(**tree) if tree else None,
