@@ -1,8 +1,9 @@
 """Drafts from a second, smaller model with the same vocabulary."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,17 +17,19 @@ from ..errors import require
 from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import Fetch, resolve_model
 from ..loading.wheel import Progress
-from ..model.shapes import arrays_in
+from ..model.backbone import arrays_of
 from ..model.tree import Tree, comb_topology
 from ..prompts import common_prefix
 from ..settings import PREFILL_STEP_SIZE, DraftModelConfig
 
+_MOST_IDLE = 2
+
 
 class DraftModel:
-    """A model that drafts for another, with the cache of the text that it drafts for.
+    """A model that drafts for another: weights, which are only read, and caches to draft with.
 
-    The cache outlives an answer, so a chat's next turn processes its new tokens alone. It belongs
-    to one drafter at a time; another one that starts takes it over.
+    Every drafter has a cache of its own, so answers may be open at once. Caches outlive answers: a
+    chat's next turn takes over what the last one left, and processes its new tokens alone.
 
     Args:
         model: a model as `mlx_lm.load` returns it.
@@ -37,13 +40,12 @@ class DraftModel:
 
     Attributes:
         vocab_size: Vd, tokens of its embedding.
-        owner: the drafter that the cache follows.
     """
 
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
         self.model, self.name = model, name
-        self._cache: list[Any] = make_prompt_cache(model)
-        for layer, cache in enumerate(self._cache):
+        mx.eval(arrays_of(model))
+        for layer, cache in enumerate(make_prompt_cache(model)):
             require(
                 type(cache) is KVCache,
                 f"{name} keeps a {type(cache).__name__} in layer {layer}, from which rejected "
@@ -53,40 +55,74 @@ class DraftModel:
             )
         self.num_parameters: int = get_total_parameters(model)
         self.vocab_size: int = model.args.vocab_size
-        self._text: list[int] = []
-        self.owner: object = None
+        self._caches: list[DraftCache] = []  # the one that was taken last stands first
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights and its cache."""
-        weights = sum(array.nbytes for array in arrays_in(self.model.parameters()))
-        return weights + sum(cache.nbytes for cache in self._cache)
+        """Bytes of its weights and its caches."""
+        return sum(array.nbytes for array in arrays_of(self.model)) + self.cache_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of its caches, those that wait for a next answer included."""
+        return sum(cache.nbytes for cache in self._caches)
+
+    def take_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":
+        """A cache for `drafter` as long as it lives: of those that nobody has, the one that holds
+        most of `tokens`. At most `_MOST_IDLE` of the others are kept."""
+        idle = [cache for cache in self._caches if cache.drafter() is None]
+        shared = {id(cache): common_prefix(cache.text, tokens) for cache in idle}
+        cache = max(idle, key=lambda one: shared[id(one)], default=DraftCache(self.model))
+        spare = [one for one in idle if one is not cache][_MOST_IDLE:]
+        dropped = {id(one) for one in (cache, *spare)}
+        self._caches = [cache, *(one for one in self._caches if id(one) not in dropped)]
+        cache.drafter = weakref.ref(drafter)
+        return cache
+
+
+class DraftCache:
+    """A draft model's keys and values of one text.
+
+    Attributes:
+        text: tokens that were processed, or are to be.
+        drafter: who has it, if anybody.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._layers = model, cast("list[Any]", make_prompt_cache(model))
+        self.text: list[int] = []
+        self.drafter: Callable[[], object] = lambda: None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(layer.nbytes for layer in self._layers)
 
     @property
     def offset(self) -> int:
         """Tokens in the cache."""
-        return int(self._cache[0].offset)
+        return int(self._layers[0].offset)
 
-    def start(self, tokens: Sequence[int], owner: object) -> int:
+    def start(self, tokens: Sequence[int]) -> int:
         """Make the cache hold `tokens`, as much of it as it can keep; the forward passes taken."""
-        common = common_prefix(self._text[: self.offset], tokens)
+        common = common_prefix(self.text[: self.offset], tokens)
         self.note((), common)
         calls = 0
         for first in range(common, len(tokens), PREFILL_STEP_SIZE):
             self.logits(mx.array(list(tokens[first : first + PREFILL_STEP_SIZE])))
-            mx.eval([cache.state for cache in self._cache])
+            mx.eval([layer.state for layer in self._layers])
             calls += 1
-        self._text, self.owner = list(tokens), owner
+        self.text = list(tokens)
         return calls
 
     def logits(self, tokens: mx.array) -> mx.array:
         """[1, V] logits after the last of `tokens` [R], which join the cache."""
-        return self.model(tokens[None], cache=self._cache)[:, -1]
+        return self._model(tokens[None], cache=self._layers)[:, -1]
 
     def note(self, tokens: Sequence[int], held: int) -> None:
         """The text has gone on by `tokens`; keep `held` of all its tokens in the cache."""
-        self._text.extend(tokens)
-        trim_prompt_cache(self._cache, self.offset - held)
+        self.text.extend(tokens)
+        trim_prompt_cache(self._layers, self.offset - held)
 
 
 class DraftModelDrafter:
@@ -113,21 +149,18 @@ class DraftModelDrafter:
         self.draft_calls = 0
 
     def start(self, tokens: Sequence[int]) -> None:
-        self._text = list(tokens)
+        self._cache = self._model.take_cache(tokens, self)
         self._chain = mx.zeros(0, mx.int32)
-        self.draft_calls = self._model.start(tokens, self)
+        self.draft_calls = self._cache.start(tokens)
 
     def propose(self, verified: Verified) -> Tree:
         """See `Drafter.propose`. Waits for the target, to know how much of the cache holds."""
         new_tokens, chain = verified.read(self._chain)
-        if self._model.owner is not self:
-            self.draft_calls += self._model.start(self._text, self)
-            chain = []
+        cache = self._cache
         # The cache holds the text that it last drafted from and all of its chain but the last
         # token. At least the newest token is left to process, whose logits are needed.
         common = common_prefix(chain[:-1], new_tokens[:-1])
-        self._model.note(new_tokens, len(self._text) + common)
-        self._text.extend(new_tokens)
+        cache.note(new_tokens, len(cache.text) + common)
         rows = self._draft(mx.array(new_tokens[common:]))
         self._chain = mx.concatenate([row[:1] for row in rows])
         topology = self._topology
@@ -137,12 +170,13 @@ class DraftModelDrafter:
     def _draft(self, tokens: mx.array) -> list[mx.array]:
         """The candidates [W] of each level, best first, after `tokens` [R]."""
         size = self._sampling.context_size if self._sampling else 0
-        recent = last_tokens(self._text, size)[None]
+        text = self._cache.text
+        recent = last_tokens(text, size)[None]
         rows: list[mx.array] = []
         for level in range(self.num_levels):
-            logits = self._model.logits(tokens)
+            logits = self._cache.logits(tokens)
             self.draft_calls += 1
-            first = mx.array([len(self._text) - 1 + level])
+            first = mx.array([len(text) - 1 + level])
             places = Places(first, mx.zeros(1, mx.int32), 1, recent)
             scores = self._sampling.scores(logits, places) if self._sampling else logits
             row = _best(scores[0], self._width)
