@@ -18,16 +18,19 @@ from typing import TYPE_CHECKING, Any
 from .blas import prefer_openblas
 
 if TYPE_CHECKING:
+    from .answers import Answer as Answer
     from .api import GenerationResponse as GenerationResponse
     from .api import generate as generate
     from .api import stream_generate as stream_generate
     from .drafters.draft_model import DraftModel as DraftModel
     from .drafters.draft_model import load_draft_model as load_draft_model
     from .drafters.heads import load_heads as load_heads
+    from .engine import Engine as Engine
     from .errors import InputError as InputError
     from .loading.attach import swap_adapter as swap_adapter
     from .loading.load import load as load
     from .loading.names import bundled_adapters as bundled_adapters
+    from .prompt_cache import PromptCache as PromptCache
     from .prompts import chat_tokens as chat_tokens
     from .prompts import prompt_tokens as prompt_tokens
     from .session import ChatSession as ChatSession
@@ -47,13 +50,16 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless a
 
 # Loaded on first use, so that `--help` does not wait for MLX.
 _NAMES = {
+    "answers": ("Answer",),
     "api": ("generate", "stream_generate", "GenerationResponse"),
     "drafters.draft_model": ("DraftModel", "load_draft_model"),
     "drafters.heads": ("load_heads",),
+    "engine": ("Engine",),
     "errors": ("InputError",),
     "loading.attach": ("swap_adapter",),
     "loading.load": ("load",),
     "loading.names": ("bundled_adapters",),
+    "prompt_cache": ("PromptCache",),
     "prompts": ("chat_tokens", "prompt_tokens"),
     "session": ("ChatSession",),
     "settings": (

@@ -8,7 +8,6 @@ that are read at the same time take turns, call by call.
 
 import asyncio
 import atexit
-import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -35,12 +34,27 @@ class Prefilled:
     total: int
 
 
+@dataclass(frozen=True)
+class _Task(Generic[Result]):
+    future: Future[Result]
+    call: Callable[[], Result]
+    device: mx.Device  # the default one of whoever asks
+
+    def do(self) -> None:
+        try:
+            result = self.call()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
 class _MlxThread:
     """A thread that does what it is given, in order. It starts with the first task."""
 
     def __init__(self) -> None:
         # Put may be called by a finalizer in the middle of another put; of queues, this one can.
-        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_Task[Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting, self._is_stopped = threading.Lock(), False
         self.open: set[_Turns[Any]] = set()  # answers that are not over
@@ -55,29 +69,26 @@ class _MlxThread:
         if self._is_stopped:
             future.set_exception(RuntimeError("Python is ending: nothing is answered any more"))
             return future
-        self._tasks.put((future, task))
+        self._tasks.put(_Task(future, task, mx.default_device()))
         if self._thread is None:
             self._start()
         return future
 
     def _start(self) -> None:
-        device = mx.default_device()
         with self._starting:
             if self._thread is None:
-                # A daemon, for Python waits for no other thread before `atexit` runs.
-                self._thread = threading.Thread(
-                    target=self._work, args=(device,), name="ssmlx", daemon=True
-                )
+                # A daemon, for Python waits for any other thread before `atexit` runs.
+                self._thread = threading.Thread(target=self._work, name="ssmlx", daemon=True)
                 self._thread.start()
                 atexit.register(self._stop, self._thread)
 
-    def _work(self, device: mx.Device) -> None:
-        mx.set_default_device(device)
-        while (given := self._tasks.get()) is not None:
-            future, task = given
-            if future.set_running_or_notify_cancel():
-                _settle(future, task)
-            del given, future, task  # or the last one's arrays would wait for the next
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if mx.default_device() != task.device:
+                mx.set_default_device(task.device)
+            if task.future.set_running_or_notify_cancel():
+                task.do()
+            del task  # or its arrays would wait for the next one
         for turns in list(self.open):
             turns.close()
 
@@ -87,25 +98,7 @@ class _MlxThread:
         thread.join()
 
 
-def _settle(future: Future[Result], task: Callable[[], Result]) -> None:
-    try:
-        result = task()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
 _mlx_thread = _MlxThread()
-
-
-def _after_fork() -> None:
-    global _mlx_thread
-    _mlx_thread = _MlxThread()  # a child has none of its parent's threads
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def run(task: Callable[[], Result]) -> Result:
@@ -240,9 +233,11 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
         """Where a reader is interrupted, the next one gets what was asked for."""
         try:
             yield
-        finally:
-            if asked.done() and self._asked is asked:
+        except BaseException as error:
+            if asked.done() and asked.exception() is error:
                 self._asked = None
+            raise
+        self._asked = None
 
     def _tell(self, turn: Prefilled) -> None:
         if self._progress is not None:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from .memory import Memory, memory_of
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .plan import Plan, make_plan
+from .prompt_cache import PromptCache
 from .prompts import Message, chat_tokens, check_text, common_prefix
 from .settings import GenerateConfig
 
@@ -58,6 +60,8 @@ class ChatSession:
         config: settings of every answer.
         draft_model, heads: what is loaded to draft with, as `ssmlx.stream_generate` takes it.
         system: the system prompt; None leaves it to the template.
+        prompts: prompts that were processed before, to begin with and to add to.
+        swap: gives the model with another adapter; `ssmlx.swap_adapter` unless given.
     """
 
     def __init__(
@@ -69,8 +73,11 @@ class ChatSession:
         draft_model: DraftModel | None = None,
         heads: DraftingHeads | None = None,
         system: str | None = None,
+        prompts: PromptCache | None = None,
+        swap: Callable[[str | Path | None], StreamFusedModel] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        self._prompts, self._swap, self._is_closed = prompts, swap, False
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self._drafts: dict[str, Any] = {"draft_model": draft_model, "heads": heads}
         self.config = config or GenerateConfig()
@@ -116,7 +123,7 @@ class ChatSession:
                 everything is as it was.
         """
         self._check_idle()
-        swapped = swap_adapter(self.model, adapter)
+        swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
         make_plan(swapped, self.config, **self._drafts)
         self.model = swapped
         self.plain_tps = None
@@ -159,9 +166,25 @@ class ChatSession:
         self._reply = weakref.ref(answer)
         return answer
 
+    def close(self) -> None:
+        """Cancel the reply that is open, and free the cache; the session answers no more."""
+        reply = self._reply()
+        if reply is not None:
+            reply.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._cache = TreeCache(0)
+            del self.model, self._drafts
+
     def _check_idle(self) -> None:
         """Check that no reply is open: two would write the same cache and history."""
         reply = self._reply()
+        require(
+            not self._is_closed,
+            "this chat is closed",
+            expected="an open one",
+            do="make a new session",
+        )
         require(
             reply is None or reply.is_over,
             "a reply of this session is still open",
@@ -176,6 +199,10 @@ class ChatSession:
         prompt = chat_tokens(self.tokenizer, [*self.messages, question])
         # At least one token is left to process.
         reused = common_prefix(self._cached_tokens, prompt[:-1])
+        if self._prompts is not None:
+            cache, known = self._prompts.take(self.model, prompt, self.plan.scratch)
+            if known > reused:
+                self._cache, self._cached_tokens, reused = cache, prompt[:known], known
         self._cache.trim(reused)
         del self._cached_tokens[reused:]
         segments = segments_of(
@@ -211,6 +238,8 @@ class ChatSession:
             # What was written is in the cache, as far as it got.
             self._cache.trim(min(self._cache.offset, len(written)))
             self._cached_tokens = written[: self._cache.offset]
+            if self._prompts is not None:
+                self._prompts.put(self.model, self._cached_tokens, self._cache)
             if last is not None:
                 self._count(last, reused)
 

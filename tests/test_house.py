@@ -21,6 +21,7 @@ BUILDINGS = ["examples", "perf", "convert", "ssmlx"]
 ROOMS = [
     "chat generate train export calibrate caches",
     "commands",
+    "engine",
     "calibration",
     "api session exported",
     "plan prompt_cache",

@@ -1,0 +1,226 @@
+"""One model in memory for a whole app: any number of answers and chats, from any thread."""
+
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, Unpack, cast
+
+import mlx.core as mx
+
+from .answers import Answer, Prefilled, Progress, run, wired
+from .api import GenerationResponse, segments_of, with_seed
+from .errors import require
+from .loading.adapter import load_adapter
+from .loading.attach import adapters_for, fuse_streams
+from .loading.load import load
+from .loading.names import NO_ADAPTER, resolve_adapter
+from .model.streams import StreamFusedModel
+from .prompt_cache import PromptCache
+from .prompts import Message, chat_tokens, prompt_tokens
+from .session import ChatSession
+from .settings import DEFAULT_MODEL, GenerateConfig, Settings
+
+DEFAULT_ADAPTER = "chat"
+Question = str | Sequence[int] | Sequence[Message]
+"""A user's text, the turns of a chat, or the tokens of a prompt."""
+
+
+class Engine:
+    """A base model with its adapters, and the prompts that it has processed.
+
+        with ssmlx.Engine("smollm2-135m") as engine:
+            for segment in engine.stream("Why is the sky blue?", max_tokens=100):
+                print(segment.text, end="")
+
+    Any thread and any event loop may ask; answers that are open at once take turns, call by call.
+    Every adapter stands on the one base, whose weights they share, so each answer may have another
+    one and nothing is switched between them.
+
+    Args:
+        model: as `ssmlx.load` takes it.
+        adapters: bundled adapters, or folders of others, to load now; any other one is loaded when
+            it is first asked for. The first of them is the default; without any, the bundled
+            adapter "chat", where it belongs to the model.
+        merge_lora: as `ssmlx.load` does. That takes memory for every such adapter, as large as
+            the layers that it changes; False, the default, takes a little time a step instead.
+        prompt_cache: prompts that were processed, to be shared; of 1 GiB in memory unless given.
+        dtype, draft_head, cache_dir, offline, progress: as `ssmlx.load` takes them.
+
+    Raises:
+        InputError: something given is missing, broken, or does not fit the rest.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        adapters: Sequence[str | Path] = (),
+        *,
+        merge_lora: bool = False,
+        prompt_cache: PromptCache | None = None,
+        **loading: Any,
+    ) -> None:
+        own, self.tokenizer = load(model, merge_lora=merge_lora, **loading)
+        self._merge_lora = merge_lora
+        self._base = own.backbone.base()
+        self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
+        self._loading = threading.Lock()
+        self._open: weakref.WeakSet[Answer[GenerationResponse]] = weakref.WeakSet()
+        self._chats: weakref.WeakSet[ChatSession] = weakref.WeakSet()
+        self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
+        self._wiring = wired()
+        run(self._wiring.__enter__)
+        for adapter in adapters:
+            self.model(adapter)
+        self._default = self._choose_default(adapters, own)
+
+    def _choose_default(self, adapters: Sequence[str | Path], own: StreamFusedModel) -> str:
+        if adapters:
+            return str(adapters[0])
+        if own.config is not None:  # a fused folder brings its own streams
+            self._models["own"] = own
+            return "own"
+        fitting = adapters_for(own)
+        return DEFAULT_ADAPTER if DEFAULT_ADAPTER in fitting else NO_ADAPTER
+
+    def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
+        """The base with an adapter, loaded when it is first asked for; the default one if None.
+
+        Raises:
+            InputError: there is no such adapter, or it belongs to another model.
+        """
+        name = self._default if adapter is None else str(adapter)
+        with self._loading:
+            require(
+                bool(self._models),
+                "the engine is closed",
+                expected="an open one",
+                do="make a new `ssmlx.Engine`",
+            )
+            if name not in self._models:
+                folder = resolve_adapter(name if adapter is None else adapter)
+                assert folder is not None
+                loaded = load_adapter(folder)
+                self._models[name] = fuse_streams(self._base, loaded, merge_lora=self._merge_lora)
+            return self._models[name]
+
+    @property
+    def adapters(self) -> list[str]:
+        """The adapters that are loaded, "none" for the base alone."""
+        return list(self._models)
+
+    def stream(
+        self,
+        question: Question,
+        config: GenerateConfig | None = None,
+        *,
+        adapter: str | Path | None = None,
+        progress: Progress | None = None,
+        drafts: Mapping[str, Any] | None = None,
+        **settings: Unpack[Settings],
+    ) -> Answer[GenerationResponse]:
+        """Answer a question, segment by segment; what it begins with may be known already.
+
+        Args:
+            question: a user's text, under the adapter's or the model's template; the turns of a
+                chat; or token ids.
+            config, settings: as `ssmlx.stream_generate` takes them.
+            adapter: a name or a folder; the engine's default unless given, "none" for the base.
+            progress: told (tokens processed, tokens in all) while the prompt is processed.
+            drafts: `draft_model` or `heads`, as `ssmlx.stream_generate` takes them.
+
+        Raises:
+            InputError: the question, the adapter or the settings cannot be followed.
+        """
+        model = self.model(adapter)
+        config = with_seed(replace(config or GenerateConfig(), **settings))
+        segments = run(lambda: self._segments(model, question, config, drafts or {}))
+        answer = Answer(segments, progress)
+        self._open.add(answer)
+        return answer
+
+    def _segments(
+        self,
+        model: StreamFusedModel,
+        question: Question,
+        config: GenerateConfig,
+        drafts: Mapping[str, Any],
+    ) -> Iterator[GenerationResponse | Prefilled]:
+        prompt = self._tokens(model, question)
+        cache, known = self.prompt_cache.take(model, prompt)
+        segments = segments_of(
+            model, self.tokenizer, prompt[known:], config,
+            cache=cache, context=prompt[:known], **drafts,
+        )  # fmt: skip
+
+        def remembered() -> Iterator[GenerationResponse | Prefilled]:
+            written = list(prompt)
+            try:
+                for segment in segments:
+                    if isinstance(segment, GenerationResponse):
+                        written.extend(segment.tokens)
+                    yield segment
+            finally:
+                cast("Generator[object]", segments).close()
+                self.prompt_cache.put(model, written, cache)
+
+        return remembered()
+
+    def _tokens(self, model: StreamFusedModel, question: Question) -> list[int]:
+        if isinstance(question, str):
+            return prompt_tokens(question, model, self.tokenizer)
+        if question and isinstance(question[0], Mapping):
+            return chat_tokens(self.tokenizer, cast("Sequence[Message]", question))
+        return [int(token) for token in cast("Sequence[int]", question)]
+
+    def chat(
+        self,
+        config: GenerateConfig | None = None,
+        *,
+        adapter: str | Path | None = None,
+        system: str | None = None,
+        drafts: Mapping[str, Any] | None = None,
+        **settings: Unpack[Settings],
+    ) -> ChatSession:
+        """A chat on this model: see `ssmlx.ChatSession`, and `stream` for the arguments.
+
+        Raises:
+            InputError: the adapter or the settings cannot be followed.
+        """
+        chat = ChatSession(
+            self.model(adapter),
+            self.tokenizer,
+            replace(config or GenerateConfig(), **settings),
+            system=system,
+            prompts=self.prompt_cache,
+            swap=self._swap,
+            **(drafts or {}),
+        )
+        self._chats.add(chat)
+        return chat
+
+    def _swap(self, adapter: str | Path | None) -> StreamFusedModel:
+        return self.model(NO_ADAPTER if adapter is None else adapter)
+
+    def close(self) -> None:
+        """Cancel what is open, write the prompt cache to its folder if it has one, and free the
+        memory. Chats of this engine answer no more."""
+        with self._loading:
+            if not self._models:
+                return
+            self._models, base = {}, self._base
+            del self._base, base
+        for answer in list(self._open):
+            answer.close()
+        for chat in list(self._chats):
+            chat.close()
+        self.prompt_cache.close()
+        run(lambda: self._wiring.__exit__(None, None, None))
+        run(mx.clear_cache)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()

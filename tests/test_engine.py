@@ -1,0 +1,413 @@
+"""Engines and answers: any thread, any order, interrupted anywhere, and always the same tokens."""
+
+import asyncio
+import gc
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx.core as mx
+import pytest
+from real import answer, refusal, words, write_base, write_tiny_adapter
+from tiny import make_model, make_tokenizer
+
+import ssmlx
+from ssmlx import answers
+from ssmlx.decoding import loop
+from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.loading import names as naming
+
+LENGTH = 12
+PROMPT = [1, 5, 2, 7]
+ADAPTERS = ("streams", "all", "none")
+
+
+@pytest.fixture(scope="module")
+def folders(base):
+    """Adapters of both scopes, by what the tests call them."""
+    shelf = base.parent / "adapters"
+    return {
+        "streams": str(write_tiny_adapter(shelf / "one", base, scope="streams")),
+        "all": str(write_tiny_adapter(shelf / "other", base, template="w5 {prompt} w6")),
+        "none": "none",
+    }
+
+
+@pytest.fixture
+def engine(base, folders):
+    with ssmlx.Engine(str(base), (folders["streams"],), dtype="float32") as engine:
+        yield engine
+
+
+def tokens_of(segments):
+    return [token for segment in segments for token in segment.tokens]
+
+
+def ask(engine, folders, adapter, question="w1 w2", **settings):
+    return engine.stream(question, adapter=folders[adapter], **{"max_tokens": LENGTH, **settings})
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_engine_answers_as_a_fresh_load(base, engine, folders, adapter):
+    model, tokenizer = ssmlx.load(str(base), adapter=folders[adapter], dtype="float32")
+    prompt = ssmlx.prompt_tokens("w1 w2", model, tokenizer)
+    expected, _ = answer(model, tokenizer, prompt, max_tokens=LENGTH)
+    for question in ("w1 w2", prompt):  # the second time from the prompt cache
+        segments = list(ask(engine, folders, adapter, question))
+        assert tokens_of(segments) == expected
+    assert segments[-1].cached_tokens == len(prompt) - 1
+
+
+def expected_answers(engine, folders, questions, **settings):
+    """Each question's answer alone, by a base that shares no prompt with it."""
+    return {
+        (adapter, text): tokens_of(ask(engine, folders, adapter, text, **settings))
+        for adapter in ADAPTERS
+        for text in questions
+    }
+
+
+def ask_at_random(engine, folders, expected, seed, count):
+    """Ask `count` of the questions; cancel some, somewhere. Tokens that differ are returned."""
+    chance, wrong = random.Random(seed), []
+    for _ in range(count):
+        adapter, text = chance.choice(list(expected))
+        stop_at = chance.choice([None, None, 0, 1, 3])
+        heard = []
+        with ask(engine, folders, adapter, text) as segments:
+            for number, segment in enumerate(segments):
+                heard.append(segment)
+                if number == stop_at:
+                    segments.cancel()
+        found = tokens_of(heard)
+        whole = expected[adapter, text]
+        if (stop_at is None and found != whole) or found != whole[: len(found)]:
+            wrong.append((adapter, text, found))
+    return wrong
+
+
+def test_threads_hear_what_each_would_hear_alone(engine, folders):
+    expected = expected_answers(engine, folders, [words(3, i) for i in range(4)])
+    with ThreadPoolExecutor(8) as pool:
+        asked = [
+            pool.submit(ask_at_random, engine, folders, expected, seed, 6) for seed in range(8)
+        ]
+        assert [wrong for one in asked for wrong in one.result(60)] == []
+
+
+def test_so_do_tasks_of_an_event_loop(engine, folders):
+    expected = expected_answers(engine, folders, [words(3, i) for i in range(3)])
+
+    async def hear(adapter, text):
+        async with ask(engine, folders, adapter, text) as segments:
+            return [token async for segment in segments for token in segment.tokens]
+
+    async def all_of_them():
+        return await asyncio.gather(*(hear(*key) for key in expected))
+
+    for _ in range(2):  # two loops, one after the other
+        assert asyncio.run(all_of_them()) == list(expected.values())
+
+
+@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+def test_two_threads_share_a_model_without_an_engine(decoding):
+    model, tokenizer = make_model(scope="streams"), make_tokenizer()
+    prompts = [[1, 2, 3 + index] for index in range(6)]
+    settings = {"decoding": decoding, "max_tokens": LENGTH}
+    alone = [answer(model, tokenizer, prompt, **settings)[0] for prompt in prompts]
+
+    def ask(prompt):
+        return answer(model, tokenizer, prompt, **settings)[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(ask, prompts)) == alone
+
+
+def on_a_thread(task):
+    """The result of a task on a thread that is gone when it is there."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(task).result(30)
+
+
+@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+def test_an_answer_is_read_on_by_other_threads(decoding):
+    model, tokenizer = make_model(), make_tokenizer()
+    settings = {"decoding": decoding, "max_tokens": LENGTH}
+    expected, _ = answer(model, tokenizer, PROMPT, **settings)
+    segments = on_a_thread(lambda: ssmlx.stream_generate(model, tokenizer, PROMPT, **settings))
+    heard = [next(segments), on_a_thread(lambda: next(segments)), next(segments)]
+    heard += on_a_thread(lambda: list(segments))
+    assert tokens_of(heard) == expected
+
+    async def hop():
+        segments = ssmlx.stream_generate(model, tokenizer, PROMPT, **settings)
+        first = next(segments), await asyncio.to_thread(next, segments)
+        return [*first, *[segment async for segment in segments]]
+
+    assert tokens_of(asyncio.run(hop())) == expected
+
+
+def test_a_thread_that_dies_half_way_leaves_the_model_as_it_was():
+    model, tokenizer = make_model(), make_tokenizer()
+    expected, _ = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
+
+    def abandon():
+        cache = model.make_cache()
+        steps = ssmlx.api.token_steps(model, PROMPT, cache)
+        next(steps), next(steps)
+
+    on_a_thread(abandon)
+    on_a_thread(lambda: next(ssmlx.stream_generate(model, tokenizer, PROMPT)))
+    assert answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0] == expected
+    assert on_a_thread(lambda: answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0]) == expected
+
+
+def test_a_seed_is_drawn_from_the_callers_random_state():
+    model, tokenizer = make_model(), make_tokenizer()
+    texts = []
+    for seed in (1, 2, 1):
+        mx.random.seed(seed)
+        texts.append(answer(model, tokenizer, PROMPT, temp=1.0, max_tokens=20)[0])
+    assert texts[0] == texts[2] != texts[1]
+
+
+# --- turns ---
+
+
+def test_answers_take_turns(engine, folders):
+    order = []
+
+    async def hear(name):
+        async for segment in ask(engine, folders, "none", decoding="plain"):
+            order.append((name, segment.generation_tokens))
+
+    async def both():
+        await asyncio.gather(hear("a"), hear("b"))
+
+    asyncio.run(both())
+    # Neither is ever more than two calls ahead.
+    ahead = [
+        sum(name == "a" for name, _ in order[:count]) * 2 - count for count in range(2 * LENGTH)
+    ]
+    assert len(order) == 2 * LENGTH and max(map(abs, ahead)) <= 2
+
+
+def test_a_short_question_does_not_wait_for_a_long_prompt(engine, folders):
+    turns = []
+    long = ask(
+        engine, folders, "none", [1, 2] * 90, prefill_step_size=8,
+        progress=lambda done, total: turns.append(done),
+    )  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(list, long)
+        while not turns:
+            time.sleep(0.001)
+        first = next(ask(engine, folders, "all"))
+        assert first.tokens and not heard.done() and turns[-1] < 179
+        assert len(tokens_of(heard.result(30))) == LENGTH
+    assert turns == [*range(0, 179, 8), 179]
+
+
+def test_nothing_is_computed_that_nobody_asks_for(engine, folders, monkeypatch):
+    steps, build = [], loop.step
+    monkeypatch.setattr(loop, "step", lambda *args, **more: steps.append(1) or build(*args, **more))
+    segments = ask(engine, folders, "streams", max_tokens=200)
+    for asked in range(1, 4):
+        next(segments)
+        time.sleep(0.05)
+        assert len(steps) <= asked + 1
+
+
+def test_an_answer_has_one_reader_at_a_time(engine, folders):
+    segments = ask(engine, folders, "none")
+
+    async def two_readers():
+        return await asyncio.gather(anext(segments), anext(segments), return_exceptions=True)
+
+    first, second = asyncio.run(two_readers())
+    assert first.tokens and "being read already" in str(second)
+    assert len(tokens_of([first, *segments])) == LENGTH
+
+
+# --- stopping ---
+
+
+@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+def test_a_cancelled_prompt_ends_the_answer(engine, folders, decoding):
+    told = []
+
+    def progress(done, total):
+        told.append(done)
+        if done >= 16:
+            segments.cancel()
+
+    segments = ask(
+        engine, folders, "streams", [1, 2] * 60, prefill_step_size=8, decoding=decoding,
+        progress=progress,
+    )  # fmt: skip
+    assert list(segments) == [] and segments.is_over
+    assert told[-1] <= 24
+    assert list(segments) == []  # and stays over
+    assert len(tokens_of(ask(engine, folders, "streams"))) == LENGTH
+
+
+def test_cancelling_twice_and_before_the_start_and_after_the_end(engine, folders):
+    segments = ask(engine, folders, "none")
+    segments.cancel(), segments.cancel()
+    assert list(segments) == []
+    segments = ask(engine, folders, "none")
+    assert len(tokens_of(segments)) == LENGTH and segments.is_over
+    segments.close(), segments.cancel()
+
+
+def test_an_answer_that_nobody_holds_is_cancelled(engine):
+    chat = engine.chat(max_tokens=LENGTH)
+    next(chat.reply("w1 w2"))
+    gc.collect()
+    assert tokens_of(chat.reply("w3"))
+    assert len(chat.messages) == 4
+
+
+def test_a_task_that_is_cancelled_or_late_loses_nothing(engine, folders):
+    expected = tokens_of(ask(engine, folders, "all"))
+
+    async def impatient():
+        segments, heard = ask(engine, folders, "all"), []
+        while not segments.is_over:
+            try:
+                heard.append(await asyncio.wait_for(anext(segments), 1e-4))
+            except TimeoutError:
+                continue
+            except StopAsyncIteration:
+                break
+        return heard + [segment async for segment in segments]
+
+    assert tokens_of(asyncio.run(impatient())) == expected
+
+
+def test_an_error_ends_its_answer_and_no_other(engine, folders, monkeypatch):
+    expected = tokens_of(ask(engine, folders, "streams"))
+    well, ill = ask(engine, folders, "none"), ask(engine, folders, "streams")
+    heard = [next(well), next(ill)]
+    monkeypatch.setattr(StreamDrafter, "propose", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(ill)
+    assert ill.is_over and list(ill) == []
+    assert len(tokens_of([heard[0], *well])) == LENGTH
+    monkeypatch.undo()
+    assert tokens_of(ask(engine, folders, "streams")) == expected
+
+
+def test_a_callback_that_raises_ends_reading_alone(engine, folders):
+    segments = ask(engine, folders, "none", progress=lambda done, total: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(segments)
+    assert len(tokens_of(ask(engine, folders, "none"))) == LENGTH
+
+
+# --- chats ---
+
+
+def test_a_chat_has_one_reply_at_a_time(engine):
+    chat = engine.chat(max_tokens=LENGTH)
+    segments = chat.reply("w1 w2")
+    next(segments)
+    for action in (lambda: chat.reply("w3"), chat.reset, lambda: chat.swap_adapter(None)):
+        assert "a reply of this session is still open" in refusal(action)
+    heard = tokens_of(segments)
+    assert len(chat.messages) == 2 and heard
+    assert tokens_of(chat.reply("w3")) and len(chat.messages) == 4
+
+
+def test_chats_with_several_adapters_go_on_at_once(engine, folders):
+    def talk(adapter, together):
+        chat = engine.chat(adapter=folders[adapter], max_tokens=LENGTH)
+        together.wait()
+        return [tokens_of(chat.reply(text)) for text in ("w1 w2", "w3", "w4 w5")]
+
+    alone = [talk(adapter, threading.Barrier(1)) for adapter in ADAPTERS]
+    together = threading.Barrier(3)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda one: talk(one, together), ADAPTERS)) == alone
+
+
+def test_a_chat_swaps_adapters_on_the_one_base(base, engine, folders):
+    chat = engine.chat(max_tokens=LENGTH)
+    before = tokens_of(chat.reply("w1 w2"))
+    chat.swap_adapter(folders["all"])
+    assert tokens_of(chat.reply("w3"))
+    assert chat.model is engine.model(folders["all"])
+    chat.swap_adapter(None)
+    assert chat.model is engine.model("none")
+    chat.reset()
+    chat.swap_adapter(folders["streams"])
+    assert tokens_of(chat.reply("w1 w2")) == before
+
+
+# --- engines ---
+
+
+def test_a_closed_engine_and_its_chats_answer_no_more(base, folders):
+    engine = ssmlx.Engine(str(base), (folders["streams"],), dtype="float32")
+    chat, half = engine.chat(), ask(engine, folders, "none")
+    next(half)
+    engine.close(), engine.close()
+    assert half.is_over and list(half) == []
+    assert "the engine is closed" in refusal(ask, engine, folders, "none")
+    assert "this chat is closed" in refusal(chat.reply, "w1")
+
+
+def test_closing_frees_the_memory(base, folders):
+    held = []
+    for _ in range(20):
+        with ssmlx.Engine(str(base), tuple(folders.values()), dtype="float32") as engine:
+            chat = engine.chat()
+            next(chat.reply("w1 w2")), next(ask(engine, folders, "all"))
+        gc.collect()
+        held.append(mx.get_active_memory())
+    assert held[-1] <= held[2]
+
+
+def test_what_an_engine_refuses_is_told_in_one_line(base, engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "no adapter folder nothing" in refusal(engine.stream, "w1", adapter="nothing")
+    other = write_tiny_adapter(tmp_path / "other", write_base(tmp_path / "base", norm=1.5))
+    assert "another base model" in refusal(engine.stream, "w1", adapter=other)
+    assert "the prompt is empty" in refusal(engine.stream, " ")
+    assert "no model is called" in refusal(ssmlx.Engine, "nothing-like-it")
+    assert tokens_of(engine.stream("w1", max_tokens=3))
+
+
+def test_the_default_adapter_is_the_bundled_chat_where_it_belongs(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(naming, "ADAPTERS_FOLDER", tmp_path)
+    with ssmlx.Engine(str(base)) as engine:
+        assert engine.model().num_streams == 0
+    write_tiny_adapter(tmp_path / "chat", base, scope="streams")
+    with ssmlx.Engine(str(base)) as engine:
+        assert engine.model().num_streams > 0 and engine.model() is engine.model("chat")
+
+
+LEAVES = """
+import sys
+sys.path.insert(0, {tests!r})
+from tiny import make_model, make_tokenizer
+import ssmlx
+answer = ssmlx.stream_generate(make_model(), make_tokenizer(), [1, 2, 3])
+print(len(next(answer).tokens))
+"""
+
+
+def test_python_ends_with_an_answer_open(request):
+    code = LEAVES.format(tests=str(request.path.parent))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+def test_a_task_on_the_mlx_thread_may_answer():
+    model, tokenizer = make_model(), make_tokenizer()
+    expected, _ = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
+    found = answers.run(lambda: answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0])
+    assert found == expected
