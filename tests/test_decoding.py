@@ -133,7 +133,7 @@ def test_pruning_equals_brute_force(seed):
     scores = [math.prod(values) for values in on_path]
     for keep in range(1, 15):
         config = PruneConfig(kind="budget", keep=keep)
-        kept = surviving_nodes(tree, logits, config).tolist()
+        kept = surviving_nodes(tree, found, config).tolist()
         best = sorted(range(12), key=lambda node: -scores[node])[:keep]
         if all(1 - edge > 0.001 for edge in edges[1:]):
             assert kept == sorted(best)
@@ -141,7 +141,7 @@ def test_pruning_equals_brute_force(seed):
         assert_closed(tree, kept)
     for threshold in (0.0, 0.02, 0.1, 0.3, 0.9, 1.0):
         config = PruneConfig(kind="threshold", threshold=threshold)
-        kept = surviving_nodes(tree, logits, config).tolist()
+        kept = surviving_nodes(tree, found, config).tolist()
         assert kept == [n for n in range(12) if all(p >= threshold for p in on_path[n])]
         assert_closed(tree, kept)
 

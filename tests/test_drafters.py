@@ -30,7 +30,7 @@ from ssmlx.commands import generate
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
-from ssmlx.decoding.prune import surviving_nodes
+from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
 from ssmlx.drafters.draft_model import DraftModel, check_vocabulary
 from ssmlx.drafters.heads import attach_heads, write_heads
@@ -229,9 +229,10 @@ def test_padding_is_never_kept_before_a_node():
     trie.add([1, 2, 3, 4])
     tree, _ = trie.tree(5)
     assert tree.num_nodes == 8
-    kept = surviving_nodes(tree, mx.zeros((4, VOCAB)), PruneConfig(kind="budget", keep=5))
+    edges = transition_logprobs(tree, mx.zeros((4, VOCAB)))
+    kept = surviving_nodes(tree, edges, PruneConfig(kind="budget", keep=5))
     assert kept.tolist() == [0, 1, 2, 3, 4]
-    kept = surviving_nodes(tree, mx.zeros((4, VOCAB)), PruneConfig(kind="threshold", threshold=0.0))
+    kept = surviving_nodes(tree, edges, PruneConfig(kind="threshold", threshold=0.0))
     assert set(range(5)) <= set(kept.tolist())
 
 

@@ -231,9 +231,9 @@ def loads(monkeypatch):
     """How often a base was loaded."""
     real, seen = loading.load_base, []
 
-    def load_base(path, dtype="auto", draft_head="stored"):
+    def load_base(path, *options):
         seen.append(path)
-        return real(path, dtype, draft_head)
+        return real(path, *options)
 
     monkeypatch.setattr(loading, "load_base", load_base)
     return seen

@@ -6,10 +6,11 @@ Light on purpose: `--help` must not wait for MLX.
 import argparse
 import json
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
@@ -451,6 +452,8 @@ def load_all(
         Model, tokenizer, settings, and what is loaded to draft with, all as
         `ssmlx.stream_generate` takes them.
     """
+    from ..model.ranks import launched
+
     config, drafter = generate_config(args), drafter_option(args.drafter)
     wants_streams = drafter.kind in (None, "streams")
     model, tokenizer = load_target(
@@ -458,6 +461,7 @@ def load_all(
         default_adapter if wants_streams else None,
         draft_head=drafter.draft_head,
         attention=drafter.attention,
+        group=launched(),
     )
     if model.num_streams == 0:
         streams = "a model with streams, that is an --adapter"
@@ -485,6 +489,7 @@ def load_target(
     *,
     draft_head: str = DRAFT_HEADS[0],
     attention: Attention = ATTENTIONS[0],
+    group: Any = None,
 ) -> tuple[Any, Any]:
     """The model and tokenizer that the options of `add_model_options` name.
 
@@ -492,7 +497,7 @@ def load_target(
         args: the options.
         default_adapter: a bundled adapter to use where none is named, the model brings no
             streams, and the adapter belongs to the model; `args.adapter` then names it.
-        draft_head, attention: as `ssmlx.load` and `ssmlx.model.metal.use` take them.
+        draft_head, group, attention: as `ssmlx.load` and `ssmlx.model.metal.use` take them.
     """
     from ..loading.attach import adapters_for, swap_adapter
     from ..loading.load import load
@@ -505,6 +510,7 @@ def load_target(
         dtype=args.dtype,
         draft_head=draft_head,
         progress=DownloadBar(),
+        group=group,
     )
     if args.adapter is None and default_adapter and model.num_streams == 0:
         folder = adapters_for(model).get(default_adapter)
@@ -515,6 +521,21 @@ def load_target(
 
 
 # --- Running ---
+
+
+def launched_rank() -> int:
+    """Which of `mlx.launch`'s processes this is; the first one shows and writes for all."""
+    return int(os.environ.get("MLX_RANK", "0"))
+
+
+@contextmanager
+def first_shows() -> Iterator[None]:
+    """Show nothing inside the block, but in the first process."""
+    if launched_rank() == 0:
+        yield
+        return
+    with Path(os.devnull).open("w") as sink, redirect_stdout(sink), redirect_stderr(sink):
+        yield
 
 
 @contextmanager
@@ -535,8 +556,10 @@ def on_screen() -> Iterator[None]:
 
 def run(main: Callable[[], int | None], prog: str) -> int:
     """Run a command: exit code 2 and one line for bad input, 130 for Ctrl-C."""
+    if rank := launched_rank():
+        prog += f" (rank {rank})"
     try:
-        with on_screen():
+        with first_shows(), on_screen():
             return main() or 0
     except InputError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
@@ -544,6 +567,11 @@ def run(main: Callable[[], int | None], prog: str) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+    except RuntimeError as error:
+        if "connection to a peer" not in str(error):
+            raise
+        print(f"{prog}: error: another process of the group has ended", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         sys.stderr.close()
         return 0

@@ -4,7 +4,7 @@ Both yield the same thing, so that one is the other's oracle and baseline.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -16,7 +16,7 @@ from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
 from .drafter import Drafter, Verified
 from .pace import Pace
-from .prune import is_pruned, surviving_nodes
+from .prune import is_pruned, surviving_nodes, transition_logprobs
 from .sampling import GREEDY, Places, Sampling, last_tokens, places_of
 
 Ends = Callable[[list[int]], bool]
@@ -59,7 +59,8 @@ def prune_tree(
     if not is_pruned(tree, config):
         return tree, hidden, indices(tree.num_nodes)
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
-    keep = surviving_nodes(tree, exit_logits, config)
+    (edges,) = model.backbone.agreed(transition_logprobs(tree, exit_logits))
+    keep = surviving_nodes(tree, edges, config)
     return tree.select(keep), hidden[:, keep], keep
 
 
@@ -67,7 +68,7 @@ def choose(
     model: StreamFusedModel, hidden: mx.array, sampler: Sampling, places: Places
 ) -> mx.array:
     """[R] the target's token after each row of `hidden` [1, R, D]."""
-    return sampler.choose(model.backbone.logits(hidden), places)
+    return model.backbone.agreed(sampler.choose(model.backbone.logits(hidden), places))[0]
 
 
 def verify(
@@ -89,7 +90,17 @@ def verify(
         raise ValueError("typical acceptance needs a temperature above 0")
     logprobs = sampler.logprobs(model.backbone.logits(hidden), places)
     target_tokens = mx.argmax(sampler.perturb(logprobs, places), axis=-1).astype(mx.int32)
-    return target_tokens, accept_typical(tree, target_tokens, logprobs, acceptance)
+    found = accept_typical(tree, target_tokens, logprobs, acceptance)
+    agreed = model.backbone.agreed(target_tokens, found.path, found.new_tokens, found.num_accepted)
+    return agreed[0], Acceptance(*agreed[1:])
+
+
+def agreed_tree(model: StreamFusedModel, tree: Tree) -> Tree:
+    """The tree that rank 0 drafted, where the model is split over ranks."""
+    if model.backbone.group is None:
+        return tree
+    tokens, depths, paths = model.backbone.agreed(tree.tokens, tree.depths, tree.paths)
+    return replace(tree, tokens=tokens, depths=depths, paths=paths)
 
 
 def stream_rows_of(rows: mx.array, node: mx.array, num_nodes: int, num_streams: int) -> mx.array:
@@ -163,6 +174,7 @@ def step(
         kept, target_tokens, accepted, node_hidden, own_streams, hidden, position, cache
     )
     next_tree = drafter.propose(verified) if drafts else root_tree(verified.root)
+    next_tree = agreed_tree(model, next_tree)
     next_tail = places.recent[accepted.last][0]
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
     return StepResult(tree.num_nodes, accepted, next_tree, next_tail, for_host)

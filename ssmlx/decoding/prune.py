@@ -46,9 +46,11 @@ def is_pruned(tree: Tree, config: PruneConfig) -> bool:
     return config.kind == "threshold" and tree.num_nodes > 1
 
 
-def surviving_nodes(tree: Tree, exit_logits: mx.array, config: PruneConfig) -> mx.array:
-    """[M] nodes of `tree` to keep, ascending. A node never outlives its parent."""
-    edges = transition_logprobs(tree, exit_logits)
+def surviving_nodes(tree: Tree, edges: mx.array, config: PruneConfig) -> mx.array:
+    """[M] nodes of `tree` to keep, ascending, of `edges` as `transition_logprobs` gives them.
+
+    A node never outlives its parent.
+    """
     if config.kind == "budget":
         return nodes_within_budget(tree, edges, config.keep)
     return nodes_over_threshold(tree, edges, config.threshold)

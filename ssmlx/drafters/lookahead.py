@@ -88,7 +88,7 @@ class LookaheadDrafter:
         """See `Drafter.propose`. Waits for the target, whose tokens are the next iterates."""
         new_tokens, target_tokens = verified.read(verified.target_tokens)
         if self._tree is not None:
-            if verified.tree is not self._tree:
+            if verified.tree.num_nodes != self._tree.num_nodes:
                 raise ValueError("lookahead's tree was pruned, so its iterations cannot go on")
             # One Jacobi step: every level takes the place of the one above it.
             rows = [*self._window, [target_tokens[node] for node in self._last_level]]

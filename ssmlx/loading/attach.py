@@ -10,6 +10,7 @@ import mlx.nn as nn
 from ..errors import InputError, require
 from ..model.backbone import Backbone, BaseIdentity, digest_of
 from ..model.lora import LoraWeights, RowScope, attach_lora, linear_shape
+from ..model.ranks import LINEARS, UNPACKED_LINEARS
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, load_adapter, lora_tensors, read_identity, read_lora
 from .files import account_for
@@ -38,7 +39,7 @@ def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) 
     modules = dict(model.named_modules())
     expected: dict[str, tuple[int, ...]] = {}
     for path, weights in lora.items():
-        if isinstance(modules.get(path), nn.Linear | nn.QuantizedLinear):
+        if isinstance(modules.get(path), LINEARS):
             out_size, in_size = linear_shape(modules[path])
             rank = weights.a.shape[-1]
             expected |= {f"{path}.lora_a": (in_size, rank), f"{path}.lora_b": (rank, out_size)}
@@ -79,7 +80,7 @@ def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> S
     on_streams = attach_lora(model, adapter.stream_lora, scope, merge=False, dtype=dtype)
     replaced: dict[str, nn.Module | None] = {**on_streams, **on_all}
     if merge_lora and backbone.reload is not None:
-        merged = (path for path, module in on_all.items() if isinstance(module, nn.Linear))
+        merged = (path for path, module in on_all.items() if isinstance(module, UNPACKED_LINEARS))
         replaced |= dict.fromkeys(merged)
     backbone.replaced = replaced
     # Now: the first answer would merge and cast, which takes time and memory.

@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import InputError, check_choice, first_line, require
 from ..model import opt
 from ..model.backbone import PACKED_KINDS, Backbone
+from ..model.ranks import Group, shard
 from ..model.streams import StreamFusedModel
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, read_json
 from .adapter import load_adapter
@@ -139,31 +140,40 @@ def reading(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[N
 
 
 def load_base(
-    path: Path, dtype: str = "auto", draft_head: str = "stored"
+    path: Path, dtype: str = "auto", draft_head: str = "stored", group: Group | None = None
 ) -> tuple[Backbone, dict[str, Any]]:
     """A model folder, of mlx-lm's or Hugging Face's layout, wrapped; and its config.json.
 
-    `dtype` is one of `DTYPES`, `draft_head` one of `DRAFT_HEADS`.
+    `dtype` is one of `DTYPES`, `draft_head` one of `DRAFT_HEADS`; `group` as `load` takes it.
     """
     draft_bits = resolve_draft_bits(draft_head)
-    model, config = load_weights(path, dtype, f"{path} cannot be loaded as a model")
-    return Backbone(model, partial(load_modules, path, dtype), draft_bits), config
+    group = group if group is not None and group.size() > 1 else None
+    model, config = load_weights(path, dtype, f"{path} cannot be loaded as a model", group=group)
+    reload = partial(load_modules, path, dtype, group)
+    return Backbone(model, reload, draft_bits, group), config
 
 
-def load_modules(path: Path, dtype: str, names: Collection[str]) -> dict[str, nn.Module]:
+def load_modules(
+    path: Path, dtype: str, group: Group | None, names: Collection[str]
+) -> dict[str, nn.Module]:
     """Modules of a model folder, by their paths in the model, as `load_base` has them."""
-    model, _ = load_weights(path, dtype, f"{path} cannot be read again", names)
+    model, _ = load_weights(path, dtype, f"{path} cannot be read again", names, group)
     modules = dict(model.named_modules())
     return {name: modules[name] for name in names}
 
 
 def load_weights(
-    path: Path, dtype: str, failure: str, names: Collection[str] = ("",)
+    path: Path,
+    dtype: str,
+    failure: str,
+    names: Collection[str] = ("",),
+    group: Group | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A model by mlx-lm's loader, its weights of `dtype`, and its config.json.
 
-    Only the weights of the modules `names` are read, the whole model's unless told. The message
-    starts with `failure` where the folder cannot be loaded.
+    Only the weights of the modules `names` are read, the whole model's unless told; with a `group`,
+    only this rank's part of them is kept. The message starts with `failure` where the folder
+    cannot be loaded.
     """
     dtype = resolve_dtype(dtype)
     expected = "a whole model folder that mlx-lm can load"
@@ -173,6 +183,8 @@ def load_weights(
             path, lazy=True, model_config=settings, trust_remote_code=False, **own_classes(path)
         )
         model = cast_model(model, dtype)
+        if group is not None:
+            shard(model, group)
         modules = dict(model.named_modules())
         mx.eval([modules[name].parameters() for name in names])
     return model, config
@@ -197,6 +209,7 @@ def load(
     dtype: str = "auto",
     merge_lora: bool = True,
     draft_head: str = "auto",
+    group: Group | None = None,
     cache_dir: str | Path | None = None,
     offline: bool = False,
     progress: Progress | None = None,
@@ -216,6 +229,8 @@ def load(
         draft_head: the weights of the LM head's copy that drafts from a draft vocabulary: "stored",
             as the head's own; "8bit", packed, a quarter of float32's memory, which may change a
             guess but no answer; or "auto": packed on a GPU.
+        group: processes that share the model, such as `mx.distributed.init()` gives: each keeps its
+            part of every layer, and all must do the same calls, one answer at a time.
         cache_dir: the folder to keep what is fetched in; by default ssmlx's cache folder for
             aliases, and the Hub's own for its models.
         offline: fetch nothing.
@@ -231,7 +246,7 @@ def load(
     if adapter is None and (path / CONFIG_FILE).exists():
         folder = path
     loaded = load_adapter(folder) if folder is not None else None
-    backbone, config = load_base(path, dtype, draft_head)
+    backbone, config = load_base(path, dtype, draft_head, group)
     backbone.cache_dir = cache_dir
     tokenizer = load_tokenizer(path, config)
     if loaded is None:

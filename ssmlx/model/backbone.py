@@ -30,6 +30,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from ..errors import InputError, require
 from .cache import TreeCache
 from .metal import TreeMask, hook_layers
+from .ranks import Group, from_first
 from .shapes import arrays_in, to_float, to_list
 
 # Which of them there are depends on mlx-lm's release.
@@ -204,6 +205,7 @@ class Backbone:
             weights that an adapter is merged into are kept beside the merged ones.
         draft_bits: bits of the weights of `draft_head`, where the head's own are not packed; None
             leaves them as they are.
+        group: the ranks that the model is split over, as `ranks.shard` does it.
 
     Attributes:
         final_norm: what last hidden states pass before the LM head.
@@ -215,9 +217,14 @@ class Backbone:
     cache_dir: str | Path | None = None
 
     def __init__(
-        self, model: nn.Module, reload: Reload | None = None, draft_bits: int | None = None
+        self,
+        model: nn.Module,
+        reload: Reload | None = None,
+        draft_bits: int | None = None,
+        group: Group | None = None,
     ) -> None:
         self.model, self.reload, self.draft_bits = model, reload, draft_bits
+        self.group = group
         self.replaced: Mapping[str, nn.Module | None] = {}
         inner = getattr(model, "model", None)
         # What has embedding, layers and norm.
@@ -349,6 +356,10 @@ class Backbone:
             rows = pack_rows(rows, self.draft_bits)
         mx.eval(rows.parameters())
         return rows.as_linear if tied else rows
+
+    def agreed(self, *arrays: mx.array) -> list[mx.array]:
+        """What rank 0 has for `arrays`, where the model is split over ranks; else themselves."""
+        return from_first(arrays, self.group)
 
     def append(self, tokens: mx.array, cache: TreeCache) -> mx.array:
         """[1, R, D] last hidden states of `tokens` [R], which join the cache."""

@@ -1,15 +1,17 @@
 """LoRA that knows which rows it acts on."""
 
+import copy
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..errors import require
+from .ranks import LINEARS, SPLIT_INPUTS, SPLIT_OUTPUTS, UNPACKED_LINEARS, own_product
 
 
 class RowScope(threading.local):
@@ -74,7 +76,7 @@ def linear_paths(
     """Paths of the modules of `layers` that LoRA acts on; see `select_modules`."""
     found: dict[int, dict[str, str]] = {layer: {} for layer in layers}
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.QuantizedLinear) and "layers." in path:
+        if isinstance(module, LINEARS) and "layers." in path:
             layer, inside = layer_of(path)
             if layer in found:
                 found[layer][inside] = path
@@ -100,7 +102,10 @@ class RowLora(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """[1, R, in] to [1, R, out]."""
-        y = self.linear(x)
+        return self.add_lora(self.linear(x), x)
+
+    def add_lora(self, y: mx.array, x: mx.array) -> mx.array:
+        """[1, R, out] of `y`, the layer's own [1, R, out] for `x` [1, R, in]."""
         first = self._scope.first
         if first is None:
             return y
@@ -111,22 +116,44 @@ class RowLora(nn.Module):
         return y + z if first == 0 else mx.concatenate([y[:, :first], y[:, first:] + z], axis=1)
 
 
+class SummedLora(RowLora):
+    """`RowLora` on a layer whose inputs are split over ranks: one sum for the layer and LoRA."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        linear = self.linear
+        y = self.add_lora(own_product(linear, x), x)
+        y = mx.distributed.all_sum(y, group=linear.group)
+        return y + linear.bias if "bias" in linear else y
+
+
 def linear_shape(linear: nn.Module) -> tuple[int, int]:
-    """(out, in) of a linear layer, quantised or not."""
+    """(out, in) of a linear layer, quantised or not, all ranks' parts of it together."""
     out_size, in_size = linear.weight.shape
-    if isinstance(linear, nn.QuantizedLinear):
+    if "scales" in linear:
         in_size = in_size * 32 // linear.bits
+    if isinstance(linear, SPLIT_OUTPUTS):
+        out_size *= linear.group.size()
+    if isinstance(linear, SPLIT_INPUTS):
+        in_size *= linear.group.size()
     return out_size, in_size
 
 
-def merged(linear: nn.Linear, weights: LoraWeights) -> nn.Linear:
-    """A plain linear layer with the LoRA added into its weight."""
-    out_size, in_size = linear_shape(linear)
-    layer = nn.Linear(in_size, out_size, bias=False)
+def own_part(weights: LoraWeights, linear: nn.Module) -> LoraWeights:
+    """What of the LoRA of a linear layer belongs to this rank's part of the layer."""
+    if isinstance(linear, SPLIT_OUTPUTS):
+        parts = mx.split(weights.b, linear.group.size(), axis=1)
+        return replace(weights, b=parts[linear.group.rank()])
+    if isinstance(linear, SPLIT_INPUTS):
+        parts = mx.split(weights.a, linear.group.size(), axis=0)
+        return replace(weights, a=parts[linear.group.rank()])
+    return weights
+
+
+def merged(linear: nn.Module, weights: LoraWeights) -> nn.Module:
+    """A linear layer, not quantised, with the LoRA added into its weight."""
+    layer = copy.copy(linear)
     weight, a, b = (array.astype(mx.float32) for array in (linear.weight, weights.a, weights.b))
     layer.weight = (weight + (weights.scale * b.T) @ a.T).astype(linear.weight.dtype)
-    if "bias" in linear:
-        layer.bias = linear.bias
     return layer
 
 
@@ -149,10 +176,12 @@ def attach_lora(
     updates: list[tuple[str, nn.Module]] = []
     for path, weights in lora.items():
         linear = modules[path]
-        if merge and isinstance(linear, nn.Linear):
+        weights = own_part(weights, linear)
+        if merge and isinstance(linear, UNPACKED_LINEARS):
             updates.append((path, merged(linear, weights)))
         else:
             cast = LoraWeights(weights.a.astype(dtype), weights.b.astype(dtype), weights.scale)
-            updates.append((path, RowLora(linear, cast, scope)))
+            kind = SummedLora if isinstance(linear, SPLIT_INPUTS) else RowLora
+            updates.append((path, kind(linear, cast, scope)))
     model.update_modules(tree_unflatten(updates))
     return {path: modules[path] for path in lora}

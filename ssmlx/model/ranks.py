@@ -1,0 +1,86 @@
+"""A model over several machines, tensor-parallel as mlx-lm splits it.
+
+Each process, a rank, holds its part of every layer and of every key/value cache. All run the same
+steps; rank 0 decides for all (`from_first`), as other chips may round in another way.
+"""
+
+import os
+from collections.abc import Sequence
+from itertools import accumulate
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import InputError, first_line, require
+
+Group = mx.distributed.Group
+
+SPLIT_OUTPUTS = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear)
+SPLIT_INPUTS = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
+UNPACKED_LINEARS = (nn.Linear, nn.AllToShardedLinear, nn.ShardedToAllLinear)
+LINEARS = (nn.Linear, nn.QuantizedLinear, *SPLIT_OUTPUTS, *SPLIT_INPUTS)
+
+
+def launched() -> Group | None:
+    """The processes that `mlx.launch` started beside this one, and it; None where it is alone."""
+    # Only then: looking for MPI, say, takes time, and may fail.
+    group = mx.distributed.init() if "MLX_RANK" in os.environ else None
+    return group if group is not None and group.size() > 1 else None
+
+
+def shard(model: nn.Module, group: Group) -> None:
+    """Keep this rank's part of a model of mlx-lm's, in place; its weights may be unread yet.
+
+    Raises:
+        InputError: mlx-lm cannot split such models, or this one into so many parts.
+    """
+    args, size = model.args, group.size()
+    require(
+        hasattr(model, "shard"),
+        f"mlx-lm cannot split the model type {getattr(model, 'model_type', '')!r} over ranks",
+        expected="a model that it can, such as Llama, Mistral or Qwen",
+        do="run this one on one machine",
+    )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(args, name, None) or size
+        require(
+            heads % size == 0,
+            f"{size} ranks for a model whose {name} is {heads}",
+            expected="a number of ranks that divides it",
+            do="start fewer",
+        )
+    try:
+        model.shard(group)
+    except ValueError as error:
+        raise InputError(
+            f"the model cannot be split over {size} ranks ({first_line(error)})",
+            expected="a number of ranks that divides its widths",
+            do="start fewer",
+        ) from error
+
+
+def own_product(linear: nn.Module, x: mx.array) -> mx.array:
+    """[..., out] this rank's summand of a layer whose inputs are split, without its bias."""
+    if isinstance(linear, nn.ShardedToAllLinear):
+        return x @ linear.weight.T
+    form = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
+    return mx.quantized_matmul(x, linear.weight, linear.scales, linear.get("biases"), **form)
+
+
+def summed(arrays: Sequence[mx.array], group: Group) -> list[mx.array]:
+    """The sums of all ranks' arrays, in one message: sums must come in one order on every rank."""
+    flat = mx.concatenate([array.flatten() for array in arrays])
+    flat = mx.distributed.all_sum(flat, group=group)
+    ends = list(accumulate(array.size for array in arrays))
+    parts = zip(mx.split(flat, ends[:-1]), arrays, strict=True)
+    return [part.reshape(array.shape).astype(array.dtype) for part, array in parts]
+
+
+def from_first(arrays: Sequence[mx.array], group: Group | None) -> list[mx.array]:
+    """Rank 0's arrays on every rank."""
+    if group is None:
+        return list(arrays)
+    if group.rank() > 0:
+        # Behind what they stand for, as on rank 0.
+        arrays = mx.depends([mx.zeros_like(array) for array in arrays], list(arrays))
+    return summed(arrays, group)
