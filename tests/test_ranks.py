@@ -14,12 +14,15 @@ import ssmlx  # noqa: F401  (first: it prefers OpenBLAS)
 
 import mlx.core as mx  # isort: skip
 import tiny
+from real import questions, write_data
 
 from ssmlx.api import token_steps
+from ssmlx.commands import train
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.ranks import Group, shard
 from ssmlx.settings import PruneConfig
+from ssmlx.training.record import LOG_FILE, read_record
 
 ROOT = Path(__file__).parents[1]
 PROMPT, LENGTH = [1, 5, 2, 7], 12
@@ -114,3 +117,34 @@ def test_every_rank_gives_the_tokens_of_one_process(count, tmp_path):
     expected = answers(None)
     for found in on_ranks(count, "answers", tmp_path):
         assert found == expected
+
+
+def run_ranks(count: int, folder: Path, *command: object) -> list[tuple[int, str, str]]:
+    """A command on each rank, by MLX's backend over the loopback."""
+    return launch(count, "-m", *map(str, command), folder=folder)
+
+
+SMALL = ("--num-streams", 2, "--num-msa-layers", 2, "--lora-rank", 4, "--prune-rank", 4,
+         "--batch-size", 5, "--epochs", 1, "--max-length", 24, "--dtype", "float32")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ranks_train_to_what_one_process_does(base, tmp_path):
+    data = write_data(tmp_path / "data", questions(range(11)))  # the last batch has one example
+    arguments = ["ssmlx.train", "--model", base, "--data", data, *SMALL, "--out"]
+    assert train.main([str(one) for one in [*arguments[1:], tmp_path / "alone"]]) == 0
+    for more in (("--max-steps", 1), ()):  # stopped, and gone on with
+        results = run_ranks(2, tmp_path, *arguments, tmp_path / "both", *more)
+        assert [code for code, _, _ in results] == [0, 0], results
+        assert "step" in results[0][2] and results[1][1:] == ("", "")
+    alone, both = (
+        mx.load(str(tmp_path / name / "state.safetensors")) for name in ("alone", "both")
+    )
+    assert alone.keys() == both.keys()
+    for name, array in alone.items():
+        tiny.assert_close(both[name], array, 1e-4)
+    logs = [read_record(tmp_path / name / LOG_FILE) for name in ("alone", "both")]
+    assert [one["step"] for one in logs[0]] == [one["step"] for one in logs[1]] == [1, 2, 3]
+    for one, other in zip(*logs, strict=True):
+        for key in one.keys() - {"time"}:
+            assert other[key] == pytest.approx(one[key], abs=1e-4)

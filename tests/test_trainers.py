@@ -59,7 +59,7 @@ from ssmlx.model.lora import RowLora, RowScope, attach_lora
 from ssmlx.settings import StreamConfig
 from ssmlx.training import mlx_trainer
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import Example, collate
+from ssmlx.training.data import Batch, Example, collate
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
@@ -696,6 +696,19 @@ def task(base, data, tmp_path_factory):
     """The LoRA of a task, as the command writes it."""
     out, more = tmp_path_factory.mktemp("task"), ("--num-msa-layers", "3", "--epochs", "4")
     return MLX.train(base, data, out, *ALONE, *more)
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(5, 2), (2, 3)])  # the third has no example
+def test_parts_of_a_batch_add_up_to_it(base, count, ranks):
+    batch, vocab = some_batch(count), np.arange(0, VOCAB, 2, dtype=np.int32)
+    trainer = MlxTrainer(mlx_objective(base, vocab), 10)
+
+    def flat(of: Batch) -> mx.array:
+        gradients, means = trainer.gradients(of, trainer.objective.lower(of))
+        return mx.concatenate([*(array.flatten() for array in gradients.values()), mx.stack(means)])
+
+    found = sum(flat(batch.part(rank, ranks)) for rank in range(ranks))
+    assert gap(found, flat(batch)) < 5e-5
 
 
 def test_a_step_beside_a_tasks_lora_is_a_step_on_the_merged_model(base, task):

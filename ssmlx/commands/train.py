@@ -3,9 +3,10 @@
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from .options import command
+from .options import command, launched_rank
 from .train_options import add_cache_option, run_options, train_config, training_parser
 
 PROG = "ssmlx.train"
@@ -53,6 +54,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _main(args: argparse.Namespace) -> None:
+    with TemporaryDirectory() as folder:
+        # What other ranks than the first write is of no use.
+        if launched_rank() > 0:
+            args.out = Path(folder)
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
     options, train = run_options(args), train_config(args)
 
     from mlx_lm.generate import wired_limit
@@ -61,6 +70,7 @@ def _main(args: argparse.Namespace) -> None:
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest, new_folder
     from ..model.lora import layer_of
+    from ..model.ranks import launched
     from ..training.job import prepare, run_to_end
     from ..training.mlx_model import TrainedModel, new_adapter, start_from
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
@@ -74,7 +84,7 @@ def _main(args: argparse.Namespace) -> None:
     if args.init is not None:
         start_from(model, load_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
-    trainer = MlxTrainer(objective, job.num_steps)
+    trainer = MlxTrainer(objective, job.num_steps, launched())
     frozen: list[Any] = [adapter.base.__dict__, str(backbone.dtype)]
     task = [folder_digest(args.task_lora)] if args.task_lora else []
     task_layers = {layer_of(path)[0] for path in adapter.task_lora}

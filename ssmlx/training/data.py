@@ -17,6 +17,8 @@ The answers of a batch start in one column:
 Node rows P - 1 to T - 2 carry streams: one list of carriers for the whole batch.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,6 +173,7 @@ class Batch:
     lengths: np.ndarray  # [B] tokens of each example
     pads: np.ndarray  # [B] columns of padding before each example
     prompt_width: int  # P, the column in which answers start
+    whole: Batch | None = None  # of which it is the part of one of many ranks
 
     @property
     def positions(self) -> np.ndarray:
@@ -185,6 +188,15 @@ class Batch:
         causal = columns <= columns[:, None]
         own = columns[None, None, :] >= self.pads[:, None, None]
         return (causal & own) | np.eye(len(columns), dtype=bool)
+
+    def part(self, rank: int, size: int) -> Batch:
+        """Every `size`-th example from the `rank`-th on; if there is none, one without targets."""
+        rows = np.arange(rank, len(self.tokens), size)
+        lengths = self.lengths[rows]
+        if not len(rows):
+            rows, lengths = np.zeros(1, int), np.zeros(1, int)
+        parts = self.indices[rows], self.tokens[rows], lengths, self.pads[rows]
+        return Batch(*parts, self.prompt_width, self)
 
     @property
     def carriers(self) -> np.ndarray:
@@ -237,10 +249,18 @@ def epoch_order(
 
 
 class BatchPlan:
-    """Which examples each step of a run sees."""
+    """Which examples each step of a run sees; the `rank`-th of `size` parts of them if told."""
 
-    def __init__(self, examples: Sequence[Example], batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
         self._examples, self._batch_size, self._seed = examples, batch_size, seed
+        self._part = rank, size
         self._epoch = -1
         self._batches: list[np.ndarray] = []
 
@@ -250,7 +270,8 @@ class BatchPlan:
         if epoch != self._epoch:
             self._batches = epoch_order(self._examples, self._batch_size, self._seed, epoch)
             self._epoch = epoch
-        return collate(self._examples, self._batches[place])
+        batch = collate(self._examples, self._batches[place])
+        return batch if self._part == (0, 1) else batch.part(*self._part)
 
 
 def in_order(examples: Sequence[Example], batch_size: int) -> list[Batch]:

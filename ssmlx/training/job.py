@@ -38,6 +38,7 @@ class Trainer(ABC):
     STATE_FILE: ClassVar[str]  # of a run's folder
     objective: Objective
     step: int  # how many were taken
+    part: tuple[int, int] = (0, 1)  # which of how many parts of every batch is this process's
 
     @abstractmethod
     def advance(self, batch: Batch, lower: Any) -> dict[str, float]:
@@ -234,7 +235,7 @@ def run_to_end(
     lower_of = lower()
     validate = Validation(trainer.objective, job.valid, replay_size or options.tree_size)
     last = min(options.max_steps or job.num_steps, job.num_steps)
-    plan = BatchPlan(job.examples, job.train.batch_size, job.train.seed)
+    plan = BatchPlan(job.examples, job.train.batch_size, job.train.seed, *trainer.part)
     first = trainer.step
     for step in bar(range(first, last), "training", initial=first, total=last, unit="step"):
         batch = plan.batch(step)

@@ -4,7 +4,7 @@ Every step is a function of the settings, the data and the state before it. A ru
 killed goes on from its last saved state to the same result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ import mlx.optimizers as optim
 import numpy as np
 
 from ..decoding.drafter import rank_candidates
+from ..errors import require
 from ..loading.load import load_base, resolve_dtype
 from ..model.backbone import Backbone
+from ..model.ranks import Group, from_first, summed
 from ..model.shapes import to_int, to_list
 from ..settings import read_json
 from .config import TrainConfig
@@ -133,22 +135,23 @@ class MlxObjective(Objective):
         """The weighted sum of eq. 5, and the mean of each of its terms, in `terms`' order.
 
         `lower` [B, T, D] is as `lower` gives it; `step` decides which carriers teach the pruning
-        adapter.
+        adapter. Of a part of a batch, both are what adds up to the batch's over all parts.
         """
         self.model.bind(weights)
         nodes, streams = self.model.upper(lower, self._layout(batch))
         states = {MAIN: nodes, STREAM: streams, PRUNE: lower}
         total, means = mx.array(0.0), {}
         terms = self.terms(batch, step)
+        whole = {term.name: term.num_targets for term in self.terms(batch.whole or batch, step)}
         for drafting in (False, True):
-            own = [t for t in terms if self._drafts(t) == drafting and (t.targets >= 0).any()]
+            own = [t for t in terms if self._drafts(t) == drafting and t.num_targets]
             if not own:
                 continue
-            part, losses = self._cross_entropy(own, states, drafting)
+            part, losses = self._cross_entropy(own, states, drafting, whole)
             total = total + part
-            ends = np.cumsum([(term.targets >= 0).sum() for term in own])
+            ends = np.cumsum([term.num_targets for term in own])
             for term, rows in zip(own, mx.split(losses, ends[:-1].tolist()), strict=True):
-                means[term.name] = rows.mean()
+                means[term.name] = rows.sum() / whole[term.name]
         return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
     def parts(self, batch: Batch, lower: mx.array) -> dict[str, float]:
@@ -182,9 +185,16 @@ class MlxObjective(Objective):
         return term.kind == STREAM and self.draft_vocab is not None
 
     def _cross_entropy(
-        self, terms: list[Term], states: dict[str, mx.array], drafting: bool
+        self,
+        terms: list[Term],
+        states: dict[str, mx.array],
+        drafting: bool,
+        whole: Mapping[str, int],
     ) -> tuple[mx.array, mx.array]:
-        """The weighted sum over terms that share a head, and each row's loss."""
+        """The weighted sum over terms that share a head, and each row's loss.
+
+        `whole` are the rows of each term's mean.
+        """
         rows, targets, scales = [], [], []
         for term in terms:
             there = term.targets >= 0
@@ -193,7 +203,8 @@ class MlxObjective(Objective):
             rows.append(self.model.early_exit(own) if term.kind == PRUNE else own)
             targets.append(term.targets[there].astype(np.int32))
             # Of each row in the sum, so that the sum is the weighted mean.
-            scales.append(np.full(there.sum(), term.weight / there.sum(), np.float32))
+            scale = term.weight / whole[term.name]
+            scales.append(np.full(term.num_targets, scale, np.float32))
         return linear_cross_entropy(
             partial(self.model.logits, drafting=drafting),
             mx.concatenate(rows),
@@ -250,8 +261,10 @@ class MlxTrainer(Trainer):
     STATE_FILE = "state.safetensors"
     objective: MlxObjective
 
-    def __init__(self, objective: MlxObjective, num_steps: int) -> None:
+    def __init__(self, objective: MlxObjective, num_steps: int, group: Group | None = None) -> None:
         self.objective, self.num_steps, self.step = objective, num_steps, 0
+        self._group = group
+        self.part = (group.rank(), group.size()) if group else (0, 1)
         self.weights = objective.model.weights
         self.optimizer = Adam(self.weights, objective.train)
 
@@ -260,7 +273,15 @@ class MlxTrainer(Trainer):
         gradient_of = mx.value_and_grad(self.objective.loss)
         (_, means), gradients = gradient_of(self.weights, batch, lower, self.step)
         self.objective.model.bind(self.weights)  # in the place of what MLX traced with
-        return gradients, means
+        return self._summed(gradients, means)
+
+    def _summed(self, gradients: Weights, means: list[mx.array]) -> tuple[Weights, list[mx.array]]:
+        """What all ranks' parts of a batch add up to, the same on each."""
+        if self._group is None:
+            return gradients, means
+        every = summed([*gradients.values(), *means], self._group)
+        mx.eval(every)  # a GPU must not wait for a slower rank
+        return dict(zip(gradients, every, strict=False)), every[len(gradients) :]
 
     def advance(self, batch: Batch, lower: mx.array) -> dict[str, float]:
         train = self.objective.train
@@ -277,16 +298,37 @@ class MlxTrainer(Trainer):
         self.step += 1
         return {"step": self.step, "rate": rate, **parts}
 
-    def write(self, path: Path, identity: str) -> None:
+    @property
+    def _state(self) -> dict[str, mx.array]:
         weights = {f"weight {name}": array for name, array in self.weights.items()}
-        arrays = {**self.optimizer.state, **weights}
-        mx.save_safetensors(str(path), arrays, metadata={"identity": identity})
+        return {**self.optimizer.state, **weights}
+
+    def write(self, path: Path, identity: str) -> None:
+        mx.save_safetensors(str(path), self._state, metadata={"identity": identity})
 
     def read(self, path: Path) -> tuple[str, Any]:
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         arrays, metadata = loaded
         mx.eval(arrays)
         return metadata.get("identity", ""), arrays
+
+    def resume(self, path: Path, identity: str) -> None:
+        """See `Trainer.resume`; all ranks go on from what rank 0 found."""
+        super().resume(path, identity)
+        if self._group is None:
+            return
+        own = mx.array(list(bytes.fromhex(identity)))
+        (first,) = from_first([own], self._group)
+        require(
+            to_list(first) == to_list(own),
+            f"rank {self.part[0]} has other data, another base model or other settings than rank 0",
+            expected="the same files on every machine",
+            do="copy them",
+        )
+        state = self._state
+        arrays = from_first(list(state.values()), self._group)
+        mx.eval(arrays)
+        self.restore(dict(zip(state, arrays, strict=True)))
 
     def restore(self, state: dict[str, mx.array]) -> None:
         self.weights = {name: state[f"weight {name}"] for name in self.weights}

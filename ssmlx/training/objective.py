@@ -46,6 +46,11 @@ class Term:
     targets: np.ndarray  # [B, k] ids, or places in the draft vocabulary; -1 where a row has none
     weight: float  # alpha
 
+    @property
+    def num_targets(self) -> int:
+        """Rows that have one."""
+        return int((self.targets >= 0).sum())
+
 
 class Objective(ABC):
     """A loss over a model that streams are trained on; its hidden states are its own affair."""
