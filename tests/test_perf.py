@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from real import make_adapter, one_line, without_prune, words, write_base
 
-from perf import lossless, speed
+from perf import first_token, lossless, speed
 from perf.run.target import STREAMS, Target, Weights
 from ssmlx.decoding.loop import step
 from ssmlx.drafters.streams import StreamDrafter
@@ -125,3 +125,21 @@ def test_bad_input_is_one_line(command, argv, said, capsys):
     except SystemExit as stopped:
         code = stopped.code
     assert code == 2 and said in one_line(capsys.readouterr().err, command.PROG)
+
+
+def test_the_first_token_is_timed_cold_and_warm(folders, tmp_path, capsys):
+    argv = ["--model", str(folders / "base"), "--adapter", str(folders / "light")]
+    argv += ["--contexts", "40", "8", "--repeats", "2", "--out", str(tmp_path / "results")]
+    assert first_token.main(argv) == 0
+    found = result(tmp_path, "first-token")
+    rows = [(row["context"], row["decoding"], row["same"]) for row in found["rows"]]
+    assert rows == [(n, how, True) for n in (8, 40) for how in ("plain", "streaming")]
+    assert all(row[side] > 0 for row in found["rows"] for side in first_token.SIDES)
+    assert "disk / allowed" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
+        f"first-token.{kind}" for kind in ("json", "png", "txt")
+    ]
+    assert first_token.main([*argv, "--contexts", "256"]) == 2
+    assert "less than the model's context of 256" in one_line(
+        capsys.readouterr().err, "perf.first_token"
+    )

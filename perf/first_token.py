@@ -1,0 +1,220 @@
+"""`python -m perf.first_token`: how long a prompt's first token takes, cold and warm.
+
+Cold, its keys and values are computed; warm, they are a prompt cache's, in memory or in a file that
+was just written. Beside it, reading the file alone, and a plain call behind as many tokens: a warm
+start should take no longer than the one and three of the other. All take turns; the text is random,
+as times do not depend on it. Writes JSON, a table and a picture.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import ssmlx
+from ssmlx.answers import run as on_mlx_thread
+from ssmlx.commands.machine import machine
+from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.results import publish
+from ssmlx.errors import require
+from ssmlx.loading.files import make_folder
+from ssmlx.model.cache import TreeCache
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.prompt_cache import PromptCache
+from ssmlx.tuning.report import Columns, finish, new_figure, table
+
+from .run.options import add_base, add_out, check_counts
+from .run.results import machine_load
+
+PROG = "perf.first_token"
+Row = Mapping[str, Any]
+Decoding = Literal["plain", "streaming"]
+DECODINGS: tuple[Decoding, ...] = ("plain", "streaming")
+SIDES = {
+    "cold": "cold",
+    "memory": "warm from memory",
+    "disk": "warm from disk",
+    "file": "reading the file",
+    "call": "a plain call",
+}
+CALLS = 3
+"""Plain calls that a warm start may take beside reading the file."""
+_ALL = 2**50  # bytes
+
+
+def first_token(
+    model: StreamFusedModel,
+    tokenizer: TokenizerWrapper,
+    tokens: Sequence[int],
+    prompts: PromptCache,
+    decoding: Decoding,
+) -> tuple[float, int, TreeCache]:
+    """Seconds until the first token, that token, and the cache that is left."""
+    started = time.perf_counter()
+    cache, known = prompts.take(model, tokens)
+    with ssmlx.stream_generate(
+        model, tokenizer, tokens[known:],
+        cache=cache, context=tokens[:known], decoding=decoding, max_tokens=1,
+    ) as answer:  # fmt: skip
+        token = next(answer).tokens[0]
+        seconds = time.perf_counter() - started
+    on_mlx_thread(mx.synchronize)  # of the step ahead, nothing runs into what is timed next
+    return seconds, token, cache
+
+
+def seconds_of(task: Callable[[], object]) -> float:
+    """Seconds of a task on the thread that runs MLX."""
+    started = time.perf_counter()
+    on_mlx_thread(task)
+    return time.perf_counter() - started
+
+
+def plain_call(model: StreamFusedModel, token: int, cache: TreeCache) -> Callable[[], None]:
+    """A forward pass of one token behind those of `cache`, which stays as it is."""
+
+    def call() -> None:
+        count = cache.offset
+        hidden = model.backbone.append(mx.array([token]), cache)
+        mx.eval(model.backbone.logits(hidden))
+        cache.trim(count)
+
+    on_mlx_thread(call)  # the first one makes room
+    return call
+
+
+def measure(
+    model: StreamFusedModel, tokenizer: TokenizerWrapper, count: int, repeats: int, folder: Path
+) -> list[dict[str, Any]]:
+    """Median seconds of each of `SIDES` for a prompt of `count` tokens, a row for each decoding."""
+    rng = random.Random(count)
+    tokens = [rng.randrange(model.backbone.vocab_size) for _ in range(count)]
+    # A context of its own for each, that no side finds what another one left.
+    kept = PromptCache(_ALL)
+    with PromptCache(_ALL, folder, _ALL) as on_disk:
+        _, expected, cache = first_token(model, tokenizer, tokens, kept, "plain")
+        for prompts in (kept, on_disk):
+            prompts.put(model, tokens, cache)
+    (file,) = folder.iterdir()
+    call = plain_call(model, tokens[-1], kept.take(model, tokens)[0])
+    places: dict[str, Callable[[], PromptCache]] = {
+        "cold": lambda: PromptCache(0),
+        "memory": lambda: kept,
+        "disk": lambda: PromptCache(_ALL, folder),
+    }
+    times: dict[tuple[str, str], list[float]] = {}
+    same = True
+    for _ in range(repeats):
+        for side, place in places.items():
+            for decoding in DECODINGS:
+                seconds, token, _ = first_token(model, tokenizer, tokens, place(), decoding)
+                times.setdefault((side, decoding), []).append(seconds)
+                same = same and token == expected
+        times.setdefault(("file", ""), []).append(seconds_of(lambda: mx.eval(mx.load(str(file)))))
+        times.setdefault(("call", ""), []).append(seconds_of(call))
+    medians = {key: statistics.median(values) for key, values in times.items()}
+    shared = {"context": count, "bytes": file.stat().st_size, "same": same}
+    return [
+        {
+            **shared,
+            "decoding": decoding,
+            **{side: medians.get((side, decoding), medians.get((side, ""))) for side in SIDES},
+        }
+        for decoding in DECODINGS
+    ]
+
+
+def allowed(row: Row) -> float:
+    """Seconds that a warm start from disk should take at most."""
+    return row["file"] + CALLS * row["call"]
+
+
+def _seconds(side: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[side]:.3f}"
+
+
+def report(result: Row) -> str:
+    """The result as text."""
+    columns: Columns = {
+        "tokens": lambda row: str(row["context"]),
+        "decoding": lambda row: row["decoding"],
+        **{text: _seconds(side) for side, text in SIDES.items()},
+        "MiB": lambda row: f"{row['bytes'] / 2**20:.1f}",
+        "disk / allowed": lambda row: f"{row['disk'] / allowed(row):.2f}",
+        "same token": lambda row: "yes" if row["same"] else "NO",
+    }
+    where = result["machine"]
+    return "\n".join(
+        [
+            f"seconds to the first token; {result['model']}, adapter {result['adapter']}, "
+            f"{result['dtype']}; {where['machine']}, mlx {where['mlx']}; {result['load']}",
+            f"medians of {result['repeats']}; allowed: reading the file and {CALLS} plain calls\n",
+            *table(columns, result["rows"]),
+        ]
+    )
+
+
+def draw(result: Row, path: Path) -> None:
+    """A picture of the times over the prompt's length."""
+    figure = new_figure(9.5, 3.6)
+    for axes, decoding in zip(figure.subplots(1, 2, sharey=True), DECODINGS, strict=True):
+        rows = [row for row in result["rows"] if row["decoding"] == decoding]
+        for side, text in SIDES.items():
+            style = "--" if side in ("file", "call") else "-"
+            x, y = ([row[name] for row in rows] for name in ("context", side))
+            axes.plot(x, y, style, marker="o", label=text)
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title=decoding)
+        axes.set_xticks([row["context"] for row in rows], [str(row["context"]) for row in rows])
+        axes.minorticks_off()
+    figure.axes[0].set_ylabel("seconds to the first token")
+    figure.axes[0].legend(fontsize=8)
+    caption = f"{result['model']}, {result['dtype']}; {result['machine']['machine']}"
+    finish(figure, caption, path)
+
+
+def _main(args: argparse.Namespace) -> int:
+    make_folder(args.out)
+    model, tokenizer = ssmlx.load(args.model, adapter=args.adapter, dtype=args.dtype)
+    limit = model.backbone.context_length
+    require(
+        limit is None or max(args.contexts) < limit,
+        f"--contexts {max(args.contexts)}",
+        expected=f"less than the model's context of {limit}",
+        do="leave it out",
+    )
+    rows: list[dict[str, Any]] = []
+    for count in sorted(set(args.contexts)):
+        with TemporaryDirectory(dir=args.out) as folder:
+            rows += measure(model, tokenizer, count, args.repeats, Path(folder))
+    names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "repeats")}
+    result = {"machine": machine(), "load": machine_load(), **names, "rows": rows}
+    publish(result, args.out / "first-token", report(result), draw)
+    return 0 if all(row["same"] for row in rows) else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point: exit code 1 if a warm answer begins with another token than the cold one."""
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = make_parser(PROG, description, more)
+    add_base(parser)
+    parser.add_argument("--adapter", default="chat", help="what streams (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", help="as ssmlx.generate's (default: float32)")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[64, 512, 2000, 4000], metavar="N",
+        help="tokens of a prompt (default: 64 512 2000 4000)",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
+    add_out(parser)
+    args = parser.parse_args(argv)
+    check_counts(parser, args, "contexts", "repeats")
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
