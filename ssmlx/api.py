@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, cast
+from typing import Any, Literal, Unpack, cast
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
@@ -23,7 +23,7 @@ from .model.shapes import to_int
 from .model.streams import StreamFusedModel
 from .plan import Plan, make_plan
 from .prompts import encode
-from .settings import GenerateConfig, PruneConfig
+from .settings import GenerateConfig, PruneConfig, Settings
 
 FinishReason = Literal["stop", "length", "context"]
 
@@ -162,14 +162,17 @@ def token_steps(
     cache: TreeCache,
     config: GenerateConfig | None = None,
     *,
+    draft_model: DraftModel | None = None,
+    heads: DraftingHeads | None = None,
     context: Sequence[int] = (),
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Iterator[list[int]]:
     """The tokens of each call of the endless decoding loop that `config` and `settings` ask for.
 
     On the thread that reads them, and no other.
     """
-    plan = make_plan(model, config, context=cache.offset + len(prompt), **settings)
+    drafts: Any = {"draft_model": draft_model, "heads": heads}
+    plan = make_plan(model, config, context=cache.offset + len(prompt), **drafts, **settings)
     return filter(None, planned_steps(plan, model, prompt, cache, context=context))
 
 
@@ -210,6 +213,16 @@ def planned_steps(
     )
 
 
+class Given(Settings, total=False):
+    """What `stream_generate` takes by name."""
+
+    draft_model: DraftModel | None
+    heads: DraftingHeads | None
+    cache: TreeCache | None
+    context: Sequence[int]
+    progress: Progress | None
+
+
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
     """Check that a prompt of `num_tokens` leaves room for an answer."""
     limit = model.backbone.context_length
@@ -238,7 +251,7 @@ def stream_generate(
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
     progress: Progress | None = None,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Answer[GenerationResponse]:
     """Generate an answer, yielding a segment of it for each target call.
 
@@ -371,7 +384,7 @@ def generate(
     config: GenerateConfig | None = None,
     *,
     verbose: bool = False,
-    **settings: Any,
+    **settings: Unpack[Given],
 ) -> str:
     """The whole answer to `prompt`; `verbose` prints it as it comes, with statistics.
 

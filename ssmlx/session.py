@@ -1,7 +1,7 @@
 """A chat of many turns that keeps the cache of the turns before."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .plan import Plan, make_plan
 from .prompt_cache import PromptCache
-from .prompts import Message, chat_tokens, check_text, common_prefix
+from .prompts import Message, Tools, chat_tokens, check_text, common_prefix
 from .settings import GenerateConfig
 
 
@@ -60,6 +60,7 @@ class ChatSession:
         config: settings of every answer.
         draft_model, heads: what is loaded to draft with, as `ssmlx.stream_generate` takes it.
         system: the system prompt; None leaves it to the template.
+        tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
         prompts: prompts that were processed before, to begin with and to add to.
         swap: gives the model with another adapter; `ssmlx.swap_adapter` unless given.
     """
@@ -73,6 +74,8 @@ class ChatSession:
         draft_model: DraftModel | None = None,
         heads: DraftingHeads | None = None,
         system: str | None = None,
+        tools: Tools | None = None,
+        template_args: Mapping[str, Any] | None = None,
         prompts: PromptCache | None = None,
         swap: Callable[[str | Path | None], StreamFusedModel] | None = None,
     ) -> None:
@@ -80,6 +83,7 @@ class ChatSession:
         self._prompts, self._swap, self._is_closed = prompts, swap, False
         self._reply: Callable[[], Answer[GenerationResponse] | None] = lambda: None
         self._drafts: dict[str, Any] = {"draft_model": draft_model, "heads": heads}
+        self._template: dict[str, Any] = {"tools": tools, "template_args": template_args}
         self.config = config or GenerateConfig()
         self.totals = ChatTotals()
         self.plain_tps: float | None = None
@@ -196,7 +200,7 @@ class ChatSession:
         self, text: str, config: GenerateConfig
     ) -> Iterator[GenerationResponse | Prefilled]:
         question: Message = {"role": "user", "content": text}
-        prompt = chat_tokens(self.tokenizer, [*self.messages, question])
+        prompt = chat_tokens(self.tokenizer, [*self.messages, question], **self._template)
         # At least one token is left to process.
         reused = common_prefix(self._cached_tokens, prompt[:-1])
         if self._prompts is not None:
@@ -265,7 +269,7 @@ class ChatSession:
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         found, do = "nothing was said yet", "say something first"
         require(bool(users), found, expected="a message to answer", do=do)
-        prompt = chat_tokens(self.tokenizer, self.messages[: users[-1] + 1])
+        prompt = chat_tokens(self.tokenizer, self.messages[: users[-1] + 1], **self._template)
         config = with_seed(self.config)  # the same for both, or two samples would be compared
         model, tokenizer = self.model, self.tokenizer
         streaming, plain = (

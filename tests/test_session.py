@@ -133,6 +133,20 @@ def test_reset_and_system_start_anew(make_session):
     assert told == tokens_of(make_session(system="w30 w31 w32").reply("w1 w2"))
 
 
+def test_template_arguments_hold_in_every_turn(loaded, monkeypatch):
+    tokenizer = loaded[1]._tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ note }} " + tokenizer.chat_template)
+    config = ssmlx.GenerateConfig(max_tokens=3)
+    session = ssmlx.ChatSession(*loaded, config, template_args={"note": "w9 w9"})
+    for text in ("w1", "w2"):
+        last = list(session.reply(text))[-1]
+        asked = chat_tokens(loaded[1], session.messages[:-1], template_args={"note": "w9 w9"})
+        assert last.prompt_tokens == len(asked)
+    assert session.compare().same_tokens
+    with pytest.raises(InputError, match="the template argument not; expected what the model's"):
+        ssmlx.ChatSession(*loaded, template_args={"not": 1}).reply("w1")
+
+
 def test_compare_answers_twice_beside_the_chat(make_session):
     session = make_session()
     with pytest.raises(InputError, match="nothing was said yet"):

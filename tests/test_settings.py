@@ -16,6 +16,8 @@ from ssmlx.plan import make_plan
 
 model, tokenizer = ssmlx.load()
 make_plan(model, {})
+for _ in ssmlx.stream_generate(model, tokenizer, "w1", {}): pass
+ssmlx.generate(model, tokenizer, "w1", cache=model.make_cache(), {})
 """
 
 
@@ -58,5 +60,5 @@ def test_help_shows_what_there_is():
         assert told and told.splitlines()[0] in text, name
         head = f"class {name}(" if inspect.isclass(value) else f"\n    {name}("
         assert head in text, name
-    for said in ("**settings", "ssmlx.load(", "temp: 'float' = 0.0"):
+    for said in ("ssmlx.settings.Settings", "ssmlx.load(", "temp: 'float' = 0.0"):
         assert said in text

@@ -282,7 +282,9 @@ def _main(args: argparse.Namespace) -> None:
     from ..loading.names import cache_dir
     from ..session import ChatSession
 
-    session = ChatSession(model, tokenizer, config, system=args.system, **drafts)
+    session = ChatSession(
+        model, tokenizer, config, system=args.system, template_args=args.template_args, **drafts
+    )
     kept.read(model)
     if kept.cache is not None:
         session.resume(kept.tokens, kept.cache)

@@ -13,7 +13,6 @@ from .options import (
     add_model_options,
     add_prompt_cache_option,
     add_prompt_options,
-    add_template_args,
     command,
     load_all,
     make_parser,
@@ -48,7 +47,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="the model's chat template (chat), none (raw), or a text with {prompt}, "
         "\\n for new lines (default: the adapter's own, then chat, then raw)",
     )  # fmt: skip
-    add_template_args(group)
     add_prompt_cache_option(group, "the prompt, or what all prompts begin with,")
     output = group.add_mutually_exclusive_group()
     output.add_argument(

@@ -83,14 +83,6 @@ def add_prompt_options(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def add_template_args(group: argparse._ActionsContainer) -> None:
-    """What a chat template reads beside the turns."""
-    group.add_argument(
-        "--template-args", type=_json_object, metavar="JSON",
-        help='what else the chat template reads, such as \'{"enable_thinking": false}\'',
-    )  # fmt: skip
-
-
 def _json_object(text: str) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(text), dict):
@@ -269,6 +261,10 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         ("--decoding", "HOW", "streaming: verify what a drafter proposes; plain: a token a pass "
          "(default: what `python -m ssmlx.calibrate` found faster, or streaming)", str, DECODINGS),
         ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
+    )  # fmt: skip
+    group.add_argument(
+        "--template-args", type=_json_object, metavar="JSON",
+        help='what else the chat template reads, such as \'{"enable_thinking": false}\'',
     )  # fmt: skip
     group.add_argument(
         "--stop", type=template_text, action="append", metavar="TEXT",
