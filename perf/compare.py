@@ -16,7 +16,7 @@ from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.memory import MIB
 from ssmlx.settings import read_json
-from ssmlx.tuning.report import Columns, cells, table
+from ssmlx.tuning.report import Columns, table
 
 from .run.experiment import failures, result_of, task_result
 from .run.options import add_experiment_options, check_counts, experiment_of
@@ -31,6 +31,7 @@ from .run.show import (
     figure,
     heading,
     interval,
+    markdown_table,
     metrics,
     notes_of,
     number,
@@ -107,8 +108,7 @@ def _task_markdown(task: Row) -> str:
         "peak memory beside the weights, MiB": lambda row: _mib(row["peak_bytes"]),
         "same tokens as plain": same_text(task["prompts"]),
     }
-    rows = [list(columns), ["---"] * len(columns), *cells(columns, task["systems"])]
-    lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    lines = markdown_table(columns, task["systems"])
     missing = "; ".join(f"{name}: {why}" for name, why in task["left_out"].items())
     blocks = [f"**{task_heading(task)}**", lines, f"Left out: {missing}." if missing else ""]
     return "\n\n".join(block for block in blocks if block)
@@ -209,7 +209,7 @@ def _task_notes(task: Row) -> list[str]:
     rows = task["systems"]
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
     for row in rows:
-        lines += [f"{row['name']}: {_difference_text(one)}" for one in row["differences"]]
+        lines += [f"{row['name']}: {difference_text(one)}" for one in row["differences"]]
     for row in rows:
         over = row.get("speedup_over_draft_model")
         if over:
@@ -221,7 +221,7 @@ def _task_notes(task: Row) -> list[str]:
     return [*lines, *notes_of(task), last]
 
 
-def _difference_text(one: Row) -> str:
+def difference_text(one: Row) -> str:
     """Where an answer parts from plain decoding's, and how sure the target was there."""
     place = f"prompt {one['prompt'] + 1} parts from plain at token {one['token'] + 1}"
     if one["gap"] is None:

@@ -72,6 +72,13 @@ class Experiment:
             target.drafter(system)
         return target, prompts
 
+    def answered(self) -> int:
+        """How many of the first prompts every system has answered in earlier runs."""
+        _, prompts = self.load()
+        stores = [AnswerStore(self.out, self.name, self.settings(one)) for one in self.systems]
+        done = [all([0, *prompt] in store for store in stores) for prompt in prompts]
+        return [*done, False].index(False)
+
     def run(self) -> Measured:
         """Answer what is not answered yet, each system in its turn."""
         mx.clear_cache()
@@ -114,6 +121,7 @@ class Experiment:
             "end_tokens": sorted(weights.end_tokens),
             "checkpoint": files_version(weights.checkpoints.get(kind)),
             "dtype": weights.dtype,
+            "rounds": weights.rounds,
             "system": system.name,
             # Speeds compare where systems took turns: other systems beside it are another run.
             "systems": [other.name for other in self.systems],
@@ -279,20 +287,21 @@ def difference(
     measured: Measured, index: int, plain: list[int], other: list[int]
 ) -> dict[str, Any]:
     """Where two answers to a prompt part, and by how little the target chose there: the "gap"
-    between its logits of the two tokens, None where none was found, and "near_tie", whether the
-    precision's rounding may have decided."""
+    between its logits of the two tokens, None where none was found, the larger "logit", and
+    "near_tie", whether the precision's rounding may have decided."""
     experiment, shorter = measured.experiment, min(len(plain), len(other))
     pairs = zip(plain, other, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-    found = {"prompt": index, "token": place, "gap": None, "near_tie": False}
+    found = {"prompt": index, "token": place, "gap": None, "logit": None, "near_tie": False}
     if experiment.systems[0].config.temp or place == shorter:
         return found
     text = mx.array([measured.prompts[index] + plain[:place]])
     logits = measured.target.mlx_model(text)[0, -1].astype(mx.float32)
     ours, theirs = to_float(logits[plain[place]]), to_float(logits[other[place]])
     gap = abs(ours - theirs)
-    limit = _NEAR_TIE[experiment.weights.dtype] * max(abs(ours), abs(theirs))
-    return {**found, "gap": gap, "near_tie": gap <= limit}
+    larger = max(abs(ours), abs(theirs))
+    limit = _NEAR_TIE[experiment.weights.activations] * larger
+    return {**found, "gap": gap, "logit": larger, "near_tie": gap <= limit}
 
 
 def failures(result: Mapping[str, Any]) -> list[str]:

@@ -20,7 +20,9 @@ from .target import (
     CHECKPOINTS,
     DRAFT_ALONE,
     DRAFT_MODEL,
+    FLOATS,
     MLX_LM,
+    PACKED,
     PLAIN,
     STREAMS,
     System,
@@ -69,18 +71,22 @@ def add_experiment_options(
     parser: argparse.ArgumentParser,
     saved: argparse._MutuallyExclusiveGroup | None = None,
     *,
-    task: str | None = None,
+    task: str | Sequence[str] | None = None,
     systems: Sequence[str] = SYSTEMS,
     repeats: int = 1,
+    dtypes: Sequence[str] = (),
 ) -> None:
     """What `experiment_of` reads: `task` is the default, without which --task is required, and
-    `saved` the group of an option in place of it; without `systems` the command names them."""
+    `saved` the group of an option in place of it; without `systems` the command names them.
+    With `dtypes`, the default, --dtype takes several."""
     add_data_options(parser.add_argument_group("data"), saved, task)
     weights = parser.add_argument_group("weights")
     add_base(weights)
     weights.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
-        help="of all weights; in half precision near ties may part (default: %(default)s)",
+        "--dtype", choices=(*FLOATS, *PACKED), nargs="+" if dtypes else None,
+        default=dtypes or "float32",
+        help="of all weights, packed ones with float16 activations; in 16 bits near ties may part "
+        f"(default: {' '.join(dtypes) or 'float32'})",
     )  # fmt: skip
     weights.add_argument(
         "--adapter", metavar="NAME|FOLDER",

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ssmlx.tuning.report import new_figure
+from ssmlx.tuning.report import Columns, cells, new_figure
 
 from .published import METHODS, Span, Speed, span, speeds
 from .statistics import FEW, estimate
@@ -59,6 +59,12 @@ def same_text(prompts: int) -> Cell:
 def interval(values: Mapping[str, float], digits: int, scale: float = 1.0) -> str:
     """`1.23 [1.10, 1.40]`."""
     return estimate({name: scale * values[name] for name in _NOTHING}).text(digits)
+
+
+def markdown_table(columns: Columns, rows: Sequence[Row]) -> str:
+    """The table in Markdown."""
+    lines = [list(columns), ["---"] * len(columns), *cells(columns, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def difference_lines(ours: str, theirs: str, gaps: Row) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -24,7 +25,7 @@ from ssmlx.drafters.heads import load_heads
 from ssmlx.errors import require
 from ssmlx.loading.adapter import Adapter, load_adapter
 from ssmlx.loading.attach import check_base, check_lora
-from ssmlx.loading.load import load_tokenizer, load_weights, resolve_draft_bits
+from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
 from ssmlx.memory import Memory, memory_of
 from ssmlx.model.backbone import Backbone, on_same_arrays
 from ssmlx.model.lora import LoraWeights, RowScope, attach_lora
@@ -32,10 +33,16 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import make_plan
 from ssmlx.settings import HEAD_DRAFTERS, GenerateConfig
 
+from .rounding import round_products
+
 MLX_LM, PLAIN, STREAMS = "mlx-lm", "plain", "streams"
 DRAFT_MODEL, DRAFT_ALONE = "draft-model", "draft model alone"
 CHECKPOINTS = (*HEAD_DRAFTERS, DRAFT_MODEL)
 """Kinds of systems that draft with weights of their own."""
+FLOATS = ("float32", "float16", "bfloat16")
+PACKED = {"8bit": 8, "4bit": 4}
+"""Precisions of packed weights, with activations in float16."""
+GROUP_SIZE = 32  # weights that share a scale
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,9 @@ class Weights:
     """What a target is loaded from."""
 
     base: Path  # the base model's folder
-    # dtype and draft_head: as `ssmlx.load` takes them
-    dtype: str = "float32"
-    draft_head: str = "stored"
+    dtype: str = "float32"  # one of `FLOATS` or `PACKED`
+    rounds: bool = False  # whether products are `round_products`'s, in 16 bits
+    draft_head: str = "stored"  # as `ssmlx.load` takes it
     adapter: Adapter | None = None  # streams and LoRA; None for the base alone, or with `lora`
     # LoRA on every row where there is no adapter
     lora: Mapping[str, LoraWeights] = field(default_factory=dict)
@@ -66,6 +73,11 @@ class Weights:
     folder: Path | None = None  # of the adapter or LoRA, where it comes from one
     # what each of `CHECKPOINTS` drafts with, where it is given
     checkpoints: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def activations(self) -> str:
+        """The type that is computed in."""
+        return "float16" if self.dtype in PACKED else self.dtype
 
     @property
     def scope(self) -> str | None:
@@ -95,11 +107,9 @@ class Target:
 
     def __init__(self, weights: Weights) -> None:
         self.weights, adapter = weights, weights.adapter
-        model, settings = load_weights(
-            weights.base, weights.dtype, f"{weights.base} cannot be loaded as a model"
-        )
+        model, settings = load_in(weights.dtype, weights.base)
         self.tokenizer = load_tokenizer(weights.base, settings)
-        backbone = Backbone(on_same_arrays(model))
+        backbone = Backbone(self._computing(on_same_arrays(model)))
         if adapter is not None:
             check_base(adapter, backbone)
         lora = weights.lora if adapter is None else adapter.every_row_lora
@@ -107,7 +117,7 @@ class Target:
         for every in (lora, adapter.stream_lora if adapter else {}):
             check_lora(model, every, source)
         attach_lora(model, lora, RowScope(0), merge=True, dtype=backbone.dtype)
-        mx.eval(model.parameters())
+        mx.eval(self._computing(model).parameters())
         ends = (*weights.end_tokens, *(adapter.config.end_token_ids if adapter else ()))
         self.tokenizer.eos_token_ids = {*self.tokenizer.eos_token_ids, *ends}
         self.mlx_model = model
@@ -181,6 +191,12 @@ class Target:
             loaded["draft_model"] = DraftModel(draft.model, draft.name)
         return ssmlx_answer(own.model, self.tokenizer, prompt, system.config, **loaded)
 
+    def _computing(self, model: nn.Module) -> nn.Module:
+        """`model`, in place, with the products that were asked for."""
+        if self.weights.rounds:
+            round_products(model, self.weights.activations)
+        return model
+
     def _backbone(self) -> Backbone:
         bits = resolve_draft_bits(self.weights.draft_head)
         return Backbone(on_same_arrays(self.mlx_model), None, bits)
@@ -192,7 +208,7 @@ class Target:
             return Drafting(self.plain)
         folder = self.weights.checkpoints[kind]
         if kind == DRAFT_MODEL:
-            size, dtype = self.plain.backbone.vocab_size, self.weights.dtype
+            size, dtype = self.plain.backbone.vocab_size, self.weights.activations
             draft = load_draft_model(str(folder), self.tokenizer, size, dtype=dtype)
             return Drafting(self.plain, {"draft_model": draft})
         heads = load_heads(folder, self.plain)
@@ -215,6 +231,25 @@ class Target:
         attach_lora(backbone.model, own, scope, merge=False, dtype=backbone.dtype)
         mx.eval(backbone.model.parameters(), streams.trained)
         return Drafting(fused)
+
+
+def load_in(dtype: str, base: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """A model with weights of one of `FLOATS` or `PACKED`, and its config.json.
+
+    A base that is stored in as many bits keeps its own; others are packed as mlx-lm does it.
+    """
+    bits, failure = PACKED.get(dtype), f"{base} cannot be loaded as a model"
+    model, settings = load_weights(base, "stored" if bits else dtype, failure)
+    if bits and settings.get("quantization", {}).get("bits") != bits:
+        model = cast_model(model, "float32")
+        nn.quantize(model, GROUP_SIZE, bits, class_predicate=_is_packable)
+    if bits:
+        model.set_dtype(mx.float16)
+    return model, settings
+
+
+def _is_packable(_: str, module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % GROUP_SIZE == 0
 
 
 def added_parameters(adapter: Adapter) -> int:

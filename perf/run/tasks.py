@@ -53,11 +53,16 @@ class Example:
 def add_data_options(
     data: argparse._ArgumentGroup,
     saved: argparse._MutuallyExclusiveGroup | None = None,
-    default: str | None = None,
+    default: str | Sequence[str] | None = None,
 ) -> None:
-    """A task and its examples; `saved` is the group of an option in place of --task."""
-    shown = f"what to ask (default: {default})" if default else "what to ask"
-    task = (saved or data).add_argument("--task", choices=tuple(TASKS), default=default, help=shown)
+    """A task and its examples; `saved` is the group of an option in place of --task, which takes
+    several where the default is several."""
+    many = not isinstance(default, str | None)
+    names = default if isinstance(default, str) else " ".join(default or ())
+    task = (saved or data).add_argument(
+        "--task", choices=tuple(TASKS), default=default, nargs="+" if many else None,
+        help=f"what to ask (default: {names})" if names else "what to ask",
+    )  # fmt: skip
     task.required = saved is None and default is None
     data.add_argument(
         "--data", type=Path, metavar="FILE.jsonl",

@@ -1,0 +1,205 @@
+"""How far streaming is plain decoding where rounding is coarser than float32's.
+
+In 16 bits a row's logits depend on the rows beside it, and two that all but tie may come out in
+either order. Plain decoding and streaming answer the same prompts in each precision; up to where
+an answer parts from plain decoding's its tokens are compared, and from there on it is another text.
+"""
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+
+from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.results import publish
+from ssmlx.errors import require
+from ssmlx.tuning.report import Columns, table
+
+from .compare import difference_text
+from .run.experiment import Experiment, Measured, differences_of, failures, result_of
+from .run.options import add_experiment_options, add_out, check_counts, experiment_of
+from .run.show import Panel, Row, draw_tasks, figure, heading, interval, markdown_table, number
+from .run.statistics import ratio
+from .run.target import MLX_LM, PLAIN, System
+from .run.tasks import differences, figures
+
+PROG = "perf.precision"
+TASKS, DTYPES = ("sql", "e2e", "chat"), ("bfloat16", "float16", "8bit", "4bit")
+VARIANTS = ("streams", "streams --tree full --tree-width 1")
+METRICS = ("exact match", "ROUGE-LSum")
+EPILOG = """examples:
+  python -m perf.precision --task sql --dtype bfloat16 --count 50
+  python -m perf.precision --count 50 --kept --markdown
+
+Divergences per 1,000 tokens: answers that part from plain decoding's, over the tokens until they
+do, the parting one included; of an answer that is the same, all. The gap: between the target's
+logits of the two tokens there, by one pass over the text before them, and as a share of the larger.
+8bit and 4bit are packed weights, with activations in float16. Without a GPU, products are summed in
+float32 by BLAS and rounded, as a GPU does it: MLX's CPU backend takes seconds a row in these types.
+Writes precision.json, .txt and .png. Every answer is kept, so that a run that was stopped goes on;
+--kept shows what there is by now.
+Exit code 1: answers part by more than rounding explains."""
+
+
+def experiments(args: argparse.Namespace) -> list[Experiment]:
+    """One for each task and precision, without mlx-lm; its prompts are all, or those answered."""
+    found = []
+    for task in args.task:
+        for dtype in args.dtype:
+            own = argparse.Namespace(**{**vars(args), "task": task, "dtype": dtype})
+            whole = experiment_of(own, "precision")
+            systems = [one for one in whole.systems if one.kind != MLX_LM]
+            weights = replace(whole.weights, rounds=mx.default_device() == mx.cpu)
+            plan = replace(whole, weights=weights, systems=systems, warm_up=0)
+            if args.kept:
+                plan = replace(plan, examples=plan.examples[: plan.answered()])
+            if plan.examples:
+                found.append(plan)
+            else:
+                print(f"{task}, {dtype}: nothing is answered yet", file=sys.stderr)
+    return found
+
+
+def part_of(measured: Measured) -> dict[str, Any]:
+    """A task in a precision, as JSON values."""
+    plan, weights = measured.experiment, measured.experiment.weights
+    assert plan.task is not None
+    return {
+        "task": plan.task.name,
+        "dtype": weights.dtype,
+        "products": "float32, rounded" if weights.rounds else "MLX's own",
+        "data": plan.data,
+        "adapter": weights.folder.resolve().name if weights.folder else None,
+        "prompts": len(plan.examples),
+        "max_tokens": plan.systems[0].config.max_tokens,
+        "load": measured.load,
+        "systems": [_row(measured, one) for one in plan.systems],
+    }
+
+
+def _row(measured: Measured, system: System) -> dict[str, Any]:
+    """What a system's answers are beside plain decoding's."""
+    task, examples = measured.experiment.task, measured.experiment.examples
+    assert task is not None
+    own, plain = measured.first(system.name), measured.first(PLAIN)
+    texts, expected = [one.text for one in own], [one.text for one in plain]
+    found = differences_of(measured, system) or []
+    compared, parted = [len(one.answer.tokens) for one in own], [0] * len(own)
+    for one in found:
+        compared[one["prompt"]], parted[one["prompt"]] = one["token"] + 1, 1
+    return {
+        "name": system.name,
+        "kind": system.kind,
+        "compared": sum(compared),
+        "per_thousand": asdict(ratio([1000 * one for one in parted], compared)),
+        "same_as_plain": len(own) - len(found),
+        "differences": found,
+        "tokens": sum(len(one.answer.tokens) for one in own),
+        "target_calls": sum(one.answer.target_calls for one in own),
+        "metric": _metric_of(figures(task, examples, texts)),
+        "metric_less_plain": _metric_of(differences(task, examples, texts, expected)),
+    }
+
+
+def _metric_of(values: Row) -> Any:
+    """The one of a task's figures that is shown; None where it has none."""
+    return next((values[name] for name in METRICS if name in values), None)
+
+
+def lines_of(result: Row) -> list[dict[str, Any]]:
+    """What is said of a part and of a system in it, for every system but plain decoding."""
+    return [
+        {**part, **row, "plain": part["systems"][0]["metric"]}
+        for part in result["tasks"]
+        for row in part["systems"]
+        if row["kind"] != PLAIN
+    ]
+
+
+def columns(name: str = "{}") -> Columns:
+    """The table of `lines_of`; `name` is how a system's is written."""
+    return {
+        "task, precision": lambda row: f"{row['task']}, {row['dtype']}",
+        "decoding": lambda row: name.format(row["name"]),
+        "same answers": lambda row: f"{row['same_as_plain']} of {row['prompts']}",
+        "compared tokens": number("compared"),
+        "divergences per 1,000": _rate_text,
+        "gap of logits, median and largest": _gap_text,
+        "metric, %": figure("metric", 1),
+        "plain's": figure("plain", 1),
+        "difference": figure("metric_less_plain", 1),
+    }
+
+
+def _rate_text(row: Row) -> str:
+    """With none seen, the most that 95 % certainty allows: 3 in all."""
+    none = f"0 (below {3000 / row['compared']:.1f})"
+    return interval(row["per_thousand"], 1) if row["differences"] else none
+
+
+def _gap_text(row: Row) -> str:
+    found = [one for one in row["differences"] if one["gap"] is not None]
+    if not found:
+        return "-"
+    gaps = [one["gap"] for one in found]
+    share = 100 * max(one["gap"] / one["logit"] for one in found)
+    return f"{median(gaps):.2g}, {max(gaps):.2g} ({share:.2g} %)"
+
+
+def report(result: Row) -> str:
+    """The result as text."""
+    notes = [
+        f"{row['task']}, {row['dtype']}, {row['name']}: {difference_text(one)}"
+        for row in lines_of(result)
+        for one in row["differences"]
+    ]
+    loads = [f"{part['task']}, {part['dtype']}: load {part['load']}" for part in result["tasks"]]
+    return "\n".join([heading(result), *table(columns(), lines_of(result)), *notes, *loads])
+
+
+def draw(result: Row, path: Path) -> None:
+    """The picture: divergences, and the metric beside plain decoding's."""
+    parts = [
+        {**part, "task": f"{part['task']}, {part['dtype']}", "adapter": None}
+        for part in result["tasks"]
+    ]
+    panels = [
+        Panel("divergences per 1,000 tokens", lambda row: row["per_thousand"], digits=1),
+        Panel("exact match or ROUGE-L, %", lambda row: row["metric"], digits=1),
+    ]
+    title = f"{result['model']}, greedy; {result['machine']['machine']}, MLX's CPU backend"
+    draw_tasks(parts, panels, f"{title}\n95 % intervals over prompts", path)
+
+
+def _main(args: argparse.Namespace) -> int:
+    plans = experiments(args)
+    require(bool(plans), "nothing is answered yet", expected="answers", do="run without --kept")
+    parts = [part_of(plan.run()) for plan in plans]
+    result = {**result_of(plans[0], args.model, parts), "dtype": ", ".join(args.dtype)}
+    publish(result, args.out / "precision", report(result), draw)
+    if args.markdown:
+        print(f"\n{heading(result)}.\n\n{markdown_table(columns('`{}`'), lines_of(result))}")
+    return 1 if failures(result) else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
+    add_experiment_options(parser, task=TASKS, systems=VARIANTS, dtypes=DTYPES)
+    parser.add_argument(
+        "--kept", action="store_true", help="compute no answer: show those of earlier runs"
+    )
+    parser.add_argument("--markdown", action="store_true", help="the table of perf/README.md too")
+    add_out(parser)
+    args = parser.parse_args(argv)
+    check_counts(parser, args, "repeats", "max_tokens")
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
