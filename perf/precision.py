@@ -57,11 +57,15 @@ def experiments(args: argparse.Namespace) -> list[Experiment]:
             plan = replace(whole, weights=weights, systems=systems, warm_up=0)
             if args.kept:
                 plan = replace(plan, examples=plan.examples[: plan.answered()])
-            if plan.examples:
-                found.append(plan)
-            else:
-                print(f"{task}, {dtype}: nothing is answered yet", file=sys.stderr)
-    return found
+            found.append(plan)
+    empty = [f"{plan.name}, {plan.weights.dtype}" for plan in found if not plan.examples]
+    require(
+        len(empty) < len(found),
+        "nothing is answered yet", expected="answers of an earlier run", do="run without --kept",
+    )  # fmt: skip
+    for name in empty:
+        print(f"{name}: nothing is answered yet", file=sys.stderr)
+    return [plan for plan in found if plan.examples]
 
 
 def part_of(measured: Measured) -> dict[str, Any]:
@@ -177,7 +181,6 @@ def draw(result: Row, path: Path) -> None:
 
 def _main(args: argparse.Namespace) -> int:
     plans = experiments(args)
-    require(bool(plans), "nothing is answered yet", expected="answers", do="run without --kept")
     parts = [part_of(plan.run()) for plan in plans]
     result = {**result_of(plans[0], args.model, parts), "dtype": ", ".join(args.dtype)}
     publish(result, args.out / "precision", report(result), draw)
