@@ -98,9 +98,9 @@ class ForwardDone:
         return self._found[name]
 
     def __getattr__(self, name: str) -> Any:
+        own: Any = self._model if hasattr(self._model, name) else self._model.backbone
         if name not in FORWARDS:
-            return getattr(self._model, name)
-        own = self._model.backbone if name == "logits" else self._model
+            return getattr(own, name)
         return lambda *given: self._once(name, lambda: getattr(own, name)(*given))
 
 
