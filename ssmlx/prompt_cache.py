@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -13,7 +14,7 @@ import mlx.core as mx
 
 from .answers import run
 from .errors import InputError
-from .loading.prompt_files import PromptFolder, PromptKey, Tokens, read_prompt
+from .loading.prompt_files import PromptFolder, PromptKey, Tokens, mark_used, read_prompt
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompts import common_prefix
@@ -28,7 +29,7 @@ class _Entry:
     key: PromptKey
     tokens: Tokens
     cache: TreeCache
-    is_written: bool = False  # to the folder
+    is_written: bool = False  # to the folder, or need not be
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +55,8 @@ class PromptCache:
             longest unused goes first.
         folder: where prompts are kept that other processes may use too, in files that their
             owner alone can read; None for memory alone. Prompts are written when they leave the
-            memory, and by `flush` and `close`.
+            memory, and by `flush` and `close`; a killed process loses the others. Not those of
+            models that are split over machines, which have to find the same on all of them.
         max_disk_bytes: of the files there; the longest unused go first.
     """
 
@@ -65,7 +67,9 @@ class PromptCache:
         max_disk_bytes: int = 2**32,
     ) -> None:
         self.max_bytes = max_bytes
-        self._folder = None if folder is None else PromptFolder(Path(folder), max_disk_bytes)
+        self._folder = (
+            None if folder is None else PromptFolder(Path(folder).expanduser(), max_disk_bytes)
+        )
         self._entries: list[_Entry] = []  # the longest unused first
         self._lock = threading.Lock()  # never held while MLX runs
 
@@ -118,7 +122,7 @@ class PromptCache:
     def _take(self, model: StreamFusedModel, tokens: Tokens, scratch: int) -> tuple[TreeCache, int]:
         key = PromptKey.of(model)
         entry, count = self._longest(key, tokens)
-        if self._folder is not None:
+        if self._folder is not None and model.backbone.group is None:
             path, in_file = self._folder.longest(key, tokens)
             if path is not None and in_file > count:
                 entry, count = self._read(path, model, key, tokens) or (entry, count)
@@ -131,13 +135,15 @@ class PromptCache:
     def _read(
         self, path: Path, model: StreamFusedModel, key: PromptKey, tokens: Tokens
     ) -> tuple[_Entry, int] | None:
-        """The prompt of a file of the folder, which may be gone meanwhile."""
+        """The prompt of a file of the folder; a damaged one is deleted."""
         try:
             found, cache = read_prompt(path, model)
-            path.touch()
-        except (InputError, OSError) as error:
+        except InputError as error:
             _log.warning("%s", error)
+            with suppress(OSError):
+                path.unlink()
             return None
+        mark_used(path)
         entry = _Entry(key, found, cache, is_written=True)
         self._keep(entry)
         return entry, entry.shared(key, tokens)
@@ -148,7 +154,7 @@ class PromptCache:
         if tokens and count < len(tokens):
             fork = cache.fork(len(tokens))
             mx.eval(fork.state)
-            self._keep(_Entry(key, tokens, fork))
+            self._keep(_Entry(key, tokens, fork, is_written=model.backbone.group is not None))
 
     def _longest(self, key: PromptKey, tokens: Sequence[int]) -> tuple[_Entry | None, int]:
         """The entry that begins with most of `tokens`, now used, and how many these are."""

@@ -23,11 +23,12 @@ from ..errors import InputError, first_line, require
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..prompts import common_prefix
-from .files import clear_leftovers, new_file
+from .files import account_for, clear_leftovers, new_file
 
 FORMAT = "ssmlx-prompt/1"
 _KEPT = re.compile(r"[0-9a-f]{32}\.safetensors")
 _MOST_TEXT = 2**24  # characters of token ids
+_WHOLE = "a whole file that `--prompt-cache` wrote"
 _DO = "delete it, or give another file"
 _log = logging.getLogger("ssmlx")
 
@@ -70,39 +71,40 @@ class PromptKey:
             require(found == mine, what, expected=mine, do=_DO)
 
 
+_FIELDS = fields(PromptKey)
+
+
 @dataclass(frozen=True)
 class PromptHeader:
     """What a file says of itself."""
 
     key: PromptKey
     tokens: Tokens
-    metadata: Mapping[str, str]
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str], path: Path) -> PromptHeader:
+        """What the metadata of the file `path` says."""
+        found = f"{path} has the format {metadata.get('format')!r}"
+        require(metadata.get("format") == FORMAT, found, expected=FORMAT, do=_DO)
+        text = metadata.get("tokens", "")[:_MOST_TEXT]
+        try:
+            tokens = tuple(int(one) for one in text.split(","))
+        except ValueError:
+            tokens = (-1,)
+        found, expected = f"{path} has token ids that are none", "numbers from 0, and commas"
+        require(min(tokens) >= 0 and len(text) < _MOST_TEXT, found, expected=expected, do=_DO)
+        return cls(PromptKey(**{one.name: metadata.get(one.name, "") for one in _FIELDS}), tokens)
 
 
 def read_header(path: Path) -> PromptHeader:
     """The header of a prompt file, whose sizes are checked against the file's; reads no arrays."""
-    expected = "a whole file that `--prompt-cache` wrote"
-    require(path.is_file(), f"{path} is no file", expected=expected, do="check the path")
+    require(path.is_file(), f"{path} is no file", expected=_WHOLE, do="check the path")
     try:
         with safe_open(path, framework="numpy") as file:
-            metadata: dict[str, str] = file.metadata() or {}
+            return PromptHeader.of(file.metadata() or {}, path)
     except (SafetensorError, OSError) as error:
         found = f"{path} cannot be read ({first_line(error)})"
-        raise InputError(found, expected=expected, do=_DO) from error
-    found = f"{path} has the format {metadata.get('format')!r}"
-    require(metadata.get("format") == FORMAT, found, expected=FORMAT, do=_DO)
-    key = PromptKey(**{one.name: metadata.get(one.name, "") for one in fields(PromptKey)})
-    return PromptHeader(key, _tokens_of(metadata.get("tokens", ""), path), metadata)
-
-
-def _tokens_of(text: str, path: Path) -> Tokens:
-    try:
-        tokens = tuple(int(one) for one in text[:_MOST_TEXT].split(","))
-    except ValueError:
-        tokens = (-1,)
-    found, expected = f"{path} has token ids that are none", "numbers from 0, and commas"
-    require(min(tokens) >= 0 and len(text) < _MOST_TEXT, found, expected=expected, do=_DO)
-    return tokens
+        raise InputError(found, expected=_WHOLE, do=_DO) from error
 
 
 def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]:
@@ -111,7 +113,27 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
     Raises:
         InputError: the file is damaged, or another model's; of what does not fit, the first.
     """
-    header = read_header(path)
+    read_header(path)
+    try:
+        # All of one file, should another process replace it now.
+        loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
+        arrays, metadata = loaded
+        tokens = PromptHeader.of(metadata, path).tokens
+        _check_fit(PromptHeader.of(metadata, path), path, model)
+        like = _rows_like(model)
+        dtypes = {array.dtype for array in arrays.values()}
+        found = f"{path} holds arrays of {' and '.join(sorted(map(str, dtypes)))}"
+        require(dtypes == {like[0].dtype}, found, expected=str(like[0].dtype), do=_DO)
+        shapes = {f"layers.{n}": one.shape for n, one in enumerate(like)}
+        shapes = {name: (*shape[:2], len(tokens), shape[3]) for name, shape in shapes.items()}
+        account_for(arrays, shapes, path)
+    except (RuntimeError, OSError) as error:
+        found = f"{path} cannot be read ({first_line(error)})"
+        raise InputError(found, expected=_WHOLE, do=_DO) from error
+    return tokens, TreeCache.of_rows([arrays[name] for name in shapes])
+
+
+def _check_fit(header: PromptHeader, path: Path, model: StreamFusedModel) -> None:
     PromptKey.of(model).require_same(header.key, path)
     count, limit = len(header.tokens), model.backbone.context_length
     size, most = model.backbone.vocab_size, max(header.tokens)
@@ -119,44 +141,6 @@ def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]
     require(most < size, found, expected=expected, do=_DO)
     found, expected = f"{path} has {count} tokens", f"at most the model's context of {limit}"
     require(limit is None or count <= limit, found, expected=expected, do=_DO)
-    try:
-        rows = _read_rows(path, header, _rows_like(model))
-        are_finite = [mx.isfinite(one.astype(mx.float32).sum()) for one in rows]
-        mx.eval(rows, are_finite)
-    except (RuntimeError, ValueError, OSError) as error:
-        if isinstance(error, InputError):
-            raise
-        found = f"{path} cannot be read ({first_line(error)})"
-        raise InputError(found, expected="a whole file", do=_DO) from error
-    ok = all(one.item() for one in are_finite)
-    require(ok, f"{path} holds NaN or infinity", expected="finite keys and values", do=_DO)
-    return header.tokens, TreeCache.of_rows(rows)
-
-
-def _read_rows(path: Path, header: PromptHeader, like: list[mx.array]) -> list[mx.array]:
-    """[2, Hkv, L, Dh] rows by layer, shaped as `like` is but for L; not computed yet."""
-    loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
-    arrays, metadata = loaded
-    same = metadata == header.metadata
-    require(same, f"{path} was exchanged meanwhile", expected="one file", do="try again")
-    expected = {_name(n): _sizes(one, len(header.tokens)) for n, one in enumerate(like)}
-    found = {name: (str(one.dtype), one.shape) for name, one in arrays.items()}
-    for name in sorted({*expected, *found}):
-        told, wanted = (
-            f"{dtype.removeprefix('mlx.core.')} {list(shape)}" if shape else "nothing"
-            for dtype, shape in (one.get(name, ("", ())) for one in (found, expected))
-        )
-        require(told == wanted, f"{path} has {told} as {name}", expected=wanted, do=_DO)
-    return [arrays[_name(n)] for n in range(len(like))]
-
-
-def _name(layer: int) -> str:
-    return f"layers.{layer}"
-
-
-def _sizes(rows: mx.array, num_tokens: int) -> tuple[str, tuple[int, ...]]:
-    pair, num_heads, _, head_size = rows.shape
-    return str(rows.dtype), (pair, num_heads, num_tokens, head_size)
 
 
 def _rows_like(model: StreamFusedModel) -> list[mx.array]:
@@ -174,11 +158,17 @@ def write_prompt(path: Path, key: PromptKey, tokens: Tokens, cache: TreeCache, r
     metadata = {"format": FORMAT, **asdict(key), "tokens": ",".join(map(str, tokens))}
 
     def save() -> None:
-        arrays = {_name(n): rows for n, rows in enumerate(cache.rows(len(tokens)))}
+        arrays = {f"layers.{n}": rows for n, rows in enumerate(cache.rows(len(tokens)))}
         mx.save_safetensors(file, arrays, metadata)
 
     with new_file(path, mode=0o600) as file:
         run(save)
+
+
+def mark_used(path: Path) -> None:
+    """Note that a file is used now, where it is still there and may be touched."""
+    with suppress(OSError):
+        os.utime(path)
 
 
 class PromptFolder:
@@ -225,7 +215,7 @@ class PromptFolder:
         """Write a prompt unless a file begins with it; files that it begins with are dropped."""
         path, count = self.longest(key, tokens)
         if path is not None and count == len(tokens):
-            path.touch()
+            mark_used(path)
             return
         size = len(tokens) * cache.nbytes // (cache.scratch + cache.capacity)
         if size > self.max_bytes:
