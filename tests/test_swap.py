@@ -1,5 +1,6 @@
 """Adapters by name, alone and beside a task's LoRA, and exchanged on a base that is loaded."""
 
+import gc
 import io
 import json
 import shutil
@@ -589,3 +590,19 @@ def test_a_lora_without_weights_is_refused(tmp_path):
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {})
     said = refusal(read_lora, tmp_path, "--task-lora")
     assert "adapters.safetensors is empty; expected pairs of lora_a and lora_b" in said
+
+
+def test_what_an_adapter_replaces_is_freed_at_once():
+    """Not only when the collector comes by: merged weights are as large as the model's."""
+    backbone = make_backbone(MERGED)
+    adapters, model = make_adapters(backbone), StreamFusedModel(backbone)
+    gc.collect()
+    gc.disable()
+    try:
+        for adapter in adapters.values():
+            model = ssmlx.swap_adapter(model, adapter)
+        held = mx.get_active_memory()
+        gc.collect()
+        assert mx.get_active_memory() == held
+    finally:
+        gc.enable()

@@ -81,22 +81,24 @@ def arrays_of(model: nn.Module) -> list[mx.array]:
 
 def on_same_arrays(model: nn.Module) -> nn.Module:
     """A copy of a model's modules, whose arrays are the very arrays of `model`."""
-    copies: dict[int, nn.Module] = {}  # a module that stands in two places stays one
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            if id(value) not in copies:
-                twin: Any = copy.copy(value)
-                copies[id(value)] = twin
-                for name, part in value.items():
-                    twin[name] = copied(part)
-            return copies[id(value)]
-        if isinstance(value, dict):
-            return {name: copied(part) for name, part in value.items()}
-        return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
-
-    twin: nn.Module = copied(model)
+    twin: nn.Module = _copied(model, {})
     return twin
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """`value` with its modules copied; one that stands in two places stays one."""
+    if isinstance(value, nn.Module):
+        if id(value) not in copies:
+            twin: Any = copy.copy(value)
+            copies[id(value)] = twin
+            for name, part in value.items():
+                twin[name] = _copied(part, copies)
+        return copies[id(value)]
+    if isinstance(value, dict):
+        return {name: _copied(part, copies) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(part, copies) for part in value)
+    return value
 
 
 Reload = Callable[[Collection[str]], dict[str, nn.Module]]
