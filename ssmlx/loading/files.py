@@ -155,9 +155,10 @@ def account_for(
         for name, shape in expected.items()
         if name in found and found[name].shape != shape
     ]
+    # What is misshapen, and may be huge, is not read.
+    fitting = [name for name in found if found[name].shape == expected.get(name)]
     kinds = {"missing": missing, "spare": spare, "misshapen": misshapen}
-    if not any(kinds.values()):  # else they are not worth reading
-        kinds["with NaN or infinity"] = [name for name in found if not _is_finite(found[name])]
+    kinds["with NaN or infinity"] = [name for name in fitting if not _is_finite(found[name])]
 
     def shown(names: list[str]) -> str:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
