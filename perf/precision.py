@@ -17,7 +17,7 @@ import mlx.core as mx
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import publish
 from ssmlx.errors import require
-from ssmlx.tuning.report import Columns, table
+from ssmlx.tuning.report import Columns
 
 from .compare import difference_text
 from .run.experiment import Experiment, Measured, differences_of, failures, result_of
@@ -33,15 +33,14 @@ VARIANTS = ("streams", "streams --tree full --tree-width 1")
 METRICS = ("exact match", "ROUGE-LSum")
 EPILOG = """examples:
   python -m perf.precision --task sql --dtype bfloat16 --count 50
-  python -m perf.precision --count 50 --kept --markdown
+  python -m perf.precision --count 50 --kept
 
 Divergences per 1,000 tokens: answers that part from plain decoding's, over the tokens until they
 do, the parting one included; of an answer that is the same, all. The gap: between the target's
 logits of the two tokens there, by one pass over the text before them, and as a share of the larger.
 8bit and 4bit are packed weights, with activations in float16. Without a GPU, products are summed in
 float32 by BLAS and rounded, as a GPU does it: MLX's CPU backend takes seconds a row in these types.
-Writes precision.json, .txt and .png. Every answer is kept, so that a run that was stopped goes on;
---kept shows what there is by now.
+Writes precision.json, .txt and .png. Every answer is kept: a run that was stopped goes on.
 Exit code 1: answers part by more than rounding explains."""
 
 
@@ -124,21 +123,6 @@ def lines_of(result: Row) -> list[dict[str, Any]]:
     ]
 
 
-def columns(name: str = "{}") -> Columns:
-    """The table of `lines_of`; `name` is how a system's is written."""
-    return {
-        "task, precision": lambda row: f"{row['task']}, {row['dtype']}",
-        "decoding": lambda row: name.format(row["name"]),
-        "same answers": lambda row: f"{row['same_as_plain']} of {row['prompts']}",
-        "compared tokens": number("compared"),
-        "divergences per 1,000": _rate_text,
-        "gap of logits, median and largest": _gap_text,
-        "metric, %": figure("metric", 1),
-        "plain's": figure("plain", 1),
-        "difference": figure("metric_less_plain", 1),
-    }
-
-
 def _rate_text(row: Row) -> str:
     """With none seen, the most that 95 % certainty allows: 3 in all."""
     none = f"0 (below {3000 / row['compared']:.1f})"
@@ -154,15 +138,27 @@ def _gap_text(row: Row) -> str:
     return f"{median(gaps):.2g}, {max(gaps):.2g} ({share:.2g} %)"
 
 
+COLUMNS: Columns = {
+    "task, precision": lambda row: f"{row['task']}, {row['dtype']}",
+    "decoding": lambda row: f"`{row['name']}`",
+    "same answers": lambda row: f"{row['same_as_plain']} of {row['prompts']}",
+    "compared tokens": number("compared"),
+    "divergences per 1,000": _rate_text,
+    "gap of logits, median and largest": _gap_text,
+    "metric, %": figure("metric", 1),
+    "plain's": figure("plain", 1),
+    "difference": figure("metric_less_plain", 1),
+}
+
+
 def report(result: Row) -> str:
-    """The result as text."""
+    """The result as text, with a table in Markdown."""
     notes = [
         f"{row['task']}, {row['dtype']}, {row['name']}: {difference_text(one)}"
         for row in lines_of(result)
         for one in row["differences"]
     ]
-    loads = [f"{part['task']}, {part['dtype']}: load {part['load']}" for part in result["tasks"]]
-    return "\n".join([heading(result), *table(columns(), lines_of(result)), *notes, *loads])
+    return "\n".join([heading(result), "", markdown_table(COLUMNS, lines_of(result)), "", *notes])
 
 
 def draw(result: Row, path: Path) -> None:
@@ -184,8 +180,6 @@ def _main(args: argparse.Namespace) -> int:
     parts = [part_of(plan.run()) for plan in plans]
     result = {**result_of(plans[0], args.model, parts), "dtype": ", ".join(args.dtype)}
     publish(result, args.out / "precision", report(result), draw)
-    if args.markdown:
-        print(f"\n{heading(result)}.\n\n{markdown_table(columns('`{}`'), lines_of(result))}")
     return 1 if failures(result) else 0
 
 
@@ -197,7 +191,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--kept", action="store_true", help="compute no answer: show those of earlier runs"
     )
-    parser.add_argument("--markdown", action="store_true", help="the table of perf/README.md too")
     add_out(parser)
     args = parser.parse_args(argv)
     check_counts(parser, args, "repeats", "max_tokens")
