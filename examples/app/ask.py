@@ -1,0 +1,83 @@
+"""Two questions, answered at once by one engine. Ctrl-C cancels both.
+
+python examples/app/ask.py
+python examples/app/ask.py "Name three rivers." "What is a monsoon?"
+"""
+
+import argparse
+import asyncio
+import logging
+import shutil
+import sys
+
+import ssmlx
+
+QUESTIONS = ("Write a short poem about the sea.", "Why is the sky blue?")
+
+
+class Screen:
+    """A line for each answer, which shows its end while it grows; in the end, whole answers."""
+
+    def __init__(self, questions: list[str]) -> None:
+        self.questions, self.texts = questions, [""] * len(questions)
+        self._live, self._drawn = sys.stderr.isatty(), 0
+
+    def add(self, number: int, text: str) -> None:
+        """Show more of an answer."""
+        self.texts[number] += text
+        if self._live:
+            width = shutil.get_terminal_size().columns - 5
+            lines = [" ".join(text.split())[-width:] for text in self.texts]
+            up = f"\x1b[{self._drawn}F" if self._drawn else ""
+            shown = "".join(f"\x1b[K{n}> {line}\n" for n, line in enumerate(lines, 1))
+            print(up + shown, end="", file=sys.stderr, flush=True)
+            self._drawn = len(lines)
+
+    def close(self) -> None:
+        """Print what there is of the answers."""
+        for question, text in zip(self.questions, self.texts, strict=True):
+            print(f"\n{question}\n{text}", flush=True)
+
+
+async def answer(engine: ssmlx.Engine, number: int, screen: Screen, max_tokens: int) -> None:
+    """Stream one answer onto the screen."""
+    question = screen.questions[number]
+    async with engine.stream(question, max_tokens=max_tokens) as segments:
+        async for segment in segments:
+            screen.add(number, segment.text)
+
+
+async def answer_all(engine: ssmlx.Engine, screen: Screen, max_tokens: int) -> None:
+    """Stream every answer; where one fails or Ctrl-C comes, all are cancelled."""
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(len(screen.questions)):
+            tasks.create_task(answer(engine, number, screen, max_tokens))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Ask what the command line says; the exit code."""
+    parser = argparse.ArgumentParser(description="Ask several questions at once.")
+    parser.add_argument("questions", nargs="*", default=list(QUESTIONS))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--adapter", default="chat")
+    parser.add_argument("--max-tokens", type=int, default=100)
+    args = parser.parse_args(argv)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("ssmlx").setLevel(logging.INFO)
+    screen = Screen(args.questions)
+    try:
+        with ssmlx.Engine(args.model, adapters=(args.adapter,)) as engine:
+            asyncio.run(answer_all(engine, screen, args.max_tokens))
+    except ssmlx.InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("cancelled", file=sys.stderr)
+        return 130
+    finally:
+        screen.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

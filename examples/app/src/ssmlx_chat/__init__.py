@@ -1,0 +1,1 @@
+"""A chat window with a model that drafts for itself."""

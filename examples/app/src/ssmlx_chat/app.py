@@ -1,0 +1,109 @@
+"""A window: choose an adapter, ask, watch the answer come; stop it."""
+
+import asyncio
+
+import toga
+from toga.style.pack import COLUMN, ROW
+
+import ssmlx
+
+MODEL = "smollm2-135m"
+CHAT = "chat"
+ADAPTERS = (CHAT, "sql", "e2e")
+MAX_TOKENS = 1024
+
+
+class ChatApp(toga.App):
+    """The engine is loaded and closed off the thread that draws; answers are read on it."""
+
+    engine: ssmlx.Engine | None = None
+    _loading: asyncio.Task[ssmlx.Engine] | None = None
+    _answer: ssmlx.Answer | None = None
+    _is_closing = False
+
+    def startup(self) -> None:
+        """Build the window."""
+        self.adapter = toga.Selection(items=ADAPTERS)
+        self.text = toga.MultilineTextInput(readonly=True, flex=1)
+        self.question = toga.TextInput(placeholder="Ask", on_confirm=self.ask, flex=1)
+        self.ask_button = toga.Button("Ask", on_press=self.ask, enabled=False)
+        self.stop_button = toga.Button("Stop", on_press=self.stop, enabled=False)
+        self.status = toga.Label("Loading the model")
+        asking = [self.question, self.ask_button, self.stop_button]
+        rows = [self.adapter, self.text, toga.Box(asking, direction=ROW, gap=8), self.status]
+        self.main_window = toga.MainWindow(title=self.formal_name, size=(640, 480))
+        self.main_window.content = toga.Box(rows, direction=COLUMN, margin=10, gap=8)
+        self.main_window.show()
+
+    async def on_running(self) -> None:
+        """Load the model, once the window is there."""
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load))
+        try:
+            self.engine = await self._loading
+        except ssmlx.InputError as error:
+            self.status.text = str(error)
+        else:
+            config = ssmlx.GenerateConfig(max_tokens=MAX_TOKENS)
+            self.chat = self.engine.chat(config, adapter=CHAT)
+            self.status.text, self.ask_button.enabled = "Ready", True
+
+    def _load(self) -> ssmlx.Engine:
+        cache = self.paths.cache
+        return ssmlx.Engine(MODEL, ADAPTERS, cache_dir=cache, progress=self._tell)
+
+    def _tell(self, done: int, total: int) -> None:
+        """Show how far a download is, from its thread; stop it once the window is closed."""
+        if self._is_closing:
+            raise ssmlx.InputError("the window is closed", expected="it open", do="start again")
+        text = f"Downloading the model: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+        self.loop.call_soon_threadsafe(setattr, self.status, "text", text)
+
+    async def ask(self, widget: toga.Widget) -> None:
+        """Stream the answer to the question into the window."""
+        question = self.question.value.strip()
+        if question and self.ask_button.enabled:
+            self.question.value, self.ask_button.enabled = "", False
+            self._say(f"> {question}\n")
+            try:
+                await self._show_answer(question)
+            except ssmlx.InputError as error:
+                self.status.text = str(error)
+            self._say("\n\n")
+            self._answer, self.stop_button.enabled, self.ask_button.enabled = None, False, True
+
+    async def _show_answer(self, question: str) -> None:
+        self._answer = await asyncio.to_thread(self._start, question, self.adapter.value)
+        self.stop_button.enabled = True
+        async for segment in self._answer:
+            self._say(segment.text)
+            speed = f"{segment.generation_tps:.0f} tokens/s"
+            self.status.text = f"{speed}, {segment.tokens_per_call:.1f} tokens per call"
+
+    def _start(self, question: str, adapter: str) -> ssmlx.Answer:
+        assert self.engine is not None
+        if adapter == CHAT:  # a conversation; the other adapters know of single questions
+            return self.chat.reply(question)
+        return self.engine.stream(question, adapter=adapter, max_tokens=MAX_TOKENS)
+
+    def stop(self, widget: toga.Widget) -> None:
+        """Stop the answer; what there is of it stays."""
+        if self._answer is not None:
+            self._answer.cancel()
+
+    async def on_exit(self) -> bool:
+        """Close the engine with the window."""
+        self._is_closing = True
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+        if self.engine is not None:
+            await asyncio.to_thread(self.engine.close)
+        return True
+
+    def _say(self, text: str) -> None:
+        self.text.value += text
+        self.text.scroll_to_bottom()
+
+
+def main() -> ChatApp:
+    """The app, for Briefcase and `python -m ssmlx_chat`."""
+    return ChatApp("ssmlx Chat", "com.example.ssmlx-chat")

@@ -1,0 +1,249 @@
+"""The examples of apps: a script of asyncio, and a window on Toga's backend without a screen."""
+
+import asyncio
+import signal
+import sys
+import threading
+import tomllib
+
+import pytest
+from real import ROOT, words, write_base, write_tiny_adapter
+
+import ssmlx
+
+APP = ROOT / "examples" / "app"
+QUESTIONS = [words(5), words(3, 20)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Command-line options of a tiny model with an adapter."""
+    folder = tmp_path_factory.mktemp("app")
+    base = write_base(folder / "base", context=100_000)
+    return base, write_tiny_adapter(folder / "adapter", base)
+
+
+# --- The script ---
+
+
+def options(tiny, *more: str) -> list[str]:
+    return ["--model", str(tiny[0]), "--adapter", str(tiny[1]), *more]
+
+
+@pytest.fixture(scope="module")
+def ask():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(APP))
+        import ask
+    return ask
+
+
+def alone(tiny, question: str, max_tokens: int) -> str:
+    model, tokenizer = ssmlx.load(str(tiny[0]), adapter=tiny[1])
+    prompt = ssmlx.prompt_tokens(question, model, tokenizer)
+    return ssmlx.generate(model, tokenizer, prompt, max_tokens=max_tokens)
+
+
+def test_the_script_answers_at_once_what_it_answers_alone(tiny, ask, capsys):
+    assert ask.main([*options(tiny, "--max-tokens", "20"), *QUESTIONS]) == 0
+    expected = "".join(f"\n{question}\n{alone(tiny, question, 20)}\n" for question in QUESTIONS)
+    assert capsys.readouterr().out == expected
+
+
+def test_the_script_shows_both_answers_as_they_grow(ask, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    screen = ask.Screen(["a", "b"])
+    screen.add(0, "x" * 500)
+    screen.add(1, "the\nend")
+    err = capsys.readouterr().err
+    assert max(map(len, err.splitlines())) < 100 and err.count("\x1b[2F") == 1
+    assert err.splitlines()[-1].endswith("2> the end")
+
+
+def test_the_scripts_mistakes_are_one_line(ask, capsys):
+    assert ask.main(["--model", "nowhere"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("no model is called 'nowhere'; expected ") and err.count("\n") == 1
+
+
+def test_ctrl_c_cancels_what_is_open_and_shows_what_there_is(tiny, ask, capsys, monkeypatch):
+    add, number = ask.Screen.add, iter(range(10**6))
+
+    def interrupt(screen, *values):
+        add(screen, *values)
+        if next(number) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ask.Screen, "add", interrupt)
+    open_before = threading.active_count()
+    assert ask.main([*options(tiny, "--max-tokens", "99999"), *QUESTIONS]) == 130
+    out, err = capsys.readouterr()
+    assert err == "cancelled\n" and threading.active_count() <= open_before + 1
+    shown = [text for text in out.split("\n") if text and text not in QUESTIONS]
+    assert len(shown) == 2 and all(0 < len(text.split()) < 100 for text in shown)
+
+
+# --- The window ---
+
+
+@pytest.fixture
+def window(tiny, monkeypatch):
+    """The app's module, on the tiny model."""
+    pytest.importorskip("toga")
+    pytest.importorskip("toga_dummy")
+    monkeypatch.setenv("TOGA_BACKEND", "toga_dummy")
+    monkeypatch.syspath_prepend(str(APP / "src"))
+    from ssmlx_chat import app
+    from toga_dummy.utils import EventLog
+
+    EventLog.reset()
+    monkeypatch.setattr(app, "MODEL", str(tiny[0]))
+    monkeypatch.setattr(app, "CHAT", str(tiny[1]))
+    monkeypatch.setattr(app, "ADAPTERS", (str(tiny[1]), "none"))
+    monkeypatch.setattr(app, "MAX_TOKENS", 24)
+    return app
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def started(window):
+    app = window.main()
+    assert app.status.text == "Loading the model" and not app.ask_button.enabled
+    await until(lambda: app.status.text != "Loading the model")
+    return app
+
+
+async def asked(app, question: str):
+    app.question.value = question
+    app.ask_button._impl.simulate_press()
+    await until(lambda: not app.ask_button.enabled)
+
+
+def in_window(window, act) -> None:
+    """Have the window do `act` on its event loop, then close it."""
+
+    async def whole() -> None:
+        app = await started(window)
+        try:
+            await act(app)
+        finally:
+            await closed(app)
+        assert app.engine is None or not app.engine.adapters
+
+    asyncio.run(whole())
+
+
+async def closed(app) -> None:
+    """As a click on the window's corner does."""
+    from toga_dummy.utils import EventLog
+
+    app.request_exit()
+    await until(lambda: any(entry.context.get("action") == "exit" for entry in EventLog._log))
+
+
+def test_the_window_streams_answers(window, monkeypatch, tiny):
+    seen: list[str] = []
+
+    async def act(app):
+        say = app._say
+        monkeypatch.setattr(app, "_say", lambda text: (seen.append(text), say(text)))
+        assert (app.status.text, app.ask_button.enabled) == ("Ready", True)
+        for adapter in window.ADAPTERS:
+            app.adapter.value = adapter
+            await asked(app, QUESTIONS[0])
+            await until(lambda: app.ask_button.enabled)
+            assert "tokens/s" in app.status.text and not app.stop_button.enabled
+
+    in_window(window, act)
+    assert len(seen) > 8 and seen[0] == f"> {QUESTIONS[0]}\n"
+
+
+def test_stop_keeps_what_there_is_and_the_next_question_is_answered(window, monkeypatch):
+    monkeypatch.setattr(window, "MAX_TOKENS", 99_999)
+
+    async def act(app):
+        for _ in range(2):
+            before = len(app.text.value)
+            await asked(app, QUESTIONS[0])
+            await asyncio.sleep(0)
+            app.ask_button._impl.simulate_press()  # nothing is asked, and nothing happens
+            await until(lambda start=before: len(app.text.value) > start + 40)
+            assert app.stop_button.enabled
+            app.stop_button._impl.simulate_press()
+            await until(lambda: app.ask_button.enabled)
+            assert 40 < len(app.text.value) - before < 600
+        assert len(app.chat.messages) == 4
+
+    in_window(window, act)
+
+
+def test_a_window_closed_while_it_answers_closes_the_engine(window, monkeypatch):
+    monkeypatch.setattr(window, "MAX_TOKENS", 99_999)
+
+    async def act(app):
+        await asked(app, QUESTIONS[0])
+        await until(lambda: app.stop_button.enabled)
+
+    in_window(window, act)
+
+
+def test_a_model_that_is_not_there_is_told_in_the_window(window, monkeypatch):
+    monkeypatch.setattr(window, "MODEL", "nowhere")
+
+    async def whole():
+        app = await started(window)
+        assert app.status.text.startswith("no model is called 'nowhere'")
+        app.question.value = "hello"
+        await app.ask(app.ask_button)
+        assert app.text.value == ""
+        await closed(app)
+
+    asyncio.run(whole())
+
+
+def test_a_window_closed_while_it_downloads_stops_the_download(window, monkeypatch):
+    """The window shows how far it is."""
+    told = threading.Event()
+
+    def engine(*args, progress, **options):
+        for done in range(1000):
+            progress(done * 1_000_000, 93_000_000)
+            told.wait(0.01)
+        raise AssertionError("nobody stopped it")
+
+    monkeypatch.setattr(ssmlx, "Engine", engine)
+
+    async def whole():
+        app = window.main()
+        await until(lambda: "of 93 MB" in app.status.text)
+        await closed(app)
+        assert app.engine is None and "the window is closed" in app.status.text
+
+    asyncio.run(whole())
+
+
+# --- The package for macOS ---
+
+
+def test_the_package_is_described_as_briefcase_reads_it():
+    described = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["briefcase"]
+    ((name, app),) = described["app"].items()
+    assert name.replace("-", "_") == "ssmlx_chat" and app["sources"] == ["src/ssmlx_chat"]
+    assert (APP / app["sources"][0] / "__main__.py").is_file()
+    (checkout,) = app["requires"]
+    assert (APP / checkout / "pyproject.toml").samefile(ROOT / "pyproject.toml")
+    assert "toga-cocoa" in " ".join(app["macOS"]["requires"])
+    assert not app["macOS"]["universal_build"]
+
+
+def test_briefcase_reads_the_description():
+    config = pytest.importorskip("briefcase.config")
+    console = pytest.importorskip("briefcase.console").Console()
+    _, apps = config.parse_config(APP / "pyproject.toml", "macOS", "app", console)
+    (app,) = apps.values()
+    assert config.AppConfig(**app).bundle_identifier == "com.example.ssmlx-chat"
+    assert len(app["requires"]) == 2
