@@ -16,7 +16,7 @@ from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import folder_digest, make_folder, unwritable, write_whole
 from ssmlx.prompts import as_messages, encode, read_prompts
-from ssmlx.settings import DEFAULT_MODEL, check_settings, setting
+from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, parse_json, setting
 from ssmlx.templates import refusing_turns
 
 from . import check_torch
@@ -60,9 +60,9 @@ class Sampling:
     """How the next token is chosen, as `ssmlx.settings.SamplingConfig`, and when to stop."""
 
     max_tokens: int = setting(160, least=1)
-    temp: float = setting(0.0, least=0)
+    temp: float = setting(0.0, least=0, smallest=MIN_TEMP, most=MAX_TEMP)
     top_p: float = setting(1.0, above=0, most=1)
-    seed: int = setting(0, least=0)
+    seed: int = setting(0, least=0, most=2**32 - 1)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -256,7 +256,7 @@ class PartFile:
         data = self.path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         try:
-            found, *batches = [json.loads(line) for line in lines] or [settings]
+            found, *batches = [parse_json(line) for line in lines] or [settings]
             self.done = [[Continuation(*answer) for answer in batch] for batch in batches]
         except (ValueError, TypeError) as error:
             raise InputError(
@@ -427,7 +427,7 @@ def _main(args: argparse.Namespace) -> None:
     part = PartFile(
         args.out.with_name(args.out.name + ".part"),
         {
-            "prompts": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),
+            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
             "model": args.model,
             "lora": folder_digest(args.lora),
             "batch_size": args.batch_size,

@@ -10,7 +10,6 @@ a draft are equally likely but for rounding.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from ssmlx.loading.load import load
 from ssmlx.model.shapes import to_float
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import read_prompts
-from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig, TreeConfig
+from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig, TreeConfig, read_json
 
 from .run.results import save
 from .run.tasks import SQL
@@ -146,7 +145,7 @@ def _row(
     `sides` are its answers, those of MLX with the same tree, and plain decoding's; the figures by
     call and by second are of these three, without the prompts.
     """
-    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    report = read_json(folder / REPORT, "the report of an export")
     same = [(a, b) for a, b, c in zip(*sides, strict=True) if a.tokens == c.tokens]
     counts = [sum(len(a.tokens) for a in side) for side in sides]
     calls = [sum(a.target_calls for a in side) for side in sides]

@@ -1,6 +1,5 @@
 """Files of prompts, and from a user's text to prompt tokens."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError, require
-from .settings import StreamConfig
+from .settings import StreamConfig, parse_json, read_text
 from .templates import refusing_turns
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -63,21 +62,15 @@ def read_lines(
     path: Path, option: str, expected: str = "a JSON object a line"
 ) -> list[tuple[int, str]]:
     """The lines of a JSON Lines file that are not blank, each with its number."""
-    require(path.is_file(), f"{path} does not exist", expected=expected, do=f"check {option}")
-    try:
-        # JSON allows line separators inside texts that str.splitlines would cut at.
-        numbered = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
-        return [(number, line) for number, line in numbered if line.strip()]
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text", expected="a JSON object a line", do="save it as UTF-8"
-        ) from error
+    text = read_text(path, expected=expected, do=f"check {option}")
+    # JSON allows line separators inside texts that str.splitlines would cut at.
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def _checked_prompt(line: str, where: str) -> dict[str, Any]:
     expected, do = 'an object such as {"prompt": "..."}', "correct the line"
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise InputError(f"{where} is not JSON ({error})", expected=expected, do=do) from error
     kinds = [kind for kind in ("prompt", "messages") if isinstance(record, dict) and kind in record]
@@ -151,7 +144,7 @@ def _plain_call(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     with suppress(ValueError):
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
     return call
 
 

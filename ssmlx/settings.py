@@ -49,6 +49,10 @@ DRAFT_HEADS = ("auto", "stored", "8bit")
 MAX_TREE_NODES = 1024
 MAX_DRAFT_TOKENS = 256
 PREFILL_STEP_SIZE = 512
+# More would be a slip of the hand, and fill the memory; below the least temperature, float32 is
+# infinite.
+MAX_LAYERS, MAX_SIZE, MAX_CONTEXT = 1000, 2**24, 2**16
+MIN_TEMP, MAX_TEMP, MAX_PENALTY, MAX_BIAS = 1e-5, 1e5, 1000, 10_000
 
 # An edge's log probability is held in this range: below zero by more than float32 rounding, so
 # that a child always scores less than its parent and the best nodes are closed under ancestors.
@@ -63,6 +67,7 @@ class Allowed:
     above: float = -math.inf
     below: float = math.inf
     most: float = math.inf
+    smallest: float = 0.0  # of those above 0
     choices: tuple[Any, ...] = ()
     # what a message calls it, such as "--tree-size", or with the value's place in it, such as
     # "--prune threshold={}"; None for "--" and the field's name
@@ -76,12 +81,15 @@ class Allowed:
             return False
         number: Any = value
         inside = self.least <= number <= self.most and self.above < number < self.below
-        return inside and math.isfinite(number)
+        is_finite = isinstance(number, Integral) or math.isfinite(number)
+        return inside and is_finite and not 0 < number < self.smallest
 
     def text(self) -> str:
         """What it may be, in words."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
+        if self.smallest:
+            return f"0, or {self.smallest:g} to {self.most:g}"
         if math.isfinite(self.least) and math.isfinite(self.most):
             return f"{self.least} to {self.most}"
         bounds = {
@@ -130,16 +138,17 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
 class StreamConfig:
     """What a stream checkpoint says of itself (paper, sections 3.2.1 and 3.2.3)."""
 
-    num_streams: int = setting(least=0)  # gamma, the speculative streams per node; 0 for LoRA alone
+    # gamma, the speculative streams per node; 0 for LoRA alone
+    num_streams: int = setting(least=0, most=MAX_DRAFT_TOKENS)
     num_msa_layers: int = setting(least=1)  # Ns, the top layers with multi-stream attention
     # N, the base model's layers; streams start before layer N - Ns
-    num_layers: int = setting(least=1)
-    hidden_size: int = setting(least=1)  # D, the base model's width
+    num_layers: int = setting(least=1, most=MAX_LAYERS)
+    hidden_size: int = setting(least=1, most=MAX_SIZE)  # D, the base model's width
     # f of eq. 3: "identity" f(h) = h, "low_rank" f(h) = B A h, "residual" f(h) = h + B A h.
     stream_init: StreamInit = setting("identity", choices=STREAM_INITS)
-    stream_init_rank: int = setting(0, least=0)  # eta, the rank of f; 0 for identity
+    stream_init_rank: int = setting(0, least=0, most=MAX_SIZE)  # eta, the rank of f; 0 for identity
     # theta, the rank of the early-exit adapter; 0 where there is none
-    prune_rank: int = setting(0, least=0)
+    prune_rank: int = setting(0, least=0, most=MAX_SIZE)
     # "all", LoRA acts on every row; "streams", on stream rows alone, which leaves the base
     # model's output untouched
     adapter_scope: AdapterScope = setting("all", choices=ADAPTER_SCOPES)
@@ -156,7 +165,7 @@ class StreamConfig:
     # will do.
     rotation_step: float = setting(0.0, least=0, most=math.pi / 2)
     # Vd, tokens that streams draft from; 0 for the whole vocabulary
-    draft_vocab_size: int = setting(0, least=0)
+    draft_vocab_size: int = setting(0, least=0, most=MAX_SIZE)
 
     def __post_init__(self) -> None:
         do = "check the checkpoint's streams_config.json"
@@ -429,26 +438,38 @@ class SamplingConfig:
         logit_bias: added to the logits of single tokens, by id.
     """
 
-    temp: float = setting(0.0, least=0)
+    temp: float = setting(0.0, least=0, smallest=MIN_TEMP, most=MAX_TEMP)
     top_p: float = setting(0.0, least=0, most=1)
     min_p: float = setting(0.0, least=0, most=1)
     top_k: int = setting(0, least=0)
     seed: int | None = setting(None, least=0, most=2**64 - 1)
-    repetition_penalty: float | None = setting(None, above=0, option="--penalty repetition={}")
-    repetition_context_size: int = setting(20, least=1, option="--penalty context={}")
-    presence_penalty: float | None = setting(None, option="--penalty presence={}")
-    presence_context_size: int = setting(20, least=1, option="--penalty context={}")
-    frequency_penalty: float | None = setting(None, option="--penalty frequency={}")
-    frequency_context_size: int = setting(20, least=1, option="--penalty context={}")
+    repetition_penalty: float | None = setting(
+        None, above=0, most=MAX_PENALTY, option="--penalty repetition={}"
+    )
+    repetition_context_size: int = setting(
+        20, least=1, most=MAX_CONTEXT, option="--penalty context={}"
+    )
+    presence_penalty: float | None = setting(
+        None, least=-MAX_PENALTY, most=MAX_PENALTY, option="--penalty presence={}"
+    )
+    presence_context_size: int = setting(
+        20, least=1, most=MAX_CONTEXT, option="--penalty context={}"
+    )
+    frequency_penalty: float | None = setting(
+        None, least=-MAX_PENALTY, most=MAX_PENALTY, option="--penalty frequency={}"
+    )
+    frequency_context_size: int = setting(
+        20, least=1, most=MAX_CONTEXT, option="--penalty context={}"
+    )
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)
         for token, bias in (self.logit_bias or {}).items():
             require(
-                token >= 0 and not math.isnan(bias),
+                token >= 0 and bias <= MAX_BIAS,
                 f"--logit-bias {token}={bias}",
-                expected="a token id and a number",
+                expected=f"a token id and a number of at most {MAX_BIAS}",
                 do="write TOKEN=BIAS",
             )
 
@@ -508,7 +529,7 @@ class GenerateConfig(SamplingConfig):
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
     speculator_tree: SpeculatorTreeConfig = field(default_factory=SpeculatorTreeConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
-    prefill_step_size: int = setting(PREFILL_STEP_SIZE, least=1)
+    prefill_step_size: int = setting(PREFILL_STEP_SIZE, least=1, most=2**20)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -612,17 +633,34 @@ def from_json(kind: Any, value: Any) -> Any:
     return kind(value) if kind in (int, float, str) else value
 
 
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says; whatever may be wrong with it is a `ValueError`."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_text(path: Path, *, expected: str, do: str) -> str:
+    """The UTF-8 text of a file or a pipe, without a byte-order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        found = f"{path} is not UTF-8 text"
+        raise InputError(found, expected=expected, do="save it as UTF-8") from error
+    except FileNotFoundError as error:
+        raise InputError(f"{path} does not exist", expected=expected, do=do) from error
+    except OSError as error:
+        found = f"{path} cannot be read ({error.strerror})"
+        raise InputError(found, expected=expected, do=do) from error
+
+
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """Read a JSON object from `path`."""
-    require(
-        path.is_file(),
-        f"{path} does not exist",
-        expected=what,
-        do="check the path, or convert again",
-    )
+    text = read_text(path, expected=what, do="check the path, or convert again")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        values = parse_json(text)
+    except ValueError as error:
         raise InputError(
             f"{path} is not valid JSON ({error})", expected=what, do="copy or convert it again"
         ) from error

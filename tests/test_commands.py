@@ -103,7 +103,7 @@ BAD = {
     "max-tokens": ((*ASK, "--max-tokens", "0"), "--max-tokens 0; expected 1 or more"),
     "max-tokens word": ((*ASK, "--max-tokens", "many"), "invalid int value: 'many'"),
     "stop": ((*ASK, "--stop", ""), "--stop ''; expected some text; give some, or drop it"),
-    "temp nan": ((*ASK, "--temp", "nan"), "--temp nan; expected 0 or more"),
+    "temp nan": ((*ASK, "--temp", "nan"), "--temp nan; expected 0, or 1e-05 to"),
     "template": ((*ASK, "--template", "no place"), "--template 'no place'; expected chat, raw"),
     "template args": ((*ASK, "--template-args", "[1]"), "'[1]' is not a JSON object"),
     "unread template args": (

@@ -16,6 +16,7 @@ from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine, power_source
 from ssmlx.errors import InputError
 from ssmlx.loading.files import write_whole
+from ssmlx.settings import parse_json
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results"
@@ -102,10 +103,10 @@ class AnswerStore:
         for line in lines if first == self._header else ():
             # A run that was killed while it wrote leaves half a line.
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 answer = TimedAnswer(**{name: row[name] for name in _ANSWER if name in row})
                 self._kept[row["prompt"]] = Kept(answer, row["text"])
-            except (json.JSONDecodeError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError):
                 continue
         whole = [self._header + "\n", *(_line(*pair) for pair in self._kept.items())]
         work = path.with_suffix(f".{os.getpid()}.new")

@@ -76,7 +76,7 @@ def add_data_options(
 def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
     """The data of a task: the file `data`, the task's own in `folder`, or what ships for it."""
     path = data or (folder / task.name / "test.jsonl" if folder else task.test)
-    if path is None or not path.is_file():
+    if path is None or not path.exists():
         raise InputError(
             f"no data file {path}" if path else f"no data ships for the task {task.name}",
             expected="a JSON object a line: prompt, and completion or references",

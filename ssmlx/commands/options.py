@@ -4,13 +4,12 @@ Light on purpose: `--help` must not wait for MLX.
 """
 
 import argparse
-import json
 import logging
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
@@ -35,6 +34,7 @@ from ..settings import (
     GenerateConfig,
     PruneConfig,
     TreeConfig,
+    parse_json,
 )
 
 _DEFAULTS = GenerateConfig()
@@ -84,8 +84,8 @@ def add_prompt_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    with suppress(ValueError, RecursionError):
-        if isinstance(found := json.loads(text), dict):
+    with suppress(ValueError):
+        if isinstance(found := parse_json(text), dict):
             return found
     raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
 
@@ -555,11 +555,10 @@ def run(main: Callable[[], int | None], prog: str) -> int:
     if rank := launched_rank():
         prog += f" (rank {rank})"
     try:
-        with first_shows(), on_screen():
-            return main() or 0
-    except InputError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
+        with _open_streams(), first_shows(), on_screen():
+            code = main() or 0
+            sys.stdout.flush()
+            return code
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -569,8 +568,41 @@ def run(main: Callable[[], int | None], prog: str) -> int:
         print(f"{prog}: error: another process of the group has ended", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        sys.stderr.close()
+        _drop_output()
         return 0
+    except OSError as error:  # a full disk, a name that is too long, ...
+        print(f"{prog}: error: {_told(error)}", file=sys.stderr)
+        _drop_output()
+        return 2
+    except InputError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _told(error: OSError) -> InputError:
+    place = error.filename or "standard output"
+    return InputError(
+        f"{place}: {error.strerror or error}",
+        expected="files that can be read and written, and room for them",
+        do="choose another place",
+    )
+
+
+@contextmanager
+def _open_streams() -> Iterator[None]:
+    """Standard streams that are open: Python has none for those that a shell closed."""
+    with ExitStack() as restored:
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:
+                setattr(sys, name, restored.enter_context(Path(os.devnull).open(mode)))
+                restored.callback(setattr, sys, name, None)
+        yield
+
+
+def _drop_output() -> None:
+    """What cannot be written is not tried again when Python ends."""
+    with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def command(

@@ -28,7 +28,7 @@ from ..errors import InputError, require
 from ..model.backbone import BaseIdentity
 from ..model.lora import LoraWeights, layer_of
 from ..model.streams import LowRank, StreamWeights
-from ..settings import AdapterScope, StreamConfig, read_json
+from ..settings import AdapterScope, Allowed, StreamConfig, read_json
 from .files import account_for, read_tensors
 from .names import CONFIG_FILE
 
@@ -36,6 +36,7 @@ FORMAT = "ssmlx-adapter/1"
 STREAMS_FILE = "streams.safetensors"
 LORA_FILES = {"all": "adapters.safetensors", "streams": "stream_adapters.safetensors"}
 LORA_FILE, LORA_SETTINGS = LORA_FILES["all"], "adapter_config.json"
+SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
 _TASK_LORA = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA training writes it"
 
 
@@ -193,9 +194,9 @@ def load_adapter(folder: Path) -> Adapter:
     def read(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
         scale: Any = values.get(scale_name)
         require(
-            isinstance(scale, int | float),
+            SCALE.holds(scale, whole=False),
             f"{folder / CONFIG_FILE} has {scale_name} {scale!r}",
-            expected="a number",
+            expected=f"a number, {SCALE.text()}",
             do="convert the checkpoint again",
         )
         return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
@@ -253,9 +254,10 @@ def read_lora(folder: Path, option: str) -> dict[str, LoraWeights]:
     """LoRA as mlx-lm writes and reads it; `option` named the folder, for the message."""
     require(folder.is_dir(), f"no folder {folder}", expected=_TASK_LORA, do=f"check {option}")
     settings = read_json(folder / LORA_SETTINGS, _TASK_LORA)
-    scale: Any = (settings.get("lora_parameters") or {}).get("scale")
+    parameters = settings.get("lora_parameters")
+    scale: Any = parameters.get("scale") if isinstance(parameters, dict) else None
     require(
-        settings.get("fine_tune_type", "lora") == "lora" and isinstance(scale, int | float),
+        settings.get("fine_tune_type", "lora") == "lora" and SCALE.holds(scale, whole=False),
         f"{folder / LORA_SETTINGS} does not describe LoRA",
         expected='"fine_tune_type": "lora" and a scale in "lora_parameters"',
         do="convert a PEFT checkpoint with `python -m convert` first",

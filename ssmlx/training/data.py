@@ -19,9 +19,9 @@ Node rows P - 1 to T - 2 carry streams: one list of carriers for the whole batch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError
 from ..prompts import chat_tokens, encode, plain_turns, read_lines
+from ..settings import parse_json
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
 _POOL = 32  # batches' worth of shuffled examples that are sorted by length among themselves
@@ -78,7 +79,8 @@ class Encoder:
             raise ValueError("its prompt or its answer is empty")
         if len(prompt) >= self.max_length:
             return None
-        return Example(np.array([*prompt, *answer][: self.max_length], np.int32), len(prompt))
+        tokens = [index(token) for token in (*prompt, *answer)][: self.max_length]
+        return Example(np.array(tokens, np.int32), len(prompt))
 
     def _prompt(self, text: str) -> list[int]:
         if self.template is None:
@@ -115,11 +117,11 @@ def read_examples(
     for number, text in progress(lines) if progress else lines:
         where = f"{path}, line {number}"
         try:
-            example = encoder.encode(json.loads(text))
+            example = encoder.encode(parse_json(text))
         except InputError as error:
             found = f"{where}: {error.found}"
             raise InputError(found, expected=error.expected, do=error.do) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise InputError(
                 f"{where}: {error or type(error).__name__}",
                 expected=f"a JSON object with {_FORMS}",

@@ -1,0 +1,250 @@
+"""Bad input as a new user gives it: one line that says what was found, and what to do."""
+
+import io
+import json
+import os
+import shutil
+import sys
+import threading
+
+import mlx.core as mx
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from real import refusal, run_module, write_base, write_tiny_adapter
+from tiny import make_tokenizer
+
+import ssmlx
+from ssmlx import GenerateConfig
+from ssmlx.commands.options import run
+from ssmlx.errors import InputError
+from ssmlx.loading.adapter import LORA_FILE, load_adapter
+from ssmlx.prompts import read_prompts
+from ssmlx.settings import read_json
+from ssmlx.training.config import TrainConfig
+from ssmlx.training.data import Encoder, read_examples
+
+CONFIGS = {
+    "max_position_embeddings": ("big", -1, 0, True, float("nan"), 10**400),
+    "eos_token_id": ("two", [2, "three"], {"a": 1}),
+    "num_attention_heads": (0, -1, "4", None, [4], 3),
+    "num_key_value_heads": (0, 3, "2"),
+    "num_hidden_layers": (10**9, 0, -4, "four", 3.5, None),
+    "hidden_size": (0, 10**12, "wide", [32], 16),
+    "vocab_size": (0, 10**12, "many", 63),
+    "head_dim": (0, "8", 10**12),
+    "rms_norm_eps": ("small", None, {}),
+    "rope_theta": ("far", {}),
+    "rope_scaling": (5, {"type": 5}, {"rope_type": "yarn"}, [1]),
+    "rope_parameters": ({"rope_theta": "x"}, {"rope_theta": 1.0, "rope_type": "odd"}),
+    "model_type": (None, 5, ["llama"], {}, "", "..", "no such", "llama.llama"),
+    "quantization": (5, {}, {"bits": 3}),
+    "quantization_config": (5, {"quant_method": "awq"}),
+    "tie_word_embeddings": ({},),
+}
+
+
+def spoilt(source, folder, file="config.json", **changes):
+    """A copy of a model's folder with other settings."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    values = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps({**values, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_settings_of_a_model_that_are_none(name, base, tmp_path):
+    for number, value in enumerate(CONFIGS[name]):
+        folder = spoilt(base, tmp_path / str(number), **{name: value})
+        try:
+            model, tokenizer = ssmlx.load(str(folder))
+            ssmlx.generate(model, tokenizer, "w1 w2", max_tokens=2)
+        except InputError as error:
+            assert "\n" not in str(error) and len(str(error)) < 500
+            assert str(folder) in str(error) or "model type" in str(error)
+        else:
+            assert name in ("tie_word_embeddings", "rope_parameters", "rope_scaling"), value
+
+
+TOKENIZERS = (
+    {"tool_parser_type": "no such"}, {"chat_template_type": "no such"}, {"tokenizer_class": 5},
+    {"tool_parser_type": 5}, {"eos_token": 5}, {"added_tokens_decoder": {"x": {}}},
+    {"extra_special_tokens": 5}, {"model_max_length": "far"}, {"bos_token": {"content": 5}},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(TOKENIZERS)))
+def test_settings_of_a_tokenizer_that_are_none(number, base, tmp_path):
+    folder = spoilt(base, tmp_path / "model", "tokenizer_config.json", **TOKENIZERS[number])
+    try:
+        assert isinstance(ssmlx.load(str(folder))[1], TokenizerWrapper)
+    except InputError as error:
+        assert "has no tokenizer that can be loaded" in str(error)
+
+
+def test_an_unknown_end_in_generation_config(base, tmp_path):
+    folder = spoilt(base, tmp_path / "model", "generation_config.json", eos_token_id="two")
+    assert "has 'two' for eos_token_id" in refusal(ssmlx.load, str(folder))
+
+
+# --- Files ---
+
+DEEP, LONG = "[" * 100_000, "9" * 5000
+LINES = {
+    f'{{"prompt": {DEEP}': "nested too deeply",
+    f'{{"prompt": "w1", "id": {LONG}}}': "4300 digits",
+    '{"prompt": NaN}': 'bad "prompt"',
+    '{"prompt": "w1"': "is not JSON",
+    "\x00": "is not JSON",
+    '{"messages": {"role": "user"}}': 'bad "messages"',
+}
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+def test_a_line_of_json_that_is_none(line, tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(line + "\n")
+    assert LINES[line] in refusal(read_prompts, path)
+    encoder = Encoder(make_tokenizer(), "{prompt}", None, 64)
+    assert "line 1" in refusal(read_examples, path, encoder)
+
+
+@pytest.mark.parametrize("tokens", ["[1e400]", "[1.5]", '["1"]', f"[{2**40}]", "5", "[[1]]"])
+def test_token_ids_that_are_none(tokens, tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(f'{{"prompt_tokens": [1], "completion_tokens": {tokens}}}\n')
+    encoder = Encoder(make_tokenizer(), "{prompt}", None, 64)
+    assert "line 1" in refusal(read_examples, path, encoder)
+
+
+def test_a_byte_order_mark_is_none_of_the_text(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "w1"}\n')
+    assert read_prompts(path) == [{"prompt": "w1"}]
+    assert read_json(path, "an object") == {"prompt": "w1"}
+
+
+def test_prompts_come_through_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=('{"prompt": "w1"}\n',))
+    writer.start()
+    assert read_prompts(pipe) == [{"prompt": "w1"}]
+    writer.join()
+
+
+def test_what_cannot_be_read_is_told(tmp_path):
+    assert "Is a directory" in refusal(read_prompts, tmp_path)
+    assert "does not exist" in refusal(read_prompts, tmp_path / "none")
+    assert "File name too long" in refusal(read_prompts, tmp_path / ("a" * 300))
+
+
+# --- Standard streams ---
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert run(lambda: print("answer"), "prog") == 2
+    assert capsys.readouterr().err.startswith("prog: error: standard output: No space left")
+
+
+def test_streams_that_a_shell_closed(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert run(lambda: sys.stdin.read() + print("a") if sys.stdin.isatty() else None, "prog") == 0
+    assert sys.stdout is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fd", [0, 1, 2])
+def test_commands_do_without_a_stream(fd, base):
+    arguments = ("ssmlx.chat", "--model", str(base), "--max-tokens", "2")
+    done = run_module(*arguments, stdin="w1\n", preexec_fn=lambda: os.close(fd))
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+# --- Settings ---
+
+HUGE, FAR = 10**11, 10**400
+ABSURD = [
+    {"temp": 1e-300}, {"temp": float("inf")}, {"temp": 1e-6}, {"temp": 1e300}, {"temp": FAR},
+    {"repetition_penalty": 1.2, "repetition_context_size": HUGE}, {"repetition_penalty": 1e300},
+    {"presence_penalty": float("inf")}, {"presence_penalty": 1.0, "presence_context_size": FAR},
+    {"frequency_penalty": -1e9}, {"frequency_penalty": 1.0, "frequency_context_size": HUGE},
+    {"logit_bias": {1: float("inf")}}, {"logit_bias": {1: 1e300}}, {"logit_bias": {-1: 1.0}},
+    {"prefill_step_size": HUGE}, {"seed": FAR}, {"lookup_nodes": HUGE}, {"top_p": 2.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", ABSURD, ids=range(len(ABSURD)))
+def test_settings_without_measure_are_refused(settings):
+    assert "--" in refusal(GenerateConfig, **settings)
+
+
+@pytest.mark.parametrize("name", ["num_streams", "lora_rank", "prune_rank", "stream_init_rank",
+                                  "batch_size", "max_length", "epochs", "seed"])  # fmt: skip
+def test_a_training_without_measure_is_refused(name):
+    for value in (10**10, FAR):
+        assert f"--{name.replace('_', '-')} {value}" in refusal(TrainConfig, **{name: value})
+
+
+def test_a_long_answer_takes_no_memory_before_it_is_there(base):
+    model, tokenizer = ssmlx.load(str(base))
+    for most in (10**12, FAR):
+        steps = ssmlx.stream_generate(model, tokenizer, "w1", max_tokens=most, top_k=most, temp=1.0)
+        assert next(steps).generation_tokens == 1
+
+
+# --- Adapters ---
+
+ADAPTERS = [
+    {"lora_scale": float("nan")}, {"lora_scale": float("inf")}, {"lora_scale": FAR},
+    {"lora_scale": True}, {"lora_scale": None}, {"base": None}, {"base": []}, {"base": {}},
+    {"num_streams": 10**9}, {"num_streams": FAR}, {"hidden_size": "wide"}, {"prompt_template": 5},
+    {"rotation_step": float("nan")}, {"end_token_ids": [float("nan")]}, {"end_token_ids": 5},
+    {"stream_init": ["low_rank"]}, {"adapter_scope": {}}, {"format": None}, {"task_lora_scale": 1},
+]  # fmt: skip
+BASES = [
+    {"norm_probe": [float("nan")] * 32}, {"norm_probe": 5}, {"norm_probe": ["a"]},
+    {"norm_probe": [FAR]}, {"num_layers": "four"}, {"vocab_size": 1e300}, {"hidden_size": None},
+    {"vocab_size": True}, {"spare": 1},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def adapter(base):
+    return write_tiny_adapter(base.parent / "adapter", base)
+
+
+@pytest.mark.parametrize("number", range(len(ADAPTERS) + len(BASES)))
+def test_settings_of_an_adapter_that_are_none(number, adapter, tmp_path):
+    changes = [*ADAPTERS, *({"base": one} for one in BASES)][number]
+    if number >= len(ADAPTERS):
+        own = json.loads((adapter / "streams_config.json").read_text())["base"]
+        changes = {"base": {**own, **changes["base"]}}
+    folder = spoilt(adapter, tmp_path / "adapter", "streams_config.json", **changes)
+    assert len(refusal(load_adapter, folder)) < 1200
+
+
+@pytest.mark.parametrize("kind", ["nan", "int32", "bool"])
+def test_weights_of_an_adapter_that_are_none(kind, adapter, tmp_path):
+    folder = spoilt(adapter, tmp_path / "adapter", "streams_config.json")
+    tensors = mx.load(str(folder / LORA_FILE))
+    name = next(iter(tensors))
+    tensors[name] = (
+        tensors[name] * mx.nan
+        if kind == "nan"
+        else tensors[name].astype(getattr(mx, kind + "_" * (kind == "bool")))
+    )
+    mx.save_safetensors(str(folder / LORA_FILE), tensors)
+    assert name in refusal(load_adapter, folder)
+
+
+def test_write_base_is_fine(tmp_path):
+    """What is spoilt above loads as it is."""
+    model, tokenizer = ssmlx.load(str(write_base(tmp_path / "base")))
+    assert len(ssmlx.generate(model, tokenizer, "w1", max_tokens=3)) > 3
