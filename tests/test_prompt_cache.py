@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import ssmlx  # first: it prefers OpenBLAS
@@ -507,6 +508,38 @@ def generated(capsys, base, *args):
     assert generate.main([*common, *args]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return [line["tokens"] for line in lines]
+
+
+@pytest.mark.slow
+def test_an_engine_is_warm_from_what_another_left(base, folders, tmp_path):
+    """Threads ask at once while prompts are thrown out of memory, onto disk, and read again."""
+    adapters = {"none": "none", **{scope: str(folder) for scope, folder in folders.items()}}
+    texts = [words(40, first) for first in (0, 0, 7, 14)]
+    asked = [(adapter, text) for adapter in adapters for text in texts] * 2
+
+    def engine(**bounds):
+        prompts = PromptCache(folder=tmp_path / "prompts", **bounds)
+        return ssmlx.Engine(str(base), dtype="float32", prompt_cache=prompts)
+
+    def heard(engine, adapter, text):
+        with engine.stream(text, adapter=adapters[adapter], max_tokens=6) as answer:
+            segments = list(answer)
+        engine.prompt_cache.flush()
+        tokens = [token for segment in segments for token in segment.tokens]
+        return tokens, segments[-1].prompt_tokens - segments[-1].cached_tokens
+
+    with ssmlx.Engine(str(base), dtype="float32") as other:
+        other.prompt_cache.max_bytes = 0
+        expected = {key: heard(other, *key)[0] for key in set(asked)}
+    with (
+        engine(max_bytes=300_000, max_disk_bytes=2_000_000) as first,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        answers = list(pool.map(lambda key: heard(first, *key)[0], asked))
+        assert answers == [expected[key] for key in asked]
+        assert first.prompt_cache.nbytes <= 300_000
+    with engine() as second:
+        assert [heard(second, *key) for key in asked] == [(expected[key], 1) for key in asked]
 
 
 def test_generate_keeps_its_prompt(base, folders, tmp_path, capsys, monkeypatch):

@@ -122,7 +122,8 @@ def _main(args: argparse.Namespace) -> None:
     for file, stat in reversed(files):
         try:
             header = read_header(file)
-            about = f"{len(header.tokens)} tokens of {header.key.model}, {header.key.dtype}"
+            key, count = header.key, len(header.tokens)
+            about = f"{count} tokens of {key.model}, {key.dtype}, LoRA {key.lora[:8]}"
         except InputError:
             about = "damaged"
         used = datetime.fromtimestamp(stat.st_mtime).isoformat(" ", "minutes")
