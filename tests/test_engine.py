@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import mlx.core as mx
 import pytest
@@ -411,3 +412,56 @@ def test_a_task_on_the_mlx_thread_may_answer():
     expected, _ = answer(model, tokenizer, PROMPT, max_tokens=LENGTH)
     found = answers.run(lambda: answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0])
     assert found == expected
+
+
+# --- the real model ---
+
+BUNDLED = ("chat", "sql", "e2e")
+QUESTIONS = (
+    "Name three primary colours.",
+    "How many heads of the departments are older than 56 ?",
+    "name[The Vaults], eatType[pub], priceRange[more than £30], area[riverside]",
+    "What is a monsoon?",
+)
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_eight_threads_on_smollm2():
+    """8 threads of 25 answers and three adapters, a third of them cancelled somewhere."""
+    prompts = ssmlx.PromptCache(max_bytes=64 * 2**20)
+    with ssmlx.Engine(prompt_cache=prompts, dtype="float32") as engine:
+        folders = dict(zip(ADAPTERS, BUNDLED, strict=True))
+        expected = expected_answers(engine, folders, QUESTIONS)
+        held = []
+
+        def ask(seed):
+            return ask_at_random(engine, folders, expected, seed, 25)
+
+        async def with_tasks():
+            return await asyncio.gather(*(asyncio.to_thread(ask, seed) for seed in range(8)))
+
+        with ThreadPoolExecutor(8) as pool:
+            for wrong in (pool.map(ask, range(8)), asyncio.run(with_tasks())):
+                assert [one for each in wrong for one in each] == []
+                held.append(answers.run(mx.get_active_memory))
+    assert held[1] - held[0] < 16 * 2**20  # what the prompt cache holds more or less of
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_every_swap_on_smollm2_is_a_fresh_load():
+    """From each bundled adapter, and from none, to each and to itself."""
+    names = [*BUNDLED, "none"]
+    order = [names[int(place)] for place in "00102031121322330"]
+    assert len(set(pairwise(order))) == 16
+
+    def said(model, tokenizer):
+        prompt = ssmlx.prompt_tokens(QUESTIONS[1], model, tokenizer)
+        return answer(model, tokenizer, prompt, max_tokens=6)[0]
+
+    fresh = {name: said(*ssmlx.load(adapter=name, dtype="float32")) for name in names}
+    model, tokenizer = ssmlx.load(adapter=order[0], dtype="float32")
+    for name in order[1:]:
+        model = ssmlx.swap_adapter(model, name)
+        assert said(model, tokenizer) == fresh[name], name
