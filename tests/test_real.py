@@ -2,6 +2,7 @@
 
 import json
 import re
+from ast import literal_eval
 from functools import cache
 
 import pytest
@@ -116,12 +117,19 @@ def test_a_bundled_adapter_writes_what_mlx_lm_writes(base):
     assert calls["best 16"] < 1
 
 
-def test_the_example_of_the_readme(capsys):
-    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    exec(block[1], {})
-    text, calls = capsys.readouterr().out.removesuffix(" stop\n").rsplit(maxsplit=1)
+def test_the_examples_of_the_readme(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    said = []
+    for block in blocks:
+        exec(block, {})
+        said.append(capsys.readouterr().out)
+    text, calls = said[0].removesuffix(" stop\n").rsplit(maxsplit=1)
     assert text == "SELECT name FROM winners WHERE year = 1998"
     assert float(calls) > 2
+    answer, count = said[1].rsplit("\n", 2)[:2]
+    assert "red" in answer.lower() and re.fullmatch(r"\d+ tokens in \d+ calls", count)
+    first, second = literal_eval(said[2])
+    assert first == answer and "rain" in second.lower()
 
 
 def test_generate_as_a_user_runs_it(model_of, made):
