@@ -8,25 +8,23 @@ as times do not depend on it. Writes JSON, a table and a picture.
 
 import argparse
 import random
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import ssmlx
 from ssmlx.answers import run as on_mlx_thread
+from ssmlx.calibration.costs import Calls, medians, plain_call
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import publish
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
-from ssmlx.model.cache import TreeCache
-from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.tuning.report import Columns, finish, new_figure, table
 
@@ -49,84 +47,71 @@ CALLS = 3
 _ALL = 2**50  # bytes
 
 
-def first_token(
-    model: StreamFusedModel,
-    tokenizer: TokenizerWrapper,
-    tokens: Sequence[int],
-    prompts: PromptCache,
-    decoding: Decoding,
-) -> tuple[float, int, TreeCache]:
-    """Seconds until the first token, that token, and the cache that is left."""
-    started = time.perf_counter()
-    cache, known = prompts.take(model, tokens)
-    with ssmlx.stream_generate(
-        model, tokenizer, tokens[known:],
-        cache=cache, context=tokens[:known], decoding=decoding, max_tokens=1,
-    ) as answer:  # fmt: skip
-        token = next(answer).tokens[0]
+class Prompt:
+    """A random prompt, in memory and in a file of `folder`."""
+
+    def __init__(self, loaded: tuple[Any, Any], count: int, folder: Path) -> None:
+        rng, (self.model, self.tokenizer) = random.Random(count), loaded
+        self.tokens = [rng.randrange(self.model.backbone.vocab_size) for _ in range(count)]
+        self.first_tokens: set[int] = set()  # of every answer
+        self.kept, self.folder = PromptCache(_ALL), folder
+        self.cache, _ = self.kept.take(self.model, self.tokens)
+        self._answer("plain", self.cache, 0)
+        with PromptCache(_ALL, folder, _ALL) as on_disk:
+            for prompts in (self.kept, on_disk):
+                prompts.put(self.model, self.tokens, self.cache)
+        (self.file,) = folder.iterdir()
+
+    def _answer(self, decoding: Decoding, cache: Any, known: int) -> None:
+        with ssmlx.stream_generate(
+            self.model, self.tokenizer, self.tokens[known:],
+            cache=cache, context=self.tokens[:known], decoding=decoding, max_tokens=1,
+        ) as answer:  # fmt: skip
+            self.first_tokens.update(next(answer).tokens)
+
+    def first_token(self, decoding: Decoding, open_cache: Callable[[], PromptCache]) -> float:
+        """Seconds until the first token."""
+        started = time.perf_counter()
+        self._answer(decoding, *open_cache().take(self.model, self.tokens))
         seconds = time.perf_counter() - started
-    on_mlx_thread(mx.synchronize)  # of the step ahead, nothing runs into what is timed next
-    return seconds, token, cache
+        on_mlx_thread(mx.synchronize)  # of a step ahead, nothing runs into what is timed next
+        return seconds
 
-
-def seconds_of(task: Callable[[], object]) -> float:
-    """Seconds of a task on the thread that runs MLX."""
-    started = time.perf_counter()
-    on_mlx_thread(task)
-    return time.perf_counter() - started
-
-
-def plain_call(model: StreamFusedModel, token: int, cache: TreeCache) -> Callable[[], None]:
-    """A forward pass of one token behind those of `cache`, which stays as it is."""
-
-    def call() -> None:
-        count = cache.offset
-        hidden = model.backbone.append(mx.array([token]), cache)
-        mx.eval(model.backbone.logits(hidden))
-        cache.trim(count)
-
-    on_mlx_thread(call)  # the first one makes room
-    return call
+    def calls(self) -> Calls:
+        """What is timed, by side, decoding (a place in `DECODINGS`) and length."""
+        opened: dict[str, Callable[[], PromptCache]] = {
+            "cold": lambda: PromptCache(0),
+            "memory": lambda: self.kept,
+            "disk": lambda: PromptCache(_ALL, self.folder),
+        }
+        count = len(self.tokens)
+        found: Any = {
+            (side, n, count): partial(self.first_token, decoding, open_cache)
+            for side, open_cache in opened.items()
+            for n, decoding in enumerate(DECODINGS)
+        }
+        call = partial(plain_call, self.model, self.cache, time.perf_counter)
+        read = partial(on_mlx_thread, lambda: mx.eval(mx.load(str(self.file))))
+        return {**found, ("file", 0, count): read, ("call", 0, count): partial(on_mlx_thread, call)}
 
 
 def measure(
-    model: StreamFusedModel, tokenizer: TokenizerWrapper, count: int, repeats: int, folder: Path
+    loaded: tuple[Any, Any], count: int, repeats: int, folder: Path
 ) -> list[dict[str, Any]]:
     """Median seconds of each of `SIDES` for a prompt of `count` tokens, a row for each decoding."""
-    rng = random.Random(count)
-    tokens = [rng.randrange(model.backbone.vocab_size) for _ in range(count)]
-    # A context of its own for each, that no side finds what another one left.
-    kept = PromptCache(_ALL)
-    with PromptCache(_ALL, folder, _ALL) as on_disk:
-        _, expected, cache = first_token(model, tokenizer, tokens, kept, "plain")
-        for prompts in (kept, on_disk):
-            prompts.put(model, tokens, cache)
-    (file,) = folder.iterdir()
-    call = plain_call(model, tokens[-1], kept.take(model, tokens)[0])
-    places: dict[str, Callable[[], PromptCache]] = {
-        "cold": lambda: PromptCache(0),
-        "memory": lambda: kept,
-        "disk": lambda: PromptCache(_ALL, folder),
-    }
-    times: dict[tuple[str, str], list[float]] = {}
-    same = True
-    for _ in range(repeats):
-        for side, place in places.items():
-            for decoding in DECODINGS:
-                seconds, token, _ = first_token(model, tokenizer, tokens, place(), decoding)
-                times.setdefault((side, decoding), []).append(seconds)
-                same = same and token == expected
-        times.setdefault(("file", ""), []).append(seconds_of(lambda: mx.eval(mx.load(str(file)))))
-        times.setdefault(("call", ""), []).append(seconds_of(call))
-    medians = {key: statistics.median(values) for key, values in times.items()}
-    shared = {"context": count, "bytes": file.stat().st_size, "same": same}
+    prompt = Prompt(loaded, count, folder)
+    seconds, noise = medians(prompt.calls(), repeats, warm=0)
+    size, same = prompt.file.stat().st_size, len(prompt.first_tokens) == 1
+    more = {"context": count, "bytes": size, "same": same, "noise": noise}
     return [
         {
-            **shared,
             "decoding": decoding,
-            **{side: medians.get((side, decoding), medians.get((side, ""))) for side in SIDES},
+            **{
+                side: seconds.get((side, n, count), seconds.get((side, 0, count))) for side in SIDES
+            },
+            **more,
         }
-        for decoding in DECODINGS
+        for n, decoding in enumerate(DECODINGS)
     ]
 
 
@@ -147,6 +132,7 @@ def report(result: Row) -> str:
         **{text: _seconds(side) for side, text in SIDES.items()},
         "MiB": lambda row: f"{row['bytes'] / 2**20:.1f}",
         "disk / allowed": lambda row: f"{row['disk'] / allowed(row):.2f}",
+        "noise": lambda row: f"{row['noise']:.0%}",
         "same token": lambda row: "yes" if row["same"] else "NO",
     }
     where = result["machine"]
@@ -180,8 +166,8 @@ def draw(result: Row, path: Path) -> None:
 
 def _main(args: argparse.Namespace) -> int:
     make_folder(args.out)
-    model, tokenizer = ssmlx.load(args.model, adapter=args.adapter, dtype=args.dtype)
-    limit = model.backbone.context_length
+    loaded = ssmlx.load(args.model, adapter=args.adapter, dtype=args.dtype)
+    limit = loaded[0].backbone.context_length
     require(
         limit is None or max(args.contexts) < limit,
         f"--contexts {max(args.contexts)}",
@@ -191,7 +177,7 @@ def _main(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for count in sorted(set(args.contexts)):
         with TemporaryDirectory(dir=args.out) as folder:
-            rows += measure(model, tokenizer, count, args.repeats, Path(folder))
+            rows += measure(loaded, count, args.repeats, Path(folder))
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "repeats")}
     result = {"machine": machine(), "load": machine_load(), **names, "rows": rows}
     publish(result, args.out / "first-token", report(result), draw)

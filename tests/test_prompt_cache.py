@@ -399,7 +399,9 @@ def test_what_is_no_prompt_is_refused_by_its_header(prompt_file, tmp_path):
         with pytest.raises(InputError, match="cannot be read") as caught:
             read_prompt(path, model_of())
         assert "\n" not in str(caught.value), case
-    # A folder goes on without what is damaged.
+    # A folder goes on without what is damaged; a file in its place is as good as an empty one.
+    with PromptCache(folder=path) as prompts:
+        assert warm(prompts, model_of(), text(30))[1] == 0
     path.rename(tmp_path / prompt_file.name)
     with PromptCache(folder=tmp_path) as prompts:
         assert warm(prompts, model_of(), text(30))[1] == 0

@@ -74,10 +74,9 @@ def write_whole(target: Path, content: bytes) -> None:
 
 @contextmanager
 def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
-    """A file that takes the place of `target` when the block ends well, even if power fails then.
+    """A file that takes the place of `target` when the block ends well; else an older one stays.
 
-    If the block fails, an older `target` stays; what a killed process leaves beside it, unlike
-    what is being written, `clear_leftovers` can lock.
+    It holds a lock meanwhile, which tells it from what a killed process left.
     """
     target = target.resolve()
     work = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_UNFINISHED}")
@@ -90,11 +89,6 @@ def new_file(target: Path, mode: int) -> Iterator[BinaryIO]:
             work.replace(target)
         finally:
             work.unlink(missing_ok=True)
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def clear_leftovers(folder: Path, name: str = "") -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
@@ -171,6 +171,14 @@ def mark_used(path: Path) -> None:
         os.utime(path)
 
 
+def _read_or_warn(path: Path) -> PromptHeader | None:
+    try:
+        return read_header(path)
+    except InputError as error:
+        _log.warning("%s", error)
+        return None
+
+
 class PromptFolder:
     """Prompt files in a folder of at most `max_bytes`, of which the longest unused go first."""
 
@@ -181,32 +189,26 @@ class PromptFolder:
     def files(self) -> list[tuple[Path, os.stat_result]]:
         """The prompt files that the package wrote here, the longest unused first."""
         found = []
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             for path in self.path.iterdir():
                 with suppress(OSError):
                     if _KEPT.fullmatch(path.name) and path.is_file():
                         found.append((path, path.stat()))
         return sorted(found, key=lambda one: one[1].st_mtime_ns)
 
-    def headers(self) -> Iterator[tuple[Path, os.stat_result, PromptHeader]]:
+    def headers(self) -> list[tuple[Path, PromptHeader]]:
         """The files with what they say of themselves, smallest first; damaged ones are left out."""
-        known, self._headers = self._headers, {}
+        found, known = {}, self._headers
         for path, stat in sorted(self.files(), key=lambda one: one[1].st_size):
             name = (path.name, stat.st_size, stat.st_ino)
-            if name not in known:
-                known[name] = None
-                try:
-                    known[name] = read_header(path)
-                except (InputError, OSError) as error:
-                    _log.warning("%s", error)
-            header = self._headers[name] = known[name]
-            if header is not None:
-                yield path, stat, header
+            found[name] = known[name] if name in known else _read_or_warn(path)
+        self._headers = found
+        return [(self.path / name[0], one) for name, one in found.items() if one is not None]
 
     def longest(self, key: PromptKey, tokens: Sequence[int]) -> tuple[Path | None, int]:
         """The file that begins with most of `tokens`, and how many these are."""
         best, most = None, 0
-        for path, _, header in self.headers():
+        for path, header in self.headers():
             if header.key == key and (count := common_prefix(header.tokens, tokens)) > most:
                 best, most = path, count
         return best, most
@@ -226,7 +228,7 @@ class PromptFolder:
         name = sha256(repr((key, tokens)).encode()).hexdigest()[:32]
         target = self.path / f"{name}.safetensors"
         write_prompt(target, key, tokens, cache, run)
-        for path, _, one in list(self.headers()):
+        for path, one in self.headers():
             if path != target and one.key == key and tokens[: len(one.tokens)] == one.tokens:
                 path.unlink(missing_ok=True)
         self._make_room(0)
