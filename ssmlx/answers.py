@@ -254,6 +254,7 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
 
 def _cancel(turns: _Turns[Any]) -> Future[None]:
+    turns.is_over = True  # at once: what is asked for from now on comes after the end
     return _mlx_thread.submit(turns.close)
 
 

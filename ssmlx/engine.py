@@ -18,7 +18,7 @@ from .loading.load import load
 from .loading.names import NO_ADAPTER, resolve_adapter
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
-from .prompts import Message, chat_tokens, prompt_tokens
+from .prompts import Message, Tools, chat_tokens, prompt_tokens
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig, Settings
 
@@ -117,6 +117,8 @@ class Engine:
         *,
         adapter: str | Path | None = None,
         progress: Progress | None = None,
+        tools: Tools | None = None,
+        template_args: Mapping[str, Any] | None = None,
         drafts: Mapping[str, Any] | None = None,
         **settings: Unpack[Settings],
     ) -> Answer[GenerationResponse]:
@@ -128,6 +130,7 @@ class Engine:
             config, settings: as `ssmlx.stream_generate` takes them.
             adapter: a name or a folder; the engine's default unless given, "none" for the base.
             progress: told (tokens processed, tokens in all) while the prompt is processed.
+            tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
             drafts: `draft_model` or `heads`, as `ssmlx.stream_generate` takes them.
 
         Raises:
@@ -135,19 +138,23 @@ class Engine:
         """
         model = self.model(adapter)
         config = with_seed(replace(config or GenerateConfig(), **settings))
-        segments = run(lambda: self._segments(model, question, config, drafts or {}))
-        answer = Answer(segments, progress)
+        template = {"tools": tools, "template_args": template_args}
+
+        def opened() -> Iterator[GenerationResponse | Prefilled]:
+            prompt = self._tokens(model, question, template)
+            return self._segments(model, prompt, config, drafts or {})
+
+        answer = Answer(run(opened), progress)
         self._open.add(answer)
         return answer
 
     def _segments(
         self,
         model: StreamFusedModel,
-        question: Question,
+        prompt: list[int],
         config: GenerateConfig,
         drafts: Mapping[str, Any],
     ) -> Iterator[GenerationResponse | Prefilled]:
-        prompt = self._tokens(model, question)
         cache, known = self.prompt_cache.take(model, prompt)
         segments = segments_of(
             model, self.tokenizer, prompt[known:], config,
@@ -167,11 +174,13 @@ class Engine:
 
         return remembered()
 
-    def _tokens(self, model: StreamFusedModel, question: Question) -> list[int]:
+    def _tokens(
+        self, model: StreamFusedModel, question: Question, template: Mapping[str, Any]
+    ) -> list[int]:
         if isinstance(question, str):
-            return prompt_tokens(question, model, self.tokenizer)
+            return prompt_tokens(question, model, self.tokenizer, **template)
         if question and isinstance(question[0], Mapping):
-            return chat_tokens(self.tokenizer, cast("Sequence[Message]", question))
+            return chat_tokens(self.tokenizer, cast("Sequence[Message]", question), **template)
         return [int(token) for token in cast("Sequence[int]", question)]
 
     def chat(
@@ -180,6 +189,8 @@ class Engine:
         *,
         adapter: str | Path | None = None,
         system: str | None = None,
+        tools: Tools | None = None,
+        template_args: Mapping[str, Any] | None = None,
         drafts: Mapping[str, Any] | None = None,
         **settings: Unpack[Settings],
     ) -> ChatSession:
@@ -193,6 +204,8 @@ class Engine:
             self.tokenizer,
             replace(config or GenerateConfig(), **settings),
             system=system,
+            tools=tools,
+            template_args=template_args,
             prompts=self.prompt_cache,
             swap=self._swap,
             **(drafts or {}),

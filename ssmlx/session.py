@@ -238,7 +238,10 @@ class ChatSession:
                 yield segment
         finally:
             cast("Generator[object]", segments).close()
-            self.messages.append({"role": "assistant", "content": text})
+            if last is None:  # stopped before the first token: the turn does not count
+                self.messages.pop()
+            else:
+                self.messages.append({"role": "assistant", "content": text})
             # What was written is in the cache, as far as it got.
             self._cache.trim(min(self._cache.offset, len(written)))
             self._cached_tokens = written[: self._cache.offset]

@@ -264,6 +264,25 @@ def test_cancelling_twice_and_before_the_start_and_after_the_end(engine, folders
     segments.close(), segments.cancel()
 
 
+@pytest.mark.parametrize("read", [0, 1, 3])
+def test_a_chat_goes_on_right_after_a_cancelled_reply(engine, read):
+    chat = engine.chat(max_tokens=LENGTH)
+    reply = chat.reply("w1 w2")
+    heard = [next(reply) for _ in range(read)]
+    reply.cancel()
+    assert tokens_of(chat.reply("w3"))
+    said = [turn["content"] for turn in chat.messages if turn["role"] == "assistant"]
+    assert said[:-1] == (["".join(segment.text for segment in heard)] if read else [])
+
+
+def test_a_turn_whose_prompt_is_cancelled_does_not_count(engine):
+    chat = engine.chat(max_tokens=LENGTH, prefill_step_size=4)
+    reply = chat.reply(words(40), progress=lambda done, total: reply.cancel() if done else None)
+    assert list(reply) == [] and chat.messages == []
+    assert 0 < chat.context_tokens < 40  # what was processed is of use to the next turn
+    assert tokens_of(chat.reply("w3")) and len(chat.messages) == 2
+
+
 def test_an_answer_that_nobody_holds_is_cancelled(engine):
     chat = engine.chat(max_tokens=LENGTH)
     next(chat.reply("w1 w2"))
