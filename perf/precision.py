@@ -22,7 +22,7 @@ from ssmlx.tuning.report import Columns
 from .compare import difference_text
 from .run.experiment import Experiment, Measured, differences_of, failures, result_of
 from .run.options import add_experiment_options, add_out, check_counts, experiment_of
-from .run.show import Panel, Row, draw_tasks, figure, heading, interval, markdown_table, number
+from .run.show import Panel, Row, draw_tasks, figure, heading, markdown_table, number
 from .run.statistics import ratio
 from .run.target import MLX_LM, PLAIN, System
 from .run.tasks import differences, figures
@@ -36,8 +36,9 @@ EPILOG = """examples:
   python -m perf.precision --count 50 --kept
 
 Divergences per 1,000 tokens: answers that part from plain decoding's, over the tokens until they
-do, the parting one included; of an answer that is the same, all. The gap: between the target's
-logits of the two tokens there, by one pass over the text before them, and as a share of the larger.
+do, the parting one included; of an answer that is the same, all. Where none was seen, the interval
+ends at 3 in all. The gap: between the target's logits of the two tokens there, by one pass over
+the text before them, and as a share of the larger.
 8bit and 4bit are packed weights, with activations in float16. Without a GPU, products are summed in
 float32 by BLAS and rounded, as a GPU does it: MLX's CPU backend takes seconds a row in these types.
 Writes precision.json, .txt and .png. Every answer is kept: a run that was stopped goes on.
@@ -94,11 +95,14 @@ def _row(measured: Measured, system: System) -> dict[str, Any]:
     compared, parted = [len(one.answer.tokens) for one in own], [0] * len(own)
     for one in found:
         compared[one["prompt"]], parted[one["prompt"]] = one["token"] + 1, 1
+    rate = ratio([1000 * one for one in parted], compared)
+    if not found:
+        rate = replace(rate, high=3000 / sum(compared))  # as many hide behind none, 95 % sure
     return {
         "name": system.name,
         "kind": system.kind,
         "compared": sum(compared),
-        "per_thousand": asdict(ratio([1000 * one for one in parted], compared)),
+        "per_thousand": None if system.kind == PLAIN else asdict(rate),
         "same_as_plain": len(own) - len(found),
         "differences": found,
         "tokens": sum(len(one.answer.tokens) for one in own),
@@ -123,12 +127,6 @@ def lines_of(result: Row) -> list[dict[str, Any]]:
     ]
 
 
-def _rate_text(row: Row) -> str:
-    """With none seen, the most that 95 % certainty allows: 3 in all."""
-    none = f"0 (below {3000 / row['compared']:.1f})"
-    return interval(row["per_thousand"], 1) if row["differences"] else none
-
-
 def _gap_text(row: Row) -> str:
     found = [one for one in row["differences"] if one["gap"] is not None]
     if not found:
@@ -143,7 +141,7 @@ COLUMNS: Columns = {
     "decoding": lambda row: f"`{row['name']}`",
     "same answers": lambda row: f"{row['same_as_plain']} of {row['prompts']}",
     "compared tokens": number("compared"),
-    "divergences per 1,000": _rate_text,
+    "divergences per 1,000": figure("per_thousand", 1),
     "gap of logits, median and largest": _gap_text,
     "metric, %": figure("metric", 1),
     "plain's": figure("plain", 1),
@@ -171,14 +169,16 @@ def draw(result: Row, path: Path) -> None:
         Panel("divergences per 1,000 tokens", lambda row: row["per_thousand"], digits=1),
         Panel("exact match or ROUGE-L, %", lambda row: row["metric"], digits=1),
     ]
-    title = f"{result['model']}, greedy; {result['machine']['machine']}, MLX's CPU backend"
+    products = " and ".join({part["products"] for part in parts})
+    title = f"{result['model']}, greedy; {result['machine']['machine']}; products: {products}"
     draw_tasks(parts, panels, f"{title}\n95 % intervals over prompts", path)
 
 
 def _main(args: argparse.Namespace) -> int:
     plans = experiments(args)
     parts = [part_of(plan.run()) for plan in plans]
-    result = {**result_of(plans[0], args.model, parts), "dtype": ", ".join(args.dtype)}
+    dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
+    result = {**result_of(plans[0], args.model, parts), "dtype": dtypes}
     publish(result, args.out / "precision", report(result), draw)
     return 1 if failures(result) else 0
 
