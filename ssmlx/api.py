@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from .answers import Answer, Prefilled, Progress, run, wired
 from .decoding.loop import Ends, never, plain_decode, streaming_decode
+from .decoding.sampling import TokenLogprobs
 from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
 from .errors import require
@@ -48,6 +49,7 @@ class GenerationResponse:
         cached_tokens: tokens of the prompt that the cache held already.
         lossy: whether tokens were accepted that the target might not have written.
         memory: where the memory goes; on the last segment alone.
+        logprobs: those of each token; None where `GenerateConfig.logprobs` is.
     """
 
     text: str
@@ -63,6 +65,7 @@ class GenerationResponse:
     cached_tokens: int = 0
     lossy: bool = False
     memory: Memory | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def tokens_per_call(self) -> float:
@@ -184,6 +187,7 @@ def planned_steps(
     *,
     context: Sequence[int] = (),
     ends: Ends = never,
+    told: list[TokenLogprobs] | None = None,
 ) -> Iterator[list[int]]:
     """The decoding loop of a plan; its turns in the prompt yield empty lists."""
     if len(context) != cache.offset and (context or plan.reads_text):
@@ -195,6 +199,7 @@ def planned_steps(
         "context": context,
         "sampler": plan.sampling,
         "prefill_step_size": plan.config.prefill_step_size,
+        "told": told,
     }
     if plan.drafter is None:
         return plain_decode(model, prompt, cache, **shared)
@@ -285,10 +290,13 @@ def stream_generate(
 def with_seed(config: GenerateConfig) -> GenerateConfig:
     """The settings with a seed from MLX's random state, if they sample and have none.
 
-    Every thread has a random state of its own: the caller's counts.
+    Every thread has a random state of its own: the caller's counts. Where all is to be
+    deterministic, the seed is 0.
     """
     if config.seed is not None or config.temp == 0:
         return config
+    if config.deterministic:
+        return replace(config, seed=0)
     return replace(config, seed=to_int(mx.random.randint(0, 2**31 - 1)))
 
 
@@ -315,7 +323,8 @@ def segments_of(
     text = Text(tokenizer.detokenizer, config.stop)
     budget = Budget(text, end_token_ids(model, tokenizer), config.max_tokens, room)
     plan = make_plan(model, config, draft_model=draft_model, heads=heads, context=num_prompt)
-    steps = planned_steps(plan, model, tokens, cache, context=context, ends=budget.ends)
+    told: list[TokenLogprobs] | None = None if config.logprobs is None else []
+    steps = planned_steps(plan, model, tokens, cache, context=context, ends=budget.ends, told=told)
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
         return {
@@ -334,7 +343,7 @@ def segments_of(
                         break
                     yield Prefilled(cache.offset - num_cached, total)
                 yield from responses_of(
-                    chain([first], steps), budget, num_prompt, num_cached, measured, started
+                    chain([first], steps), budget, num_prompt, num_cached, measured, started, told
                 )
             finally:
                 # Whoever uses the cache next must find no work of this answer in it.
@@ -350,11 +359,13 @@ def responses_of(
     num_cached: int,
     measured: Callable[[FinishReason | None], dict[str, Any]],
     started: float | None = None,
+    told: list[TokenLogprobs] | None = None,
 ) -> Iterator[GenerationResponse]:
     """An answer's segments, of the tokens of each target call, up to where `budget` ends it.
 
     `measured` gives the other fields of a segment, of the reason why it is the last, if it is. The
-    answer began when it `started` (of `time.perf_counter`), or begins now.
+    answer began when it `started` (of `time.perf_counter`), or begins now. A step's log
+    probabilities are taken out of `told`.
     """
     started = first_done = time.perf_counter() if started is None else started
     for calls, step in enumerate(steps, 1):
@@ -371,10 +382,13 @@ def responses_of(
             prefill_seconds=first_done - started,
             decode_seconds=now - first_done,
             cached_tokens=num_cached,
+            logprobs=None if told is None else tuple(told[: len(step)]),
             **measured(reason),
         )
         if reason:
             return
+        if told is not None:
+            told.clear()
 
 
 def generate(
@@ -421,7 +435,7 @@ def summary(response: GenerationResponse, plain_tps: float | None = None) -> str
 
 def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
     """What --jsonl prints of one answer."""
-    last = responses[-1]
+    last, told = responses[-1], [one for response in responses for one in response.logprobs or ()]
     return {
         "prompt": prompt,
         "text": "".join(response.text for response in responses),
@@ -436,4 +450,5 @@ def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
         "draft_calls": last.draft_calls,
         "lossy": last.lossy,
         "memory": asdict(last.memory) if last.memory else None,
+        **({"logprobs": [asdict(one) for one in told]} if told else {}),
     }

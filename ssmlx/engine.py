@@ -155,7 +155,9 @@ class Engine:
         config: GenerateConfig,
         drafts: Mapping[str, Any],
     ) -> Iterator[GenerationResponse | Prefilled]:
-        cache, known = self.prompt_cache.take(model, prompt)
+        cache, known = model.make_cache(), 0
+        if not config.deterministic:
+            cache, known = self.prompt_cache.take(model, prompt)
         segments = segments_of(
             model, self.tokenizer, prompt[known:], config,
             cache=cache, context=prompt[:known], **drafts,

@@ -80,7 +80,8 @@ def make_plan(
     config = replace(config or GenerateConfig(), **settings)
     kind = _drafter_kind(model, config, draft_model, heads)
     # No machine's own profile decides for a model that is split over several.
-    profile = profile_of(model) if kind == "streams" and model.backbone.group is None else None
+    asks = kind == "streams" and model.backbone.group is None and not config.deterministic
+    profile = profile_of(model) if asks else None
     tuning = profile if config.leaves_shape_open else None
     if tuning and config.leaves_all_open and not tuning.drafting_pays(context):
         kind = None

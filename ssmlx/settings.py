@@ -48,6 +48,7 @@ DTYPES = ("auto", "stored", "float32", "float16", "bfloat16")
 DRAFT_HEADS = ("auto", "stored", "8bit")
 MAX_TREE_NODES = 1024
 MAX_DRAFT_TOKENS = 256
+MAX_LOGPROBS = 100
 PREFILL_STEP_SIZE = 512
 # More would be a slip of the hand, and fill the memory; below the least temperature, float32 is
 # infinite.
@@ -436,6 +437,9 @@ class SamplingConfig:
         frequency_penalty: taken from a token's logit for every time that it stands among them.
         frequency_context_size: recent tokens that it looks at.
         logit_bias: added to the logits of single tokens, by id.
+        logprobs: tell the log probability of every token, and of so many likeliest ones beside it:
+            of the model's distribution under bias and penalties, before temperature and filters;
+            None tells nothing, and costs nothing.
     """
 
     temp: float = setting(0.0, least=0, smallest=MIN_TEMP, most=MAX_TEMP)
@@ -462,6 +466,7 @@ class SamplingConfig:
         20, least=1, most=MAX_CONTEXT, option="--penalty context={}"
     )
     logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = setting(None, least=0, most=MAX_LOGPROBS)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -511,6 +516,10 @@ class GenerateConfig(SamplingConfig):
         prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
         acceptance: when a drafted token counts; all but the default is lossy.
         prefill_step_size: prompt tokens per forward pass.
+        deterministic: make the same calls on every run: no profile of this machine decides whether,
+            what and when to draft, no prompt that was processed for another answer is gone on
+            from, and sampling without a seed takes seed 0. A chat's own turns come before an
+            answer all the same; how this machine's kernels round stays its own.
     """
 
     decoding: Decoding | None = setting(None, choices=DECODINGS)
@@ -530,6 +539,7 @@ class GenerateConfig(SamplingConfig):
     speculator_tree: SpeculatorTreeConfig = field(default_factory=SpeculatorTreeConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     prefill_step_size: int = setting(PREFILL_STEP_SIZE, least=1, most=2**20)
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -584,6 +594,7 @@ class Settings(TypedDict, total=False):
     frequency_penalty: float | None
     frequency_context_size: int
     logit_bias: Mapping[int, float] | None
+    logprobs: int | None
     decoding: Decoding | None
     max_tokens: int
     stop: Sequence[str]
@@ -599,6 +610,7 @@ class Settings(TypedDict, total=False):
     speculator_tree: SpeculatorTreeConfig
     acceptance: AcceptanceConfig
     prefill_step_size: int
+    deterministic: bool
 
 
 def to_json(value: Any) -> Any:

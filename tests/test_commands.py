@@ -103,6 +103,8 @@ BAD = {
     "max-tokens": ((*ASK, "--max-tokens", "0"), "--max-tokens 0; expected 1 or more"),
     "max-tokens word": ((*ASK, "--max-tokens", "many"), "invalid int value: 'many'"),
     "stop": ((*ASK, "--stop", ""), "--stop ''; expected some text; give some, or drop it"),
+    "logprobs": ((*ASK, "--jsonl", "--logprobs", "-1"), "--logprobs -1; expected 0 to 100"),
+    "idle logprobs": ((*ASK, "--logprobs", "2"), "--logprobs would do nothing here; expected --js"),
     "temp nan": ((*ASK, "--temp", "nan"), "--temp nan; expected 0, or 1e-05 to"),
     "template": ((*ASK, "--template", "no place"), "--template 'no place'; expected chat, raw"),
     "template args": ((*ASK, "--template-args", "[1]"), "'[1]' is not a JSON object"),
@@ -185,6 +187,7 @@ IDLE = (
     ("--seed 1", "--temp above 0"),
     ("--top-k 5", "--temp above 0"),
     ("--top-p 0.5 --temp 0", "--temp above 0"),
+    ("--deterministic --prompt-cache x", "no --deterministic"),
     ("--penalty context=9", "repetition=X, presence=X or frequency=X in it"),
     ("--drafter 'streams epsilon=0.1' --temp 1", "acceptance=typical beside it"),
     ("--drafter lookahead --tree full", "--drafter streams or medusa"),
@@ -340,6 +343,19 @@ def test_a_seed_repeats_the_samples(run, adapter):
     args = (*ASK, "--adapter", adapter, "--jsonl", "--max-tokens", 16, "--temp", 1.5)
     tokens = [records(run(*args, "--seed", seed))[0]["tokens"] for seed in (1, 1, 2)]
     assert tokens[0] == tokens[1] != tokens[2]
+
+
+def test_more_is_told_and_fixed_where_asked(run, adapter):
+    args = (*ASK, "--adapter", adapter, "--jsonl", "--max-tokens", 9, "--temp", 1.5)
+    (free,) = records(run(*args, "--deterministic"))
+    (seeded,) = records(run(*args, "--seed", 0, "--logprobs", 2))
+    assert free["tokens"] == seeded["tokens"] and list(seeded) == [*KEYS, "logprobs"]
+    assert [len(one["top"]) for one in seeded["logprobs"]] == [2] * 9
+    word = seeded["text"].split()[4]
+    (stopped,) = records(run(*args, "--seed", 0, "--stop", word, "--stop", "w1 nothing"))
+    assert stopped["text"].strip() == seeded["text"].partition(word)[0].strip()
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["generation_tokens"] == len(stopped["tokens"]) < 9
 
 
 def test_every_tree_option_leaves_the_answer_as_it_is(run, adapter):

@@ -62,6 +62,18 @@ def test_an_engine_answers_as_a_fresh_load(base, engine, folders, adapter):
     assert segments[-1].cached_tokens == len(prompt) - 1
 
 
+def test_a_deterministic_answer_starts_from_nothing(engine, folders):
+    """A prompt that another answer left would be processed in other pieces."""
+    prompt = [PROMPT[0]] * 9
+    for sure, known in ((True, 0), (True, 0), (False, len(prompt) - 1), (True, 0)):
+        *_, last = ask(engine, folders, "streams", prompt, deterministic=sure)
+        assert last.cached_tokens == known
+    chat = engine.chat(deterministic=True, max_tokens=3, adapter=folders["streams"])
+    first, second = (list(chat.reply(text))[-1] for text in ("w1 w2", "w3"))
+    assert first.cached_tokens == 0 < second.cached_tokens, "its own turns are its own"
+    assert list(engine.chat(deterministic=True, max_tokens=3).reply("w1 w2"))[-1].cached_tokens == 0
+
+
 def expected_answers(engine, folders, questions, **settings):
     """Each question's answer alone, by a base that shares no prompt with it."""
     return {

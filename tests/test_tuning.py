@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from real import make_adapter, write_adapter, write_tiny_adapter
-from tiny import COSTS, first_tokens, flat, make_model, make_profile, measured
+from tiny import COSTS, first_tokens, flat, make_model, make_profile, make_tokenizer, measured
 
 import ssmlx
 from ssmlx.api import token_steps
@@ -487,6 +487,25 @@ def test_decoding_falls_back_and_returns_and_says_the_same(model):
     ones = "".join(str(num) for num in paused).split("1" * (FIRST_WAIT - 2))
     assert len(ones) > 1, "it fell back"
     assert any(num > 1 for num in paused[60:]), "and returned"
+
+
+def test_deterministic_answers_make_the_same_calls_on_every_machine(model):
+    """One machine was not calibrated, one drafts otherwise, one not at all, one falls back."""
+    dear = replace(COSTS, lower=flat(27.0, 0.0))
+    profiles = (None, profile(model), slow(model), profile(model, costs=dear), by_context(model))
+    calls: dict = {True: set(), False: set()}
+    for one in profiles:
+        if one is not None:
+            store_profile(one)
+        for sure, settings in ((False, {}), (True, {}), (True, {"temp": 1.0})):
+            config = ssmlx.GenerateConfig(deterministic=sure, max_tokens=24, **settings)
+            answer = ssmlx.stream_generate(model, make_tokenizer(), [3, 1], config)
+            told = tuple(segment.tokens for segment in answer)
+            calls[sure].add((str(settings), told))
+        plan = make_plan(model, deterministic=True)
+        assert (plan.is_tuned, plan.pace._breakeven) == (False, None)
+    assert len(calls[True]) == 2, "one a setting"
+    assert len(calls[False]) > 2
 
 
 # --- The commands ---

@@ -16,6 +16,7 @@ from .options import (
     command,
     load_all,
     make_parser,
+    reject,
     template_text,
 )
 
@@ -25,7 +26,6 @@ EPILOG = """examples:
   python -m ssmlx.generate --adapter sql --prompts questions.jsonl --jsonl > answers.jsonl
   python -m ssmlx.generate --drafter "prompt-lookup tokens=5" --temp 0.7 --seed 1 --prompt "..."
   python -m ssmlx.generate --drafter "medusa heads=heads/medusa" --tree-size 24 --prompt "..."
-  python -m ssmlx.generate --model org/large --drafter "draft-model model=org/small" --prompt "..."
 
 A line of --jsonl holds prompt, text, tokens, finish_reason (stop, length, context), prompt_tokens,
 generation_tokens, target_calls (forward passes, the prompt's as one), tokens_per_call, lossy,
@@ -52,6 +52,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     output.add_argument(
         "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
     )
+    group.add_argument(
+        "--logprobs", type=int, metavar="N",
+        help="with --jsonl: log probabilities of each token and the N likeliest",
+    )  # fmt: skip
     output.add_argument(
         "--verbose", action="store_true",
         help="say how it is decoded and why, and where the memory goes",
@@ -64,6 +68,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def _main(args: argparse.Namespace) -> None:
     from ..prompts import common_prefix, encode_prompt, read_prompts, user_text
 
+    if not args.jsonl:
+        reject(args, ("logprobs",), "--jsonl")
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     kept = PromptFile(args.prompt_cache)
     model, tokenizer, config, drafts = load_all(args)

@@ -94,8 +94,8 @@ def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> Non
     """A file to keep a processed prompt in: what is `kept`."""
     group.add_argument(
         "--prompt-cache", type=Path, metavar="FILE",
-        help=f"keep {kept} processed in FILE: a prompt that begins like the one there starts at "
-        "once; made where it is missing, for the same model and LoRA only",
+        help=f"keep {kept} processed in FILE; what begins like it starts at once, under the "
+        "same model and LoRA",
     )  # fmt: skip
 
 
@@ -246,8 +246,7 @@ def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | No
         ("--model", "MODEL", "a folder (mlx-lm or Hugging Face layout), a Hub name such as "
          "org/name or org/name@revision, or an alias (default: %(default)s)", DEFAULT_MODEL),
         ("--adapter", "ADAPTER", "the streams that draft, and LoRA: one that ships with ssmlx "
-         f"({bundled}), a folder that was trained, or none; a fused model brings its own "
-         f"(default: {default})", str),
+         f"({bundled}), a trained folder, or none (default: the model's own, or {default})", str),
         ("--dtype", "TYPE", "stored, or the weights unpacked and cast to float32, float16 or "
          "bfloat16 (default: auto, as stored on a GPU and float32 on the CPU)", DTYPES[0], DTYPES),
     )  # fmt: skip
@@ -280,6 +279,10 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
          float),
         ("--top-k", "K", "sample from the K likeliest tokens", int),
         ("--seed", "N", "repeats an answer, plain or streaming, with any drafter, in float32", int),
+    )  # fmt: skip
+    group.add_argument(
+        "--deterministic", action="store_true", default=None,
+        help="the same calls each time, whatever this machine was calibrated for, and seed 0",
     )  # fmt: skip
     group.add_argument(
         "--penalty", action="append", metavar="NAME=X",
@@ -374,7 +377,7 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
         logit_bias=dict(bias) if bias else None,
         **drafter.settings,
         **_penalties(getattr(args, "penalty", None) or ()),
-        **_taken(args, **{name: name for name in names}),
+        **_taken(args, **{name: name for name in (*names, "logprobs", "deterministic")}),
     )
 
 
@@ -409,20 +412,23 @@ def _penalties(texts: Iterable[str]) -> dict[str, Any]:
 def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: str) -> None:
     """An option that could change nothing is a mistake, not a no-op."""
     if getattr(args, "decoding", None) == "plain":
-        _reject(args, ("drafter", *_DRAFTERS_WITH), "streaming decoding")
+        reject(args, ("drafter", *_DRAFTERS_WITH), "streaming decoding")
     for name, drafters in _DRAFTERS_WITH.items():
         # The model may yet turn out to have streams.
         if (drafter or "streams") not in drafters:
-            _reject(args, (name,), "--drafter " + " or ".join(drafters))
+            reject(args, (name,), "--drafter " + " or ".join(drafters))
     if getattr(args, "tree", None) == "full":
-        _reject(args, ("tree_size",), "--tree best")
+        reject(args, ("tree_size",), "--tree best")
     if prune != "budget":
-        _reject(args, ("prune_to",), "--prune budget")
+        reject(args, ("prune_to",), "--prune budget")
+    if getattr(args, "deterministic", None):
+        reject(args, ("prompt_cache",), "no --deterministic")
     if not getattr(args, "temp", 0.0):
-        _reject(args, _CHANCE_OPTIONS, "--temp above 0")
+        reject(args, _CHANCE_OPTIONS, "--temp above 0")
 
 
-def _reject(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
+def reject(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
+    """Refuse options that are given, for lack of what they need."""
     for name in names:
         if getattr(args, name, None) is not None:
             _refuse("--" + name.replace("_", "-"), needs)
@@ -461,9 +467,9 @@ def load_all(
     )
     if model.num_streams == 0:
         streams = "a model with streams, that is an --adapter"
-        _reject(args, ("num_streams", *_PRUNE_OPTIONS), streams)
+        reject(args, ("num_streams", *_PRUNE_OPTIONS), streams)
         if drafter.kind != "medusa":
-            _reject(args, _TREE_OPTIONS, f"{streams}, or --drafter medusa")
+            reject(args, _TREE_OPTIONS, f"{streams}, or --drafter medusa")
     drafts: dict[str, Any] = {}
     if drafter.draft_model is not None:
         from ..drafters.draft_model import load_draft_model

@@ -17,7 +17,15 @@ from .accept import Acceptance, accept, accept_typical
 from .drafter import Drafter, Verified
 from .pace import Pace
 from .prune import is_pruned, surviving_nodes, transition_logprobs
-from .sampling import GREEDY, Places, Sampling, last_tokens, places_of
+from .sampling import (
+    GREEDY,
+    Places,
+    Sampling,
+    TokenLogprobs,
+    last_tokens,
+    places_of,
+    tell_logprobs,
+)
 
 Ends = Callable[[list[int]], bool]
 """Told the tokens that a call advanced by; whether the answer ends with them."""
@@ -65,30 +73,28 @@ def prune_tree(
 
 
 def choose(
-    model: StreamFusedModel, hidden: mx.array, sampler: Sampling, places: Places
+    model: StreamFusedModel, logits: mx.array, sampler: Sampling, places: Places
 ) -> mx.array:
-    """[R] the target's token after each row of `hidden` [1, R, D]."""
-    return model.backbone.agreed(sampler.choose(model.backbone.logits(hidden), places))[0]
+    """[R] the target's token after each row of `logits` [R, V]."""
+    return model.backbone.agreed(sampler.choose(logits, places))[0]
 
 
 def verify(
     model: StreamFusedModel,
     tree: Tree,
-    hidden: mx.array,
+    logits: mx.array,
     sampler: Sampling,
     places: Places,
     acceptance: AcceptanceConfig,
 ) -> tuple[mx.array, Acceptance]:
-    """The target's token after each node [M], and how far the tree holds.
-
-    `hidden` [1, M, D] are the nodes' last hidden states.
-    """
+    """The target's token after each node [M], of its `logits` [M, V], and how far the tree
+    holds."""
     if acceptance.kind == "exact":
-        target_tokens = choose(model, hidden, sampler, places)
+        target_tokens = choose(model, logits, sampler, places)
         return target_tokens, accept(tree, target_tokens)
     if sampler.config.temp == 0:
         raise ValueError("typical acceptance needs a temperature above 0")
-    logprobs = sampler.logprobs(model.backbone.logits(hidden), places)
+    logprobs = sampler.logprobs(logits, places)
     target_tokens = mx.argmax(sampler.perturb(logprobs, places), axis=-1).astype(mx.int32)
     found = accept_typical(tree, target_tokens, logprobs, acceptance)
     agreed = model.backbone.agreed(target_tokens, found.path, found.new_tokens, found.num_accepted)
@@ -118,11 +124,13 @@ class StepResult:
     next_tree: Tree  # the tree to verify next
     tail: mx.array  # [C] the last tokens before its root, as the sampler needs them
     for_host: mx.array  # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`
+    told: mx.array | None  # [P, 1 + 2 T] log probabilities of the latter, see `Sampling.told`
 
     def arrays(self) -> list[mx.array]:
         """All that the next step and the host will read."""
         tree = self.next_tree
-        return [self.for_host, tree.tokens, tree.depths, tree.paths, self.tail]
+        told = [] if self.told is None else [self.told]
+        return [self.for_host, tree.tokens, tree.depths, tree.paths, self.tail, *told]
 
     def read(self) -> list[int]:
         """The tokens that the call advanced by: the step's one read, which waits for it."""
@@ -167,7 +175,8 @@ def step(
     node_hidden = rows[:, : kept.num_nodes]
     position = cache.length
     places = places_of(kept, position, tail)
-    target_tokens, accepted = verify(model, kept, node_hidden, sampler, places, acceptance)
+    logits = model.backbone.logits(node_hidden)
+    target_tokens, accepted = verify(model, kept, logits, sampler, places, acceptance)
     cache.commit(kept_index[accepted.path], accepted.path, split, accepted.num_accepted + 1)
     own_streams = stream_rows_of(rows, accepted.last, kept.num_nodes, num_streams)
     verified = Verified(
@@ -177,7 +186,8 @@ def step(
     next_tree = agreed_tree(model, next_tree)
     next_tail = places.recent[accepted.last][0]
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
-    return StepResult(tree.num_nodes, accepted, next_tree, next_tail, for_host)
+    told = sampler.told(logits, places, accepted.path, accepted.new_tokens)
+    return StepResult(tree.num_nodes, accepted, next_tree, next_tail, for_host, told)
 
 
 def streaming_decode(
@@ -193,6 +203,7 @@ def streaming_decode(
     prefill_step_size: int = PREFILL_STEP_SIZE,
     ends: Ends = never,
     pace: Pace | None = None,
+    told: list[TokenLogprobs] | None = None,
 ) -> Iterator[list[int]]:
     """Yield the tokens that each target call advances by, endlessly, behind `prefill_turns`.
 
@@ -214,6 +225,8 @@ def streaming_decode(
             step is not started then, and is not wasted.
         pace: says when drafting does not pay; it always does unless told. Only for drafters that
             need not see every call.
+        told: gets an entry for every token before it is yielded, where the sampler's settings ask
+            for log probabilities.
 
     The prompt's last token is the first tree: a bare root, whose step drafts like any other.
     """
@@ -239,6 +252,7 @@ def streaming_decode(
             upcoming = build(result.next_tree, result.tail)
         is_first = False
         new_tokens = result.read()
+        tell_logprobs(told, new_tokens, result.told)
         pace.observe(len(new_tokens), drafted=result.num_nodes > 1)
         if upcoming is None or ends(new_tokens):
             if upcoming is not None:
@@ -265,6 +279,7 @@ def plain_decode(
     context: Sequence[int] = (),
     sampler: Sampling = GREEDY,
     prefill_step_size: int = PREFILL_STEP_SIZE,
+    told: list[TokenLogprobs] | None = None,
 ) -> Iterator[list[int]]:
     """Yield one token for each target call, endlessly: the same model without drafting.
 
@@ -275,14 +290,18 @@ def plain_decode(
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     yield from prefill_turns(model, prompt[:-1], cache, prefill_step_size)
 
-    def call(token: mx.array, tail: mx.array) -> tuple[mx.array, mx.array]:
+    def call(token: mx.array, tail: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
         places = places_of(root_tree(token), cache.length, tail)
-        chosen = choose(model, model.backbone.append(token, cache), sampler, places)
-        mx.async_eval(chosen)
-        return chosen, places.recent[0]
+        logits = model.backbone.logits(model.backbone.append(token, cache))
+        chosen = choose(model, logits, sampler, places)
+        rows = sampler.told(logits, places, indices(1), chosen)
+        mx.async_eval(chosen, *([] if rows is None else [rows]))
+        return chosen, places.recent[0], rows
 
-    token, tail = call(mx.array(prompt[-1:], mx.int32), tail)
+    token, tail, rows = call(mx.array(prompt[-1:], mx.int32), tail)
     while True:
-        next_token, tail = call(token, tail)
-        yield to_list(token)
-        token = next_token
+        next_token, tail, next_rows = call(token, tail)
+        new_tokens = to_list(token)
+        tell_logprobs(told, new_tokens, rows)
+        yield new_tokens
+        token, rows = next_token, next_rows

@@ -11,17 +11,31 @@ top-p, min-p, top-k, temperature. What depends on recent tokens sees, for each n
 the committed tokens and the node's own path.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from ..errors import InputError
-from ..model.shapes import expect_shape, indices, to_int
+from ..model.shapes import expect_shape, indices, to_int, to_list
 from ..model.tree import PAD_TOKEN, Tree
 from ..settings import SamplingConfig
+from .drafter import rank_candidates
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """What the model made of a token's place in the text.
+
+    Its own distribution, with bias and penalties, without temperature and filters.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens with theirs, best first
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +117,37 @@ class Sampling:
     def choose(self, logits: mx.array, places: Places) -> mx.array:
         """[R] the token after each row, of its logits [R, V]."""
         return mx.argmax(self.scores(logits, places), axis=-1).astype(mx.int32)
+
+    def told(
+        self, logits: mx.array, places: Places, rows: mx.array, tokens: mx.array
+    ) -> mx.array | None:
+        """[P, 1 + 2 T] float32 of the `tokens` [P] after `rows` [P] of the logits [R, V].
+
+        A token's own log probability, then the T likeliest tokens, then theirs; None where nobody
+        asked for them.
+        """
+        if self.config.logprobs is None:
+            return None
+        places = replace(places, depths=places.depths[rows], recent=places.recent[rows])
+        logits = self.process(logits[rows], places).astype(mx.float32)
+        own = mx.take_along_axis(log_softmax(logits), tokens[:, None], axis=1)
+        if count := min(self.config.logprobs, logits.shape[1]):
+            top, logprobs = rank_candidates(logits, count)
+            own = mx.concatenate([own, top.astype(mx.float32), logprobs], axis=1)
+        return own
+
+
+def tell_logprobs(
+    told: list[TokenLogprobs] | None, tokens: Sequence[int], rows: mx.array | None
+) -> None:
+    """Add an entry for each token to `told`, of the `rows` of `Sampling.told`, which are read."""
+    if told is None or rows is None:
+        return
+    for token, (logprob, *more) in zip(tokens, to_list(rows), strict=False):
+        pairs = zip(more[: len(more) // 2], more[len(more) // 2 :], strict=True)
+        # A bias can rule tokens out.
+        top = tuple((int(one), found) for one, found in pairs if found > -math.inf)
+        told.append(TokenLogprobs(token, logprob, top))
 
 
 GREEDY = Sampling(SamplingConfig(), 0)

@@ -34,7 +34,7 @@ def to_float(array: mx.array) -> float:
 
 
 def to_list(array: mx.array) -> list[Any]:
-    """A one-dimensional array on the host; waits for the device."""
+    """An array on the host, a list of lists where it has two dimensions; waits for the device."""
     return cast("list[Any]", array.tolist())
 
 

@@ -1,0 +1,141 @@
+"""Log probabilities: the model's own, for every token, however it came about."""
+
+import json
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
+from test_drafters import DRAFTERS, drafter_settings, streams_model
+from tiny import VOCAB, assert_close, make_base, make_tokenizer, slow
+
+from ssmlx.api import record, stream_generate
+from ssmlx.errors import InputError
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.settings import AcceptanceConfig, GenerateConfig
+
+PROMPT = [3, 1, 4, 1, 5]
+LENGTH = 18
+BIASED = {"logit_bias": {3: 2.0, 7: -math.inf}, "repetition_penalty": 1.3, "presence_penalty": 0.4}
+SAMPLING = {
+    "greedy": {},
+    "sampled": {"temp": 0.8, "top_k": 6, "seed": 1},
+    "penalised": {"temp": 1.2, "top_p": 0.9, "seed": 3, **BIASED},
+}
+
+
+def answer(model, prompt=PROMPT, tokenizer=None, **settings):
+    """The segments of an answer."""
+    settings = {"max_tokens": LENGTH, "logprobs": 3, **settings}
+    return list(stream_generate(model, tokenizer or make_tokenizer(), prompt, **settings))
+
+
+def told(segments):
+    """The tokens, their log probabilities, the likeliest tokens and theirs."""
+    for one in segments:
+        assert [entry.token for entry in one.logprobs] == list(one.tokens)
+    entries = [entry for one in segments for entry in one.logprobs]
+    tokens = [entry.token for entry in entries]
+    top = [[token for token, _ in entry.top] for entry in entries]
+    likeliest = [[logprob for _, logprob in entry.top] for entry in entries]
+    return tokens, [entry.logprob for entry in entries], top, likeliest
+
+
+def theirs(tokens, **settings):
+    """mlx-lm's log probabilities [T, V] along an answer, which its sampler is made to say."""
+    processors = make_logits_processors(**settings)
+    forced = iter(tokens)
+    steps = generate_step(
+        mx.array(PROMPT), make_base(), max_tokens=len(tokens), logits_processors=processors,
+        sampler=lambda _: mx.array([next(forced, 0)]),
+    )  # fmt: skip
+    return np.stack([np.array(logprobs) for _, logprobs in steps])
+
+
+@pytest.mark.parametrize("settings", [{}, {"temp": 1.2, "top_p": 0.8, "seed": 3, **BIASED}])
+def test_they_are_mlx_lms(settings):
+    model = StreamFusedModel(Backbone(make_base()))
+    tokens, logprobs, top, likeliest = told(answer(model, logprobs=100, **settings))
+    names = ("logit_bias", "repetition_penalty", "presence_penalty")
+    expected = theirs(tokens, **{name: settings[name] for name in names if name in settings})
+    assert_close(logprobs, expected[range(LENGTH), tokens])
+    for row, ids, found in zip(expected, top, likeliest, strict=True):
+        assert sorted(ids) == [i for i in range(VOCAB) if row[i] > -np.inf]
+        assert found == sorted(found, reverse=True)
+        assert_close(found, row[ids])
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("sampling", ["penalised", *slow("greedy", "sampled")])
+def test_every_drafter_tells_what_plain_decoding_tells(name, sampling):
+    model, settings = streams_model(), SAMPLING[sampling]
+    plain = told(answer(model, decoding="plain", **settings))
+    segments = answer(model, **settings, **drafter_settings()[name])
+    tokens, logprobs, top, likeliest = told(segments)
+    assert (tokens, top) == (plain[0], plain[2])
+    assert_close(logprobs, plain[1])
+    assert_close(likeliest, plain[3])
+    if name == "streams":
+        assert max(len(one.tokens) for one in segments) > 1, "a run was accepted"
+
+
+def test_typical_acceptance_tells_them_of_what_it_takes():
+    """Of tokens that the target would not have written, too: against the text itself."""
+    model = streams_model()
+    lossy = AcceptanceConfig(kind="typical", epsilon=0.01, delta=0.05)
+    segments = answer(model, temp=1.0, seed=1, acceptance=lossy, max_tokens=30)
+    assert max(len(one.tokens) for one in segments) > 2
+    tokens, logprobs, *_ = told(segments)
+    whole = mx.array([*PROMPT, *tokens])
+    hidden = model.backbone.append(whole, model.make_cache())
+    rows = model.backbone.logits(hidden)
+    rows = np.array(rows - mx.logsumexp(rows, axis=-1, keepdims=True))[len(PROMPT) - 1 : -1]
+    assert_close(logprobs, rows[range(len(tokens)), tokens])
+
+
+@pytest.mark.parametrize("cut", [{"max_tokens": 5}, {"stop": "w"}, {"end": 2}])
+def test_an_answer_that_is_cut_tells_them_of_its_tokens_alone(cut):
+    model, end = streams_model(), cut.pop("end", None)
+    free, *_ = told(answer(model))
+    tokenizer = make_tokenizer(eos=None if end is None else free[end])
+    if "stop" in cut:
+        cut = {"stop": make_tokenizer().decode(free[3:5])}
+    for decoding in ("plain", "streaming"):
+        tokens, logprobs, *_ = told(answer(model, tokenizer=tokenizer, decoding=decoding, **cut))
+        assert tokens == free[: len(tokens)] and len(logprobs) == len(tokens) < LENGTH
+
+
+def test_nothing_is_told_or_read_unless_asked(monkeypatch):
+    reads = []
+    for room in ("loop", "sampling"):
+        monkeypatch.setattr(
+            f"ssmlx.decoding.{room}.to_list", lambda array: reads.append(1) or array.tolist()
+        )
+    model, counts = streams_model(), {}
+    for asked in (None, 0, 4):
+        for decoding in ("plain", "streaming"):
+            reads.clear()
+            segments = answer(model, logprobs=asked, decoding=decoding)
+            counts[asked, decoding] = len(reads)
+            calls = len(segments)
+            assert all((one.logprobs is None) == (asked is None) for one in segments)
+            assert len(reads) == calls * (1 if asked is None else 2)
+            assert ("logprobs" in record("w1", segments)) == (asked is not None)
+    assert counts[0, "plain"] == counts[4, "plain"]
+    assert all(not entry.top for one in answer(model, logprobs=0) for entry in one.logprobs)
+
+
+def test_a_record_holds_them_as_json():
+    segments = answer(streams_model(), logprobs=2, **BIASED)
+    found = json.loads(json.dumps(record("w1", segments), allow_nan=False))
+    assert [one["token"] for one in found["logprobs"]] == found["tokens"]
+    assert all(len(one["top"]) == 2 for one in found["logprobs"])
+
+
+@pytest.mark.parametrize("count", [-1, 101, 1.5, True])
+def test_how_many_is_checked(count):
+    with pytest.raises(InputError, match=r"^--logprobs .*expected 0 to 100"):
+        GenerateConfig(logprobs=count)
