@@ -74,6 +74,15 @@ def _check_target(out: Path) -> None:
     )
 
 
+def _check_source(args: argparse.Namespace) -> None:
+    """Refuse what is not there before anything is loaded."""
+    for flag in ("lora", "heads", "task_lora", "streams"):
+        path = getattr(args, flag)
+        found = f"--{flag.replace('_', '-')} {path} does not exist"
+        kind = "a file" if flag == "streams" else "a folder"
+        require(path is None or path.exists(), found, expected=kind, do="check the path")
+
+
 def _convert_heads(args: argparse.Namespace) -> None:
     from ssmlx.drafters.heads import write_heads
     from ssmlx.loading.files import new_folder
@@ -86,10 +95,9 @@ def _convert_heads(args: argparse.Namespace) -> None:
         flag = "--" + name.replace("_", "-")
         found = f"{flag} would do nothing with --heads"
         require(not getattr(args, name), found, expected="--lora", do=f"drop {flag}")
-    _check_target(args.out)
-    backbone, _ = load_base(resolve_model(args.base), "stored")
-    heads = convert_heads(args.heads, backbone, args.base, args.dtype)
     with new_folder(args.out) as folder:
+        backbone, _ = load_base(resolve_model(args.base), "stored")
+        heads = convert_heads(args.heads, backbone, args.base, args.dtype)
         write_heads(folder, heads)
     print(
         f"{args.out}: {heads.config.kind}, {heads.config.num_levels} tokens ahead, "
@@ -107,17 +115,16 @@ def _convert_streams(args: argparse.Namespace) -> None:
     from .formats.adapter import cast_adapter, read_checkpoint, write_fused
     from .reference.format import STREAMS_WEIGHTS, TASK_LORA
 
-    _check_target(args.out)
     task = args.task_lora
     if task is None and (args.lora / TASK_LORA).is_dir():
         task = args.lora / TASK_LORA
-    path = resolve_model(args.base)
-    backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
-    adapter = read_checkpoint(
-        args.lora, args.streams or args.lora / STREAMS_WEIGHTS, backbone,
-        scope=args.scope, base_model=args.base, task_folder=task,
-    )  # fmt: skip
     with new_folder(args.out) as folder:
+        path = resolve_model(args.base)
+        backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
+        adapter = read_checkpoint(
+            args.lora, args.streams or args.lora / STREAMS_WEIGHTS, backbone,
+            scope=args.scope, base_model=args.base, task_folder=task,
+        )  # fmt: skip
         if args.fuse:
             write_fused(folder, adapter, backbone, load_tokenizer(path, model_config), model_config)
         else:
@@ -137,9 +144,13 @@ def _convert_streams(args: argparse.Namespace) -> None:
     )
 
 
-main = command(
-    PROG, parse_args, lambda args: (_convert_heads if args.heads else _convert_streams)(args)
-)
+def _main(args: argparse.Namespace) -> None:
+    _check_source(args)
+    _check_target(args.out)
+    (_convert_heads if args.heads else _convert_streams)(args)
+
+
+main = command(PROG, parse_args, _main)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import InputError, require
-from ssmlx.loading.files import folder_digest, make_folder, unwritable, write_whole
+from ssmlx.loading.files import folder_digest, hold, make_folder, unwritable, write_whole
 from ssmlx.prompts import as_messages, encode, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, parse_json, setting
 from ssmlx.templates import refusing_turns
@@ -227,11 +227,16 @@ class PartFile:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
         self.done: list[list[Continuation]] = []
-        whole = self._read(settings) if path.exists() else 0
         try:
-            self._file = path.open("r+b" if whole else "wb")
+            self._file = path.open("a+b")
         except OSError as error:
             raise unwritable(path, error) from error
+        try:
+            hold(self._file, path)
+            whole = self._read(settings)
+        except InputError:
+            self._file.close()
+            raise
         self._file.truncate(whole)  # a line that a kill cut short
         self._file.seek(whole)
         if not whole:

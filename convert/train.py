@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from ssmlx.commands.options import command
+from ssmlx.commands.options import alone, command
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_cache_option,
@@ -128,7 +128,7 @@ def _main(args: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-main = command(PROG, parse_args, _main)
+main = command(PROG, parse_args, alone(_main))
 
 if __name__ == "__main__":
     raise SystemExit(main())

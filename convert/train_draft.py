@@ -2,7 +2,7 @@
 
 import argparse
 
-from ssmlx.commands.options import command, make_parser
+from ssmlx.commands.options import alone, command, make_parser
 from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
 from ssmlx.errors import require
 from ssmlx.loading.names import resolve_model
@@ -87,7 +87,7 @@ def _main(args: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-main = command(PROG, parse_args, _main)
+main = command(PROG, parse_args, alone(_main))
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmlx.commands.options import command, make_parser
+from ssmlx.commands.options import alone, command, make_parser
 from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
 from ssmlx.errors import require
 from ssmlx.loading.names import resolve_model
@@ -265,7 +265,7 @@ def _main(args: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-main = command(PROG, parse_args, _main)
+main = command(PROG, parse_args, alone(_main))
 
 if __name__ == "__main__":
     raise SystemExit(main())

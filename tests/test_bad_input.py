@@ -4,20 +4,24 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import threading
 
 import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from real import refusal, run_module, write_base, write_tiny_adapter
+from real import ROOT, refusal, run_module, write_base, write_tiny_adapter
 from tiny import make_tokenizer
 
 import ssmlx
+from convert.__main__ import main as convert
 from ssmlx import GenerateConfig
+from ssmlx.commands import train
 from ssmlx.commands.options import run
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import LORA_FILE, load_adapter
+from ssmlx.loading.files import alone_in
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import read_json
 from ssmlx.training.config import TrainConfig
@@ -248,3 +252,80 @@ def test_write_base_is_fine(tmp_path):
     """What is spoilt above loads as it is."""
     model, tokenizer = ssmlx.load(str(write_base(tmp_path / "base")))
     assert len(ssmlx.generate(model, tokenizer, "w1", max_tokens=3)) > 3
+
+
+# --- What is found before it takes time ---
+
+
+@pytest.fixture
+def loads_nothing(monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("ssmlx.loading.load.load_weights", fail)
+
+
+@pytest.mark.parametrize("option", ["--lora", "--heads", "--base", "--streams", "--out"])
+def test_convert_sees_at_once_that_a_folder_is_missing(
+    option, base, adapter, loads_nothing, capsys
+):
+    given = {"--lora": adapter, "--base": base, "--out": base.parent / "converted"}
+    if option == "--heads":
+        del given["--lora"]
+    given[option] = "/dev/null/none" if option == "--out" else base.parent / "nowhere"
+    assert convert([str(word) for pair in given.items() for word in pair]) == 2
+    assert f"{given[option]}" in capsys.readouterr().err
+    assert not (base.parent / "converted").exists()
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    out = tmp_path / "run"
+    with alone_in(out):
+        assert "another run writes into" in refusal(alone_in(out).__enter__)
+        (out / "state").touch()
+    with alone_in(out):
+        pass
+    with alone_in(tmp_path / "other"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from ssmlx.loading.files import alone_in
+with alone_in(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_runs_lock_is_no_obstacle(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    assert "another run" in refusal(alone_in(tmp_path).__enter__)
+    process.kill()
+    process.communicate()
+    with alone_in(tmp_path):
+        pass
+
+
+def test_what_differs_from_a_stopped_run_is_named(base, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    for name in ("train", "valid"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text('{"prompt": "w1", "completion": "w2"}\n')
+    given = ("--model", base, "--data", tmp_path / "data", "--num-msa-layers", 2, "--epochs", 1)
+    given = [*map(str, given), "--out", str(tmp_path / "run"), "--lora-rank"]
+    assert train.main([*given, "2"]) == 0
+    capsys.readouterr()
+    with alone_in(tmp_path / "run"):
+        assert train.main([*given, "2"]) == 2
+    assert "another run writes into" in capsys.readouterr().err
+    assert train.main([*given, "3", "--seed", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "holds a run with --lora-rank 2 and not 3, --seed 0 and not 1; expected" in said
+    (tmp_path / "data" / "train.jsonl").write_text('{"prompt": "w1", "completion": "w3"}\n')
+    assert train.main([*given, "2"]) == 2
+    assert "other data or another model to start from" in capsys.readouterr().err

@@ -675,7 +675,7 @@ def test_another_runs_folder_is_refused(base, data, tmp_path, capsys, command):
     command.train(base, data, tmp_path, "--max-steps", "3")
     before = state.read_bytes()
     for other in (("--seed", "5"), ("--dtype", "bfloat16")):
-        assert "other settings" in command.refusal(capsys, base, data, tmp_path, *other)
+        assert "holds a run with" in command.refusal(capsys, base, data, tmp_path, *other)
     assert state.read_bytes() == before
     state.write_bytes(before[: len(before) // 2])
     assert "cannot be read" in command.refusal(capsys, base, data, tmp_path)
@@ -735,7 +735,7 @@ def test_streams_learn_to_draft_for_a_fine_tuned_model(
 ):
     folder, own = base if kind == "whole" else packed_base, (*OWN, "--epochs", "6")
     result = MLX.train(folder, data, tmp_path, *own, "--task-lora", task)
-    assert "other settings" in MLX.refusal(capsys, folder, data, tmp_path, *own)
+    assert "holds a run with" in MLX.refusal(capsys, folder, data, tmp_path, *own)
     adapter, alone = load_adapter(result), load_adapter(task)
     assert adapter.config.adapter_scope == "streams" and alone.config.adapter_scope == "all"
     assert adapter.task_lora.keys() == alone.lora.keys()
@@ -790,6 +790,6 @@ def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, cap
     assert max(gap(ours, found[0]), gap(found[1], found[0])) < 1e-4
     assert gap(load_torch_base(base)(torch.tensor([tokens])).logits[0, -1], found[0]) > 1e-2
 
-    assert "other settings" in TORCH.refusal(capsys, base, data, run, *own)
+    assert "holds a run with" in TORCH.refusal(capsys, base, data, run, *own)
     said = TORCH.refusal(capsys, base, data, tmp_path / "new", "--task-lora", lora)
     assert "--task-lora with --adapter-scope all" in said

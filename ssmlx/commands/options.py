@@ -626,6 +626,20 @@ def command(
     return main
 
 
+def alone(
+    act: Callable[[argparse.Namespace], int | None],
+) -> Callable[[argparse.Namespace], int | None]:
+    """What a command does, with the folder --out held meanwhile: it may have just one run."""
+
+    def held(args: argparse.Namespace) -> int | None:
+        from ..loading.files import alone_in
+
+        with alone_in(args.out):
+            return act(args)
+
+    return held
+
+
 class CallbackBar:
     """A bar for what takes a while: appears after two seconds, and leaves when done."""
 

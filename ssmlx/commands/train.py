@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from .options import command, launched_rank
+from .options import alone, command, launched_rank
 from .train_options import add_cache_option, run_options, train_config, training_parser
 
 PROG = "ssmlx.train"
@@ -57,8 +57,8 @@ def _main(args: argparse.Namespace) -> None:
     with TemporaryDirectory() as folder:
         # What other ranks than the first write is of no use.
         if launched_rank() > 0:
-            args.out = Path(folder)
-        _run(args)
+            args.out = Path(folder, "run")
+        alone(_run)(args)
 
 
 def _run(args: argparse.Namespace) -> None:

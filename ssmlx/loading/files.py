@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import logging
 import math
 import os
 import secrets
@@ -17,6 +18,7 @@ import mlx.core as mx
 
 from ..errors import InputError, first_line, unwritable
 
+logger = logging.getLogger("ssmlx")
 _UNFINISHED = ".unfinished"
 _LOCKED_AFTER = 5  # seconds
 
@@ -27,6 +29,36 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritable(folder, error) from error
+
+
+def hold(file: int | BinaryIO, path: Path) -> None:
+    """Keep other processes from an open file or folder until it is closed, or this one killed."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise InputError(
+            f"another run writes into {path}",
+            expected="one at a time",
+            do="wait for it, or choose another --out",
+        ) from error
+    except OSError:
+        logger.info("%s cannot be locked: see that no other run writes into it", path)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make a folder, unless it is there, and `hold` it inside the block; none is left empty."""
+    make_folder(folder)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        hold(handle, folder)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # where it is empty
+                folder.rmdir()
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -80,12 +80,12 @@ class TrainConfig:
     lora_modules: tuple[str, ...] = field(
         default=(), metadata={"help": "linear modules, such as q_proj v_proj (default: every one)"}
     )
-    main_weight: float = setting(1.0, "alpha_0, of the next token", least=0, most=1e6)
+    main_weight: float = setting(1.0, "alpha_0, of the next token", least=0, most=1e38)
     stream_weights: tuple[float, ...] = setting(
-        (0.1,), "alpha_1 to alpha_gamma, of the speculative tokens; one for all", least=0, most=1e6
+        (0.1,), "alpha_1 to alpha_gamma, of the speculative tokens; one for all", least=0, most=1e38
     )
     # The loss of section 3.2.3, which reaches that adapter alone.
-    prune_weight: float = setting(0.1, "of the pruning adapter's own loss", least=0, most=1e6)
+    prune_weight: float = setting(0.1, "of the pruning adapter's own loss", least=0, most=1e38)
     epochs: float = setting(3.0, "passes over the data", above=0, most=1e6)
     batch_size: int = setting(16, "examples a step", least=1, most=2**16)
     learning_rate: float = setting(5e-4, "AdamW's peak rate", above=0, most=1)

@@ -62,8 +62,8 @@ class Trainer(ABC):
         self.write(work, identity)
         work.replace(path)
 
-    def resume(self, path: Path, identity: str) -> None:
-        """Go on from a saved state, if there is one."""
+    def resume(self, path: Path, identity: str, differs: str = "") -> None:
+        """Go on from a saved state, if there is one; `differs` is told of another run's."""
         if not path.exists():
             return
         try:
@@ -74,9 +74,10 @@ class Trainer(ABC):
                 expected="the state of a stopped run",
                 do="delete it to start again",
             ) from error
+        differs = differs or "other data or another model to start from"
         require(
             found == identity,
-            f"{path.parent} holds a run with other settings, other data or another base model",
+            f"{path.parent} holds a run with {differs}",
             expected="the settings that it was started with",
             do="give those, or another --out",
         )
@@ -219,10 +220,10 @@ def run_to_end(
     out, options = job.options.out, job.options
     make_folder(out)
     state = out / trainer.STATE_FILE
-    trainer.resume(state, identity)
-    record = Record(out / LOG_FILE, trainer.step)
-    settings = {
+    settings: dict[str, Any] = {
         "command": " ".join([f"python -m {prog}", *sys.argv[1:]]),
+        "model": options.model,
+        "template": options.template,
         "train": job.train.to_dict(),
         "examples": len(job.examples),
         "answer_tokens": sum(example.num_answer for example in job.examples),
@@ -230,6 +231,8 @@ def run_to_end(
     }
     if job.draft_vocab is not None:
         settings["draft_vocab_coverage"] = round(coverage(job.valid, job.draft_vocab), 4)
+    trainer.resume(state, identity, _differences(out / SETTINGS_FILE, settings))
+    record = Record(out / LOG_FILE, trainer.step)
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
     lower_of = lower()
@@ -249,6 +252,22 @@ def run_to_end(
     result = write() or out
     record.draw(out / PICTURE_FILE, out.name)
     logger.info("%s: step %d of %d", result, trainer.step, job.num_steps)
+
+
+def _differences(path: Path, settings: Mapping[str, Any]) -> str:
+    """What a stopped run's settings have in place of `settings`, as options."""
+    try:
+        old = read_json(path, "the settings of a run")
+        now = {**settings, **settings["train"]}
+        found = {name: value for name, value in {**old, **old["train"]}.items() if name in now}
+    except (InputError, KeyError, TypeError):
+        return ""
+    told = [
+        f"--{name.replace('_', '-')} {value} and not {now[name]}"
+        for name, value in found.items()
+        if name in (*settings["train"], "model", "template", "dtype") and value != now[name]
+    ]
+    return ", ".join(told)
 
 
 def check_gradient(norm: float, step: int) -> None:

@@ -312,9 +312,9 @@ class MlxTrainer(Trainer):
         mx.eval(arrays)
         return metadata.get("identity", ""), arrays
 
-    def resume(self, path: Path, identity: str) -> None:
+    def resume(self, path: Path, identity: str, differs: str = "") -> None:
         """See `Trainer.resume`; all ranks go on from what rank 0 found."""
-        super().resume(path, identity)
+        super().resume(path, identity, differs)
         if self._group is None:
             return
         own = mx.array(list(bytes.fromhex(identity)))
