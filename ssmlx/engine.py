@@ -1,5 +1,6 @@
 """One model in memory for a whole app: any number of answers and chats, from any thread."""
 
+import gc
 import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -232,6 +233,8 @@ class Engine:
             chat.close()
         self.prompt_cache.close()
         run(lambda: self._wiring.__exit__(None, None, None))
+        # What transformers imports late leaves circles that hold the frames of `load`.
+        gc.collect()
         run(mx.clear_cache)
 
     def __enter__(self) -> Self:
