@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,25 +14,35 @@ import pytest
 import ssmlx  # noqa: F401  (first: it prefers OpenBLAS)
 
 import mlx.core as mx  # isort: skip
+import mlx.nn as nn
 import tiny
-from real import questions, write_data
+from mlx.nn.layers.distributed import shard_linear
+from real import questions, refusal, run_module, write_data
 
 from ssmlx.api import token_steps
 from ssmlx.commands import train
-from ssmlx.loading.attach import fuse_streams
+from ssmlx.loading.attach import fuse_streams, swap_adapter
 from ssmlx.model.backbone import Backbone
-from ssmlx.model.ranks import Group, shard
+from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_shape
+from ssmlx.model.ranks import Group, own_product, shard
 from ssmlx.settings import PruneConfig
 from ssmlx.training.record import LOG_FILE, read_record
 
 ROOT = Path(__file__).parents[1]
 PROMPT, LENGTH = [1, 5, 2, 7], 12
-SIZES = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
+SIZES = {
+    "whole": {**HEADS, "hidden_size": 48},
+    # of every matrix, 2 and 3 parts can be packed by 32
+    "packed": {**HEADS, "hidden_size": 192, "head_dim": 32, "intermediate_size": 192},
+}
 
+# Of the adapter's scope, how its LoRA is attached, and the base: what is answered.
 CASES = {
-    ("all", True): ["plain", "streams", "lookahead"],
-    ("all", False): ["streams"],
-    ("streams", False): ["fused", "sampled", "budget", "threshold", "prompt-lookup"],
+    ("all", "merged", "whole"): ["plain", "streams", "lookahead"],
+    ("all", "apart", "whole"): ["streams"],
+    ("streams", "apart", "whole"): ["fused", "sampled", "budget", "threshold", "prompt-lookup"],
+    ("streams", "apart", "packed"): ["streams"],
 }
 SETTINGS = {
     "plain": {"decoding": "plain"},
@@ -43,6 +54,67 @@ SETTINGS = {
     "prompt-lookup": {"drafter": "prompt-lookup"},
     "lookahead": {"drafter": "lookahead"},
 }
+
+
+# --- without processes ---
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    """A rank of a group in whose place nobody answers."""
+
+    own: int
+    count: int
+
+    def rank(self) -> int:
+        return self.own
+
+    def size(self) -> int:
+        return self.count
+
+
+def test_models_that_cannot_be_split_are_refused_in_one_line():
+    two, three = FakeGroup(0, 2), FakeGroup(0, 3)
+    assert "cannot split the model type 'phi3'" in refusal(shard, tiny.make_base("phi3"), two)
+    assert "num_attention_heads is 4" in refusal(shard, tiny.make_base(), three)
+    few = tiny.make_base(num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+    assert "num_key_value_heads is 2" in refusal(shard, few, three)
+    odd = tiny.make_base(num_attention_heads=6, num_key_value_heads=6, intermediate_size=50)
+    assert "cannot be split over 3 ranks" in refusal(shard, odd, three)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("how", ["all-to-sharded", "sharded-to-all"])
+@pytest.mark.parametrize("merge", [True, False])
+def test_the_parts_of_a_layer_with_lora_are_the_whole_one(is_packed, how, merge):
+    mx.random.seed(0)
+    linear = nn.Linear(128, 6, bias=False)
+    whole = nn.QuantizedLinear.from_linear(linear, 32, 4) if is_packed else linear
+    x = mx.random.normal((1, 5, 128))
+    weights = LoraWeights(mx.random.normal((128, 2)), mx.random.normal((2, 6)), 0.5)
+
+    def attached(layer: nn.Module) -> nn.Module:
+        model = nn.Sequential(layer)
+        given = {"layers.0": weights}
+        attach_lora(model, given, RowScope(0), merge=merge, dtype=mx.float32)
+        return model.layers[0]
+
+    layers = [shard_linear(whole, how, group=FakeGroup(rank, 2)) for rank in range(2)]
+    assert all(linear_shape(layer) == (6, 128) for layer in layers)
+    if how == "all-to-sharded":
+        found = mx.concatenate([attached(layer)(x) for layer in layers], axis=-1)
+    else:
+        parts = zip((attached(layer) for layer in layers), mx.split(x, 2, axis=-1), strict=True)
+        found = sum(
+            one.add_lora(own_product(one.linear, x), x)
+            if isinstance(one, SummedLora)
+            else own_product(one, x)
+            for one, x in parts
+        )
+    tiny.assert_close(found, attached(whole)(x), 1e-5)
+
+
+# --- with processes ---
 
 
 def launch(count: int, *command: str, folder: Path, **options) -> list[tuple[int, str, str]]:
@@ -88,8 +160,9 @@ def group() -> Group:
     return mx.distributed.init(strict=True, backend="ring")
 
 
-def make_backbone(ranks: Group | None, packed: bool = False) -> Backbone:
-    model = tiny.make_packed_base(**SIZES) if packed else tiny.make_base(**SIZES)
+def make_backbone(ranks: Group | None, kind: str = "whole") -> Backbone:
+    make = tiny.make_packed_base if kind == "packed" else tiny.make_base
+    model = make(**SIZES[kind])
     if ranks is not None:
         shard(model, ranks)
     return Backbone(model, group=ranks)
@@ -102,13 +175,24 @@ def tokens_of(model, **settings) -> list[int]:
 
 def answers(ranks: Group | None) -> dict[str, list[int]]:
     """The tokens of every kind of answer."""
-    found, whole = {}, make_backbone(None)
-    for (scope, merge), names in CASES.items():
-        adapter = tiny.make_adapter(whole, scope, **tiny.RESIDUAL)
-        model = fuse_streams(make_backbone(ranks), adapter, merge_lora=merge)
+    found = {}
+    for (scope, how, kind), names in CASES.items():
+        adapter = tiny.make_adapter(make_backbone(None, kind), scope, **tiny.RESIDUAL)
+        model = fuse_streams(make_backbone(ranks, kind), adapter, merge_lora=how == "merged")
         for name in names:
-            found[f"{scope} {merge} {name}"] = tokens_of(model, **SETTINGS[name])
+            found[f"{scope} {how} {kind} {name}"] = tokens_of(model, **SETTINGS[name])
+    unadapted = swap_adapter(model, None)  # its layers as they were
+    found["swapped"] = tokens_of(unadapted)
     return found
+
+
+def drawn(ranks: Group | None) -> list[int]:
+    """The tokens of an answer that samples without a seed."""
+    mx.random.seed(ranks.rank())
+    model = fuse_streams(
+        make_backbone(ranks), tiny.make_adapter(make_backbone(None)), merge_lora=True
+    )
+    return tokens_of(model, temp=2.0)
 
 
 @pytest.mark.slow
@@ -117,6 +201,12 @@ def test_every_rank_gives_the_tokens_of_one_process(count, tmp_path):
     expected = answers(None)
     for found in on_ranks(count, "answers", tmp_path):
         assert found == expected
+
+
+@pytest.mark.slow
+def test_rank_0_decides_where_others_would_not_agree(tmp_path):
+    first, second = on_ranks(2, "drawn", tmp_path)
+    assert first == second and len(set(first)) > 1
 
 
 def run_ranks(count: int, folder: Path, *command: object) -> list[tuple[int, str, str]]:
@@ -148,3 +238,51 @@ def test_ranks_train_to_what_one_process_does(base, tmp_path):
     for one, other in zip(*logs, strict=True):
         for key in one.keys() - {"time"}:
             assert other[key] == pytest.approx(one[key], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_one_process_shows_the_answer_of_all(base, tmp_path):
+    asked = ["ssmlx.generate", "--model", base, "--adapter", "none", "--prompt", "w1", "--template",
+             "{prompt}", "--max-tokens"]  # fmt: skip
+    alone = run_module(*map(str, asked), "9")
+    (_, shown, _), other = run_ranks(2, tmp_path, *asked, 9)
+    assert shown == alone.stdout and other == (0, "", "")
+
+
+_ONE_FAILS = """
+import os, sys
+from ssmlx.commands.generate import main
+adapter = "none" if os.environ["MLX_RANK"] == "0" else "missing"
+sys.exit(main(["--adapter", adapter, *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_mlx_launch_ends_all_when_one_process_fails(base, tmp_path):
+    script = tmp_path / "one_fails.py"
+    script.write_text(_ONE_FAILS)
+    with socket.socket() as one:  # the next port is as likely to be free as any
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    command = [launcher, "-n", 2, "--backend", "ring", "-p", port,
+               "--", sys.executable, script, "--model", base, "--prompt", "w1"]  # fmt: skip
+    done = subprocess.run(
+        [str(part) for part in command], stdin=subprocess.PIPE, capture_output=True, text=True,
+        timeout=300, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "ssmlx.generate (rank 1): error: no adapter folder missing" in done.stderr
+    assert done.stdout == "" and "Traceback" not in done.stderr
+
+
+@pytest.mark.real
+@pytest.mark.long
+def test_the_real_model_on_three_processes_gives_the_tokens_of_one(tmp_path):
+    asked = ["ssmlx.generate", "--adapter", "sql", "--prompt", "How many singers are there?",
+             "--max-tokens", "12", "--jsonl"]  # fmt: skip
+    alone = json.loads(run_module(*asked).stdout)
+    (_, shown, _), *others = run_ranks(3, tmp_path, *asked)
+    found = json.loads(shown)
+    assert others == [(0, "", "")] * 2
+    assert found["tokens"] == alone["tokens"]
+    assert found["target_calls"] == alone["target_calls"] < 12

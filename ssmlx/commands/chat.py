@@ -7,7 +7,7 @@ import atexit
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -138,7 +138,9 @@ def answer(session: ChatSession, text: str, screen: Screen) -> None:
 
     last = None
     responses = session.reply(text, progress=PromptBar())
-    with stopping(responses.cancel), responses:
+    # Ranks would stop at different calls, and wait for each other: there, Ctrl-C ends them all.
+    is_split = session.model.backbone.group is not None
+    with nullcontext() if is_split else stopping(responses.cancel), responses:
         for last in responses:
             screen.reply(last.text)
     print(flush=True)

@@ -456,14 +456,16 @@ def load_all(
     """
     from ..model.ranks import launched
 
-    config, drafter = generate_config(args), drafter_option(args.drafter)
+    config, drafter, group = generate_config(args), drafter_option(args.drafter), launched()
+    if group is not None and getattr(args, "prompt_cache", None) is not None:
+        _refuse("--prompt-cache", "a model that is not split over processes")
     wants_streams = drafter.kind in (None, "streams")
     model, tokenizer = load_target(
         args,
         default_adapter if wants_streams else None,
         draft_head=drafter.draft_head,
         attention=drafter.attention,
-        group=launched(),
+        group=group,
     )
     if model.num_streams == 0:
         streams = "a model with streams, that is an --adapter"
