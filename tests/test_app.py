@@ -1,6 +1,7 @@
 """The examples of apps: a script of asyncio, and a window on Toga's backend without a screen."""
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -21,6 +22,30 @@ def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("app")
     base = write_base(folder / "base", context=100_000)
     return base, write_tiny_adapter(folder / "adapter", base)
+
+
+# --- What a process hears of the library ---
+
+
+def test_a_process_hears_nothing_that_it_did_not_ask_for(tiny, capfd, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the library asked, or started a process")
+
+    for name in ("builtins.input", "subprocess.Popen", "os.system", "signal.signal"):
+        monkeypatch.setattr(name, refuse)
+    environment, base, adapter = dict(os.environ), *map(str, tiny)
+    model, tokenizer = ssmlx.load(base, adapter=adapter, offline=True)
+    model = ssmlx.swap_adapter(model, "none")
+    assert ssmlx.generate(model, tokenizer, words(3), max_tokens=3)
+    assert ssmlx.load_draft_model(base, tokenizer, model.backbone.vocab_size, offline=True)
+    with ssmlx.Engine(base, (adapter,), offline=True) as engine:
+        list(engine.stream(words(3), max_tokens=3, progress=lambda done, total: None))
+        next(engine.chat().reply(words(2)))
+    with pytest.raises(ssmlx.InputError):
+        ssmlx.load("org/name", cache_dir=tiny[0], offline=True)
+    assert capfd.readouterr() == ("", "")
+    changed = {name for name, _ in dict(os.environ).items() ^ environment.items()}
+    assert all(name.startswith("TORCH") for name in changed), "PyTorch's own, where it is installed"
 
 
 # --- The script ---

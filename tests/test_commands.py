@@ -21,8 +21,9 @@ from real import (
 )
 
 import ssmlx
+from ssmlx import bars
 from ssmlx.commands import chat, generate
-from ssmlx.commands.options import generate_config
+from ssmlx.commands.options import DownloadBar, generate_config, on_screen
 from ssmlx.errors import InputError
 from ssmlx.loading import load as loading
 
@@ -538,3 +539,20 @@ def test_ctrl_c_stops_the_reply_and_not_the_chat(tmp_path):
     assert quiet.endswith(" · stopped]")
     assert stats.startswith("1 answers · ")
     assert out.endswith(b"\n") and out.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("patience", [0, 60])
+def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves(monkeypatch, capsys, patience):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("ssmlx.commands.options.PATIENCE_SECONDS", patience)
+    monkeypatch.setattr("ssmlx.bars.PATIENCE_SECONDS", patience)
+    told = DownloadBar(mininterval=0)
+    for done in (1_000_000, 2_000_000, 4_000_000):
+        told(done, 4_000_000)
+    err = capsys.readouterr().err
+    assert ("2.00M/4.00M" in err) == (patience == 0)
+    assert err == "" or not err.split("\r")[-2].strip(), "nothing stays"
+    assert list(bars.bar([1, 2], "numbers")) == [1, 2] and capsys.readouterr().err == ""
+    with on_screen():
+        assert list(bars.bar([1, 2], "numbers", mininterval=0)) == [1, 2]
+    assert ("numbers" in capsys.readouterr().err) == (patience == 0)
