@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .api import GenerationResponse as GenerationResponse
     from .api import generate as generate
     from .api import stream_generate as stream_generate
+    from .decoding.sampling import TokenLogprobs as TokenLogprobs
     from .drafters.draft_model import DraftModel as DraftModel
     from .drafters.draft_model import load_draft_model as load_draft_model
     from .drafters.heads import load_heads as load_heads
@@ -52,6 +53,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless a
 _NAMES = {
     "answers": ("Answer",),
     "api": ("generate", "stream_generate", "GenerationResponse"),
+    "decoding.sampling": ("TokenLogprobs",),
     "drafters.draft_model": ("DraftModel", "load_draft_model"),
     "drafters.heads": ("load_heads",),
     "engine": ("Engine",),
