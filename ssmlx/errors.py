@@ -15,7 +15,10 @@ class InputError(ValueError):
     """
 
     def __init__(self, found: str, *, expected: str, do: str) -> None:
-        super().__init__(f"{found}; expected {expected}; {do}")
+        line = f"{found}; expected {expected}; {do}"
+        # What a file says may hold line ends, and codes that a terminal obeys.
+        plain = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
+        super().__init__(plain)
         self.found, self.expected, self.do = found, expected, do
 
 

@@ -123,7 +123,8 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
         whole = "int" in kind
         option = allowed.option or "--" + one.name.replace("_", "-")
         option = option if "{}" in option else option + " {}"
-        for value in values if isinstance(values, list | tuple) else [values]:
+        is_row = isinstance(values, list | tuple) and kind.startswith(("tuple", "Sequence"))
+        for value in values if is_row else [values]:
             told = {"option": option.format(value), "name": one.name, "value": value}
             number = "a whole number" if whole else "a number"
             default = "choose one of them" if allowed.choices else f"choose {number} in that range"

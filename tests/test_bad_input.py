@@ -23,7 +23,7 @@ from ssmlx.errors import InputError
 from ssmlx.loading.adapter import LORA_FILE, load_adapter
 from ssmlx.loading.files import alone_in
 from ssmlx.prompts import read_prompts
-from ssmlx.settings import read_json
+from ssmlx.settings import StreamConfig, read_json
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Encoder, read_examples
 
@@ -205,6 +205,8 @@ def test_a_long_answer_takes_no_memory_before_it_is_there(base):
 
 # --- Adapters ---
 
+SIZES = {"num_streams": 1, "num_msa_layers": 1, "num_layers": 2, "hidden_size": 8}
+
 ADAPTERS = [
     {"lora_scale": float("nan")}, {"lora_scale": float("inf")}, {"lora_scale": FAR},
     {"lora_scale": True}, {"lora_scale": None}, {"base": None}, {"base": []}, {"base": {}},
@@ -329,3 +331,9 @@ def test_what_differs_from_a_stopped_run_is_named(base, tmp_path, capsys):
     (tmp_path / "data" / "train.jsonl").write_text('{"prompt": "w1", "completion": "w3"}\n')
     assert train.main([*given, "2"]) == 2
     assert "other data or another model to start from" in capsys.readouterr().err
+
+
+def test_what_a_file_says_stays_on_its_line():
+    error = InputError("a\nb\x1b[2J\r\ud800 é", expected="c", do="d")
+    assert str(error) == r"a\nb\x1b[2J\r\ud800 é; expected c; d"
+    assert "num_streams is []" in refusal(StreamConfig, **{**SIZES, "num_streams": []})
