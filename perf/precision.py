@@ -17,13 +17,14 @@ import mlx.core as mx
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import publish
 from ssmlx.errors import require
+from ssmlx.model.shapes import to_float
 from ssmlx.tuning.report import Columns
 
 from .compare import difference_text
 from .run.experiment import Experiment, Measured, differences_of, failures, result_of
 from .run.options import add_experiment_options, add_out, check_counts, experiment_of
 from .run.show import Panel, Row, draw_tasks, figure, heading, markdown_table, number
-from .run.statistics import ratio
+from .run.statistics import Estimate, ratio
 from .run.target import MLX_LM, PLAIN, System
 from .run.tasks import differences, figures
 
@@ -37,8 +38,9 @@ EPILOG = """examples:
 
 Divergences per 1,000 tokens: answers that part from plain decoding's, over the tokens until they
 do, the parting one included; of an answer that is the same, all. Where none was seen, the interval
-ends at 3 in all. The gap: between the target's logits of the two tokens there, by one pass over
-the text before them, and as a share of the larger.
+ends at 3 in all. By one pass: of 1,000 tokens of plain decoding's, those that a forward over its
+whole text chooses otherwise, which is rounding alone. The gap: between the target's logits of the
+two tokens there, by such a pass, and as a share of the larger.
 8bit and 4bit are packed weights, with activations in float16. Without a GPU, products are summed in
 float32 by BLAS and rounded, as a GPU does it: MLX's CPU backend takes seconds a row in these types.
 Writes precision.json, .txt and .png. Every answer is kept: a run that was stopped goes on.
@@ -81,8 +83,22 @@ def part_of(measured: Measured) -> dict[str, Any]:
         "prompts": len(plan.examples),
         "max_tokens": plan.systems[0].config.max_tokens,
         "load": measured.load,
+        "one_pass": asdict(one_pass(measured)),
         "systems": [_row(measured, one) for one in plan.systems],
     }
+
+
+def one_pass(measured: Measured) -> Estimate:
+    """Of 1,000 tokens of plain decoding's, those that one pass over all its text chooses otherwise:
+    what rounding alone makes of other numbers of rows."""
+    others, lengths = [], []
+    for prompt, kept in zip(measured.prompts, measured.first(PLAIN), strict=True):
+        tokens = kept.answer.tokens
+        logits = measured.target.mlx_model(mx.array([[*prompt, *tokens[:-1]]]))[0]
+        chosen = mx.argmax(logits[len(prompt) - 1 :], axis=-1)
+        others.append(1000.0 * to_float(mx.sum(chosen != mx.array(tokens))))
+        lengths.append(len(tokens))
+    return ratio(others, lengths)
 
 
 def _row(measured: Measured, system: System) -> dict[str, Any]:
@@ -142,6 +158,7 @@ COLUMNS: Columns = {
     "same answers": lambda row: f"{row['same_as_plain']} of {row['prompts']}",
     "compared tokens": number("compared"),
     "divergences per 1,000": figure("per_thousand", 1),
+    "by one pass": figure("one_pass", 1),
     "gap of logits, median and largest": _gap_text,
     "metric, %": figure("metric", 1),
     "plain's": figure("plain", 1),
