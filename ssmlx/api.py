@@ -119,8 +119,12 @@ class Text:
 
     def _held_back(self, text: str) -> int:
         """Characters at the end of `text` that may begin a stop string."""
-        sizes = ((stop, size) for stop in self._stop for size in range(1, len(stop)))
-        return max((size for stop, size in sizes if text.endswith(stop[:size])), default=0)
+        longest = max(map(len, self._stop), default=0) - 1
+        sizes = range(min(longest, len(text) - self._given), 0, -1)
+        return next((size for size in sizes if self._is_begun_by(text[-size:])), 0)
+
+    def _is_begun_by(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)
 
 
 @dataclass

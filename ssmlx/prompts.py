@@ -213,6 +213,12 @@ def chat_tokens(
         expected="a model made for chat",
         do="use such a model, or generate with --template raw",
     )
+    require(
+        tools is None or isinstance(tools, list | tuple),
+        f"tools are {tools!r}"[:80],
+        expected="a list of JSON schemas",
+        do="correct or drop them",
+    )
     turns = plain_turns(messages)
     for turn in turns:
         check_text(turn["content"])

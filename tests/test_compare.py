@@ -279,8 +279,8 @@ def test_a_draft_model_starts_every_answer_from_nothing(command, folders, tmp_pa
 
 
 def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
-    def lossy(model, tree, hidden, sampler, places, acceptance):
-        tokens = (decode.choose(model, hidden, sampler, places) + 1) % VOCAB
+    def lossy(model, tree, logits, sampler, places, acceptance):
+        tokens = (decode.choose(model, logits, sampler, places) + 1) % VOCAB
         return tokens, decode.accept(tree, tokens)
 
     monkeypatch.setattr(decode, "verify", lossy)

@@ -115,6 +115,9 @@ def test_template_arguments_reach_the_template(tokenizer):
         ({"template_args": {"tools": 3}}, "refuses these turns"),
         ({"template_args": {"roles": {}}, "template": "raw"}, "without a chat template"),
         ({"tools": TOOLS, "template": "w9 {prompt}"}, "without a chat template"),
+        ({"tools": 5}, "^tools are 5; expected a list of JSON schemas; correct or drop them$"),
+        ({"tools": {"a": 1}}, "^tools are {'a': 1}; expected a list"),
+        ({"tools": ["find"]}, "refuses these turns"),
     ],
 )  # fmt: skip
 def test_template_arguments_that_do_not_fit_are_one_line(tokenizer, more, said):
