@@ -25,7 +25,7 @@ from ssmlx.loading.attach import fuse_streams, swap_adapter
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights, RowScope, SummedLora, attach_lora, linear_shape
 from ssmlx.model.ranks import Group, own_product, shard
-from ssmlx.settings import PruneConfig
+from ssmlx.settings import AcceptanceConfig, PruneConfig
 from ssmlx.training.record import LOG_FILE, read_record
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,14 @@ SIZES = {
 CASES = {
     ("all", "merged", "whole"): ["plain", "streams", "lookahead"],
     ("all", "apart", "whole"): ["streams"],
-    ("streams", "apart", "whole"): ["fused", "sampled", "budget", "threshold", "prompt-lookup"],
+    ("streams", "apart", "whole"): [
+        "fused",
+        "sampled",
+        "budget",
+        "threshold",
+        "typical",
+        "prompt-lookup",
+    ],
     ("streams", "apart", "packed"): ["streams"],
 }
 SETTINGS = {
@@ -51,6 +58,7 @@ SETTINGS = {
     "sampled": {"temp": 1.0, "seed": 3},
     "budget": {"prune": PruneConfig(kind="budget", keep=4)},
     "threshold": {"prune": PruneConfig(kind="threshold", threshold=0.1), "temp": 1.0, "seed": 4},
+    "typical": {"acceptance": AcceptanceConfig(kind="typical"), "temp": 1.0, "seed": 5},
     "prompt-lookup": {"drafter": "prompt-lookup"},
     "lookahead": {"drafter": "lookahead"},
 }
