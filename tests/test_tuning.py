@@ -281,7 +281,7 @@ BROKEN = {
     "no JSON": (lambda path: path.write_text("{"), "is not valid JSON"),
     "half": (lambda path: path.write_text(path.read_text()[:300]), "is not valid JSON"),
     "a list": (lambda path: path.write_text("[]"), "holds a list"),
-    "binary": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is not valid JSON"),
+    "binary": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "is not UTF-8 text"),
     "another format": (lambda path: _edited(path, format="ssmlx-profile/1"), "ssmlx-profile/1"),
     "no ways": (lambda path: _edited(path, ways=[]), "it says nothing to draft"),
     "no costs": (lambda path: _edited(path, costs=None), "NoneType"),
