@@ -222,6 +222,12 @@ def chat_tokens(
     turns = plain_turns(messages)
     for turn in turns:
         check_text(turn["content"])
+    require(
+        tools is None or (isinstance(tools, Sequence) and not isinstance(tools, str)),
+        "tools that are no list",
+        expected="a list of JSON schemas",
+        do="correct them",
+    )
     more = dict(template_args or {}) | ({"tools": list(tools)} if tools else {})
     _check_template_args(tokenizer, more)
     more["add_generation_prompt"] = add_generation_prompt

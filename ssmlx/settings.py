@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
+from textwrap import shorten
 from types import UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
@@ -53,6 +54,7 @@ PREFILL_STEP_SIZE = 512
 # More would be a slip of the hand, and fill the memory; below the least temperature, float32 is
 # infinite.
 MAX_LAYERS, MAX_SIZE, MAX_CONTEXT = 1000, 2**24, 2**16
+MAX_STOP = 4096  # characters
 MIN_TEMP, MAX_TEMP, MAX_PENALTY, MAX_BIAS = 1e-5, 1e5, 1000, 10_000
 
 # An edge's log probability is held in this range: below zero by more than float32 rounding, so
@@ -554,8 +556,9 @@ class GenerateConfig(SamplingConfig):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         for text in stop:
-            ok = isinstance(text, str) and bool(text)
-            require(ok, f"--stop {text!r}", expected="some text", do="give some, or drop it")
+            ok = isinstance(text, str) and 0 < len(text) <= MAX_STOP
+            found = f"--stop {shorten(repr(text), 80)}"
+            require(ok, found, expected="some text", do="give some, or drop it")
 
     @property
     def leaves_shape_open(self) -> bool:
