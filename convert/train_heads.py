@@ -12,7 +12,7 @@ from ssmlx.commands.options import alone, command, make_parser
 from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
 from ssmlx.errors import require
 from ssmlx.loading.names import resolve_model
-from ssmlx.settings import check_settings, setting
+from ssmlx.settings import MAX_DRAFT_TOKENS, MAX_LAYERS, MAX_TREE_NODES, check_settings, setting
 from ssmlx.training.config import TrainConfig
 
 from . import check_torch
@@ -70,16 +70,18 @@ class HeadSettings:
     """
 
     kind: str
-    num_heads: int = setting(help="tokens guessed ahead", least=1)
-    num_layers: int = setting(1, "residual blocks", least=0)
+    num_heads: int = setting(help="tokens guessed ahead", least=1, most=MAX_DRAFT_TOKENS)
+    num_layers: int = setting(1, "residual blocks", least=0, most=MAX_LAYERS)
     share_lm_head: bool = _switch("no matrices: heads are blocks before the model's own LM head")
     decay: float = setting(
         0.8, "lambda: head h has the weight lambda ** h in the loss", above=0, most=1
     )
-    inner_dim: int = setting(0, "width of the states; 0 for the model's", least=0)
+    inner_dim: int = setting(0, "width of the states; 0 for the model's", least=0, most=2**16)
     tie_weights: bool = _switch("stages share their weights")
     scale_input: bool = _switch("norm the hidden state first")
-    widths: tuple[int, ...] = setting((), "branches of the draft tree at each stage", least=1)
+    widths: tuple[int, ...] = setting(
+        (), "branches of the draft tree at each stage", least=1, most=MAX_TREE_NODES
+    )
     stage: int = setting(
         1, "1, on text; 2, on the model's own answers, as `convert.continuations` writes them",
         least=1, most=2,

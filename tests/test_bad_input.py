@@ -19,6 +19,8 @@ from convert.__main__ import main as convert
 from ssmlx import GenerateConfig
 from ssmlx.commands import train
 from ssmlx.commands.options import run
+from ssmlx.drafters.medusa import MedusaConfig
+from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import LORA_FILE, load_adapter
 from ssmlx.loading.files import alone_in
@@ -337,3 +339,10 @@ def test_what_a_file_says_stays_on_its_line():
     error = InputError("a\nb\x1b[2J\r\ud800 é", expected="c", do="d")
     assert str(error) == r"a\nb\x1b[2J\r\ud800 é; expected c; d"
     assert "num_streams is []" in refusal(StreamConfig, **{**SIZES, "num_streams": []})
+
+
+def test_heads_without_measure_are_refused():
+    base = {"hidden_size": 8, "vocab_size": 9}
+    assert "num_heads" in refusal(MedusaConfig, num_heads=10**9, num_layers=1, **base)
+    assert "n_predict" in refusal(MlpSpeculatorConfig, n_predict=10**9, emb_dim=8, vocab_size=9)
+    assert "--stop 'aaa" in refusal(GenerateConfig, stop="a" * 10**6)

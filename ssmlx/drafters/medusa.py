@@ -15,7 +15,7 @@ from ..decoding.drafter import rank_candidates
 from ..model.backbone import Backbone, LMHead, head_bytes
 from ..model.shapes import arrays_in, expect_shape
 from ..model.tree import Tree, draft_topology, grow_tree
-from ..settings import TreeConfig, setting
+from ..settings import MAX_DRAFT_TOKENS, MAX_LAYERS, TreeConfig, setting
 from .head_drafter import DraftingHeads, HeadConfig
 
 
@@ -24,8 +24,8 @@ class MedusaConfig(HeadConfig):
     """What the tensors of Medusa heads say of themselves."""
 
     kind = "medusa"
-    num_heads: int = setting(least=1)  # H
-    num_layers: int = setting(least=0)  # residual blocks of each head
+    num_heads: int = setting(least=1, most=MAX_DRAFT_TOKENS)  # H
+    num_layers: int = setting(least=0, most=MAX_LAYERS)  # residual blocks of each head
     hidden_size: int = setting(least=1)  # D, the base model's width
     # heads without a matrix of their own, which use the base model's LM head
     shared_heads: tuple[int, ...] = setting((), least=0)

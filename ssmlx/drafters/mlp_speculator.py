@@ -24,7 +24,7 @@ from ..errors import require
 from ..model.backbone import Backbone
 from ..model.shapes import expect_shape, indices
 from ..model.tree import Topology, Tree, clip_edges, number_paths, top_nodes
-from ..settings import MAX_TREE_NODES, SpeculatorTreeConfig, setting
+from ..settings import MAX_DRAFT_TOKENS, MAX_TREE_NODES, SpeculatorTreeConfig, setting
 from .head_drafter import DraftingHeads, HeadConfig
 
 DEFAULT_WIDTHS = (6, 3, 2)
@@ -43,7 +43,7 @@ class MlpSpeculatorConfig(HeadConfig):
 
     kind = "mlp_speculator"
     emb_dim: int = setting(least=1)  # D, the base model's width
-    n_predict: int = setting(least=1)  # stages
+    n_predict: int = setting(least=1, most=MAX_DRAFT_TOKENS)  # stages
     inner_dim: int = setting(0, least=0)  # width of the states; 0 for emb_dim
     # stages share embedding, norm and head, and all but the first the projection
     tie_weights: bool = setting(False, choices=(True, False))
