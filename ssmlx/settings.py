@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral, Real
 from pathlib import Path
-from textwrap import shorten
 from types import UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
@@ -557,7 +556,7 @@ class GenerateConfig(SamplingConfig):
         object.__setattr__(self, "stop", stop)
         for text in stop:
             ok = isinstance(text, str) and 0 < len(text) <= MAX_STOP
-            found = f"--stop {shorten(repr(text), 80)}"
+            found = f"--stop {repr(text)[:80]}"
             require(ok, found, expected="some text", do="give some, or drop it")
 
     @property

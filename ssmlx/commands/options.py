@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, NoReturn, cast
 
 from ..bars import PATIENCE_SECONDS, shown
@@ -88,7 +87,7 @@ def _json_object(text: str) -> dict[str, Any]:
     with suppress(ValueError):
         if isinstance(found := parse_json(text), dict):
             return found
-    raise argparse.ArgumentTypeError(f"{shorten(repr(text), 80)} is not a JSON object")
+    raise argparse.ArgumentTypeError(f"{repr(text)[:80]} is not a JSON object")
 
 
 def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> None:

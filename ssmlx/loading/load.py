@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
@@ -155,7 +154,7 @@ def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         require(
             value is None or (is_number and 1 <= value <= most),
-            f"{path} has {shorten(repr(value), 80)} for {name}",
+            f"{path} has {repr(value)[:80]} for {name}",
             expected=f"1 to {most}",
             do="download or convert the model again",
         )
@@ -225,7 +224,7 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
         require(
             ends is None
             or all(isinstance(end, int) for end in (ends if isinstance(ends, list) else [ends])),
-            f"{path} has {shorten(repr(ends), 80)} for eos_token_id",
+            f"{path} has {repr(ends)[:80]} for eos_token_id",
             expected="a token id, or a list of them",
             do="download or convert the model again",
         )
