@@ -279,11 +279,20 @@ def test_a_bare_name_is_a_folder_here_or_else_a_bundled_adapter(
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_training_run_stands_for_its_adapter(shelf, tmp_path):
+    shutil.copytree(shelf / "sql", tmp_path / "run" / "adapter")
+    for run in (tmp_path / "run", str(tmp_path / "run")):
+        assert resolve_adapter(run) == tmp_path / "run" / "adapter"
+    shutil.copytree(shelf / "chat", tmp_path / "run", dirs_exist_ok=True)
+    assert resolve_adapter(tmp_path / "run") == tmp_path / "run"  # it is one itself
+
+
 @pytest.mark.parametrize("name", ["sqll", "notes.txt", "half-written", "", "SQL", "SQ\u200bL"])
 def test_an_unknown_name_is_told_with_those_that_there_are(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     message = refusal(resolve_adapter, name)
-    assert message.startswith(f"no adapter folder {name}, and no bundled adapter of that name; ")
+    shown = name.replace("\u200b", "\\u200b")  # what cannot be seen is spelt out
+    assert message.startswith(f"no adapter folder {shown}, and no bundled adapter of that name; ")
     assert "or a bundled adapter (chat, e2e, foreign, sql); check --adapter" in message
 
 

@@ -109,7 +109,7 @@ class Command:
         return {name: np.array(array).tobytes() for part in found for name, array in part.items()}
 
 
-MLX = Command("ssmlx.train", mlx_command.main, MlxTrainer.STATE_FILE, mlx_command.ADAPTER_FOLDER)
+MLX = Command("ssmlx.train", mlx_command.main, MlxTrainer.STATE_FILE, mlx_command.TRAINED_FOLDER)
 TORCH = Command(
     "convert.train", torch_command.main, TorchTrainer.STATE_FILE, "", ("--device", "cpu")
 )

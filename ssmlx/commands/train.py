@@ -6,11 +6,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ..loading.names import TRAINED_FOLDER
 from .options import alone, command, launched_rank
 from .train_options import add_cache_option, run_options, train_config, training_parser
 
 PROG = "ssmlx.train"
-STORE_FILE, ADAPTER_FOLDER = "lower.states", "adapter"
+STORE_FILE = "lower.states"
 DTYPES = ("auto", "stored", "bfloat16", "float32")
 EPILOG = """examples:
   # fine-tune for a task, streams included
@@ -90,7 +91,7 @@ def _run(args: argparse.Namespace) -> None:
     task_layers = {layer_of(path)[0] for path in adapter.task_lora}
     is_below = task_layers and min(task_layers) < job.config.insertion_layer
     lower_identity = job.lower_identity(*frozen, *(task if is_below else []))
-    folder = options.out / ADAPTER_FOLDER
+    folder = options.out / TRAINED_FOLDER
 
     def write() -> Path:
         with new_folder(folder) as work:

@@ -20,6 +20,7 @@ from .wheel import Progress, Wheel, fetch_gguf
 
 NO_ADAPTER = "none"
 CONFIG_FILE = "streams_config.json"
+TRAINED_FOLDER = "adapter"  # of a training run, where the adapter is
 ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 
 # mlx-lm's own list, but for code.
@@ -126,12 +127,20 @@ def resolve_adapter(adapter: str | Path) -> Path | None:
     """The folder of an adapter; None for "none", which means to decode without one.
 
     Args:
-        adapter: "none"; a bundled adapter's name; or a folder. A bare name (without a path
-            separator) is looked for in the working directory first, then among the bundled
-            adapters; where both have it, the choice is logged. A `Path` is always a folder.
+        adapter: "none"; a bundled adapter's name; or a folder, of an adapter or of a training
+            run. A bare name (without a path separator) is looked for in the working directory
+            first, then among the bundled adapters; where both have it, the choice is logged. A
+            `Path` is always a folder.
     """
     if adapter == NO_ADAPTER:
         return None
+    found = _adapter_folder(adapter)
+    trained = found / TRAINED_FOLDER
+    is_run = (trained / CONFIG_FILE).is_file() and not (found / CONFIG_FILE).exists()
+    return trained if is_run else found
+
+
+def _adapter_folder(adapter: str | Path) -> Path:
     separators = {"/", os.sep, os.altsep or os.sep}
     if isinstance(adapter, Path) or adapter.startswith("~") or separators & set(adapter):
         return _expanded(adapter)
