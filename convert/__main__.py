@@ -76,7 +76,7 @@ def _check_target(out: Path) -> None:
 
 def _check_source(args: argparse.Namespace) -> None:
     """Refuse what is not there before anything is loaded."""
-    for flag in ("lora", "heads", "task_lora", "streams"):
+    for flag in ("heads",) if args.heads else ("lora", "task_lora", "streams"):
         path = getattr(args, flag)
         found = f"--{flag.replace('_', '-')} {path} does not exist"
         kind = "a file" if flag == "streams" else "a folder"
