@@ -189,9 +189,10 @@ def _draw_panel(axes: Any, task: Row, panel: Panel) -> None:
     axes.barh(places, values, height=0.56, color=[COLOURS[row["kind"]] for row in rows])
     errors = list(zip(*(one.errors for one in found), strict=True))
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
-    for place, one in zip(places, found, strict=True):
+    for place, one, row in zip(places, found, rows, strict=True):
+        text = "-" if panel.of(row) is None else f"{one.value:.{panel.digits}f}"
         axes.annotate(
-            f"{one.value:.{panel.digits}f}", (max(one.high, one.value), place), (6, 0),
+            text, (max(one.high, one.value), place), (6, 0),
             textcoords="offset points", va="center", fontsize=9,
             bbox={"facecolor": "white", "alpha": 0.75, "pad": 0.6, "edgecolor": "none"},
         )  # fmt: skip
