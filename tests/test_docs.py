@@ -45,7 +45,7 @@ def found_in(name: str, pattern: str) -> set[str]:
 
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
-    assert text.count("\n") <= 212 and len(text.split()) <= 1800
+    assert text.count("\n") <= 215 and len(text.split()) <= 1800
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
