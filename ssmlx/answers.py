@@ -54,7 +54,7 @@ class _MlxThread:
 
     def __init__(self) -> None:
         # Put may be called by a finalizer in the middle of another put; of queues, this one can.
-        self._tasks: SimpleQueue[_Task[Any] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[_Task[Any]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting, self._is_stopped = threading.Lock(), False
         self.open: set[_Turns[Any]] = set()  # answers that are not over
@@ -80,22 +80,27 @@ class _MlxThread:
                 # A daemon, for Python waits for any other thread before `atexit` runs.
                 self._thread = threading.Thread(target=self._work, name="ssmlx", daemon=True)
                 self._thread.start()
-                atexit.register(self._stop, self._thread)
+                atexit.register(self._stop)
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while True:
+            task = self._tasks.get()
             if mx.default_device() != task.device:
                 mx.set_default_device(task.device)
             if task.future.set_running_or_notify_cancel():
                 task.do()
             del task  # or its arrays would wait for the next one
+
+    def _stop(self) -> None:
+        """Close what is open, and begin nothing more. The thread stays, and waits: as a thread
+        ends, what MLX keeps for it asks for Python, which may be gone by then."""
+        closing = self.submit(self._close_open)
+        self._is_stopped = True
+        closing.result()
+
+    def _close_open(self) -> None:
         for turns in list(self.open):
             turns.close()
-
-    def _stop(self, thread: threading.Thread) -> None:
-        self._is_stopped = True
-        self._tasks.put(None)
-        thread.join()
 
 
 _mlx_thread = _MlxThread()
