@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from huggingface_hub.utils import enable_progress_bars
 from real import (
     CHAT_TEMPLATE,
     CONTEXT,
@@ -543,6 +544,7 @@ def test_ctrl_c_stops_the_reply_and_not_the_chat(tmp_path):
 
 @pytest.mark.parametrize("patience", [0, 60])
 def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves(monkeypatch, capsys, patience):
+    enable_progress_bars()  # transformers, told to be quiet elsewhere, switches them off for all
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr("ssmlx.commands.options.PATIENCE_SECONDS", patience)
     monkeypatch.setattr("ssmlx.bars.PATIENCE_SECONDS", patience)

@@ -450,7 +450,7 @@ def test_twenty_loads_of_the_real_model_leave_nothing():
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 20 and all(closed < 2**20 < opened for opened, closed, _ in rows)
     # The C library keeps some of what it was given back, and uses it again.
-    assert max(row[2] for row in rows[10:]) < 1.1 * max(row[2] for row in rows[:10])
+    assert max(row[2] for row in rows[10:]) < 1.25 * max(row[2] for row in rows[:10])
 
 
 def test_what_an_engine_refuses_is_told_in_one_line(base, engine, tmp_path, monkeypatch):

@@ -454,7 +454,7 @@ def test_a_narrow_base_under_wider_adapters(config):
         ({**ROTATION, "rotation_step": True}, "rotation_step is True"),
         ({**ROTATION, "rotation_step": "0.1"}, "rotation_step is '0.1'"),
         ({"rotation_step": 0.1}, "'embeddings' has rotation_step 0.1; expected 0"),
-        ({"draft_vocab_size": -1}, "draft_vocab_size is -1; expected 0 or more"),
+        ({"draft_vocab_size": -1}, "draft_vocab_size is -1; expected 0 to 16777216"),
         ({"draft_vocab_size": 2.0}, "draft_vocab_size is 2.0"),
     ],
 )
