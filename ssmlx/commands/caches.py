@@ -50,9 +50,11 @@ class PromptFile:
         from ..answers import run
         from ..loading.prompt_files import PromptKey, read_prompt
 
-        self._key = run(lambda: PromptKey.of(model))
         path = self.path
-        if path is not None and path.exists():
+        if path is None:
+            return
+        self._key = run(lambda: PromptKey.of(model))
+        if path.exists():
             self.tokens, self.cache = run(lambda: read_prompt(path, model))
 
     def take(self, model: StreamFusedModel, tokens: Sequence[int]) -> tuple[TreeCache, int]:
@@ -79,8 +81,11 @@ class PromptFile:
         from ..loading.files import clear_leftovers
         from ..loading.prompt_files import PromptKey, write_prompt
 
-        path, key = self.path, run(lambda: PromptKey.of(model))
-        if path is None or self.cache is None or not self._is_new or key != self._key:
+        path = self.path
+        if path is None or self.cache is None or not self._is_new:
+            return False
+        key = run(lambda: PromptKey.of(model))
+        if key != self._key:
             return False
         try:
             clear_leftovers(path.resolve().parent, path.name)
