@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import command, make_parser
 from ssmlx.commands.results import publish
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
@@ -332,10 +332,7 @@ def _main(args: argparse.Namespace) -> int:
     return 1 if differing else 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
-    args = parse_args(argv)
-    return run(lambda: _main(args), PROG)
+main = command(PROG, parse_args, _main)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import mlx.core as mx
 
+from .bars import Progress
+
 Result = TypeVar("Result")
 Segment = TypeVar("Segment")
-
-Progress = Callable[[int, int], None]
-"""Told (prompt tokens processed, prompt tokens in all)."""
 
 
 @dataclass(frozen=True)

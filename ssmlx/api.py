@@ -12,7 +12,8 @@ from typing import Any, Literal, Unpack, cast
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
-from .answers import Answer, Prefilled, Progress, run, wired
+from .answers import Answer, Prefilled, run, wired
+from .bars import Progress
 from .decoding.loop import Ends, never, plain_decode, streaming_decode
 from .decoding.sampling import TokenLogprobs
 from .drafters.draft_model import DraftModel

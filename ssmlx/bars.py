@@ -1,8 +1,11 @@
-"""Bars for what takes long: none, unless a command asks for them."""
+"""What is told of work that takes long: to a callback, or by bars where a command shows them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
+
+Progress = Callable[[int, int], None]
+"""Told (done, in all), of what its giver says."""
 
 shown: ContextVar[bool] = ContextVar("shown", default=False)
 """Whether bars are shown, where standard error is a terminal."""

@@ -10,8 +10,9 @@ from typing import Any, Self, Unpack, cast
 
 import mlx.core as mx
 
-from .answers import Answer, Prefilled, Progress, run, wired
+from .answers import Answer, Prefilled, run, wired
 from .api import GenerationResponse, segments_of, with_seed
+from .bars import Progress
 from .errors import require
 from .loading.adapter import load_adapter
 from .loading.attach import adapters_for, fuse_streams

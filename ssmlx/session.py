@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .answers import Answer, Prefilled, Progress, run
+from .answers import Answer, Prefilled, run
 from .api import GenerationResponse, segments_of, stream_generate, with_seed
+from .bars import Progress
 from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
 from .errors import require

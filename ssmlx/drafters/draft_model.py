@@ -11,12 +11,12 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
+from ..bars import Progress
 from ..decoding.drafter import Verified
 from ..decoding.sampling import Places, Sampling, last_tokens
 from ..errors import require
 from ..loading.load import load_tokenizer, load_weights
 from ..loading.names import Fetch, resolve_model
-from ..loading.wheel import Progress
 from ..model.backbone import arrays_of
 from ..model.tree import Tree, comb_topology
 from ..prompts import common_prefix

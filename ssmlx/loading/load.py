@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..bars import Progress
 from ..errors import InputError, check_choice, first_line, require
 from ..model import opt
 from ..model.backbone import PACKED_KINDS, Backbone
@@ -20,7 +21,6 @@ from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE,
 from .adapter import load_adapter
 from .attach import fuse_streams
 from .names import CONFIG_FILE, Fetch, resolve_adapter, resolve_model
-from .wheel import Progress
 
 # Architectures that mlx-lm lacks, each a model file in mlx-lm's own style.
 _FILES = {"opt": opt}

