@@ -71,11 +71,11 @@ class Engine:
         self._open: weakref.WeakSet[Answer[GenerationResponse]] = weakref.WeakSet()
         self._chats: weakref.WeakSet[ChatSession] = weakref.WeakSet()
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
-        self._wiring = wired()
-        run(self._wiring.__enter__)
         for adapter in adapters:
             self.model(adapter)
         self._default = self._choose_default(adapters, own)
+        self._wiring = wired()  # at last: what is refused leaves nothing behind
+        run(self._wiring.__enter__)
 
     def _choose_default(self, adapters: Sequence[str | Path], own: StreamFusedModel) -> str:
         if adapters:

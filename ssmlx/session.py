@@ -205,7 +205,7 @@ class ChatSession:
         # At least one token is left to process.
         reused = common_prefix(self._cached_tokens, prompt[:-1])
         if self._prompts is not None and not config.deterministic:
-            cache, known = self._prompts.take(self.model, prompt, self.plan.scratch)
+            cache, known = self._prompts.take(self.model, prompt, self._cache.scratch)
             if known > reused:
                 self._cache, self._cached_tokens, reused = cache, prompt[:known], known
         self._cache.trim(reused)
