@@ -169,6 +169,9 @@ class StreamConfig:
     rotation_step: float = setting(0.0, least=0, most=math.pi / 2)
     # Vd, tokens that streams draft from; 0 for the whole vocabulary
     draft_vocab_size: int = setting(0, least=0, most=MAX_SIZE)
+    # by nodes of the best tree, what it advances by on text such as the adapter was trained for;
+    # None where nobody looked. What is expected, and nothing that tells streams apart.
+    tokens_per_call: Mapping[int, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         do = "check the checkpoint's streams_config.json"
@@ -199,6 +202,8 @@ class StreamConfig:
             expected="more than 0 and at most pi / 2" if rotates else "0",
             do=do,
         )
+        # JSON's names are texts.
+        object.__setattr__(self, "tokens_per_call", _curve_of(self.tokens_per_call))
 
     @property
     def has_embeddings(self) -> bool:
@@ -245,8 +250,31 @@ class StreamConfig:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values."""
-        return dict(vars(self))
+        """The settings as JSON values; `tokens_per_call` where there are any."""
+        unknown = ["tokens_per_call"] if self.tokens_per_call is None else []
+        return {name: value for name, value in vars(self).items() if name not in unknown}
+
+
+def _curve_of(values: Any) -> dict[int, float] | None:
+    """Tokens per call by nodes."""
+    if values is None:
+        return None
+    pairs = dict(values).items() if isinstance(values, Mapping) else [("", 0.0)]
+    nodes, tokens = Allowed(least=2, most=MAX_TREE_NODES), Allowed(least=1, most=MAX_TREE_NODES)
+    require(
+        bool(pairs)
+        and all(
+            str(name).isdecimal()
+            and len(str(name)) < 5
+            and nodes.holds(int(name), whole=True)
+            and tokens.holds(value, whole=False)
+            for name, value in pairs
+        ),
+        f"tokens_per_call is {values!r}"[:80],
+        expected='tokens per call of 1 or more by nodes of 2 or more, such as {"4": 1.8}',
+        do="check the checkpoint's streams_config.json",
+    )
+    return {int(name): float(value) for name, value in sorted(pairs, key=lambda one: int(one[0]))}
 
 
 @dataclass(frozen=True, kw_only=True)

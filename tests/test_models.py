@@ -456,6 +456,11 @@ def test_a_narrow_base_under_wider_adapters(config):
         ({"rotation_step": 0.1}, "'embeddings' has rotation_step 0.1; expected 0"),
         ({"draft_vocab_size": -1}, "draft_vocab_size is -1; expected 0 to 16777216"),
         ({"draft_vocab_size": 2.0}, "draft_vocab_size is 2.0"),
+        ({"tokens_per_call": {"1": 1.5}}, "tokens_per_call is {'1': 1.5}"),
+        ({"tokens_per_call": {"2": 0.5}}, "expected tokens per call of 1 or more by nodes"),
+        ({"tokens_per_call": {"x": 2.0}}, "tokens_per_call is {'x': 2.0}"),
+        ({"tokens_per_call": [2.0]}, "tokens_per_call is [2.0]"),
+        ({"tokens_per_call": {}}, "tokens_per_call is {}"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, said):
@@ -463,11 +468,15 @@ def test_settings_that_do_not_fit_are_refused(changes, said):
 
 
 def test_settings_survive_both_files(tmp_path):
-    config = stream_config(**ROTATION, draft_vocab_size=5, prune_rank=2)
-    assert StreamConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    curve = {2: 1.5, 16: 3.0}
+    config = stream_config(**ROTATION, draft_vocab_size=5, prune_rank=2, tokens_per_call=curve)
+    read = StreamConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert (read, read.tokens_per_call) == (config, curve)
     path = tmp_path / "streams_config.json"
     path.write_text(json.dumps(stream_settings(config)))
     assert read_stream_config(path) == config
+    assert read_stream_config(path).tokens_per_call == curve
+    assert "tokens_per_call" not in stream_config(**ROTATION).to_dict()
     assert stream_config(**{**ROTATION, "rotation_step": math.pi / 2}).rotation_step > 1.57
 
 

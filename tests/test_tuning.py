@@ -258,6 +258,8 @@ def test_a_quantised_model_and_another_machine_are_other_places(model, monkeypat
     assert ProfileKey.of(packed).model != here.model
     monkeypatch.setattr(model, "draft_head", nn.Linear(2, 2))
     assert ProfileKey.of(model) == here
+    model.config = replace(model.config, tokens_per_call={4: 2.0})
+    assert ProfileKey.of(model) == here, "what is expected of streams tells none apart"
     monkeypatch.setattr(model.backbone, "draft_bits", 8)
     assert ProfileKey.of(model).adapter != here.adapter
     monkeypatch.undo()

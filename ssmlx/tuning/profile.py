@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -132,7 +132,7 @@ def _digest(values: Any) -> str:
 
 def _adapter_digest(model: StreamFusedModel) -> str:
     assert model.config is not None and model.streams is not None
-    settings = model.config.to_dict()
+    settings = replace(model.config, tokens_per_call=None).to_dict()
     if model.draft_head is not None and model.backbone.draft_bits is not None:
         settings["draft_bits"] = model.backbone.draft_bits  # another cost, and other guesses
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
