@@ -21,6 +21,7 @@ from ..decoding.drafter import rank_candidates
 from ..decoding.loop import prefill
 from ..decoding.prune import transition_logprobs
 from ..errors import require
+from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, clip_edges, full_topology
 from ..prompts import encode_prompt, read_prompts
@@ -93,11 +94,19 @@ def record_answers(
 
 
 def guesses_along(
-    model: StreamFusedModel, prompt: list[int], answer: list[int], count: int
+    model: StreamFusedModel,
+    prompt: list[int],
+    answer: list[int],
+    count: int,
+    cache: TreeCache | None = None,
 ) -> Guesses:
-    """What the streams guess along `answer`: [A, G, count], fewer where the vocabulary is."""
-    cache, streams = model.make_cache(), model.num_streams
-    prefill(model, prompt[:-1], cache)
+    """What the streams guess along `answer`: [A, G, count], fewer where the vocabulary is.
+
+    A `cache` that is given holds a part of the prompt or more, and is left holding it.
+    """
+    cache, streams = cache or model.make_cache(), model.num_streams
+    cache.trim(min(cache.offset, len(prompt) - 1))
+    prefill(model, prompt[cache.offset : -1], cache)
     topology = full_topology(1, len(answer) - 1)
     nodes = mx.array([prompt[-1], *answer[:-1]], mx.int32)
     tree = Tree(nodes, topology.depths, topology.paths, topology.num_internal, topology)
