@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from real import make_adapter, write_adapter, write_tiny_adapter
@@ -16,6 +17,7 @@ from ssmlx.errors import InputError
 from ssmlx.plan import make_plan
 from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
+from ssmlx.tuning.chips import CHIPS, Decoder, chip_named, costs, left_out, row_costs
 from ssmlx.tuning.cost import DraftShape, Surface, interpolate
 from ssmlx.tuning.profile import ProfileKey, profile_of, store_profile
 
@@ -570,3 +572,41 @@ def test_an_adapter_that_is_swapped_in_is_looked_up_under_its_own_name(base, ada
     assert profile_of(session.model) is None
     session.swap_adapter(adapter)
     assert profile_of(session.model).best().shape == SHAPE
+
+
+def test_chips_are_known_by_name_and_others_by_the_nearest():
+    names = {
+        "Apple M3 Max": "M3 Max", "Apple M9": "M5", "Apple M4 Ultra": "M3 Ultra",
+        "Apple A18 Pro": "M1", "NVIDIA H200": "CUDA", "Intel(R) Xeon(R) Processor": "CPU",
+        "Apple M2, 8 cores": "CPU",
+    }  # fmt: skip
+    assert {name: chip_named(name).name for name in names} == names
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_more_rows_are_never_cheaper_on_any_chip(name, bits):
+    low, middle, high = (row_costs(CHIPS[name], bits, one) for one in ("low", "middle", "high"))
+    for curve in (low, middle, high):
+        assert curve[1] == 1 and list(curve) == sorted(curve)
+    assert all(a <= b + 1e-9 and b <= c + 1e-9 for a, b, c in zip(low, middle, high, strict=True))
+
+
+def test_row_costs_hold_for_sources_that_they_were_not_taken_from():
+    """The error that perf/README tells of."""
+    errors = [abs(error) for of_source in left_out().values() for error in of_source]
+    assert len(errors) > 80
+    assert median(errors) < 0.12
+    assert sum(error < 0.25 for error in errors) > 0.7 * len(errors)
+
+
+def test_a_loaded_model_is_a_decoder_in_numbers():
+    model = make_model(num_hidden_layers=4)
+    decoder = Decoder.of(model)
+    assert decoder == Decoder(
+        name="llama", hidden=32, heads=4, kv_heads=2, head_size=8, inner=48, layers=4, vocab=13,
+        bits=32, msa_layers=2, num_streams=3, draft_vocab=13,
+    )  # fmt: skip
+    shape = DraftShape(tree=TreeConfig(size=4), num_streams=3)
+    priced = [costs(decoder, CHIPS["M3 Max"], one) for one in ("low", "high")]
+    assert 1 < priced[0].breakeven(shape, 100) <= priced[1].breakeven(shape, 100)
