@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
 from ..bars import Progress
-from ..decoding.drafter import Verified
+from ..decoding.drafter import Verified, top_columns
 from ..decoding.sampling import Places, Sampling, last_tokens
 from ..errors import require
 from ..loading.load import load_tokenizer, load_weights
@@ -179,20 +179,12 @@ class DraftModelDrafter:
             first = mx.array([len(text) - 1 + level])
             places = Places(first, mx.zeros(1, mx.int32), 1, recent)
             scores = self._sampling.scores(logits, places) if self._sampling else logits
-            row = _best(scores[0], self._width)
+            row = top_columns(scores, self._width)[0][0]
             rows.append(row)
             tokens = row[:1]
             if size:
                 recent = mx.concatenate([recent[:, 1:], tokens[None]], axis=1)
         return rows
-
-
-def _best(scores: mx.array, count: int) -> mx.array:
-    """[count] the largest of `scores` [V], best first."""
-    if count == 1:
-        return mx.argmax(scores, keepdims=True).astype(mx.int32)
-    found = mx.argpartition(-scores, count - 1)[:count]
-    return found[mx.argsort(-scores[found])].astype(mx.int32)
 
 
 def load_draft_model(
