@@ -17,9 +17,10 @@ import json
 import re
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -34,25 +35,18 @@ LAYER_KERNELS = 17
 """7 products, 2 norms, 2 rotations, 2 writes to the cache, attention, 2 sums, a gate."""
 HEAD_KERNELS = 3
 STEP_KERNELS = 90
-"""Beside layers and heads: acceptance, what is kept of the cache, ranks, the next tree, its mask.
-Counted on MLX's graph, without views."""
-GROUP = 64
-"""Quantised weights that share a scale and a bias of 16 bits each."""
+"""Beside layers and heads: acceptance, commit, ranks, the next tree. From counts, without views."""
 MOST_ROWS = 128
 _ROWS = (*range(1, 18), 20, 24, 28, 32, 33, 48, 64, 65, 96, 97, MOST_ROWS)
 _FAR, _TILE, _NEAR = 8192, 32, 1.0
-_MIDDLE: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "low": min, "middle": statistics.median, "high": max,
-}  # fmt: skip
+_MIDDLE: Mapping[str, Any] = {"low": min, "middle": statistics.median, "high": max}
 
 
 @cache
 def published() -> dict[str, list[dict[str, Any]]]:
     """The tables of `row_costs.json`, a measurement with its source an entry."""
-    tables: dict[str, list[dict[str, Any]]] = json.loads(
-        Path(__file__).with_name("row_costs.json").read_text()
-    )
-    return tables
+    text = Path(__file__).with_name("row_costs.json").read_text()
+    return json.loads(text)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -72,8 +66,11 @@ class Chip:
 
     def far_from(self, other: str) -> float:
         """How unlike another chip it is."""
+        generation = CHIPS[other].generation
+        if (self.generation == 0) != (generation == 0):
+            return inf
         ultra = self.name.endswith("Ultra") != other.endswith("Ultra")
-        return abs(self.generation - named(other).generation) + 1.5 * ultra
+        return abs(self.generation - generation) + 1.5 * ultra
 
     def launch(self) -> float:
         """Seconds that launching a kernel takes where each waits for the one before."""
@@ -86,11 +83,6 @@ class Chip:
 
 
 CHIPS = {one["name"]: Chip(**one) for one in published()["chips"]}
-
-
-def named(name: str) -> Chip:
-    """A chip of the table."""
-    return CHIPS[name]
 
 
 def chip_named(device_name: str) -> Chip:
@@ -107,8 +99,8 @@ def chip_named(device_name: str) -> Chip:
 
 
 def _bytes(bits: int) -> float:
-    """Of a weight, its share of scales and biases included."""
-    return bits / 8 + (4 / GROUP if bits < 16 else 0)
+    """Of a weight; 64 that are quantised share a scale and a bias of 16 bits each."""
+    return bits / 8 + (4 / 64 if bits < 16 else 0)
 
 
 def launched(chip: Chip, one: Mapping[str, Any]) -> float:
@@ -118,7 +110,7 @@ def launched(chip: Chip, one: Mapping[str, Any]) -> float:
 
 def _points(one: Mapping[str, Any]) -> list[float]:
     """r at the rows of a measurement: without launches, and without a round's `draft` a row."""
-    fixed, draft = launched(named(one["chip"]), one), one.get("draft", 0.0)
+    fixed, draft = launched(CHIPS[one["chip"]], one), one.get("draft", 0.0)
     both = zip(one["rows"], one["cost"], strict=True)
     return [max(1.0, (cost - draft * (row - 1) - fixed) / (1 - fixed)) for row, cost in both]
 
@@ -132,7 +124,7 @@ def _known(one: Mapping[str, Any], row: int) -> bool:
 def _told(chip: Chip, bits: int, row: int, without: str) -> Iterator[tuple[bool, float, float]]:
     """What each measurement says: whether of another precision, how far off, and r."""
     for one in published()["rows"]:
-        other = named(one["chip"])
+        other = CHIPS[one["chip"]]
         own = one["bits"] == bits or min(bits, one["bits"], 16 * chip.generation) >= 16
         shares = one.get("shares_reads", other.shares_reads)
         alike = (bool(other.generation), shares) == (bool(chip.generation), chip.shares_reads)
@@ -162,35 +154,38 @@ def row_costs(chip: Chip, bits: int, bound: Bound = "middle", without: str = "")
         if values:
             known[row] = _MIDDLE[bound](values)
     last = max(known)
-    known |= {
-        row: known[last] * ceil(row / _TILE) / ceil(last / _TILE)
-        for row in range(last + 1, MOST_ROWS + 1)
-    }
+    for row in range(last + 1, MOST_ROWS + 1):
+        known[row] = known[last] * ceil(row / _TILE) / ceil(last / _TILE)
     rows, found = list(known), list(known.values())
-    curve = [interpolate(rows, found, row) for row in range(MOST_ROWS + 1)]
-    curve[0] = 0.0
-    return tuple(max(curve[: row + 1]) for row in range(MOST_ROWS + 1))
+    return tuple(accumulate((interpolate(rows, found, row) for row in range(MOST_ROWS + 1)), max))
 
 
-def ratio(chip: Chip, call: Mapping[str, Any], rows: int, bound: Bound, without: str) -> float:
+def ratio(
+    chip: Chip, call: Mapping[str, Any], rows: int, bound: Bound = "middle", without: str = ""
+) -> float:
     """T(n) / T(1) of a `call` of known `bits`, `layers` and `ms`, or of a product."""
     fixed = launched(chip, call)
     return fixed + (1 - fixed) * row_costs(chip, call["bits"], bound, without)[rows]
 
 
+def origin(source: str) -> str:
+    """What the addresses of a source's authors begin with: a repository, or an issue of MLX's."""
+    return source if "ml-explore" in source else "/".join(source.split("/")[:3])
+
+
 def left_out() -> dict[str, list[float]]:
-    """Errors of T(n) / T(1) by source, predicted over published - 1, each without that source."""
+    """Errors of T(n) / T(1) by origin, predicted over published - 1, each without that origin."""
     errors: dict[str, list[float]] = {}
     for one in published()["rows"]:
-        chip, source = named(one["chip"]), one["source"]
+        chip, own = CHIPS[one["chip"]], origin(one["source"])
         if chip.generation and one.get("shares_reads", chip.shares_reads) == chip.shares_reads:
             for row, cost in zip(one["rows"][1:], one["cost"][1:], strict=True):
-                found = ratio(chip, one, row, "middle", source) + one.get("draft", 0.0) * (row - 1)
-                errors.setdefault(source, []).append(found / cost - 1)
+                found = ratio(chip, one, row, without=own) + one.get("draft", 0.0) * (row - 1)
+                errors.setdefault(own, []).append(found / cost - 1)
     return errors
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Decoder:
     """A decoder of regular layers, in numbers."""
 
@@ -212,7 +207,7 @@ class Decoder:
         """That of a loaded model."""
         backbone, args = model.backbone, model.backbone.model.args
         hidden, layers = backbone.hidden_size, len(backbone.layers)
-        heads = getattr(args, "num_attention_heads", None) or max(1, hidden // 64)
+        heads = getattr(args, "num_attention_heads", hidden // 64)
         packed = [one.bits for one in backbone.layers[0].modules() if hasattr(one, "bits")]
         return cls(
             name=getattr(args, "model_type", "model"),
