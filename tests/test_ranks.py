@@ -114,9 +114,7 @@ def test_the_parts_of_a_layer_with_lora_are_the_whole_one(is_packed, how, merge)
     else:
         parts = zip((attached(layer) for layer in layers), mx.split(x, 2, axis=-1), strict=True)
         found = sum(
-            one.add_lora(own_product(one.linear, x), x)
-            if isinstance(one, SummedLora)
-            else own_product(one, x)
+            one.summand(x) if isinstance(one, SummedLora) else own_product(one, x)
             for one, x in parts
         )
     tiny.assert_close(found, attached(whole)(x), 1e-5)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +13,15 @@ from mlx.utils import tree_unflatten
 
 from ..errors import require
 from .ranks import LINEARS, SPLIT_INPUTS, SPLIT_OUTPUTS, UNPACKED_LINEARS, own_product
+
+# Modules of one part of a layer that are called on the same rows.
+_SAME_INPUT = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+}
 
 
 class RowScope(threading.local):
@@ -90,7 +100,8 @@ def linear_paths(
 class RowLora(nn.Module):
     """A linear layer with LoRA on the rows from `scope.first` on.
 
-    Rows before that are computed exactly as without LoRA.
+    Rows before that are computed exactly as without LoRA. In one sequence alone: where there are
+    more, LoRA acts on every row or on none.
     """
 
     def __init__(self, linear: nn.Module, weights: LoraWeights, scope: RowScope) -> None:
@@ -99,21 +110,36 @@ class RowLora(nn.Module):
         self.lora_a, self.lora_b = weights.a, weights.b
         self.scale = weights.scale
         self._scope = scope
+        self.shared: SharedInput | None = None
+        self.index = 0  # among the modules of `shared`
 
     def __call__(self, x: mx.array) -> mx.array:
-        """[1, R, in] to [1, R, out]."""
-        return self.add_lora(self.linear(x), x)
+        """[..., R, in] to [..., R, out]."""
+        return self.summand(x)
 
-    def add_lora(self, y: mx.array, x: mx.array) -> mx.array:
-        """[1, R, out] of `y`, the layer's own [1, R, out] for `x` [1, R, in]."""
+    def summand(self, x: mx.array) -> mx.array:
+        """[..., R, out] of `x` [..., R, in]: where inputs are split over ranks, this rank's own."""
         first = self._scope.first
         if first is None:
-            return y
+            return self.product(x)
+        rows, z = self._low_rank(x, first)
+        y = self.product(rows)
         # A cast only in training, where LoRA stays in float32.
-        a, b = self.lora_a.astype(x.dtype), self.lora_b.astype(x.dtype)
-        z = (x[:, first:] @ a) @ b
-        z = (self.scale * z).astype(y.dtype)
-        return y + z if first == 0 else mx.concatenate([y[:, :first], y[:, first:] + z], axis=1)
+        b = self.lora_b.astype(x.dtype)
+        tail = mx.addmm(y[first:] if first else y, z, b, alpha=self.scale)
+        y = mx.concatenate([y[:first], tail]) if first else tail
+        return y if x.ndim == 2 else mx.unflatten(y, 0, x.shape[:-1])
+
+    def product(self, x: mx.array) -> mx.array:
+        """[..., out] what `summand` adds LoRA to."""
+        return self.linear(x)
+
+    def _low_rank(self, x: mx.array, first: int) -> tuple[mx.array, mx.array]:
+        """The rows [R, in] of `x`, and those from `first` on times A, [R - first, r]."""
+        if self.shared is not None:
+            return self.shared.take(x, first, self.index)
+        rows = mx.flatten(x, 0, -2)
+        return rows, (rows[first:] if first else rows) @ self.lora_a.astype(x.dtype)
 
 
 class SummedLora(RowLora):
@@ -121,9 +147,50 @@ class SummedLora(RowLora):
 
     def __call__(self, x: mx.array) -> mx.array:
         linear = self.linear
-        y = self.add_lora(own_product(linear, x), x)
-        y = mx.distributed.all_sum(y, group=linear.group)
+        y = mx.distributed.all_sum(self.summand(x), group=linear.group)
         return y + linear.bias if "bias" in linear else y
+
+    def product(self, x: mx.array) -> mx.array:
+        return own_product(self.linear, x)
+
+
+class SharedInput(threading.local):
+    """Modules that are called on the same rows, one after the other: one product with all their A.
+
+    `a` [in, sum of r] are the matrices side by side, `ends` where all but the last of them end.
+    """
+
+    def __init__(self, a: mx.array, ends: list[int]) -> None:
+        self._a, self._ends = a, ends
+        # what was given last, its rows, and the products that are still to be taken
+        self._held: tuple[mx.array, int, mx.array, dict[int, mx.array]] | None = None
+
+    def take(self, x: mx.array, first: int, index: int) -> tuple[mx.array, mx.array]:
+        """`RowLora._low_rank` of module number `index`; kept until every module took its own."""
+        held = self._held
+        if held is None or held[0] is not x or held[1] != first or index not in held[3]:
+            rows = mx.flatten(x, 0, -2)
+            products = (rows[first:] if first else rows) @ self._a
+            held = x, first, rows, dict(enumerate(mx.split(products, self._ends, axis=1)))
+        product = held[3].pop(index)
+        self._held = held if held[3] else None
+        return held[2], product
+
+
+def share_inputs(loras: Mapping[str, RowLora]) -> None:
+    """Let those modules, by path, that a layer calls on the same rows share a product."""
+    groups: dict[tuple[str, str], list[RowLora]] = {}
+    for path, lora in loras.items():
+        above, _, name = path.rpartition(".")
+        groups.setdefault((above, _SAME_INPUT.get(name, name)), []).append(lora)
+    for group in groups.values():
+        if len(group) > 1:
+            a = mx.concatenate([one.lora_a for one in group], axis=1)
+            ends = list(accumulate(one.lora_a.shape[1] for one in group))[:-1]
+            shared = SharedInput(a, ends)
+            for index, part in enumerate(mx.split(a, ends, axis=1)):
+                group[index].lora_a = part
+                group[index].shared, group[index].index = shared, index
 
 
 def linear_shape(linear: nn.Module) -> tuple[int, int]:
@@ -164,16 +231,19 @@ def attach_lora(
     *,
     merge: bool,
     dtype: mx.Dtype,
+    fixed: bool = True,
 ) -> dict[str, nn.Module]:
     """Put LoRA, by module path, on those modules of `model`, in place; returns what it replaced.
 
     With `merge`, layers that are not quantised get it added into their weights, which costs nothing
     per row: only for LoRA that acts on every row. What is not merged is cast to `dtype`, that of
-    the activations. The modules that are returned are untouched: while those of merged layers are
-    kept, their weights are in memory twice.
+    the activations; where it is `fixed`, modules that are called on the same rows share a product.
+    The modules that are returned are untouched: while those of merged layers are kept, their
+    weights are in memory twice.
     """
     modules = dict(model.named_modules())
     updates: list[tuple[str, nn.Module]] = []
+    apart: dict[str, RowLora] = {}
     for path, weights in lora.items():
         linear = modules[path]
         weights = own_part(weights, linear)
@@ -182,6 +252,9 @@ def attach_lora(
         else:
             cast = LoraWeights(weights.a.astype(dtype), weights.b.astype(dtype), weights.scale)
             kind = SummedLora if isinstance(linear, SPLIT_INPUTS) else RowLora
-            updates.append((path, kind(linear, cast, scope)))
+            apart[path] = kind(linear, cast, scope)
+    if fixed:
+        share_inputs(apart)
+    updates += apart.items()
     model.update_modules(tree_unflatten(updates))
     return {path: modules[path] for path in lora}

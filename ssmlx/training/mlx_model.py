@@ -129,7 +129,7 @@ class TrainedModel:
         attach_lora(backbone.model, adapter.task_lora, RowScope(0), merge=True, dtype=mx.float32)
         self._scope = RowScope(0 if self.config.adapter_scope == "all" else None)
         backbone.replaced = attach_lora(
-            backbone.model, adapter.lora, self._scope, merge=False, dtype=mx.float32
+            backbone.model, adapter.lora, self._scope, merge=False, dtype=mx.float32, fixed=False
         )
         modules: Mapping[str, Any] = dict(backbone.model.named_modules())
         self._loras: dict[str, RowLora] = {path: modules[path] for path in adapter.lora}
