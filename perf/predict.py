@@ -207,9 +207,9 @@ def _main(args: argparse.Namespace) -> None:
             groups[model.name] = [predict(decoder, chip, ways, context) for chip in ON]
         text = report(calibrated, groups)
     make_folder(args.out)
-    values = [one for group in groups.values() for one in group]
-    result = {"label": LABEL, "calibration": args.calibration.name, "predictions": values}
-    write_result({**result, "peers": peers(), "rates": rates()}, args.out / "predict", text)
+    values = {"predictions": [*chain.from_iterable(groups.values())], "peers": peers()}
+    result = {"label": LABEL, "calibration": args.calibration.name, **values, "rates": rates()}
+    write_result(result, args.out / "predict", text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,14 +8,13 @@ values of its context:
 Launches are paid once for all rows, so rows cost less in narrow models. r(n) is the median of what
 was published of the nearest chips: of the same precision before another, M1 and M2 apart from
 later ones, whose kernels multiply several rows with a weight that they have read once (MLX 0.32.2).
-It ranges from the `low`est to the `high`est of all that was published of such kernels.
+It ranges from below the `low`est to above the `high`est that was published of such kernels.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import statistics
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from functools import cache
 from itertools import accumulate
 from math import ceil, inf
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .cost import StepCosts, Surface, interpolate
@@ -39,7 +39,8 @@ STEP_KERNELS = 90
 MOST_ROWS = 128
 _ROWS = (*range(1, 18), 20, 24, 28, 32, 33, 48, 64, 65, 96, 97, MOST_ROWS)
 _FAR, _TILE, _NEAR = 8192, 32, 1.0
-_MIDDLE: Mapping[str, Any] = {"low": min, "middle": statistics.median, "high": max}
+_BOUNDS: Mapping[str, Any] = {"low": (min, 0.87), "middle": (median, 1.0), "high": (max, 1.13)}
+"""What is taken of all that was published, and the median error of those left out of it."""
 
 
 @cache
@@ -66,11 +67,9 @@ class Chip:
 
     def far_from(self, other: str) -> float:
         """How unlike another chip it is."""
-        generation = CHIPS[other].generation
-        if (self.generation == 0) != (generation == 0):
-            return inf
         ultra = self.name.endswith("Ultra") != other.endswith("Ultra")
-        return abs(self.generation - generation) + 1.5 * ultra
+        one, two = self.generation, CHIPS[other].generation
+        return inf if (one == 0) != (two == 0) else abs(one - two) + 1.5 * ultra
 
     def launch(self) -> float:
         """Seconds that launching a kernel takes where each waits for the one before."""
@@ -145,14 +144,14 @@ def row_costs(chip: Chip, bits: int, bound: Bound = "middle", without: str = "")
     Args:
         without: what a source's address begins with, that is left out.
     """
-    known = {0: 0.0, 1: 1.0}
+    known, (of, factor) = {0: 0.0, 1: 1.0}, _BOUNDS[bound]
     for row in range(2, MOST_ROWS + 1):
         told = list(_told(chip, bits, row, without))
         other, nearest, _ = min(told, default=(False, 0.0, 0.0))
         reach = nearest + _NEAR if bound == "middle" else inf
         values = [value for odd, far, value in told if odd == other and far <= reach]
         if values:
-            known[row] = _MIDDLE[bound](values)
+            known[row] = max(1.0, factor * of(values))
     last = max(known)
     for row in range(last + 1, MOST_ROWS + 1):
         known[row] = known[last] * ceil(row / _TILE) / ceil(last / _TILE)
