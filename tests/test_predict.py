@@ -97,7 +97,7 @@ def test_the_command_labels_every_figure_as_a_prediction(ask, tmp_path):
     assert code == 0
     assert text.startswith("PREDICTION from published figures, not measured")
     assert text.count("an ASSUMPTION for this model") == 2, "of three models one was calibrated"
-    assert "dtree-mlx, tree, Qwen3-4B bf16" in text and "all: 105 figures, median error" in text
+    assert "dtree-mlx, tree, Qwen3-4B bf16" in text and "all: 114 figures, median error" in text
     result = json.loads((tmp_path / "out" / "predict.json").read_text())
     assert result["label"].startswith("PREDICTION")
     assert len(result["predictions"]) == 3 * len(predict.ON)
