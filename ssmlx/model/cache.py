@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -41,6 +42,11 @@ class Path:
     rows: list[mx.array]  # [2, Hkv, P, Dh] keys and values of its nodes, a layer each
     count: mx.array  # [1] how many of the P rows count
     num_tokens: int | None = None  # the same on the host, once it has learned it
+
+    @cached_property
+    def counts(self) -> mx.array:
+        """[P] bool: which of the rows count."""
+        return indices(self.length) < self.count
 
     @property
     def length(self) -> int:
@@ -97,10 +103,7 @@ class RowsCache:
 
         They stand in a mask between a step's own rows and the committed tokens.
         """
-        return [
-            mx.broadcast_to(indices(path.length) < path.count, (num_rows, path.length))
-            for path in self._paths
-        ]
+        return [mx.broadcast_to(path.counts, (num_rows, path.length)) for path in self._paths]
 
     def view(
         self, layer: int, positions: mx.array, map_values: ValueMap | None = None
@@ -146,10 +149,11 @@ class RowsCache:
         return buffer[:1, :, first:last], buffer[1:, :, first:last]
 
     def _append_path(self, path: Path) -> None:
-        count = path.num_tokens or 0
+        # All of them, where there is room: rows that do not count are free room.
+        room = self.capacity - self._offset
         for layer in self.layers:
-            self._write(layer, self.scratch + self._offset, path.rows[layer][:, :, :count])
-        self._offset += count
+            self._write(layer, self.scratch + self._offset, path.rows[layer][:, :, :room])
+        self._offset += path.num_tokens or 0
 
 
 class TreeCache(RowsCache):
@@ -219,10 +223,15 @@ class TreeCache(RowsCache):
             count: [1] how many of the P rows count.
         """
         expect_shape("upper path", upper_path, lower_path.shape[0])
+        places: dict[tuple[int, ...], mx.array] = {}  # in a buffer: once, where layers are alike
         rows = []
-        for layer in self.layers:
-            path = lower_path if layer < split else upper_path
-            rows.append(mx.take(self._buffers[layer], path + self._first_rows[layer], axis=2))
+        for layer, first in zip(self.layers, self._first_rows, strict=True):
+            path, buffer = lower_path if layer < split else upper_path, self._buffers[layer]
+            shape = (*buffer.shape[:2], path.shape[0], buffer.shape[3])
+            key = (id(path), first, *shape)
+            if key not in places:
+                places[key] = mx.broadcast_to((path + first)[:, None], shape)
+            rows.append(mx.take_along_axis(buffer, places[key], axis=2))
         self._paths.append(Path(rows, count))
 
     def advance(self, num_tokens: int) -> None:
