@@ -168,16 +168,18 @@ def step(
     tail = last_tokens((), sampler.context_size) if tail is None else tail
     cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
 
-    hidden = model.lower(tree, cache)
+    nodes = model.node_rows(tree, cache)
+    hidden = model.lower(tree, cache, nodes)
     kept, hidden, kept_index = prune_tree(model, tree, hidden, prune)
     rows = model.insert(hidden, num_streams)
-    rows = model.upper(rows, kept, cache, num_streams)
+    rows = model.upper(rows, kept, cache, num_streams, nodes if kept is tree else None)
     node_hidden = rows[:, : kept.num_nodes]
     position = cache.length
     places = places_of(kept, position, tail)
     logits = model.backbone.logits(node_hidden)
     target_tokens, accepted = verify(model, kept, logits, sampler, places, acceptance)
-    cache.commit(kept_index[accepted.path], accepted.path, split, accepted.num_accepted + 1)
+    lower_path = accepted.path if kept is tree else kept_index[accepted.path]
+    cache.commit(lower_path, accepted.path, split, accepted.num_accepted + 1)
     own_streams = stream_rows_of(rows, accepted.last, kept.num_nodes, num_streams)
     verified = Verified(
         kept, target_tokens, accepted, node_hidden, own_streams, hidden, position, cache

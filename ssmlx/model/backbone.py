@@ -61,9 +61,10 @@ class PositionedRope(nn.Module):
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """Rotate queries or keys `x` [B, H, R, Dh].
 
-        `offset` is the first row's position; or positions [R], where B is 1; or [B, R].
+        `offset` is the first row's position, a number or [1]; or positions [R], where B is 1; or
+        [B, R].
         """
-        if isinstance(offset, int):
+        if isinstance(offset, int) or offset.shape == (1,):
             return self.rope(x, offset=offset)
         if offset.ndim == 1:
             return self.rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)

@@ -58,8 +58,8 @@ class Path:
 class LayerView:
     """The cache object that mlx-lm's decoder layer is handed."""
 
-    # tokens before those that are appended; or the positions [R] of a step's rows, which
-    # `backbone.PositionedRope` understands
+    # tokens before those that are appended; or the positions of a step's rows, as
+    # `backbone.PositionedRope` takes them
     offset: int | mx.array
     # keys and values of the rows, to those that attention reads
     update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
@@ -108,7 +108,7 @@ class RowsCache:
     def view(
         self, layer: int, positions: mx.array, map_values: ValueMap | None = None
     ) -> LayerView:
-        """What to hand to decoder layer `layer` for a step's rows at rotary `positions` [R].
+        """What to hand to decoder layer `layer` for a step's rows at rotary `positions` [R] or [1].
 
         Attention then reads [R rows | P of each uncounted path | L tokens], the rows' values as
         `map_values` makes them.

@@ -16,6 +16,7 @@ from .backbone import Backbone, LMHead
 from .cache import StreamCache, TreeCache
 from .lora import RowScope
 from .masks import earlier_streams, stream_positions, stream_visibility
+from .metal import TreeMask
 from .shapes import evaluated, expect_shape, indices
 from .tree import Tree
 
@@ -98,6 +99,14 @@ class ValueRotation:
         return mx.concatenate(parts, axis=-1).astype(values.dtype).reshape(values.shape)
 
 
+@dataclass(frozen=True, eq=False)
+class NodeRows:
+    """What every layer is told of a step's nodes."""
+
+    positions: mx.array  # [N]
+    mask: mx.array | TreeMask  # whom they see, as `Backbone.run` takes it
+
+
 class StreamFusedModel:
     """A base model, LoRA already attached, and its streams; read-only while it decodes.
 
@@ -167,14 +176,21 @@ class StreamFusedModel:
         """An empty cache; `scratch` is the most rows that a step will have, if known."""
         return TreeCache(self.num_layers, scratch=scratch)
 
-    def lower(self, tree: Tree, cache: TreeCache) -> mx.array:
-        """[1, N, D] hidden states of the tree's nodes before the insertion layer."""
-        positions = tree.depths + cache.length
+    def node_rows(self, tree: Tree, cache: TreeCache) -> NodeRows:
+        """Positions and mask of the tree's nodes, without streams."""
         key, takes_bits = tree.topology, self._takes_bits
         mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)
-        views = [cache.view(layer, positions) for layer in range(self.insertion_layer)]
-        hidden = self.backbone.embed(tree.tokens, positions)
-        return self.backbone.run(hidden, 0, self.insertion_layer, mask, views)
+        return NodeRows(tree.depths + cache.length, mask)
+
+    def lower(self, tree: Tree, cache: TreeCache, nodes: NodeRows | None = None) -> mx.array:
+        """[1, N, D] hidden states of the tree's nodes before the insertion layer.
+
+        `nodes` are `node_rows`, where they are known.
+        """
+        nodes = nodes or self.node_rows(tree, cache)
+        views = [cache.view(layer, nodes.positions) for layer in range(self.insertion_layer)]
+        hidden = self.backbone.embed(tree.tokens, nodes.positions)
+        return self.backbone.run(hidden, 0, self.insertion_layer, nodes.mask, views)
 
     def early_exit_logits(self, hidden: mx.array) -> mx.array:
         """[R, V] early-exit logits H(o(M_l)) of `hidden` [1, R, D] (section 3.2.3)."""
@@ -209,13 +225,25 @@ class StreamFusedModel:
             rows = start[:, :, None, :] + self.streams.embeddings[:num_streams]
         return rows.reshape(batch, num_nodes * num_streams, size).astype(hidden.dtype)
 
-    def upper(self, rows: mx.array, tree: Tree, cache: TreeCache, num_streams: int) -> mx.array:
+    def upper(
+        self,
+        rows: mx.array,
+        tree: Tree,
+        cache: TreeCache,
+        num_streams: int,
+        nodes: NodeRows | None = None,
+    ) -> mx.array:
         """[1, M * (1 + G), D] last hidden states of nodes and streams (eqs. 1 and 2).
 
-        Of the M nodes that are left in `tree`, and of `rows` as `insert` gives them.
+        Of the M nodes that are left in `tree`, and of `rows` as `insert` gives them; `nodes` are
+        this tree's `node_rows`, where they are known.
         """
         num_nodes = tree.num_nodes
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
+        if num_streams == 0:
+            nodes = nodes or self.node_rows(tree, cache)
+            views = [cache.view(n, nodes.positions) for n in self._upper_layers]
+            return self._run_upper(rows, nodes.mask, views, None)
         positions = stream_positions(tree.depths + cache.length, num_streams)
         rotate = None
         if self.rotation is not None:
@@ -223,7 +251,7 @@ class StreamFusedModel:
         visible = stream_visibility(tree.ancestors, num_streams)
         mask = cache.upper_masks.step_mask(visible, cache, tree.topology, self._takes_bits)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
-        return self._run_upper(rows, mask, views, num_nodes if num_streams else None)
+        return self._run_upper(rows, mask, views, num_nodes)
 
     def second_pass(
         self,
@@ -246,7 +274,7 @@ class StreamFusedModel:
             num_streams: G, at most as many as were trained.
         """
         rows = self.start_streams(hidden[:, last], num_streams)
-        positions = position + indices(1, num_streams + 1)
+        positions = position + indices(1, 2)  # and the following ones
         visible = earlier_streams(num_streams)
         mask = cache.upper_masks.step_mask(visible, cache, num_streams, self._takes_bits)
         rotate = None
