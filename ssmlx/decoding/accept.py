@@ -1,10 +1,11 @@
 """Acceptance: the longest drafted path that the target itself would have written (A.1)."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 
-from ..model.shapes import expect_shape, indices
+from ..model.shapes import expect_shape, indices, take
 from ..model.tree import PAD_TOKEN, Tree
 from ..settings import AcceptanceConfig
 
@@ -20,12 +21,12 @@ class Acceptance:
     new_tokens: mx.array
     num_accepted: mx.array  # [1] accepted nodes below the root
 
-    @property
+    @cached_property
     def last(self) -> mx.array:
         """[1] the deepest accepted node."""
         return self.path[-1:]
 
-    @property
+    @cached_property
     def correction(self) -> mx.array:
         """[1] the target's token after the last accepted node: the next tree's root."""
         return self.new_tokens[-1:]
@@ -39,12 +40,15 @@ def accept(tree: Tree, target_tokens: mx.array) -> Acceptance:
     it is in the tree leaves the target's distribution exact; no rejection rule is needed.
     """
     expect_shape("target tokens", target_tokens, tree.num_nodes)
-    agrees = (tree.tokens == target_tokens[tree.parents]) | (tree.depths == 0)
-    accepted = agrees[tree.paths].all(axis=1)
-    # Siblings carry different tokens, so the accepted nodes are one path and the deepest is unique.
+    if tree.num_nodes == 1:
+        return Acceptance(indices(1), target_tokens, indices(1))
+    agrees = tree.tokens == take(target_tokens, tree.parents)
+    accepted = agrees[tree.paths[:, 1:]].all(axis=1)
+    # Siblings carry different tokens, so the accepted nodes are one path and the deepest is unique;
+    # where there are none, the first node is, the root.
     last = mx.where(accepted, tree.depths, -1).argmax(keepdims=True)
-    path = tree.paths[last][0]
-    return Acceptance(path, target_tokens[path], tree.depths[last])
+    path = tree.paths[last].flatten()
+    return Acceptance(path, take(target_tokens, path), take(tree.depths, last))
 
 
 def accept_typical(

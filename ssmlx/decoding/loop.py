@@ -186,7 +186,7 @@ def step(
     )
     next_tree = drafter.propose(verified) if drafts else root_tree(verified.root)
     next_tree = agreed_tree(model, next_tree)
-    next_tail = places.recent[accepted.last][0]
+    next_tail = places.tail_at(accepted.last)
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
     told = sampler.told(logits, places, accepted.path, accepted.new_tokens)
     return StepResult(tree.num_nodes, accepted, next_tree, next_tail, for_host, told)
@@ -298,7 +298,7 @@ def plain_decode(
         chosen = choose(model, logits, sampler, places)
         rows = sampler.told(logits, places, indices(1), chosen)
         mx.async_eval(chosen, *([] if rows is None else [rows]))
-        return chosen, places.recent[0], rows
+        return chosen, places.tail_at(indices(1)), rows
 
     token, tail, rows = call(mx.array(prompt[-1:], mx.int32), tail)
     while True:

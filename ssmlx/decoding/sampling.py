@@ -49,6 +49,10 @@ class Places:
     # so many
     recent: mx.array
 
+    def tail_at(self, row: mx.array) -> mx.array:
+        """[C] the recent tokens of one `row` [1]."""
+        return self.recent[row].flatten() if self.recent.size else indices(0)
+
 
 def last_tokens(tokens: Sequence[int], size: int) -> mx.array:
     """[C] the last C = `size` of `tokens`, PAD_TOKEN before them where there are fewer."""
@@ -60,7 +64,7 @@ def places_of(tree: Tree, first: mx.array, tail: mx.array) -> Places:
     """The places of a tree's nodes: its root's is `first` [1], after the tokens `tail` [C]."""
     num_nodes, num_levels, size = tree.num_nodes, tree.paths.shape[1], tail.shape[0]
     if size == 0:
-        return Places(first, tree.depths, num_levels, mx.zeros((num_nodes, 0), mx.int32))
+        return Places(first, tree.depths, num_levels, mx.broadcast_to(tail, (num_nodes, 0)))
     before = mx.broadcast_to(tail, (num_nodes, size))
     text = mx.concatenate([before, tree.tokens[tree.paths]], axis=1)
     window = tree.depths[:, None] + 1 + indices(size)

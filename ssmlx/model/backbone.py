@@ -338,9 +338,9 @@ class Backbone:
 
         With a `head` that `draft_head` made, the logits [R, Vd] of its tokens alone.
         """
-        normed = self.final_norm(hidden)
-        # Not [0], which MLX takes as a gather: a copy of all logits.
-        return (head or self.lm_head)(normed).squeeze(0)
+        # Not [0], which MLX takes as a gather.
+        normed = self.final_norm(hidden).squeeze(0)
+        return (head or self.lm_head)(normed)
 
     @property
     def lm_head(self) -> LMHead:

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, TreeConfig
-from .shapes import expect_shape, indices
+from .shapes import evaluated, expect_shape, indices, take
 
 # The token of nodes that only fill a tree up to a usual size: no target token equals it.
 PAD_TOKEN = -1
@@ -34,6 +34,26 @@ class Topology:
     paths: mx.array
     num_candidates: int  # K, candidates that each stream must rank
     num_internal: int  # leading nodes that may have children
+
+    @cached_property
+    def parents(self) -> mx.array:
+        """`Tree.parents`."""
+        return evaluated(_parents(self.paths, self.depths))
+
+    @cached_property
+    def ancestors(self) -> mx.array:
+        """`Tree.ancestors`."""
+        return evaluated(_ancestors(self.paths))
+
+    @cached_property
+    def below_root(self) -> mx.array:
+        """[N, P] bool: which of `paths` are neither the root nor repeated."""
+        return evaluated(_below_root(self.paths, self.depths))
+
+    @cached_property
+    def edge_slots(self) -> mx.array:
+        """[N] `slots`, and before them any one for the root."""
+        return evaluated(mx.concatenate([indices(1), self.slots]))
 
     @property
     def num_nodes(self) -> int:
@@ -62,36 +82,49 @@ class Tree:
         """N."""
         return self.tokens.shape[0]
 
-    @property
+    @cached_property
     def parents(self) -> mx.array:
         """[N] parent of each node; the root is its own."""
-        above = mx.maximum(self.depths - 1, 0)
-        return mx.take_along_axis(self.paths, above[:, None], axis=1)[:, 0]
+        return self.topology.parents if self.topology else _parents(self.paths, self.depths)
 
     @cached_property
     def ancestors(self) -> mx.array:
         """[N, N] bool: column j is row i itself or one of its ancestors (eq. 4, figure 8)."""
-        nodes = indices(self.num_nodes)
-        return (self.paths[:, :, None] == nodes).any(axis=1)
+        return self.topology.ancestors if self.topology else _ancestors(self.paths)
 
     def path_sums(self, edges: mx.array) -> mx.array:
         """[N] sum of `edges` [N], one value a node, over each node's path below the root."""
-        levels = indices(self.paths.shape[1])
-        below_root = (levels > 0) & (levels <= self.depths[:, None])
+        fixed = self.topology
+        below_root = fixed.below_root if fixed else _below_root(self.paths, self.depths)
         return mx.where(below_root, edges[self.paths], 0.0).sum(axis=1)
 
     def select(self, keep: mx.array) -> Tree:
         """The tree of the nodes `keep` [M], ascending, which hold every ancestor of theirs."""
         old_paths = self.paths[keep]
         paths = (old_paths[:, :, None] == keep).argmax(axis=-1).astype(mx.int32)
-        return Tree(self.tokens[keep], self.depths[keep], paths, keep.shape[0])
+        return Tree(take(self.tokens, keep), take(self.depths, keep), paths, keep.shape[0])
+
+
+def _parents(paths: mx.array, depths: mx.array) -> mx.array:
+    # The root's -1 is the end of its path, which is the root.
+    return mx.take_along_axis(paths, depths[:, None] - 1, axis=1)[:, 0]
+
+
+def _ancestors(paths: mx.array) -> mx.array:
+    return (paths[:, :, None] == indices(paths.shape[0])).any(axis=1)
+
+
+def _below_root(paths: mx.array, depths: mx.array) -> mx.array:
+    levels = indices(paths.shape[1])
+    return (levels > 0) & (levels <= depths[:, None])
 
 
 def top_nodes(scores: mx.array, count: int) -> mx.array:
     """[count] the best-scored of `scores` [N], in ascending order of index."""
     if count >= scores.shape[0]:
         return indices(scores.shape[0])
-    return mx.sort(mx.argpartition(-scores, count - 1)[:count]).astype(mx.int32)
+    others = scores.shape[0] - count
+    return mx.sort(mx.argpartition(scores, others)[others:]).astype(mx.int32)
 
 
 def clip_edges(logprobs: mx.array) -> mx.array:
@@ -188,9 +221,9 @@ def best_tree(
 ) -> Tree:
     """The `size` likeliest nodes of a topology, as `grow_tree`; all where there are no more."""
     expect_shape("candidates", tokens, tokens.shape[0], topology.num_candidates)
-    node_tokens = mx.concatenate([root, tokens.flatten()[topology.slots]])
+    node_tokens = mx.concatenate([root, take(tokens.flatten(), topology.slots)])
     tree = Tree(node_tokens, topology.depths, topology.paths, topology.num_internal, topology)
     if topology.num_nodes <= size:
         return tree
-    edges = mx.concatenate([mx.zeros(1), clip_edges(logprobs).flatten()[topology.slots]])
+    edges = take(clip_edges(logprobs).flatten(), topology.edge_slots)
     return tree.select(top_nodes(tree.path_sums(edges), size))
