@@ -173,7 +173,7 @@ class Steps:
 
     def _take(self) -> tuple[int, Tree]:
         result = step(self._done, self.tree, self.cache, self._drafter, PruneConfig())
-        mx.eval(result.arrays(), self.cache.state)
+        mx.eval(result.decided(), result.drafted(), self.cache.state)
         return len(result.read()), result.next_tree
 
 

@@ -646,20 +646,25 @@ def after_start(events, steps):
     return events
 
 
+# A step is launched in two parts: it decides, the host reads, and while it drafts the next starts.
+CALL = ["build", "wait", "launch", "read", "launch", "give"]
+
+
 @pytest.mark.parametrize("prune", PRUNINGS[:2])
 def test_the_next_step_is_built_while_one_runs_and_starts_before_tokens_are_given(prune, events):
     """A budget of nodes needs no further read."""
     steps = streaming(make_model(), prune=prune)
-    assert after_start(events, steps) == ["build", "read", "launch", "give"] * 3
+    assert after_start(events, steps) == CALL * 3
 
 
 def test_what_has_to_know_the_text_reads_first(events):
     """The drafter reads once; the loop once more, when nothing is left to wait for."""
+    call = ["launch", "build", "read", "wait", "launch", "read", "give"]
     drafter = PromptLookupDrafter(PromptLookupConfig())
     steps = streaming(make_model(), drafter=drafter)
-    assert after_start(events, steps) == ["build", "read", "launch", "read", "give"] * 3
+    assert after_start(events, steps) == call * 3
     steps = streaming(make_model(), prune=PruneConfig(kind="threshold", threshold=0.1))
-    assert after_start(events, steps) == ["build", "read", "launch", "read", "give"] * 3
+    assert after_start(events, steps) == call * 3
 
 
 def test_plain_decoding_reads_once_a_token(events):
@@ -676,7 +681,7 @@ def test_the_first_token_is_given_before_anything_else_starts(events):
     assert events == ["wait", "build", "launch", "read"]  # the prompt is waited for
     events.clear()
     next(steps)
-    assert events == ["build", "launch", "build", "read", "launch"]
+    assert events == ["launch", "build", "wait", "launch", *CALL[:-1]]
 
 
 def test_no_step_is_started_for_an_answer_that_has_ended(events):
@@ -684,7 +689,68 @@ def test_no_step_is_started_for_an_answer_that_has_ended(events):
     next(steps)
     events.clear()
     next(steps)
-    assert events == ["build", "launch", "build", "read"]
+    assert events == ["launch", "build", "wait", "launch", *CALL[:-2]]
+
+
+@pytest.mark.parametrize("schedule", STREAM_SCHEDULES)
+@pytest.mark.parametrize("someone_holds_it", [False, True])
+def test_caches_are_written_in_place(schedule, someone_holds_it):
+    """A copy of one layer of the cache would show in the peak, as it does where one is held."""
+    model = make_model()
+    drafter = StreamDrafter(model, PAIR[1], model.num_streams, schedule)
+    cache = model.make_cache(drafter.max_nodes * (1 + model.num_streams))
+    cache.reserve(tokens=20_000)
+    steps = streaming_decode(model, PROMPT, cache, drafter=drafter)
+    first_tokens(steps, 12)
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(12):
+        next(steps)
+        held = cache.hold() if someone_holds_it else None
+    del held
+    layer = cache.nbytes / model.num_layers
+    assert (mx.get_peak_memory() - before > layer) == someone_holds_it
+
+
+def test_the_next_step_starts_while_this_one_drafts(monkeypatch):
+    """What it drafts is not there yet when it is given out, and the next step is under way."""
+    order, read, launch = [], decode.StepResult.read, mx.async_eval
+    monkeypatch.setattr(
+        decode.StepResult, "read", lambda self: order.append(("read", self)) or read(self)
+    )
+    monkeypatch.setattr(
+        mx, "async_eval", lambda *new: order.append(("launch", new)) or launch(*new)
+    )
+    steps = streaming(make_model())
+    next(steps), next(steps)
+    order.clear()
+    next(steps)
+    (_, (drafted,)), (_, result), (_, (decided, state)) = order
+    # `is`: an array of MLX compares its values.
+    assert drafted[0] is result.next_tree.tokens and decided[0] is not result.for_host
+    assert len(state) > 2
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_mlx_copies_a_buffer_to_write_where_work_in_flight_reads_it(waits):
+    """Why a step is launched when its predecessor's tree is verified, and not before."""
+    slow = mx.random.normal((300, 300))
+    buffer = mx.zeros((1, 4, 400_000, 8))
+    mx.eval(slow, buffer)
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before, product = mx.get_active_memory(), slow
+    for _ in range(20):
+        product = product @ slow
+    row = mx.take(buffer, (0 * product[0, :1]).astype(mx.int32), axis=2)
+    mx.async_eval(row)
+    if waits:
+        mx.eval(row)
+    buffer[:, :, 5:6] = row
+    mx.async_eval(buffer)
+    mx.synchronize()
+    assert (mx.get_peak_memory() - before < buffer.nbytes) == waits
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])

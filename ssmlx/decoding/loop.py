@@ -126,11 +126,13 @@ class StepResult:
     for_host: mx.array  # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`
     told: mx.array | None  # [P, 1 + 2 T] log probabilities of the latter, see `Sampling.told`
 
-    def arrays(self) -> list[mx.array]:
-        """All that the next step and the host will read."""
-        tree = self.next_tree
-        told = [] if self.told is None else [self.told]
-        return [self.for_host, tree.tokens, tree.depths, tree.paths, self.tail, *told]
+    def decided(self) -> list[mx.array]:
+        """What the host will read, and the next tail: all of it before the next tree is drafted."""
+        return [self.for_host, self.tail, *([] if self.told is None else [self.told])]
+
+    def drafted(self) -> list[mx.array]:
+        """The next tree."""
+        return [self.next_tree.tokens, self.next_tree.depths, self.next_tree.paths]
 
     def read(self) -> list[int]:
         """The tokens that the call advanced by: the step's one read, which waits for it."""
@@ -209,10 +211,12 @@ def streaming_decode(
 ) -> Iterator[list[int]]:
     """Yield the tokens that each target call advances by, endlessly, behind `prefill_turns`.
 
-    While a step runs, the next one is built; when it is done, its successor starts, and only then
-    are its tokens given out. Drafters that read the text, and pruning by threshold, have to know
-    them first. So does the prompt's call: its token is the one that somebody waits for, and is
-    given out before anything else is started.
+    While a step runs, the next one is built. A step's tokens are read when its tree is verified;
+    while it still drafts, its successor is launched behind it, and only then are they given out. So
+    a GPU always has work, and the cache is written in place: MLX would copy it for a step that is
+    launched while another may still read it. Drafters that read the text, and pruning by threshold,
+    have to know the tokens first. So does the prompt's call: its token is the one that somebody
+    waits for, and is given out before anything else is started, drafting too.
 
     Args:
         model: a model with streams, or with any drafter that needs none.
@@ -246,13 +250,15 @@ def streaming_decode(
 
     builds_ahead = not drafter.waits and prune.kind != "threshold"
     result = build(root_tree(mx.array(prompt[-1:], mx.int32)), tail)
-    mx.async_eval(result.arrays(), cache.state)
-    is_first = True
+    mx.async_eval(result.decided(), cache.state)
+    drafted: list[mx.array] | None = None
     while True:
         before, upcoming = cache.hold(), None
-        if builds_ahead and not is_first:
+        if builds_ahead and drafted is not None:
             upcoming = build(result.next_tree, result.tail)
-        is_first = False
+            mx.eval(drafted)  # done, mostly; else what this step drafts with would be copied
+            drafted = result.drafted()
+            mx.async_eval(drafted)
         new_tokens = result.read()
         tell_logprobs(told, new_tokens, result.told)
         pace.observe(len(new_tokens), drafted=result.num_nodes > 1)
@@ -263,11 +269,14 @@ def streaming_decode(
             cache.restore(before)
             cache.advance(len(new_tokens))
             yield new_tokens
+            drafted = result.drafted()
+            mx.async_eval(drafted)
             upcoming = build(result.next_tree, result.tail)
-            mx.async_eval(upcoming.arrays(), cache.state)
+            mx.eval(drafted)  # The first drafting may have read all that the cache holds.
+            mx.async_eval(upcoming.decided(), cache.state)
         else:
             del before  # MLX writes in place only into what nobody else holds.
-            mx.async_eval(upcoming.arrays(), cache.state)
+            mx.async_eval(upcoming.decided(), cache.state)
             cache.advance(len(new_tokens))
             yield new_tokens
         result = upcoming
