@@ -4,6 +4,7 @@ import ast
 import math
 import random
 import sys
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 from tiny import (
     ARCHITECTURES,
     VOCAB,
@@ -30,6 +31,7 @@ from tiny import (
 import ssmlx
 from ssmlx.api import stream_generate, summary, token_steps
 from ssmlx.decoding import loop as decode
+from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
 from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.decoding.pace import Pace
@@ -40,7 +42,17 @@ from ssmlx.decoding.prune import (
     surviving_nodes,
     transition_logprobs,
 )
-from ssmlx.decoding.sampling import Places, Sampling, gumbel_noise, last_tokens, places_of
+from ssmlx.decoding.sampling import (
+    NUM_CANDIDATES,
+    Places,
+    Sampling,
+    filter_logprobs,
+    last_tokens,
+    log_softmax,
+    places_of,
+    to_gumbel,
+    uniform_noise,
+)
 from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
@@ -915,9 +927,71 @@ def test_draws_follow_mlx_lms_distribution(settings):
         assert not share[exact == 0].any()
 
 
+def some_logits(kind, rows=8, size=3000):
+    """[rows, size] logits, of peaked rows and flat ones."""
+    rng = np.random.default_rng(2)
+    drawn, sharp = rng.normal(0, 1, (rows, size)), np.geomspace(0.01, 9, rows)[:, None]
+    if kind == "zipf":
+        drawn, sharp = -np.log(1 + drawn.argsort(axis=1)), np.linspace(0.8, 4, rows)[:, None]
+    if kind == "ruled out":
+        drawn[:, ::2] = -np.inf
+    logits = mx.array(drawn * sharp, mx.float32)
+    return logits.astype(mx.bfloat16) if kind == "ties" else logits
+
+
+@pytest.mark.parametrize("kind", ["normal", "zipf", "ties", "ruled out"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.9}, {"top_p": 0.3}, {"top_p": 1e-6}, {"min_p": 0.1}, {"top_k": 40},
+        {"top_p": 0.8, "top_k": 20}, {"top_p": 0.95, "min_p": 0.01, "top_k": 200},
+    ],
+)  # fmt: skip
+def test_filters_keep_mlx_lms_tokens(settings, kind):
+    """Both where all tokens are looked at, and where the likeliest tell."""
+    logits = some_logits(kind)
+    rows, size = logits.shape
+    logprobs = log_softmax(logits.astype(mx.float32))
+    theirs, config = logprobs, SamplingConfig(**settings, temp=0.7, seed=3)
+    if config.top_p:
+        theirs = apply_top_p(theirs, config.top_p)
+    if config.min_p:
+        theirs = apply_min_p(theirs, config.min_p)
+    if config.top_k:
+        theirs = apply_top_k(theirs, config.top_k)
+    ours = filter_logprobs(logprobs, config)
+    assert np.array_equal(ours, theirs)
+    sampling = Sampling(config, size)
+    spread = Places(mx.array([7]), mx.arange(rows), rows, mx.zeros((rows, 0), mx.int32))
+    tokens = sampling.choose(logits, spread)
+    expected = mx.argmax(sampling.perturb(theirs / config.temp, spread), axis=-1)
+    is_open = tokens < 0
+    assert np.array_equal(mx.where(is_open, 0, tokens), mx.where(is_open, 0, expected))
+    assert sampling.leaves_open or not is_open.any()
+    counts = (theirs > -math.inf).sum(axis=1)
+    assert np.array_equal(is_open, (counts >= NUM_CANDIDATES) & sampling.leaves_open)
+    for row in range(rows):
+        assert sampling.settle(tokens, logits, spread, mx.array([row]))[row] == expected[row]
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"min_p": 0.05, "repetition_penalty": 1.3}])
+@pytest.mark.parametrize("drafter", ["streams", "prompt-lookup", "lookahead"])
+def test_rows_that_are_left_open_change_no_text(settings, drafter, monkeypatch):
+    config = GenerateConfig(**settings, temp=1.0, seed=5)
+    model = make_model("llama", "streams", adapter={"num_msa_layers": 1})
+
+    def text(**more):
+        steps = token_steps(model, PROMPT, model.make_cache(), replace(config, **more))
+        return first_tokens(steps, 40)[0]
+
+    expected = text(decoding="plain")
+    monkeypatch.setattr(decisions, "NUM_CANDIDATES", 2)
+    assert text(decoding="plain") == text(drafter=drafter) == expected
+
+
 def test_noise_belongs_to_seed_and_place():
     def noise(seed, first, count, size=VOCAB):
-        return gumbel_noise(seed, mx.array([first]), count, size)
+        return to_gumbel(uniform_noise(mx.array(seed, mx.uint32), first + mx.arange(count), size))
 
     whole = noise(7, 100, 6)
     assert np.array_equal(whole[2:4], noise(7, 102, 2))

@@ -21,7 +21,8 @@ class Verified:
     """What a target call leaves for drafting, on the device."""
 
     tree: Tree  # the M nodes that were verified
-    target_tokens: mx.array  # [M] the target's token after each of them
+    # [M] the target's token after each of them, see `Sampling.choose`
+    target_tokens: mx.array
     acceptance: Acceptance  # how far the tree held
     node_hidden: mx.array  # [1, M, D] last hidden states of the nodes, before the final norm
     # [1, G, D] those of the last accepted node's streams, where the step carried streams

@@ -75,8 +75,22 @@ def prune_tree(
 def choose(
     model: StreamFusedModel, logits: mx.array, sampler: Sampling, places: Places
 ) -> mx.array:
-    """[R] the target's token after each row of `logits` [R, V]."""
+    """[R] the target's token after each row of `logits` [R, V], see `Sampling.choose`."""
     return model.backbone.agreed(sampler.choose(logits, places))[0]
+
+
+def settle(
+    model: StreamFusedModel,
+    tokens: mx.array,
+    logits: mx.array,
+    sampler: Sampling,
+    places: Places,
+    row: mx.array,
+) -> mx.array:
+    """What `choose` gave, with the token of `row` [1] decided where it was left open."""
+    if not sampler.leaves_open:
+        return tokens
+    return model.backbone.agreed(sampler.settle(tokens, logits, places, row))[0]
 
 
 def verify(
@@ -91,7 +105,9 @@ def verify(
     holds."""
     if acceptance.kind == "exact":
         target_tokens = choose(model, logits, sampler, places)
-        return target_tokens, accept(tree, target_tokens)
+        found = accept(tree, target_tokens)
+        target_tokens = settle(model, target_tokens, logits, sampler, places, found.last)
+        return target_tokens, replace(found, new_tokens=target_tokens[found.path])
     if sampler.config.temp == 0:
         raise ValueError("typical acceptance needs a temperature above 0")
     logprobs = sampler.logprobs(logits, places)
@@ -305,6 +321,7 @@ def plain_decode(
         places = places_of(root_tree(token), cache.length, tail)
         logits = model.backbone.logits(model.backbone.append(token, cache))
         chosen = choose(model, logits, sampler, places)
+        chosen = settle(model, chosen, logits, sampler, places, indices(1))
         rows = sampler.told(logits, places, indices(1), chosen)
         mx.async_eval(chosen, *([] if rows is None else [rows]))
         return chosen, places.tail_at(indices(1)), rows

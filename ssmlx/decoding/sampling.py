@@ -17,13 +17,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import mlx.core as mx
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+from mlx_lm.sample_utils import apply_min_p
 
 from ..errors import InputError
 from ..model.shapes import expect_shape, indices, to_int, to_list
 from ..model.tree import PAD_TOKEN, Tree
 from ..settings import SamplingConfig
-from .drafter import rank_candidates
+from .drafter import rank_candidates, top_columns
+
+NUM_CANDIDATES = 128  # likeliest tokens of a row, among which top-p and min-p are decided
+OPEN = PAD_TOKEN - 1  # see `Sampling.choose`
+_BISECTIONS = 32
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,23 @@ class Sampling:
             )
         self._bias_tokens = mx.array(list(bias), mx.int32)
         self._bias = mx.array(list(bias.values()), mx.float32)
+        self._top_k = config.top_k if 0 < config.top_k < vocab_size else 0
+        self._has_nucleus = 0 < config.top_p < 1
+        filters = self._has_nucleus or config.min_p > 0 or self._top_k > 0
+        self._filters = config.temp > 0 and filters
+        # Whether `settle` has to follow `choose`.
+        self.leaves_open = self._filters and not self._top_k and vocab_size > NUM_CANDIDATES
+        self._scale = mx.array(1 / (config.temp or 1))
+        lowest = math.log(config.min_p) if config.min_p > 0 else -math.inf
+        self._bounds = mx.array([config.top_p, lowest])
 
     @cached_property
-    def _seed(self) -> int:
+    def _seed(self) -> mx.array:
         """Of the noise; a new one is taken from MLX's random state when it is first needed."""
+        seed = self.config.seed or 0
         if self.config.seed is None and self.config.temp > 0:
-            return to_int(mx.random.randint(0, 2**31 - 1))
-        return self.config.seed or 0
+            seed = to_int(mx.random.randint(0, 2**31 - 1))
+        return mx.array((seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
 
     def process(self, logits: mx.array, places: Places) -> mx.array:
         """[R, V] logits with bias and penalties."""
@@ -103,24 +117,51 @@ class Sampling:
 
     def logprobs(self, logits: mx.array, places: Places) -> mx.array:
         """[R, V] float32 log probabilities that the target samples from; needs `temp` above 0."""
-        logits = self.process(logits, places).astype(mx.float32)
-        kept = filter_logprobs(log_softmax(logits), self.config)
-        return log_softmax(kept * (1.0 / self.config.temp))
-
-    def scores(self, logits: mx.array, places: Places) -> mx.array:
-        """[R, V] what decides: each row's largest is its token."""
-        if self.config.temp == 0:
-            return self.process(logits, places)
-        return self.perturb(self.logprobs(logits, places), places)
+        logprobs = log_softmax(self.process(logits, places).astype(mx.float32))
+        return log_softmax(filter_logprobs(logprobs, self.config) * self._scale)
 
     def perturb(self, logprobs: mx.array, places: Places) -> mx.array:
         """[R, V] log probabilities with their place's noise."""
-        noise = gumbel_noise(self._seed, places.first, places.num_levels, logprobs.shape[1])
-        return logprobs + noise[places.depths]
+        return perturb(logprobs, mx.array(1.0), self._seed, places.first + places.depths)
 
     def choose(self, logits: mx.array, places: Places) -> mx.array:
-        """[R] the token after each row, of its logits [R, V]."""
-        return mx.argmax(self.scores(logits, places), axis=-1).astype(mx.int32)
+        """[R] the token after each row, of its logits [R, V].
+
+        With `leaves_open`, it is OPEN - t where the filters may keep more than the `NUM_CANDIDATES`
+        tokens that are looked at, of which t won. No drafted token equals it, so a path ends there.
+        """
+        tokens, open_rows = self._rank(self.process(logits, places), places, 1)
+        tokens = tokens[:, 0].astype(mx.int32)
+        return mx.where(open_rows, OPEN - tokens, tokens) if self.leaves_open else tokens
+
+    def settle(self, tokens: mx.array, logits: mx.array, places: Places, row: mx.array) -> mx.array:
+        """`tokens` [R] as `choose` gives them, the one of `row` [1] decided among all tokens."""
+        places = replace(places, depths=places.depths[row], recent=places.recent[row])
+        scores = self.perturb(self.logprobs(logits[row], places), places)
+        found = mx.argmax(scores, axis=-1).astype(mx.int32)
+        return mx.where((tokens < 0) & (indices(tokens.shape[0]) == row), found, tokens)
+
+    def rank(self, logits: mx.array, places: Places, count: int) -> mx.array:
+        """[R, count] tokens by what decides, best first, among those that `choose` looks at."""
+        return self._rank(self.process(logits, places), places, count)[0]
+
+    def _rank(self, logits: mx.array, places: Places, count: int) -> tuple[mx.array, mx.array]:
+        """[R, count] tokens of processed logits; with filters, also which rows [R] may keep more
+        tokens than were looked at."""
+        if self._filters:
+            size = logits.shape[1]
+            width = min(size, max(count, self._top_k or NUM_CANDIDATES))
+            tokens, scores, open_rows = rank_kept(
+                logits, self._scale, self._bounds, self._seed, places.first, places.depths,
+                places.num_levels, width, self._top_k or size, self._has_nucleus,
+            )  # fmt: skip
+            best = mx.argsort(-scores, axis=-1)[:, :count]
+            return mx.take_along_axis(tokens, best, axis=-1), open_rows
+        if self.config.temp > 0:
+            logits = perturb(logits, self._scale, self._seed, places.first + places.depths)
+        if count == 1:
+            return mx.argmax(logits, axis=-1, keepdims=True), mx.array(False)
+        return top_columns(logits, count)[0], mx.array(False)
 
     def told(
         self, logits: mx.array, places: Places, rows: mx.array, tokens: mx.array
@@ -165,12 +206,72 @@ def log_softmax(logits: mx.array) -> mx.array:
 def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
     """[R, V] `logprobs` with -inf for the tokens that top-p, min-p or top-k leave out."""
     if 0.0 < config.top_p < 1.0:
-        logprobs = apply_top_p(logprobs, config.top_p)
+        floor = nucleus_floor(logprobs, mx.array(config.top_p))
+        logprobs = mx.where(logprobs > floor, logprobs, -math.inf)
     if config.min_p > 0.0:
         logprobs = apply_min_p(logprobs, config.min_p)
     if 0 < config.top_k < logprobs.shape[-1]:
-        logprobs = apply_top_k(logprobs, config.top_k)
+        tokens, best = top_columns(logprobs, config.top_k)
+        none = mx.full(logprobs.shape, -math.inf)
+        logprobs = mx.put_along_axis(none, tokens, best, axis=-1)
     return logprobs
+
+
+@mx.compile
+def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
+    """[R, 1] what the log probabilities [R, V] of the tokens that top-p keeps exceed.
+
+    Found by bisection, down to neighbouring float32: more passes than a sort of one row has, of
+    which none is a sort. All tokens of log((1 - p) / V) and less together are too few to matter.
+    """
+    probs = mx.exp(logprobs)
+    high = logprobs.max(axis=-1, keepdims=True)
+    low = mx.minimum(high, mx.log((1 - top_p) / logprobs.shape[-1])) - 1
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        above = mx.where(logprobs > middle, probs, 0).sum(axis=-1, keepdims=True)
+        low, high = mx.where(above < top_p, low, middle), mx.where(above < top_p, middle, high)
+    return low
+
+
+@mx.compile
+def rank_kept(
+    logits: mx.array,
+    scale: mx.array,
+    bounds: mx.array,
+    seed: mx.array,
+    first: mx.array,
+    depths: mx.array,
+    num_levels: int,
+    width: int,
+    top_k: int,
+    has_nucleus: bool,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The likeliest tokens [R, K] of each row, K = `width`, what decides between them [R, K], -inf
+    where a filter leaves one out, and whether the last one was kept [R].
+
+    `bounds` [2] are top-p and the logarithm of min-p.
+    """
+    size = logits.shape[1]
+    tokens, logprobs = top_columns(logits, width)
+    kept = logprobs >= logprobs[:, :1] + bounds[1]
+    if has_nucleus:
+        logprobs = logprobs - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
+        above = mx.cumsum(mx.exp(logprobs), axis=-1, inclusive=False)
+        floor = mx.where(above < bounds[0], logprobs, math.inf).min(axis=-1, keepdims=True)
+        kept = kept & (logprobs >= floor)
+    if top_k < width:
+        kept = kept & (mx.arange(width) < top_k)
+    noise = uniform_noise(seed, first + mx.arange(num_levels), size)[depths[:, None], tokens]
+    scores = mx.where(kept, logprobs * scale + to_gumbel(noise), -math.inf)
+    return tokens, scores, kept[:, -1]
+
+
+@mx.compile
+def perturb(logits: mx.array, scale: mx.array, seed: mx.array, at: mx.array) -> mx.array:
+    """[R, V] float32 `logits` [R, V] * `scale` with the noise of the places `at` [R]."""
+    noise = to_gumbel(uniform_noise(seed, at, logits.shape[1]))
+    return logits.astype(mx.float32) * scale + noise
 
 
 def penalise(logits: mx.array, recent: mx.array, config: SamplingConfig) -> mx.array:
@@ -200,8 +301,12 @@ def count_tokens(recent: mx.array, vocab_size: int) -> mx.array:
     return counts.at[rows, column].add(1)[:, :vocab_size]
 
 
-def gumbel_noise(seed: int, first: mx.array, count: int, vocab_size: int) -> mx.array:
-    """[count, V] standard Gumbel noise of the `count` places from `first` [1] on."""
-    word = mx.full((count,), (seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
-    keys = mx.stack([word, (first + indices(count)).astype(mx.uint32)], axis=1)
-    return mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
+def uniform_noise(seed: mx.array, at: mx.array, vocab_size: int) -> mx.array:
+    """[R, V] numbers from 0 to 1 that belong to `seed` [] and to the places `at` [R]."""
+    keys = mx.stack([mx.broadcast_to(seed, at.shape), at.astype(mx.uint32)], axis=1)
+    return mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))(keys)
+
+
+def to_gumbel(uniform: mx.array) -> mx.array:
+    """Standard Gumbel noise of uniform noise."""
+    return -mx.log(-mx.log(uniform))

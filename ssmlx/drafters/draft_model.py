@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
 from ..bars import Progress
-from ..decoding.drafter import Verified, top_columns
+from ..decoding.drafter import Verified
 from ..decoding.sampling import Places, Sampling, last_tokens
 from ..errors import require
 from ..loading.load import load_tokenizer, load_weights
@@ -130,16 +130,13 @@ class DraftModelDrafter:
 
     The K forward passes are one graph: no drafted token is read by the host while drafting.
     Where the target samples, so does the draft model, under the same settings and the same noise
-    of each place: where both distributions are alike, so are the draws. Without `sampling`, the
-    likeliest tokens are drafted.
+    of each place: where both distributions are alike, so are the draws.
     """
 
     num_streams, cache_bytes = 0, 0
     waits = True
 
-    def __init__(
-        self, model: DraftModel, config: DraftModelConfig, sampling: Sampling | None = None
-    ) -> None:
+    def __init__(self, model: DraftModel, config: DraftModelConfig, sampling: Sampling) -> None:
         width, levels = min(config.width, model.vocab_size), config.num_draft_tokens
         self._model, self._sampling = model, sampling
         self._width, self.num_levels = width, levels
@@ -169,7 +166,8 @@ class DraftModelDrafter:
 
     def _draft(self, tokens: mx.array) -> list[mx.array]:
         """The candidates [W] of each level, best first, after `tokens` [R]."""
-        size = self._sampling.context_size if self._sampling else 0
+        sampling = self._sampling
+        size = sampling.context_size
         text = self._cache.text
         recent = last_tokens(text, size)[None]
         rows: list[mx.array] = []
@@ -178,8 +176,7 @@ class DraftModelDrafter:
             self.draft_calls += 1
             first = mx.array([len(text) - 1 + level])
             places = Places(first, mx.zeros(1, mx.int32), 1, recent)
-            scores = self._sampling.scores(logits, places) if self._sampling else logits
-            row = top_columns(scores, self._width)[0][0]
+            row = sampling.rank(logits, places, self._width)[0].astype(mx.int32)
             rows.append(row)
             tokens = row[:1]
             if size:

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from ..decoding.drafter import Verified
+from ..decoding.sampling import OPEN
 from ..model.tree import Tree
 from ..settings import LookaheadConfig
 from .trie import Trie, padded_size
@@ -91,7 +92,9 @@ class LookaheadDrafter:
             if verified.tree.num_nodes != self._tree.num_nodes:
                 raise ValueError("lookahead's tree was pruned, so its iterations cannot go on")
             # One Jacobi step: every level takes the place of the one above it.
-            rows = [*self._window, [target_tokens[node] for node in self._last_level]]
+            # A token that was left open is as good a guess as others.
+            last = [max(token, OPEN - token) for token in target_tokens]
+            rows = [*self._window, [last[node] for node in self._last_level]]
             for ngram in zip(*rows, strict=True):
                 self._pool.add(ngram)
             self._window = rows[1:]

@@ -1,0 +1,155 @@
+"""What a step asks of a GPU, counted: the same on every machine."""
+
+import io
+import math
+import re
+
+import ssmlx  # first: it prefers OpenBLAS  # noqa: F401
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+from tiny import make_base, make_model
+from tiny_heads import make_heads
+
+from ssmlx.decoding.drafter import Verified, top_columns
+from ssmlx.decoding.loop import step
+from ssmlx.decoding.sampling import Places, Sampling
+from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.model.tree import root_tree
+from ssmlx.plan import make_plan
+from ssmlx.settings import GenerateConfig, SamplingConfig, TreeConfig
+
+# --- Sorts, and passes over all logits ---
+
+BIG = 2048  # a vocabulary that stands out among a step's sizes
+SORTS = {"Sort", "ArgSort", "Partition", "ArgPartition"}
+VIEWS = {"Broadcast", "Reshape", "ExpandDims", "Squeeze", "Slice", "Flatten", "Unflatten", "Split"}
+ELEMENTWISE = {
+    "Abs", "Add", "AsType", "Divide", "Equal", "Exp", "Greater", "GreaterEqual", "Less",
+    "LessEqual", "Log", "LogicalAnd", "Minimum", "Multiply", "Negative", "Select", "Subtract",
+}  # fmt: skip
+GATHERS = {"Gather", "GatherAxis"}  # They read as much as they write.
+FILTERS = {
+    "none": {}, "top-k": {"top_k": 20}, "top-p": {"top_p": 0.9}, "min-p": {"min_p": 0.1},
+    "all": {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+}  # fmt: skip
+
+
+def primitives(function, *arrays):
+    """Each primitive of a graph, none of them fused: its name, inputs and outputs."""
+    found = []
+
+    def note(entry):
+        if entry["type"] == "primitive":
+            found.append((entry["name"], entry["inputs"], entry["outputs"]))
+
+    mx.disable_compile()
+    try:
+        mx.export_function(note, function, *arrays)
+    finally:
+        mx.enable_compile()
+    return found
+
+
+def sorted_lengths(found):
+    """The longest rows that are sorted."""
+    return [shape[-1] for name, inputs, _ in found if name in SORTS for _, shape, _ in inputs]
+
+
+@pytest.fixture(scope="module")
+def big_model():
+    return make_model("llama", "streams", vocab=BIG)
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("drafter", ["streams", "medusa", "mlp-speculator", "draft-model", "plain"])
+def test_no_step_sorts_the_vocabulary(big_model, drafter, temp, filters, monkeypatch):
+    config = GenerateConfig(temp=temp, seed=1, **FILTERS[filters], tree=TreeConfig(size=6))
+    more = {}
+    if drafter == "draft-model":
+        more = {"draft_model": DraftModel(make_base(vocab=BIG))}
+    elif drafter not in ("streams", "plain"):
+        more = {"heads": make_heads(drafter, big_model.backbone)}
+    # Nothing can be read while the graph is walked.
+    monkeypatch.setattr(Verified, "read", lambda self, *more: [[5], *([0] * a.size for a in more)])
+    plan = make_plan(big_model, config, **more)
+    cache = big_model.make_cache()
+    plan.drafter.start([5])
+    found = primitives(
+        lambda token: step(
+            big_model, root_tree(token), cache, plan.drafter, plan.config.prune, plan.sampling,
+            drafts=drafter != "plain",
+        ).arrays(),
+        mx.array([5]),
+    )  # fmt: skip
+    assert any(BIG in shape for _, inputs, _ in found for _, shape, _ in inputs)
+    assert max(sorted_lengths(found), default=0) < BIG / 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 13, 64, 300, 4097, 8192])
+@pytest.mark.parametrize("kind", ["distinct", "ties", "equal", "ruled out", "bfloat16"])
+def test_top_columns_are_a_stable_sorts(size, kind):
+    values = np.random.default_rng(size).normal(0, 3, (3, size)).astype(np.float32)
+    if kind == "ties":
+        values = values.round()
+    if kind == "equal":
+        values[:] = 1
+    if kind == "ruled out":
+        values[:, size // 50 :] = -np.inf
+    given = mx.array(values, mx.bfloat16 if kind == "bfloat16" else mx.float32)
+    values = np.array(given.astype(mx.float32))
+    for count in (1, 2, 7, 60, 256):
+        columns, best = top_columns(given, min(count, size))
+        expected = np.argsort(-values, axis=1, kind="stable")[:, :count]
+        assert np.array_equal(columns, expected)
+        assert np.array_equal(best, np.take_along_axis(values, expected, axis=1))
+
+
+def tree_places(rows):
+    """Places of a root and of `rows` - 1 nodes, at most five levels."""
+    depths = mx.minimum(mx.arange(rows), 4)
+    return Places(mx.array([7]), depths, 5, mx.zeros((rows, 0), mx.int32))
+
+
+def passes(function, *arrays, size):
+    """Primitives that read or write `size` numbers or more. Elementwise ones that feed each other
+    are one: `mx.compile` makes a kernel of them."""
+    group, found = {}, []  # the kernel of each array that elementwise primitives made; their names
+    for name, inputs, outputs in primitives(function, *arrays):
+        big = [key for key, shape, _ in inputs if math.prod(shape) >= size]
+        made = [key for key, shape, _ in outputs if math.prod(shape) >= size]
+        if name in VIEWS:
+            group |= {key: group[big[0]] for key in made if big and big[0] in group}
+        elif name in ELEMENTWISE and made:
+            kernels = sorted({group[key] for key in big if key in group}) or [len(found)]
+            if kernels[0] == len(found):
+                found.append(name)
+            group = {k: kernels[0] if v in kernels else v for k, v in group.items()}
+            group |= dict.fromkeys(made, kernels[0])
+            for merged in kernels[1:]:
+                found[merged] = None
+        elif made or (big and name not in GATHERS):
+            found.append(name)
+    return [name for name in found if name]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_sampling_reads_the_logits_three_times(filters, dtype):
+    """Noise is of places, of which there are fewer than rows; what is settled is of one row."""
+    rows, size = 16, 4096
+    sampler = Sampling(SamplingConfig(temp=0.8, seed=1, **FILTERS[filters]), size)
+    places = tree_places(rows)
+    found = passes(
+        lambda logits: sampler.choose(logits, places),
+        mx.zeros((rows, size), dtype),
+        size=rows * size,
+    )
+    assert len(found) <= 3, found
+    # What was counted as one kernel is one.
+    text = io.StringIO()
+    mx.export_to_dot(text, sampler.choose(mx.zeros((rows, size)), places))
+    names = re.findall(r'label ="(\w+)"', text.getvalue())
+    assert "Log" not in names and any("Log" in name for name in names if "Compiled" in name)
