@@ -1,15 +1,13 @@
 """`python -m perf.attention`: the fused attention kernel against MLX's own, on a Mac.
 
 Every number of rows and every context is timed both ways, in turns, through several layers, each
-with a cache of its own and fed by the layer before, as in a model. The table says which of MLX's
-kernels it was, and whether the rule that chooses between them (`ssmlx.model.metal.plan`) was
-right here.
+with a cache of its own and fed by the layer before, as in a model. "taken" is what steps of such
+a shape come to use here.
 """
 
 import argparse
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,17 +21,9 @@ from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.commands.results import write_result
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
-from ssmlx.model.metal.hook import is_available, pack_bits
-from ssmlx.model.metal.kernels import attend
-from ssmlx.model.metal.plan import (
-    AttentionShape,
-    Chip,
-    choose_path,
-    is_supported,
-    make_plan,
-    mlx_path,
-    this_chip,
-)
+from ssmlx.model.metal.hook import is_available
+from ssmlx.model.metal.plan import AttentionShape, Chip, is_supported, make_plan, this_chip
+from ssmlx.model.metal.trial import MIN_GAIN, both_ways, make_inputs, through
 from ssmlx.tuning.report import Columns, table
 
 from .run.options import add_out
@@ -46,81 +36,32 @@ EPILOG = """examples:
 The sizes are those of SmolLM2-135M unless given; a model's config.json has its own."""
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 WARM_UP = 3
-NOISE = 0.03  # below this the two sides count as equally fast
-
-Attention = Callable[[mx.array, mx.array, mx.array], mx.array]
-
-
-def make_inputs(shape: AttentionShape, layers: int) -> tuple[Any, ...]:
-    """Random inputs, evaluated; each cache has room in front and behind, as a real one.
-
-    Returns:
-        [1, H, R, Dh] queries of the first layer; keys and values of each layer, slices of a cache;
-        and [R, R] bool, a random tree's rows among themselves.
-    """
-    key = mx.random.key(0)
-    queries = mx.random.normal((1, shape.heads, shape.rows, shape.head_size), shape.dtype, key=key)
-    size = (2, shape.kv_heads, shape.keys + 64, shape.head_size)
-    caches = [mx.random.normal(size, shape.dtype, key=mx.random.key(i)) for i in range(layers)]
-    used = slice(32, 32 + shape.keys)
-    row = mx.arange(shape.rows)
-    chance = mx.random.uniform(shape=(shape.rows, shape.rows), key=key) < 0.3
-    visible = (row[:, None] == row) | ((row[:, None] > row) & chance)
-    mx.eval(queries, caches, visible)
-    return queries, [(cache[:1, :, used], cache[1:, :, used]) for cache in caches], visible
-
-
-def attentions(shape: AttentionShape, visible: mx.array, chip: Chip) -> dict[str, Attention]:
-    """Both ways, by name; masks are made beforehand, as a step makes them once for all layers."""
-    scale, plan = shape.head_size**-0.5, make_plan(shape, chip)
-    committed = mx.ones((shape.rows, shape.keys - shape.rows), mx.bool_)
-    mask, bits = mx.concatenate([visible, committed], axis=1), pack_bits(visible)
-    mx.eval(mask, bits)
-    return {
-        "mlx": partial(mx.fast.scaled_dot_product_attention, scale=scale, mask=mask),
-        "fused": lambda queries, keys, values: attend(queries, keys, values, bits, scale, plan),
-    }
 
 
 def compare(
     shape: AttentionShape, layers: int, repeats: int, chip: Chip, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
-    """One line of the table: milliseconds a layer through `layers` of them, and the rule's choice.
+    """One line of the table: milliseconds a layer through `layers` of them.
 
     Medians of `repeats` runs of each side, in turns.
     """
     queries, sides, visible = make_inputs(shape, layers)
-
-    def through_layers(attention: Attention) -> mx.array:
-        hidden = queries
-        for keys, values in sides:
-            hidden = attention(hidden, keys, values)
-        return hidden
-
-    ways = attentions(shape, visible, chip)
+    ways = both_ways(shape, visible, make_plan(shape, chip))
     calls: Calls = {
-        (name, shape.rows, shape.keys): partial(through_layers, way) for name, way in ways.items()
+        (name, shape.rows, shape.keys): partial(through, queries, sides, way)
+        for name, way in zip(("mlx", "fused"), ways, strict=True)
     }
     seconds, _ = medians(calls, repeats, clock, warm=WARM_UP)
     mlx_ms, fused_ms = (1e3 * one / layers for one in seconds.values())
-    first = [way(queries, *sides[0]).astype(mx.float32) for way in ways.values()]
+    first = [way(queries, *sides[0]).astype(mx.float32) for way in ways]
     return {
         "rows": shape.rows,
         "keys": shape.keys,
-        "mlx_path": mlx_path(shape, chip),
-        "chosen": choose_path(shape, chip),
         "mlx_ms": mlx_ms,
         "fused_ms": fused_ms,
+        "taken": "fused" if mlx_ms >= MIN_GAIN * fused_ms else "mlx",
         "largest_difference": float(mx.abs(first[0] - first[1]).max().item()),  # type: ignore[arg-type]
     }
-
-
-def verdict(line: Mapping[str, Any]) -> str:
-    """Whether the rule chose the faster side."""
-    gain = line["mlx_ms"] / line["fused_ms"]
-    if abs(gain - 1) < NOISE:
-        return "even"
-    return "right" if (gain > 1) == (line["chosen"] == "fused") else "WRONG"
 
 
 def report(result: Mapping[str, Any]) -> str:
@@ -129,23 +70,19 @@ def report(result: Mapping[str, Any]) -> str:
     columns: Columns = {
         "rows": lambda line: str(line["rows"]),
         "keys": lambda line: str(line["keys"]),
-        "MLX's path": lambda line: line["mlx_path"],
         "MLX ms": lambda line: f"{line['mlx_ms']:.3f}",
         "fused ms": lambda line: f"{line['fused_ms']:.3f}",
         "speed-up": lambda line: f"{line['mlx_ms'] / line['fused_ms']:.2f}",
-        "chosen": lambda line: line["chosen"],
-        "rule": verdict,
+        "taken": lambda line: line["taken"],
     }
-    counts = Counter(verdict(line) for line in lines)
     lines_shown = [
         f"attention of one layer, {settings['heads']} heads on {settings['kv_heads']} of "
         f"{settings['head_size']}, {settings['dtype']}; {where['machine']}, "
         f"{where['power']}, mlx {where['mlx']}",
         f"medians, through {result['layers']} layers in a run\n",
         *table(columns, lines),
-        f"\nlargest difference {max(line['largest_difference'] for line in lines):.2g}; the rule "
-        f"was right {counts['right']} times, wrong {counts['WRONG']}, and made no difference "
-        f"(under {NOISE:.0%}) {counts['even']}",
+        f"\nlargest difference {max(line['largest_difference'] for line in lines):.2g}; the kernel "
+        f"is taken from {MIN_GAIN:.2f} times MLX's speed on",
     ]
     return "\n".join(lines_shown)
 

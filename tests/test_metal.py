@@ -18,7 +18,6 @@ from real import one_line
 from tiny import first_tokens, make_base, make_model
 
 from perf import attention
-from perf.attention import verdict
 from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
@@ -26,23 +25,13 @@ from ssmlx.model import metal
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.masks import StepMasks
-from ssmlx.model.metal import TreeMask, hook, is_available, kernels
-from ssmlx.model.metal.hook import pack_bits
-from ssmlx.model.metal.kernels import FUNCTIONS, LANES, Call, Kernel, attend
-from ssmlx.model.metal.plan import (
-    DTYPES,
-    AttentionShape,
-    Chip,
-    Plan,
-    choose_path,
-    make_plan,
-    mlx_path,
-    this_chip,
-)
+from ssmlx.model.metal import TreeMask, hook, is_available, kernels, trial
+from ssmlx.model.metal.kernels import FUNCTIONS, LANES, Call, Kernel, attend, pack_bits
+from ssmlx.model.metal.plan import DTYPES, AttentionShape, Bucket, Chip, Plan, make_plan
 from ssmlx.settings import PruneConfig, TreeConfig
 
-M1, M1_MAX, M2_ULTRA, M5 = (Chip.of(f"applegpu_g{name}") for name in ("13g", "13s", "14d", "17s"))
-HALF, FULL = mx.float16, mx.float32
+M1, M1_MAX, M2_ULTRA = (Chip.of(f"applegpu_g{name}") for name in ("13g", "13s", "14d"))
+HALF = mx.float16
 PROMPT = [1, 4, 2, 9, 6]
 needs_compiler = pytest.mark.skipif(shim.COMPILER is None, reason=shim.NO_COMPILER)
 
@@ -55,8 +44,9 @@ def programs(request):
 
 def forget():
     """What was learnt about this machine."""
-    hook.agrees_with_mlx.cache_clear()
-    hook._plan_for.cache_clear()
+    hook._trials.clear()
+    hook._wanted.clear()
+    hook._planned.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +67,37 @@ def on_shim(monkeypatch, programs):
     monkeypatch.setattr(hook, "this_chip", lambda: M1)
     monkeypatch.setattr(kernels, "run_on_metal", runner)
     return runner
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """Seconds that a timed call of MLX's attention and of the kernel's seems to take."""
+    seconds = {"mlx": 2.0, "fused": 1.0}
+
+    def ticks():
+        now = 0.0
+        yield now  # when the turns begin
+        for turn in itertools.count(1):
+            for one in seconds.values():
+                yield now
+                now += one
+                yield now
+            if turn >= trial.TURNS:
+                yield now
+
+    monkeypatch.setattr(trial, "clock", lambda: next(clock))
+
+    real, clock = trial.try_kernel, ticks()
+
+    def try_kernel(*args):
+        nonlocal clock
+        clock = ticks()
+        tried.append(args[0])
+        return real(*args)
+
+    tried = []
+    monkeypatch.setattr(hook, "try_kernel", try_kernel)
+    return seconds, tried
 
 
 # --- the kernel's meaning ---
@@ -370,8 +391,30 @@ def test_answers_through_the_kernel_are_plain_decodings(schedule, prune, on_shim
     assert tokens == first_tokens(plain_decode(model, PROMPT, model.make_cache()), 10)[0]
 
 
-def test_auto_takes_the_kernel_where_mlx_falls_back(on_shim):
-    """Heads of 8, as tiny models have them, have no kernel of MLX's."""
+def attention_of(rows=6, keys=20):
+    """Queries and keys of a step."""
+    return mx.zeros((1, 4, rows, 8)), mx.zeros((1, 2, keys, 8))
+
+
+@pytest.mark.parametrize(("seconds", "is_taken"), [(1.0, True), (1.95, False), (3.0, False)])
+def test_auto_takes_what_was_clearly_faster(seconds, is_taken, on_shim, speeds):
+    """Until it was tried, MLX's own; and what was found is remembered."""
+    times, tried = speeds
+    times["fused"] = seconds
+    assert hook.plan_for(*attention_of()) is None and not tried
+    hook.settle()
+    assert [(one.rows, one.keys) for one in tried] == [(6, 20)]
+    for rows, keys in ((6, 20), (5, 17), (8, 32)):
+        assert bool(hook.plan_for(*attention_of(rows, keys))) == is_taken
+    hook.settle()
+    assert len(tried) == 1
+    assert hook.plan_for(*attention_of(9, 20)) is None  # more rows than were tried
+    assert hook.plan_for(*attention_of(6, 33)) is None
+    hook.settle(), hook.settle(), hook.settle()
+    assert len(tried) == 3
+
+
+def test_a_taken_kernel_says_what_mlx_says(on_shim, speeds):
     backbone, cache = Backbone(make_base()), TreeCache(3, scratch=6)
     positions, visible = mx.arange(6), mx.tri(6, dtype=mx.bool_)
     hidden = backbone.embed(mx.arange(6))
@@ -381,25 +424,51 @@ def test_auto_takes_the_kernel_where_mlx_falls_back(on_shim):
         return backbone.run(hidden, 0, 3, mask, views)
 
     assert backbone.takes_tree_masks
-    found = outputs(TreeMask(visible, lambda: visible))
-    assert on_shim.calls > 0
     expected = np.array(outputs(visible))
+    outputs(TreeMask(visible, lambda: visible))
+    hook.settle(), hook.settle()
+    before = on_shim.calls
+    found = outputs(TreeMask(visible, lambda: visible))
+    assert on_shim.calls == before + 3
     assert np.abs(np.array(found) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_a_kernel_that_disagrees_with_mlx_is_not_used(on_shim, monkeypatch, caplog):
+def test_nothing_is_tried_before_the_first_token(on_shim, speeds):
+    """Nor again in a second answer; one shape a step."""
+    _, tried = speeds
+    model = make_model()
+    expected = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 16)[0]
+    for first_answer in (True, False):
+        drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams)
+        cache = model.make_cache()
+        steps = filter(None, streaming_decode(model, PROMPT, cache, drafter=drafter))
+        before, tokens, calls = len(tried), [*next(steps)], on_shim.calls
+        assert len(tried) == before
+        counts = []
+        while len(tokens) < 16:
+            tokens += next(steps)
+            counts.append(len(tried))
+        assert tokens[:16] == expected
+        assert all(0 <= b - a <= 1 for a, b in itertools.pairwise(counts))
+        assert (len(tried) > before) == first_answer
+        assert on_shim.calls > calls
+    assert not hook._wanted and len(tried) == len(hook._trials)
+
+
+def test_a_kernel_that_disagrees_with_mlx_is_not_used(on_shim, speeds, monkeypatch, caplog):
     def wrong(kernel: kernels.Kernel, call: kernels.Call) -> list[mx.array]:
         return [1.01 * found for found in on_shim(kernel, call)]
 
-    queries, keys = mx.zeros((1, 4, 6, 8)), mx.zeros((1, 2, 20, 8))
-    assert hook.plan_for(queries, keys)
-    forget()
     monkeypatch.setattr(kernels, "run_on_metal", wrong)
-    assert not hook.plan_for(queries, keys)
-    assert "differs from MLX's by" in caplog.text
+    _, tried = speeds
+    for rows in (6, 9, 20):
+        assert not hook.plan_for(*attention_of(rows))
+        hook.settle()
+        assert not hook.plan_for(*attention_of(rows))
+    assert len(tried) == 1 and caplog.text.count("differs from MLX's by") == 1
     metal.use("fused")
     with pytest.raises(InputError, match="a GPU that runs the kernel"):
-        hook.plan_for(queries, keys)
+        hook.plan_for(*attention_of())
 
 
 def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
@@ -407,7 +476,9 @@ def test_a_kernel_that_does_not_run_is_not_used(on_shim, monkeypatch, caplog):
         raise RuntimeError("no such\npipeline")
 
     monkeypatch.setattr(kernels, "run_on_metal", fails)
-    assert not hook.plan_for(mx.zeros((1, 4, 6, 8)), mx.zeros((1, 2, 20, 8)))
+    assert not hook.plan_for(*attention_of())
+    hook.settle()
+    assert not hook.plan_for(*attention_of())
     assert "does not run (no such pipeline)" in caplog.text
 
 
@@ -417,7 +488,7 @@ def test_fused_for_heads_that_it_cannot_is_an_error(on_shim):
         hook.plan_for(mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
 
 
-# --- paths and plans ---
+# --- plans ---
 
 
 def shape(
@@ -429,57 +500,7 @@ def shape(
     )
 
 
-# (sizes, chip, MLX's path, the path that is taken), and why
-TABLE = {
-    "few rows, long context: read once a row": (shape(8, 9, 3, 2000), M1, "vector", "fused"),
-    "few rows, short context: launches only": (shape(8, 9, 3, 300), M1, "vector", "vector"),
-    "one row: nothing to share": (shape(1, 9, 3, 2000), M1, "vector", "vector"),
-    "few rows, MLX splits": (shape(8, 9, 3, 4096), M1, "vector-split", "vector-split"),
-    "a Max splits sooner": (shape(8, 9, 3, 1024), M1_MAX, "vector-split", "vector-split"),
-    "without shared heads never on a base chip": (shape(8, 9, 9, 8192), M1, "vector", "fused"),
-    "rows x heads above 32: MLX falls back": (shape(8, 28, 4, 100, 128), M1, "composed", "fused"),
-    "few rows of 80: MLX falls back": (shape(6, 32, 32, 100, 80), M1, "composed", "fused"),
-    "a tree, shared heads": (shape(16, 9, 3, 1000), M1, "full", "fused"),
-    "a tree, short context": (shape(16, 9, 3, 200), M1, "full", "full"),
-    "a tree, no shared heads, enough of them": (shape(16, 32, 32, 2000), M1, "full", "full"),
-    "a tree, too few heads for an Ultra": (shape(16, 32, 32, 2000), M2_ULTRA, "full", "fused"),
-    "many rows, no shared heads": (shape(100, 32, 32, 2000), M1, "full", "fused"),
-    "neural accelerators": (shape(16, 32, 8, 2000, 128), M5, "full", "full"),
-    "neural accelerators have no float32": (shape(16, 32, 8, 2000, 128, FULL), M5, "full", "fused"),
-    "heads of 256: neither": (shape(16, 16, 8, 2000, 256), M1, "composed", "composed"),
-    "heads of 192: neither": (shape(4, 16, 8, 2000, 192), M1, "composed", "composed"),
-    "heads of 20: neither": (shape(16, 16, 8, 2000, 20), M1, "composed", "composed"),
-    "heads of 8: MLX falls back": (shape(16, 4, 2, 40, 8), M1, "composed", "fused"),
-}
-
-
-@pytest.mark.parametrize(("sizes", "chip", "theirs", "taken"), TABLE.values(), ids=TABLE.keys())
-def test_path_by_sizes_and_chip(sizes, chip, theirs, taken):
-    assert mlx_path(sizes, chip) == theirs
-    assert choose_path(sizes, chip) == taken
-
-
-@pytest.mark.metal
-@pytest.mark.skipif(not is_available(), reason="needs an Apple GPU")
-@pytest.mark.parametrize("sizes", [case[0] for case in TABLE.values()], ids=TABLE.keys())
-def test_mlx_has_a_kernel_where_we_think_so(sizes):
-    queries = mx.zeros((1, sizes.heads, sizes.rows, sizes.head_size), sizes.dtype)
-    keys = mx.zeros((1, sizes.kv_heads, sizes.keys, sizes.head_size), sizes.dtype)
-    mask = mx.ones((sizes.rows, sizes.keys), mx.bool_)
-    try:
-        mx.eval(
-            mx.fast.scaled_dot_product_attention(
-                queries, keys, keys, scale=1.0, mask=mask, force_fused=True
-            )
-        )
-        has_kernel = True
-    except ValueError:
-        has_kernel = False
-    # Of 192 and 256 MLX has kernels, which it finds slower than products.
-    assert has_kernel == (mlx_path(sizes, this_chip()) != "composed" or sizes.head_size > 128)
-
-
-@pytest.mark.parametrize("chip", [M1, M1_MAX, M2_ULTRA, M5], ids=str)
+@pytest.mark.parametrize("chip", [M1, M1_MAX, M2_ULTRA], ids=str)
 def test_plan_covers_every_row_within_a_threadgroups_limits(chip):
     rng = random.Random(0)
     for _ in range(300):
@@ -499,11 +520,18 @@ def test_plan_covers_every_row_within_a_threadgroups_limits(chip):
 
 
 def test_chips_by_metals_names():
-    assert (M1.generation, M1.size, M1.is_large) == (13, "g", False)
-    assert M1_MAX.is_large and M2_ULTRA.is_large
-    assert M5.has_neural_accelerators and not M2_ULTRA.has_neural_accelerators
-    assert not Chip.of("applegpu_g17p").has_neural_accelerators
+    assert [one.size for one in (M1, M1_MAX, M2_ULTRA)] == ["g", "s", "d"]
     assert Chip.of("something else") == M1
+
+
+def test_a_trial_speaks_for_shapes_of_the_same_kernels():
+    def bucket(rows, keys):
+        one = shape(rows, 9, 3, keys)
+        return Bucket.of(one, make_plan(one, M1))
+
+    assert bucket(9, 600) == bucket(16, 1000) != bucket(17, 1000)
+    assert bucket(16, 1000) != bucket(16, 1025)
+    assert bucket(16, 200) != bucket(16, 256)  # one part, and two
 
 
 # --- perf.attention ---
@@ -541,16 +569,5 @@ def test_both_sides_go_through_the_same_layers(monkeypatch, on_shim):
     line = attention.compare(tiny(6, 40), layers=2, repeats=3, chip=M1, clock=times.__next__)
     assert line["largest_difference"] < 1e-5
     assert (line["mlx_ms"], line["fused_ms"]) == pytest.approx((2.5, 3.0))
-    assert (line["mlx_path"], line["chosen"]) == ("composed", "fused")
+    assert line["taken"] == "mlx"
     assert on_shim.calls == 4 * 2 + 1  # runs through two layers, and one more to compare
-
-
-@pytest.mark.parametrize(
-    ("mlx_ms", "chosen", "said"),
-    [
-        (2.0, "fused", "right"), (2.0, "full", "WRONG"), (0.5, "full", "right"),
-        (1.02, "full", "even"),
-    ],
-)  # fmt: skip
-def test_verdict_on_the_rule(mlx_ms, chosen, said):
-    assert verdict({"mlx_ms": mlx_ms, "fused_ms": 1.0, "chosen": chosen}) == said

@@ -17,6 +17,7 @@ from ..api import token_steps
 from ..bars import bar
 from ..decoding.loop import plain_decode, prefill
 from ..decoding.prune import nodes_within_budget, transition_logprobs
+from ..model import metal
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, draft_topology, grow_tree
@@ -181,6 +182,8 @@ def medians(
         seconds = found if isinstance(found, float) else clock() - started
         if turn >= warm:
             times[point].append(seconds)
+        else:
+            metal.settle()
     noise = statistics.median(spread(values) for values in times.values())
     return {point: statistics.median(values) for point, values in times.items()}, noise
 

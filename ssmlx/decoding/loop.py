@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from ..model import metal
 from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
@@ -295,6 +296,7 @@ def streaming_decode(
             mx.async_eval(upcoming.decided(), cache.state)
             cache.advance(len(new_tokens))
             yield new_tokens
+        metal.settle()
         result = upcoming
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ssmlx.model.metal.hook import pack_bits
-from ssmlx.model.metal.kernels import attend
+from ssmlx.model.metal.kernels import attend, pack_bits
 from ssmlx.model.metal.plan import AttentionShape, Chip, Plan, make_plan
 
 from .shim import Shim, to_mlx, to_numpy

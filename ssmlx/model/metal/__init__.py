@@ -2,13 +2,14 @@
 
     attention.metal   the kernel's functions, in Metal's language
     kernels           its entry points and their arguments
-    plan              sizes, chips, how the kernel divides its work, and when it is taken
+    plan              sizes, chips, and how the kernel divides its work
+    trial             both on random rows: the same values, and which is faster here
     hook              the switch, masks as bits, and the way from mlx-lm's layers to the kernel
 
 MLX's `scaled_dot_product_attention` stays the reference and the fallback. The kernel was run for
 its meaning, on the CPU (`tests/metal`); it has not run on an Apple GPU yet.
 """
 
-from .hook import TreeMask, hook_layers, in_use, is_available, is_on, use
+from .hook import TreeMask, hook_layers, in_use, is_available, is_on, settle, use
 
-__all__ = ["TreeMask", "hook_layers", "in_use", "is_available", "is_on", "use"]
+__all__ = ["TreeMask", "hook_layers", "in_use", "is_available", "is_on", "settle", "use"]

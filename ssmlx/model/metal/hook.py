@@ -5,10 +5,7 @@ name is replaced by a function that looks at the mask: a `TreeMask` is ours, eve
 to the original as it came. So other users of the same module notice nothing.
 """
 
-import logging
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cached_property, lru_cache, wraps
 from typing import Any
 
@@ -16,27 +13,15 @@ import mlx.core as mx
 
 from ...errors import check_choice, require
 from ...settings import ATTENTIONS, Attention
-from ..shapes import indices, to_float
-from .kernels import attend
-from .plan import (
-    TILE_KEYS,
-    AttentionShape,
-    Plan,
-    ceil_div,
-    choose_path,
-    is_supported,
-    make_plan,
-    this_chip,
-)
+from .kernels import attend, pack_bits
+from .plan import AttentionShape, Bucket, Plan, is_supported, make_plan, this_chip
+from .trial import Trial, try_kernel
 
 _NAME = "scaled_dot_product_attention"
 _HOOKED = "_takes_tree_masks"
-# Largest differences from MLX's attention of normally distributed values.
-_TOLERANCES = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
-# MLX gives smaller arrays to a kernel in another address space, which would be another source.
-_MIN_WORDS = 8
-
 _chosen: Attention = "auto"
+_trials: dict[Bucket, Trial] = {}
+_wanted: dict[Bucket, AttentionShape] = {}
 
 
 def is_available() -> bool:
@@ -48,9 +33,9 @@ def use(attention: Attention) -> None:
     """Choose what computes the attention of tree and stream rows, from the next step on.
 
     Args:
-        attention: "auto", the fused kernel where `plan.choose_path` says so and it agreed with
-            MLX on this machine; "mlx", never; "fused", wherever its head sizes allow. Without
-            Metal, "auto" is "mlx".
+        attention: "auto", the fused kernel at the shapes where `settle` found it right and clearly
+            faster; "mlx", never; "fused", wherever its head sizes allow. Without Metal, "auto" is
+            "mlx".
 
     Raises:
         InputError: there is no such choice, or "fused" without Metal.
@@ -74,20 +59,6 @@ def in_use() -> Attention:
 def is_on() -> bool:
     """Whether the fused kernel may be used at all."""
     return _chosen != "mlx" and is_available()
-
-
-def pack_bits(visible: mx.array) -> mx.array:
-    """[R, W] uint32 words: bit j of word w is set where a row sees column 32 * w + j.
-
-    Columns beyond the C of `visible` [R, C] are committed tokens, which every row sees.
-    """
-    rows, columns = visible.shape
-    words = max(ceil_div(columns, TILE_KEYS), ceil_div(_MIN_WORDS, rows))
-    padded = mx.pad(
-        visible, [(0, 0), (0, words * TILE_KEYS - columns)], constant_values=mx.array(True)
-    )
-    bits = padded.reshape(rows, words, TILE_KEYS).astype(mx.uint32)
-    return (bits << indices(TILE_KEYS).astype(mx.uint32)).sum(axis=-1)
 
 
 class TreeMask:
@@ -154,62 +125,46 @@ def _taking_tree_masks(original: Callable[..., mx.array]) -> Callable[..., mx.ar
 def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
     """How the fused kernel does attention of queries [1, H, R, Dh] over keys [1, Hkv, C + L, Dh].
 
-    None where MLX's own is to do it.
+    None where MLX's own is to do it, as it does until `settle` has compared them.
     """
     if not is_on():
         return None
-    return _plan_for(AttentionShape.of(queries.shape, keys.shape, queries.dtype), in_use())
-
-
-# The layers of a step ask for the same.
-@lru_cache(maxsize=64)
-def _plan_for(shape: AttentionShape, attention: Attention) -> Plan | None:
-    chip = this_chip()
-    plan = make_plan(shape, chip)
-    if attention == "auto" and choose_path(shape, chip) != "fused":
-        return None
-    works = is_supported(shape) and agrees_with_mlx(shape.dtype, shape.head_size, plan.blocks)
+    shape, is_auto = AttentionShape.of(queries.shape, keys.shape, queries.dtype), _chosen == "auto"
+    (plan, bucket), trial = _planned(shape), Trial(agrees=False)
+    if is_supported(shape):
+        if bucket not in _trials and is_auto:
+            _wanted.setdefault(bucket, shape)
+            return None
+        trial = _trials.get(bucket) or _compare(bucket, shape, plan)
     require(
-        works or attention == "auto",
+        trial.agrees or is_auto,
         f"attention=fused, for heads of {shape.head_size} in {shape.dtype}",
         expected="head sizes that are multiples of 8 up to 128, and a GPU that runs the kernel",
         do="use attention=mlx",
     )
-    return plan if works else None
+    return plan if trial.takes_kernel or not is_auto else None
 
 
-@lru_cache(maxsize=32)
-def agrees_with_mlx(dtype: mx.Dtype, head_size: int, blocks: int) -> bool:
-    """Try the kernel once on this machine: its attention of random rows must be MLX's own.
+# The layers of a step ask for the same.
+@lru_cache(maxsize=16)
+def _planned(shape: AttentionShape) -> tuple[Plan, Bucket]:
+    plan = make_plan(shape, this_chip())
+    return plan, Bucket.of(shape, plan)
 
-    It was tested for meaning, not on every GPU and compiler: nobody's text may depend on that.
+
+def settle() -> None:
+    """Compare the kernel with MLX's attention at one shape that steps had since the last time.
+
+    For a moment when nobody waits: it takes some 50 ms, and longer where the kernel is compiled.
     """
-    try:
-        gap = _gap_to_mlx(dtype, head_size, blocks)
-        reason = f"differs from MLX's by {gap:.2g}"
-    except (RuntimeError, ValueError) as error:
-        gap, reason = math.inf, f"does not run ({error})".replace("\n", " ")
-    agrees = gap <= _TOLERANCES[dtype]
-    if not agrees:
-        logging.getLogger("ssmlx").warning("the fused attention kernel %s; MLX's is used", reason)
-    return agrees
+    if _wanted and is_on():
+        bucket, shape = _wanted.popitem()
+        _compare(bucket, shape, _planned(shape)[0])
 
 
-def _gap_to_mlx(dtype: mx.Dtype, head_size: int, blocks: int) -> float:
-    """Largest difference from MLX's attention, with split keys and without."""
-    rows, committed, heads, kv_heads = (16, 40)[blocks - 1], 600, 6, 2
-    sizes = [(1, heads, rows, head_size), *2 * [(1, kv_heads, rows + committed, head_size)]]
-    normal = [mx.random.normal(s, dtype, key=mx.random.key(i)) for i, s in enumerate(sizes)]
-    queries, keys, values = normal
-    row, scale = mx.arange(rows), head_size**-0.5
-    visible = (row[:, None] >= row) & ((row[:, None] - row) % 3 != 1)
-    mask = mx.concatenate([visible, mx.ones((rows, committed), mx.bool_)], axis=1)
-    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    plan = make_plan(AttentionShape.of(queries.shape, keys.shape, dtype), this_chip())
-    assert plan.blocks == blocks
-    gaps = [
-        mx.abs(attend(queries, keys, values, pack_bits(visible), scale, p) - expected).max()
-        for p in (plan, replace(plan, splits=1))
-    ]
-    gap = to_float(mx.maximum(*gaps).astype(mx.float32))
-    return math.inf if math.isnan(gap) else gap
+def _compare(bucket: Bucket, shape: AttentionShape, plan: Plan) -> Trial:
+    """Remember how a trial ends. After one whose values differ there are no others."""
+    failed = any(not trial.agrees for trial in _trials.values())
+    found = Trial(agrees=False) if failed else try_kernel(shape, plan)
+    _trials[bucket] = found
+    return found

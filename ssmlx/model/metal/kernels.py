@@ -12,9 +12,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from .plan import BLOCK_ROWS, LANES, Plan
+from ..shapes import indices
+from .plan import BLOCK_ROWS, LANES, TILE_KEYS, Plan, ceil_div
 
 FUNCTIONS = Path(__file__).with_name("attention.metal")
+# MLX gives smaller arrays to a kernel in another address space, which would be another source.
+_MIN_WORDS = 8
 
 _WALK = """
     threadgroup T copied[TILE * tile_pitch<T, D>()];
@@ -138,6 +141,20 @@ def run_on_metal(kernel: Kernel, call: Call) -> list[mx.array]:
     return kernel.build()(**vars(call))
 
 
+def pack_bits(visible: mx.array) -> mx.array:
+    """[R, W] uint32 words: bit j of word w is set where a row sees column 32 * w + j.
+
+    Columns beyond the C of `visible` [R, C] are committed tokens, which every row sees.
+    """
+    rows, columns = visible.shape
+    words = max(ceil_div(columns, TILE_KEYS), ceil_div(_MIN_WORDS, rows))
+    padded = mx.pad(
+        visible, [(0, 0), (0, words * TILE_KEYS - columns)], constant_values=mx.array(True)
+    )
+    bits = padded.reshape(rows, words, TILE_KEYS).astype(mx.uint32)
+    return (bits << indices(TILE_KEYS).astype(mx.uint32)).sum(axis=-1)
+
+
 def attend(
     queries: mx.array,
     keys: mx.array,
@@ -154,7 +171,7 @@ def attend(
         keys, values: [1, Hkv, C + L, Dh], slices of a cache: elements of a key side by side, the
             other strides and the offset multiples of 4. The rows see of the first C keys what
             `bits` says, and all the others.
-        bits: [R, W] uint32, `hook.pack_bits`.
+        bits: [R, W] uint32, `pack_bits`.
         scale: of the scores.
         run: what runs the kernels; Metal unless told.
     """

@@ -1,12 +1,6 @@
-"""The sizes of an attention, the chip, how the fused kernel divides its work, and when it is taken.
+"""The sizes of an attention, the chip, and how the fused kernel divides its work.
 
-Everything but `this_chip` is a function of sizes and chip. MLX's own kernels, which the choice is
-against, are those of `scaled_dot_product_attention.cpp` in 0.32:
-
-    vector        for up to 8 rows: a threadgroup for each row of each head
-    vector-split  the same, split over keys; the rows of a key/value head share a threadgroup
-    full          for more rows: a threadgroup for 32 rows of a head, not split
-    composed      matrix products and a softmax, where MLX has no kernel
+Everything but `this_chip` is a function of sizes and chip.
 """
 
 from __future__ import annotations
@@ -14,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import mlx.core as mx
 
@@ -34,19 +27,6 @@ MAX_HEAD_SIZE_OF_TWO_BLOCKS = 80
 
 _MIN_KEYS_OF_A_SPLIT = 128
 _MAX_SPLITS = 32
-
-MLXPath = Literal["vector", "vector-split", "full", "composed"]
-AttentionPath = Literal["fused", MLXPath]
-
-# Two guesses, to be replaced by measurements: below so many keys a step's attention is launches
-# more than reading, and fewer rows leave a simdgroup's matrix of 8 half empty.
-_MIN_KEYS = 512
-_MIN_QUERIES = 5
-_FULL_ROWS, _FULL_ROWS_NEURAL = 32, 64
-_VECTOR_ROWS, _VECTOR_QUERIES = 8, 32
-_VECTOR_SIZES = (64, 96, 128, 256)
-_FULL_SIZES = (64, 72, 80, 96, 128)
-_NEURAL_SIZES = (64, 96, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -87,30 +67,18 @@ class AttentionShape:
 class Chip:
     """An Apple GPU as Metal names it, such as `applegpu_g13s`."""
 
-    generation: int  # 13 for M1, to 17 for M5
     size: str  # "p" phone, "g" base and Pro, "s" Max, "d" Ultra
 
     @classmethod
     def of(cls, architecture: str) -> Chip:
-        """Read Metal's name; an unknown one counts as a first base chip."""
-        found = re.fullmatch(r"applegpu_g(\d+)([a-z])", architecture)
-        generation, size = found.groups() if found else ("13", "g")
-        return cls(generation=int(generation), size=size)
-
-    @property
-    def is_large(self) -> bool:
-        """Max and Ultra, for which MLX splits sooner."""
-        return self.size in ("s", "d")
+        """Read Metal's name; an unknown one counts as a base chip."""
+        found = re.fullmatch(r"applegpu_g\d+([a-z])", architecture)
+        return cls(size=found[1] if found else "g")
 
     @property
     def wanted_threadgroups(self) -> int:
         """Threadgroups that keep it busy: about twice the cores of the largest of its class."""
         return {"p": 16, "s": 80, "d": 160}.get(self.size, 40)
-
-    @property
-    def has_neural_accelerators(self) -> bool:
-        """Whether MLX's full kernel may use them (it asks for macOS 26.2 too)."""
-        return self.generation >= (18 if self.size == "p" else 17)
 
 
 def this_chip() -> Chip:
@@ -152,49 +120,26 @@ def is_supported(shape: AttentionShape) -> bool:
     return size % BLOCK_ROWS == 0 and size <= MAX_HEAD_SIZE and shape.dtype in DTYPES
 
 
-def mlx_path(shape: AttentionShape, chip: Chip) -> MLXPath:
-    """What `mx.fast.scaled_dot_product_attention` runs on Metal, given a bool mask."""
-    if shape.rows > _VECTOR_ROWS:
-        return "full" if shape.head_size in _FULL_SIZES else "composed"
-    fits = shape.queries <= _VECTOR_QUERIES and shape.rows <= shape.keys
-    if not fits or shape.head_size not in _VECTOR_SIZES:
-        return "composed"
-    long_here = chip.is_large and shape.keys >= 1024
-    return "vector-split" if long_here or (shape.group > 1 and shape.keys >= 4096) else "vector"
+@dataclass(frozen=True)
+class Bucket:
+    """Shapes that one trial speaks for: rows and keys up to the same power of 2, and the same
+    kernels."""
 
+    rows_bits: int
+    keys_bits: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: mx.Dtype
+    blocks: int
+    is_split: bool
 
-def choose_path(shape: AttentionShape, chip: Chip) -> AttentionPath:
-    """Take the fused kernel where MLX's own falls back, reads keys several times, or starves a GPU.
-
-    A rule from reading MLX's source, not from a measurement: `python -m perf.attention` tells on
-    a Mac whether it holds there.
-    """
-    theirs = mlx_path(shape, chip)
-    if not is_supported(shape) or shape.queries < _MIN_QUERIES:
-        return theirs
-    if theirs == "composed":
-        return "fused"
-    if shape.keys < _MIN_KEYS or (theirs == "full" and _uses_neural_accelerators(shape, chip)):
-        return theirs
-    theirs_read = key_reads(shape, theirs, chip)
-    reads_more = theirs_read > make_plan(shape, chip).row_groups
-    starves = theirs == "full" and shape.kv_heads * theirs_read < chip.wanted_threadgroups // 2
-    return "fused" if reads_more or starves else theirs
-
-
-def key_reads(shape: AttentionShape, path: MLXPath, chip: Chip) -> int:
-    """How often MLX reads a key/value head's keys, each threadgroup's reading counted once."""
-    if path == "vector":
-        return shape.queries
-    if path == "vector-split":
-        return 1
-    rows = _FULL_ROWS_NEURAL if _uses_neural_accelerators(shape, chip) else _FULL_ROWS
-    return shape.group * ceil_div(shape.rows, rows)
-
-
-def _uses_neural_accelerators(shape: AttentionShape, chip: Chip) -> bool:
-    half = shape.dtype != mx.float32
-    return chip.has_neural_accelerators and half and shape.head_size in _NEURAL_SIZES
+    @classmethod
+    def of(cls, shape: AttentionShape, plan: Plan) -> Bucket:
+        """That of a shape and its plan."""
+        bits = (shape.rows - 1).bit_length(), (shape.keys - 1).bit_length()
+        sizes = (shape.heads, shape.kv_heads, shape.head_size, shape.dtype)
+        return cls(*bits, *sizes, plan.blocks, plan.splits > 1)
 
 
 def ceil_div(number: int, by: int) -> int:

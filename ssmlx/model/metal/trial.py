@@ -1,0 +1,109 @@
+"""The fused kernel and MLX's own attention, both on random rows of one shape, on this machine:
+whether they say the same, and which is faster."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import mlx.core as mx
+
+from ..shapes import to_float
+from .kernels import attend, pack_bits
+from .plan import AttentionShape, Plan
+
+clock = time.perf_counter
+MIN_GAIN = 1.05
+"""Times MLX's speed from which on the kernel is taken."""
+TURNS, MAX_SECONDS = 3, 0.03
+"""Turns that count at least, and the time after which there are no more."""
+_ROWS_IN_A_CALL = 32_768  # keys that a timed call reads, in one attention or in several
+# Largest differences from MLX's attention of normally distributed values.
+_TOLERANCES = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+
+Side = tuple[mx.array, mx.array]
+"""Keys and values [1, Hkv, keys, Dh] of a layer."""
+Way = Callable[[mx.array, mx.array, mx.array], mx.array]
+"""Attention of queries [1, H, R, Dh] over a side."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one."""
+
+    agrees: bool
+    gain: float = 0.0  # times MLX's speed
+
+    @property
+    def takes_kernel(self) -> bool:
+        """Whether the kernel is clearly faster."""
+        return self.agrees and self.gain >= MIN_GAIN
+
+
+def make_inputs(shape: AttentionShape, layers: int) -> tuple[mx.array, list[Side], mx.array]:
+    """Random inputs, evaluated; each cache has room in front and behind, as a real one.
+
+    Returns:
+        [1, H, R, Dh] queries of the first layer; keys and values of each layer, slices of a cache;
+        and [R, R] bool, a random tree's rows among themselves, or [R, keys] where there are fewer.
+    """
+    key = mx.random.key(0)
+    queries = mx.random.normal((1, shape.heads, shape.rows, shape.head_size), shape.dtype, key=key)
+    size = (2, shape.kv_heads, shape.keys + 64, shape.head_size)
+    caches = [mx.random.normal(size, shape.dtype, key=mx.random.key(i)) for i in range(layers)]
+    used = slice(32, 32 + shape.keys)
+    row = mx.arange(shape.rows)
+    chance = mx.random.uniform(shape=(shape.rows, shape.rows), key=key) < 0.3
+    visible = ((row[:, None] == row) | ((row[:, None] > row) & chance))[:, : shape.keys]
+    mx.eval(queries, caches, visible)
+    return queries, [(cache[:1, :, used], cache[1:, :, used]) for cache in caches], visible
+
+
+def both_ways(shape: AttentionShape, visible: mx.array, plan: Plan) -> tuple[Way, Way]:
+    """MLX's and the kernel's; masks are made beforehand, as once for all layers of a step."""
+    scale = shape.head_size**-0.5
+    committed = mx.ones((shape.rows, shape.keys - visible.shape[1]), mx.bool_)
+    mask, bits = mx.concatenate([visible, committed], axis=1), pack_bits(visible)
+    mx.eval(mask, bits)
+    return (
+        partial(mx.fast.scaled_dot_product_attention, scale=scale, mask=mask),
+        lambda queries, keys, values: attend(queries, keys, values, bits, scale, plan),
+    )
+
+
+def through(queries: mx.array, sides: list[Side], way: Way) -> mx.array:
+    """The output of layers one after the other, each fed by the one before."""
+    for keys, values in sides:
+        queries = way(queries, keys, values)
+    return queries
+
+
+def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
+    """Compare them, at first in values: the kernel was tested for meaning, not on every GPU and
+    compiler, and nobody's text may depend on that.
+
+    Both are timed in turns, and the best of each counts. What a GPU still does is waited for.
+    """
+    queries, (side,), visible = make_inputs(shape, 1)
+    theirs, ours = both_ways(shape, visible, plan)
+    expected = theirs(queries, *side)
+    mx.eval(expected)
+    try:
+        gap = to_float(mx.abs(ours(queries, *side) - expected).max().astype(mx.float32))
+        reason = f"differs from MLX's by {gap:.2g}"
+    except (RuntimeError, ValueError) as error:
+        gap, reason = math.inf, f"does not run ({error})".replace("\n", " ")
+    if not gap <= _TOLERANCES[shape.dtype]:  # nor where it is no number
+        logging.getLogger("ssmlx").warning("the fused attention kernel %s; MLX's is used", reason)
+        return Trial(agrees=False)
+    sides = [side] * max(1, min(8, _ROWS_IN_A_CALL // shape.keys))
+    best, turn, began = [math.inf, math.inf], 0, clock()
+    while turn < TURNS or clock() - began < MAX_SECONDS:
+        for index, way in enumerate((theirs, ours)):
+            started = clock()
+            mx.eval(through(queries, sides, way))
+            best[index] = min(best[index], clock() - started)
+        turn += 1
+    return Trial(agrees=True, gain=best[0] / best[1])
