@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -125,21 +125,15 @@ class Bucket:
     """Shapes that one trial speaks for: rows and keys up to the same power of 2, and the same
     kernels."""
 
-    rows_bits: int
-    keys_bits: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    dtype: mx.Dtype
+    largest: AttentionShape
     blocks: int
     is_split: bool
 
     @classmethod
     def of(cls, shape: AttentionShape, plan: Plan) -> Bucket:
         """That of a shape and its plan."""
-        bits = (shape.rows - 1).bit_length(), (shape.keys - 1).bit_length()
-        sizes = (shape.heads, shape.kv_heads, shape.head_size, shape.dtype)
-        return cls(*bits, *sizes, plan.blocks, plan.splits > 1)
+        rows, keys = (1 << (size - 1).bit_length() for size in (shape.rows, shape.keys))
+        return cls(replace(shape, rows=rows, keys=keys), plan.blocks, plan.splits > 1)
 
 
 def ceil_div(number: int, by: int) -> int:
