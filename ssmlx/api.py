@@ -353,6 +353,8 @@ def segments_of(
             finally:
                 # Whoever uses the cache next must find no work of this answer in it.
                 mx.eval(cache.state)
+                if plan.experience is not None:
+                    plan.experience.keep()
 
     return turns()
 

@@ -1,13 +1,13 @@
 """One answer's plan: what the settings come to on a loaded model and on this machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Unpack
 
 from .decoding.drafter import Drafter
 from .decoding.loop import scratch_rows
-from .decoding.pace import Pace
+from .decoding.pace import Pace, Rung
 from .decoding.sampling import Sampling
 from .drafters.draft_model import DraftModel, DraftModelDrafter
 from .drafters.head_drafter import DraftingHeads, HeadDrafter
@@ -24,11 +24,17 @@ from .settings import (
     Settings,
 )
 from .tuning.cost import DraftShape
+from .tuning.experience import Experience, experience_of
+from .tuning.ladder import (
+    USUAL_CONTEXT,
+    expected_costs,
+    fastest,
+    ladder,
+    priced,
+    text_kind,
+    this_chip,
+)
 from .tuning.profile import Profile, profile_of
-
-FAR = 4
-"""Times the context of the answers that were measured, beyond which streams are on trial: those
-of the bundled adapters guess worse behind contexts longer than they were trained on."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,9 +47,10 @@ class Plan:
     sampling: Sampling  # how the target decides
     # the draft model and the heads that there are, whether or not they draft
     loaded: Sequence[DraftModel | DraftingHeads]
-    pace: Pace  # when drafting falls back to plain decoding
     decision: str  # what is done and why, in one line
     is_tuned: bool = False  # whether a profile of this machine decided it
+    pace: Pace = field(default_factory=Pace)  # what is drafted, from call to call
+    experience: Experience | None = None  # what it learns, where it does
 
     @property
     def scratch(self) -> int:
@@ -79,44 +86,78 @@ def make_plan(
     """
     config = replace(config or GenerateConfig(), **settings)
     kind = _drafter_kind(model, config, draft_model, heads)
-    # No machine's own profile decides for a model that is split over several.
-    asks = kind == "streams" and model.backbone.group is None and not config.deterministic
-    profile = profile_of(model) if asks else None
-    tuning = profile if config.leaves_shape_open else None
-    if tuning and config.leaves_all_open and not tuning.drafting_pays(context):
-        kind = None
     sampling = Sampling(config, model.backbone.vocab_size)
-    done = (
-        replace(config, **vars(tuning.best(context).shape))
-        if tuning
-        else config.with_default_shape()
-    )
-    drafter, pace = None, Pace()
+    loaded = [one for one in (draft_model, heads) if one is not None]
+    # Machines that share a model have to draft alike.
+    if kind == "streams" and config.leaves_shape_open and model.backbone.group is None:
+        return _streams_plan(model, config, sampling, loaded, context)
+    done, drafter = config.with_default_shape(), None
     if kind is not None:
         drafter = _make_drafter(model, done, kind, sampling, draft_model, heads)
-        if profile and not config.decoding and not config.lookup_nodes:
-            pace = _pace(profile, done, model, context)
     return Plan(
         config=done,
         kind=kind,
         drafter=drafter,
         sampling=sampling,
-        loaded=[one for one in (draft_model, heads) if one is not None],
-        pace=pace,
-        decision=_decision(model, done, kind, drafter, tuning, context),
+        loaded=loaded,
+        decision=_decision(model, done, kind, drafter),
+    )
+
+
+def _streams_plan(
+    model: StreamFusedModel,
+    config: GenerateConfig,
+    sampling: Sampling,
+    loaded: Sequence[DraftModel | DraftingHeads],
+    context: int | None,
+) -> Plan:
+    """What streams draft where nobody says: as a profile of this machine has it, or row costs."""
+    tuning = None if config.deterministic else profile_of(model)
+    if tuning is None:
+        costs = expected_costs(model)
+        rungs = ladder(model, costs, context)
+        # Whether drafting pays, the clock tells; but not where calls are to be the same.
+        pays = not config.deterministic or fastest(rungs).speed > 1
+        chosen = fastest(rungs).shape
+        why = f"{fastest(rungs).speed:.2f} times plain decoding on {this_chip().name} by row costs"
+        decision = f"streams draft: {chosen}; {why}" if pays else f"plain decoding: drafts, {why}"
+    else:
+        costs, measured = tuning.costs, tuning.best(context)
+        rungs = [priced(measured.shape, measured.tokens_per_call, costs, context or tuning.context)]
+        pays, chosen = tuning.drafting_pays(context), measured.shape
+        decision = _tuned_decision(tuning, pays or not config.leaves_all_open, context)
+    done = replace(config, **vars(chosen))
+    plan = Plan(
+        config=done,
+        kind=None,
+        drafter=None,
+        sampling=sampling,
+        loaded=loaded,
+        decision=decision,
         is_tuned=tuning is not None,
     )
-
-
-def _shape_of(config: GenerateConfig, model: StreamFusedModel) -> DraftShape:
-    """What streams draft under settings that leave nothing open."""
-    assert config.tree and config.prune and config.stream_schedule
-    return DraftShape(
-        tree=config.tree,
-        prune=config.prune,
-        num_streams=config.num_streams or model.num_streams,
-        stream_schedule=config.stream_schedule,
+    if not pays and config.leaves_all_open:
+        return plan
+    if config.deterministic or not config.leaves_all_open:
+        return replace(
+            plan, kind="streams", drafter=_make_drafter(model, done, "streams", sampling)
+        )
+    largest = replace(config, **vars(rungs[-1].shape))
+    drafter = _make_drafter(model, largest, "streams", sampling)
+    assert isinstance(drafter, StreamDrafter)
+    experience = experience_of(model)
+    pace = Pace(
+        [replace(one, drafter=_beside(drafter, one)) for one in rungs],
+        experience.learned,
+        plain=costs.plain_seconds(USUAL_CONTEXT if context is None else context),
+        context=text_kind(context),
     )
+    return replace(plan, kind="streams", drafter=drafter, pace=pace, experience=experience)
+
+
+def _beside(drafter: StreamDrafter, rung: Rung) -> StreamDrafter:
+    shape = rung.shape
+    return drafter.beside(shape.tree, shape.num_streams, shape.stream_schedule)
 
 
 def _drafter_kind(
@@ -167,8 +208,8 @@ def _make_drafter(
     config: GenerateConfig,
     kind: DrafterKind,
     sampling: Sampling,
-    draft_model: DraftModel | None,
-    heads: DraftingHeads | None,
+    draft_model: DraftModel | None = None,
+    heads: DraftingHeads | None = None,
 ) -> Drafter:
     """The drafter of settings that leave nothing open."""
     assert config.tree and config.prune and config.stream_schedule
@@ -211,37 +252,36 @@ def _make_drafter(
     return WithLookup(drafter, nodes) if nodes else drafter
 
 
-def _pace(
-    profile: Profile, config: GenerateConfig, model: StreamFusedModel, context: int | None
-) -> Pace:
-    """When streams fall back to plain decoding: never where a step has no fixed cost."""
-    shape = _shape_of(config, model)
-    unpriced = shape.is_pruned and profile.costs.early_exit is None
-    if shape.prune.kind == "threshold" or unpriced:
-        return Pace()
-    behind = profile.context if context is None else context
-    return Pace(profile.costs.breakeven(shape, behind), on_trial=behind > FAR * profile.context)
-
-
 def _decision(
     model: StreamFusedModel,
     config: GenerateConfig,
     kind: DrafterKind | None,
     drafter: Drafter | None,
-    tuning: Profile | None,
-    context: int | None,
 ) -> str:
-    if tuning is not None:
-        choice = _shape_of(config, model).text() if kind else "plain decoding, which is faster"
-        if kind and context is None and len(tuning.shapes) > 1:
-            choice += ", other trees behind other contexts"
-        return f"tuned for this machine: {choice} (ssmlx.calibrate, {tuning.made})"
     if drafter is None:
         asked = config.decoding == "plain"
         return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
     if kind == "streams" and not config.lookup_nodes:
         dropped = config.prune is not None and config.prune.kind == "threshold"
-        shape = _shape_of(config, model).text()
+        shape = _shape_of(config, model)
         return f"streams draft: {shape}" + (", unlikely nodes dropped" if dropped else "")
     nodes, levels = drafter.max_nodes, drafter.num_levels
     return f"{kind} drafts: at most {nodes} nodes a call, {levels} tokens ahead"
+
+
+def _shape_of(config: GenerateConfig, model: StreamFusedModel) -> DraftShape:
+    """What streams draft under settings that leave nothing open."""
+    assert config.tree and config.prune and config.stream_schedule
+    return DraftShape(
+        tree=config.tree,
+        prune=config.prune,
+        num_streams=config.num_streams or model.num_streams,
+        stream_schedule=config.stream_schedule,
+    )
+
+
+def _tuned_decision(tuning: Profile, drafts: bool, context: int | None) -> str:
+    choice = str(tuning.best(context).shape) if drafts else "plain decoding, which is faster"
+    if drafts and context is None and len(tuning.shapes) > 1:
+        choice += ", other trees behind other contexts"
+    return f"tuned for this machine: {choice} (ssmlx.calibrate, {tuning.made})"

@@ -20,6 +20,8 @@ import ssmlx  # noqa: F401  (first: it chooses the BLAS that MLX will load)
 
 import mlx.core as mx  # isort: skip
 
+from ssmlx.decoding.pace import Pace
+
 # `.ci/long` names a file of tests that passed, which are not run again.
 _PASSED = Path(os.environ.get("SSMLX_PASSED", os.devnull))
 
@@ -63,6 +65,8 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def no_profiles(monkeypatch, tmp_path):
-    """What this machine was calibrated for decides nothing here."""
+def nothing_known(monkeypatch, tmp_path):
+    """What this machine was calibrated for, or does in which time, decides nothing."""
     monkeypatch.setattr("ssmlx.tuning.profile._FOLDER", str(tmp_path / "profiles"))
+    monkeypatch.setattr("ssmlx.tuning.experience._FOLDER", str(tmp_path / "experience"))
+    monkeypatch.setattr("ssmlx.plan.Pace", lambda ladder=(), *_, **__: Pace(ladder))

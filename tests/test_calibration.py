@@ -217,7 +217,7 @@ def test_the_choice_is_checked_against_the_default_a_small_tree_and_the_other_sc
         for size in (4, 16, 24)
         for schedule in ("fused", "second-pass")
     ]
-    found = {name: one.shape.text() for name, one in shapes_to_check(trees[-1], trees).items()}
+    found = {name: str(one.shape) for name, one in shapes_to_check(trees[-1], trees).items()}
     assert found == {
         CHOSEN: "best tree of 24 nodes, 3 streams, second pass",
         "default": "best tree of 16 nodes, 3 streams, second pass",
@@ -380,7 +380,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=DraftShape.text)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_replay_takes_the_calls_that_decoding_takes(guesser, guesses, shape):
     tokens, calls = real_calls(guesser, shape)
     if shape.tree.kind == "best":

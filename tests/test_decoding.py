@@ -6,7 +6,7 @@ import random
 import sys
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 import mlx.core as mx
@@ -34,7 +34,7 @@ from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
 from ssmlx.decoding.loop import plain_decode, streaming_decode
-from ssmlx.decoding.pace import Pace
+from ssmlx.decoding.pace import Pace, Rung
 from ssmlx.decoding.prune import (
     is_pruned,
     nodes_over_threshold,
@@ -780,43 +780,70 @@ def test_an_answer_that_ended_can_go_on(after):
 
 
 class Pause:
-    """A pace that does not draft from call `first` to call `last`, and keeps what it is told."""
+    """A pace that drafts nothing from call `first` to call `last`, and keeps what it is told."""
 
     def __init__(self, first, last):
         self.first, self.last, self.told = first, last, []
 
     @property
-    def drafting(self):
-        return not self.first <= len(self.told) < self.last
+    def rung(self):
+        drafts = not self.first <= len(self.told) < self.last
+        return Rung(verify=1.0, draft=0.0, tokens=1.0) if drafts else None
 
-    def observe(self, num_tokens, *, drafted):
-        self.told.append((num_tokens, drafted))
+    def observe(self, num_tokens, *, verified=None, seconds=None):
+        self.told.append(verified is not None)
 
 
 def test_drafting_can_pause():
-    """A call of a pause is a plain one, and the streams find the cache as it is afterwards."""
+    """A pause is plain decoding, and the streams find the cache as it is afterwards."""
     model = make_model()
     expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 40)
     lengths = {}
-    for schedule in STREAM_SCHEDULES:
-        pause = Pause(4, 9)
-        drafter = StreamDrafter(model, PAIR[1], model.num_streams, schedule)
-        steps = streaming(model, drafter=drafter, pace=pause)
-        tokens, lengths[schedule] = first_tokens(steps, 40)
-        assert tokens == expected
-        drafted = [call for _, call in pause.told]
-        # The prompt's call verifies no draft. When the pause begins, call 5 is built already.
-        assert drafted[:12] == [False] + [True] * 5 + [False] * 5 + [True]
-    fused = lengths["fused"]
-    assert fused == lengths["second-pass"]
-    assert fused[6:11] == [1] * 5 and max(fused[11:]) > 1
+    for first in (0, 4):
+        for schedule in STREAM_SCHEDULES:
+            pause = Pause(first, first + 5)
+            drafter = StreamDrafter(model, PAIR[1], model.num_streams, schedule)
+            steps = streaming(model, drafter=drafter, pace=pause)
+            tokens, lengths[schedule] = first_tokens(steps, 40)
+            assert tokens == expected
+            # The last call of a pause is under way when it ends; then a bare root is drafted from.
+            before = [False, *[True] * (first - 1)] if first else []
+            assert pause.told[: first + 8] == [*before, *[False] * 7, True]
+        fused = lengths["fused"]
+        assert fused == lengths["second-pass"]
+        assert fused[first : first + 7] == [1] * 7 and max(fused[first + 7 :]) > 1
 
 
-def test_a_pace_without_costs_always_drafts():
+class Turns:
+    """A pace that takes one rung after the other."""
+
+    def __init__(self, rungs):
+        self.turns = cycle(rungs)
+        self.observe()
+
+    def observe(self, *_, **__):
+        self.rung = next(self.turns)
+
+
+def test_a_pace_may_change_what_is_drafted_at_every_call():
+    """Drafters of several shapes take turns on one cache."""
+    model = make_model()
+    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 60)
+    largest = StreamDrafter(model, TreeConfig(size=12), model.num_streams)
+    shapes = [(TreeConfig(size=size), min(size - 1, model.num_streams)) for size in (2, 3, 12, 6)]
+    rungs = [
+        Rung(verify=1.0, draft=0.0, tokens=1.0, drafter=largest.beside(*shape, "second-pass"))
+        for shape in shapes
+    ]
+    tokens, lengths = first_tokens(
+        streaming(model, drafter=largest, pace=Turns([*rungs, rungs[2], None])), 60
+    )
+    assert tokens == expected and max(lengths) > 2
+
+
+def test_a_pace_that_learns_nothing_always_drafts():
     _, expected = first_tokens(streaming(make_model()), 40)
     assert first_tokens(streaming(make_model(), pace=Pace()), 40)[1] == expected
-    _, lengths = first_tokens(streaming(make_model(), pace=Pace(100.0)), 40)
-    assert lengths.count(1) > expected.count(1)
 
 
 def test_only_one_file_reads_arrays():

@@ -1,7 +1,6 @@
 """Costs of steps, profiles on disk, and the plans that settings come to: no clock runs here."""
 
 import json
-import random
 from dataclasses import replace
 from statistics import median
 
@@ -12,7 +11,7 @@ from tiny import COSTS, first_tokens, flat, make_model, make_profile, make_token
 import ssmlx
 from ssmlx.api import token_steps
 from ssmlx.commands import chat, generate
-from ssmlx.decoding.pace import FIRST_WAIT, LONGEST_WAIT, PATIENCE, TRIAL_PATIENCE, Pace
+from ssmlx.decoding.pace import Learned, Pace, Rung
 from ssmlx.errors import InputError
 from ssmlx.plan import make_plan
 from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
@@ -76,9 +75,9 @@ def test_a_surface_with_holes_is_refused(broken):
 
 def test_shapes_are_told_in_words_and_options():
     full = DraftShape(tree=TreeConfig(kind="full", width=2), num_streams=1)
-    assert SECOND.text() == "best tree of 16 nodes, 5 streams, second pass"
-    assert PRUNED.text() == "best tree of 16 nodes, pruned to 4, 5 streams, fused"
-    assert full.text() == "full tree of 2 a level, 3 nodes, 1 stream, second pass"
+    assert str(SECOND) == "best tree of 16 nodes, 5 streams, second pass"
+    assert str(PRUNED) == "best tree of 16 nodes, pruned to 4, 5 streams, fused"
+    assert str(full) == "full tree of 2 a level, 3 nodes, 1 stream, second pass"
     assert full.options() == (
         '--drafter "streams schedule=second-pass" --tree full --tree-width 2 --num-streams 1'
     )
@@ -88,81 +87,92 @@ def test_shapes_are_told_in_words_and_options():
     )
 
 
-BREAKEVEN = 1.5
+PLAIN_SECONDS = 0.02
 
 
-def decode(pace: Pace, tokens_of_draft, calls: int) -> tuple[int, float, list[bool]]:
-    """Tokens, plain calls' time that they took, and whether each call drafted."""
-    tokens, time, drafted, fresh = 0, 0.0, [], True
-    for _ in range(calls):
-        drafted.append(pace.drafting)
-        has_draft = pace.drafting and not fresh
-        num, cost = (tokens_of_draft(tokens), BREAKEVEN) if has_draft else (1, 1.0)
-        fresh = not pace.drafting
-        pace.observe(num, drafted=has_draft)
-        tokens, time = tokens + num, time + cost
-    return tokens, time, drafted
+def ladder_of(costs: dict[int, float], tokens: dict[int, float], draft: float = 0.2):
+    """Rungs of some nodes: a call's cost without drafting, and its tokens, by nodes."""
+    return [
+        Rung(shape=nodes, verify=cost, draft=draft, tokens=tokens[nodes])
+        for nodes, cost in costs.items()
+    ]
 
 
-@pytest.mark.parametrize(("pace", "tokens"), [(Pace(), 1), (Pace(BREAKEVEN), 2)])
-def test_drafting_goes_on_where_it_pays_or_nothing_was_measured(pace, tokens):
-    assert all(decode(pace, lambda at: tokens, 2000)[2])
+CHEAP = ladder_of({2: 1.05, 4: 1.1, 8: 1.2}, {2: 1.6, 4: 2.2, 8: 2.6})
+DEAR = ladder_of({2: 1.3, 4: 2.4, 8: 5.0}, {2: 1.6, 4: 2.2, 8: 2.6})
 
 
-def test_what_pays_on_average_is_rarely_stopped_by_chance():
-    rng = random.Random(0)
-    _, _, drafted = decode(Pace(BREAKEVEN), lambda at: rng.choice([1, 1, 2, 4]), 4000)
-    assert sum(drafted) / len(drafted) > 0.95
+def decode(ladder, learned, tokens, says, *, worse=1.0, slower=lambda at: 1.0, timed=True):
+    """Plain calls that an answer of so many tokens took; and what was verified by each call.
+
+    `says` tells how many tokens a tree brings that is verified at some token; extra costs are
+    `worse` than expected, and everything is `slower`.
+    """
+    pace, took, at, calls, verified = Pace(ladder, learned, plain=PLAIN_SECONDS), 0.0, 0, [], None
+    while at < tokens:
+        cost, new = 1.0, 1
+        if verified:
+            cost, new = 1 + worse * verified.extra, says(at)
+        took += cost
+        calls.append(verified.shape if verified else 1)
+        drafted = pace.rung
+        seconds = cost * slower(at) * PLAIN_SECONDS if timed else None
+        pace.observe(new, verified=verified, seconds=seconds)
+        if verified and drafted and not pace.rung:
+            took += worse * drafted.draft
+        at, verified = at + new, drafted if pace.rung else None
+    return took, calls
 
 
-def test_drafting_stops_after_its_patience_is_lost_and_waits_longer_each_time():
-    """Each call loses half a plain call: 16 lose `PATIENCE`, and then 6 a trial's."""
-    _, _, drafted = decode(Pace(BREAKEVEN), lambda at: 1, 300)
-    runs = [(drafted[0], 0)]
-    for one in drafted:
-        runs = [*runs[:-1], (one, runs[-1][1] + 1)] if one == runs[-1][0] else [*runs, (one, 1)]
-    first, trial = 1 + int(PATIENCE / 0.5), 1 + int(TRIAL_PATIENCE / 0.5)
-    waits = [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, LONGEST_WAIT]
-    expected = [(True, first), (False, waits[0])]
-    for wait in waits[1:3]:
-        expected += [(True, trial), (False, wait)]
-    assert runs[:6] == expected
-    assert runs[7] == (False, LONGEST_WAIT), "no longer than that"
-    _, _, drafted = decode(Pace(BREAKEVEN, on_trial=True), lambda at: 1, 300)
-    assert drafted.index(False) == trial, "on trial, from the first call on"
+def test_without_anything_to_learn_the_largest_tree_is_always_drafted():
+    assert Pace().rung is not None and Pace(CHEAP).rung is CHEAP[-1]
+    pace = Pace(CHEAP)
+    for _ in range(50):
+        pace.observe(1, verified=CHEAP[-1], seconds=9.0)
+    assert pace.rung is CHEAP[-1]
 
 
-def test_a_call_without_a_draft_says_nothing():
-    """Such as a spell's first: it always advances by one token."""
-    pace = Pace(20.0)
-    for _ in range(3):
-        pace.observe(1, drafted=False)
-    assert pace.drafting and pace.tokens_per_call is None
-    pace.observe(1)
-    assert not pace.drafting and pace.tokens_per_call == 1
+def test_plain_calls_are_timed_once_and_then_drafting_starts_where_it_pays():
+    learned = Learned()
+    took, calls = decode(CHEAP, learned, 60, lambda at: 3)
+    assert calls[:4] == [1] * 4 and 8 in calls[4:8] and took < 45
+    again, calls = decode(CHEAP, learned, 60, lambda at: 3)
+    assert calls[1] > 1 and again < took, "what was learned outlives the answer"
 
 
-def test_an_unpredictable_text_costs_little_and_drafting_returns():
-    tokens, time, _ = decode(Pace(BREAKEVEN), lambda at: 1, 2000)
-    assert time / tokens < 1.06, "where drafting throughout costs 1.5"
-    _, _, drafted = decode(Pace(BREAKEVEN), lambda at: 1 if at < 100 else 3, 400)
-    assert not all(drafted) and all(drafted[-200:])
+def test_where_nothing_can_be_timed_the_table_decides():
+    _, calls = decode(CHEAP, Learned(), 60, lambda at: 2, timed=False)
+    assert calls.count(1) < 12
+    _, calls = decode(DEAR, Learned(), 200, lambda at: 1, timed=False)
+    assert calls.count(1) > 180
 
 
-def test_a_spell_that_does_not_pay_does_not_win_back_patience():
-    """However long it is: at a twentieth of a loss a call, a trial takes 60 of them."""
-    pace = Pace(1.05)
-    for _ in range(1000):
-        pace.observe(1)
-        if not pace.drafting:
-            break
-    for _ in range(FIRST_WAIT + 1):
-        pace.observe(1)
-    calls = 0
-    while pace.drafting:
-        pace.observe(1)
-        calls += 1
-    assert calls == pytest.approx(TRIAL_PATIENCE / 0.05, abs=1)
+@pytest.mark.parametrize("worse", [0.6, 1.0, 1.4])
+@pytest.mark.parametrize("ladder", [CHEAP, DEAR], ids=["cheap", "dear"])
+def test_a_text_that_cannot_be_guessed_costs_little(ladder, worse):
+    learned, total = Learned(), 0.0
+    for _ in range(20):
+        took, _ = decode(ladder, learned, 24, lambda at: 1, worse=worse)
+        assert took <= 24 / 0.9  # 0.95 on texts that people write: tests/test_simulate.py
+        total += took
+    assert total <= 20 * 24 / 0.98
+
+
+def test_drafting_returns_with_a_text_that_can_be_guessed():
+    _, calls = decode(CHEAP, Learned(), 400, lambda at: 1 if at < 150 else 3)
+    assert calls[100:140].count(1) > 35 and calls[-20:].count(1) == 0
+
+
+def test_costs_other_than_expected_are_found_out():
+    """Cheaper than the table says, trees grow; dearer, they shrink or go."""
+    for worse, least, most in ((0.3, 4, 8), (4.0, 1, 2)):
+        _, calls = decode(DEAR, Learned(), 400, lambda at: 3, worse=worse)
+        assert least <= max(set(calls[-30:]), key=calls[-30:].count) <= most
+
+
+def test_a_chip_that_throttles_goes_on_drafting():
+    _, calls = decode(CHEAP, Learned(), 400, lambda at: 3, slower=lambda at: 1 + 0.6 * (at > 200))
+    assert calls[-30:].count(8) > 25
 
 
 # --- Profiles on disk ---
@@ -308,8 +318,7 @@ BROKEN = {
 def test_a_profile_that_does_not_fit_is_ignored_in_one_line(model, caplog, capfd, spoil, reason):
     path = store_profile(profile(model, shapes=(measured(SHAPE, 9.0), measured(SMALL, 2.0))))
     spoil(path)
-    assert make_plan(model).config == GenerateConfig().with_default_shape()
-    assert profile_of(model) is None
+    assert not make_plan(model).is_tuned and profile_of(model) is None
     (line,) = caplog.messages
     assert capfd.readouterr() == ("", "") and "\n" not in line
     assert line.startswith(f"{path} is ignored") and reason in line
@@ -342,12 +351,11 @@ def slow(model):
 
 def test_without_a_profile_nothing_is_tuned(model, capsys):
     plan = make_plan(model)
-    assert plan.config == OPEN.with_default_shape() and not plan.is_tuned
-    assert plan.decision == "streams draft: best tree of 16 nodes, 3 streams, second pass"
-    assert plan.pace._breakeven is None and capsys.readouterr().err == ""
     config = plan.config
-    assert (config.tree, config.prune) == (TreeConfig(), PruneConfig())
-    assert (config.num_streams, config.stream_schedule) == (None, "second-pass")
+    assert not plan.is_tuned and capsys.readouterr().err == ""
+    assert plan.decision.startswith(f"streams draft: best tree of {config.tree.size} nodes, ")
+    assert plan.decision.endswith(" times plain decoding on CPU by row costs")
+    assert (config.prune, config.stream_schedule) == (PruneConfig(), "second-pass")
     drafts = make_plan(model, drafter="lookahead", lookahead=ssmlx.LookaheadConfig(window=3))
     assert drafts.decision == "lookahead drafts: at most 32 nodes a call, 5 tokens ahead"
     assert (
@@ -445,52 +453,39 @@ def test_of_equal_shapes_the_first_is_taken(model):
 
 def test_an_answer_is_drafted_as_its_context_says(model):
     store_profile(by_context(model))
-    costs = by_context(model).costs
-    asked = DraftShape(tree=TreeConfig(size=5), num_streams=model.num_streams)
-    for context, settings, nodes, breakeven in (
-        (10, {}, 7, costs.breakeven(SHAPE, 10)),
-        (2000, {}, 2, costs.breakeven(SMALL, 2000)),
-        (2000, {"tree": TreeConfig(size=5)}, 5, costs.breakeven(asked, 2000)),
-        (9000, {"decoding": "streaming"}, 2, None),
-    ):
-        plan = make_plan(model, context=context, **settings)
-        assert (plan.drafter.max_nodes, plan.pace._breakeven) == (nodes, breakeven)
+    for context, settings, nodes in (
+        (10, {}, 7), (2000, {}, 2), (2000, {"tree": TreeConfig(size=5)}, 5),
+        (9000, {"decoding": "streaming"}, 2),
+    ):  # fmt: skip
+        assert make_plan(model, context=context, **settings).drafter.max_nodes == nodes
     assert make_plan(model, context=9000).drafter is None
 
 
-def test_the_pace_knows_what_a_call_costs(model):
-    store_profile(profile(model))
-    assert make_plan(model).pace._breakeven == pytest.approx(COSTS.breakeven(SHAPE, 100))
-    other = DraftShape(tree=TreeConfig(size=4), num_streams=3)
-    found = make_plan(model, tree=TreeConfig(size=4)).pace._breakeven
-    assert found == pytest.approx(COSTS.breakeven(other, 100))
-    for asked in (
-        {"decoding": "streaming"},
-        {"drafter": "prompt-lookup"},
-        {"prune": PruneConfig(kind="threshold")},
-    ):
-        assert make_plan(model, **asked).pace._breakeven is None, "it cannot be priced"
+def test_only_where_nothing_is_asked_for_the_clock_decides(model, monkeypatch):
+    monkeypatch.setattr("ssmlx.plan.Pace", Pace)
+    for profiled in (False, True):
+        if profiled:
+            store_profile(profile(model))
+        plan = make_plan(model)
+        assert plan.experience.learned is plan.pace._learned is not None
+        for asked in (
+            {"decoding": "streaming"}, {"drafter": "prompt-lookup"}, {"tree": TreeConfig()},
+            {"prune": PruneConfig(kind="threshold")}, {"deterministic": True},
+        ):  # fmt: skip
+            plan = make_plan(model, **asked)
+            assert plan.experience is None and plan.pace._learned is None
 
 
-def test_behind_contexts_that_nobody_measured_streams_are_on_trial(model):
-    store_profile(profile(model))
-    patience = [make_plan(model, context=c).pace._patience for c in (None, 400, 401)]
-    assert patience == [PATIENCE, PATIENCE, TRIAL_PATIENCE]
-
-
-def test_decoding_falls_back_and_returns_and_says_the_same(model):
+def test_decoding_falls_back_and_says_the_same(model, monkeypatch):
     """Drafts of a tiny random model do not pay where a call costs three plain ones."""
+    monkeypatch.setattr("ssmlx.plan.Pace", Pace)
     store_profile(profile(model, costs=replace(COSTS, lower=flat(27.0, 0.0))))
     length, answers, lengths = 120, {}, {}
     for decoding in (None, "streaming", "plain"):
         steps = token_steps(model, [3, 1], model.make_cache(), decoding=decoding)
         answers[decoding], lengths[decoding] = first_tokens(steps, length)
     assert answers[None] == answers["streaming"] == answers["plain"]
-    paused = lengths[None]
-    assert len(lengths["streaming"]) < len(paused) < length
-    ones = "".join(str(num) for num in paused).split("1" * (FIRST_WAIT - 2))
-    assert len(ones) > 1, "it fell back"
-    assert any(num > 1 for num in paused[60:]), "and returned"
+    assert len(lengths["streaming"]) < len(lengths[None]) <= length
 
 
 def test_deterministic_answers_make_the_same_calls_on_every_machine(model):
@@ -507,7 +502,7 @@ def test_deterministic_answers_make_the_same_calls_on_every_machine(model):
             told = tuple(segment.tokens for segment in answer)
             calls[sure].add((str(settings), told))
         plan = make_plan(model, deterministic=True)
-        assert (plan.is_tuned, plan.pace._breakeven) == (False, None)
+        assert not plan.is_tuned and plan.pace._learned is None
     assert len(calls[True]) == 2, "one a setting"
     assert len(calls[False]) > 2
 

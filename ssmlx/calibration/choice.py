@@ -265,7 +265,7 @@ def compare(
         found.append(
             {
                 "name": name,
-                "what": priced.shape.text() if priced else "plain decoding",
+                "what": str(priced.shape) if priced else "plain decoding",
                 "nodes": priced.shape.num_nodes if priced else 1,
                 "expected": expected,
                 "measured": measured,

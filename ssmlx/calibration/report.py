@@ -67,7 +67,7 @@ def forward_table(costs: StepCosts) -> list[str]:
 def shape_lines(shapes: Sequence[Result], without: str) -> list[str]:
     """Priced shapes, one a line, without one of the columns."""
     columns: Columns = {
-        "draft": lambda one: from_json(DraftShape, one["shape"]).text(),
+        "draft": lambda one: str(from_json(DraftShape, one["shape"])),
         "behind": lambda one: str(one["context"]),
         "tokens per call": lambda one: f"{one['tokens_per_call']:.2f}",
         "ms a call": lambda one: f"{1e3 * one['step_seconds']:.1f}",
@@ -102,7 +102,7 @@ def report(result: Result) -> str:
     """The result as text."""
     chosen, candidates = result["chosen"], result["candidates"]
     fastest = sorted(candidates, key=lambda one: -one["tokens_per_second"])[:_SHOWN_SHAPES]
-    shape = from_json(DraftShape, chosen["shape"]).text()
+    shape = str(from_json(DraftShape, chosen["shape"]))
     ranks = {
         f"first {rank}": lambda row, at=at: f"{row[1][at]:.2f}" for at, rank in enumerate(RANKS)
     }

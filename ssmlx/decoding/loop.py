@@ -3,8 +3,9 @@
 Both yield the same thing, so that one is the other's oracle and baseline.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -16,7 +17,7 @@ from ..model.tree import Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
 from .drafter import Drafter, Verified
-from .pace import Pace
+from .pace import Pace, Rung
 from .prune import is_pruned, surviving_nodes, transition_logprobs
 from .sampling import (
     GREEDY,
@@ -27,11 +28,15 @@ from .sampling import (
     places_of,
     tell_logprobs,
 )
+from .stopwatch import Launch, Stopwatch
 
 Ends = Callable[[list[int]], bool]
 """Told the tokens that a call advanced by; whether the answer ends with them."""
 
 EXACT = AcceptanceConfig()
+
+Spell = Generator[list[int], None, tuple[mx.array, mx.array]]
+"""Calls of one kind, the tokens of each; at last the newest token [1], and the tail before it."""
 
 
 def never(tokens: list[int]) -> bool:
@@ -136,7 +141,6 @@ def stream_rows_of(rows: mx.array, node: mx.array, num_nodes: int, num_streams: 
 class StepResult:
     """What one target call leaves on the device."""
 
-    num_nodes: int  # N of the tree that it verified
     acceptance: Acceptance  # how far the tree held
     next_tree: Tree  # the tree to verify next
     tail: mx.array  # [C] the last tokens before its root, as the sampler needs them
@@ -176,14 +180,12 @@ def step(
     *,
     acceptance: AcceptanceConfig = EXACT,
     tail: mx.array | None = None,
-    drafts: bool = True,
 ) -> StepResult:
     """One target call: verify `tree` and draft the next (sections 3.2.1 to 3.2.3, figure 7).
 
-    `tail` [C] holds the last tokens before the tree's root, for samplers that need them. Where
-    it is not to draft, the next tree is a bare root: plain decoding.
+    `tail` [C] holds the last tokens before the tree's root, for samplers that need them.
     """
-    num_streams, split = drafter.num_streams if drafts else 0, model.insertion_layer
+    num_streams, split = drafter.num_streams, model.insertion_layer
     tail = last_tokens((), sampler.context_size) if tail is None else tail
     cache.reserve(tokens=tree.paths.shape[1], scratch=tree.num_nodes * (1 + num_streams))
 
@@ -203,12 +205,11 @@ def step(
     verified = Verified(
         kept, target_tokens, accepted, node_hidden, own_streams, hidden, position, cache
     )
-    next_tree = drafter.propose(verified) if drafts else root_tree(verified.root)
-    next_tree = agreed_tree(model, next_tree)
+    next_tree = agreed_tree(model, drafter.propose(verified))
     next_tail = places.tail_at(accepted.last)
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
     told = sampler.told(logits, places, accepted.path, accepted.new_tokens)
-    return StepResult(tree.num_nodes, accepted, next_tree, next_tail, for_host, told)
+    return StepResult(accepted, next_tree, next_tail, for_host, told)
 
 
 def streaming_decode(
@@ -228,6 +229,62 @@ def streaming_decode(
 ) -> Iterator[list[int]]:
     """Yield the tokens that each target call advances by, endlessly, behind `prefill_turns`.
 
+    What is drafted, and whether anything is, `pace` decides from call to call.
+
+    Args:
+        model: a model with streams, or with any drafter that needs none.
+        prompt: one token or more; they follow what `cache` already holds.
+        cache: left holding the prompt and every yielded token but the last.
+        drafter: proposes each next tree, but where a rung of `pace` has a drafter of its own.
+        context: the tokens that `cache` holds, for drafters and samplers that read the text.
+        prune: which nodes to drop half-way up; off unless told.
+        sampler: decides the target's tokens; greedy unless told.
+        acceptance: when a drafted token counts as the target's; exact unless told.
+        ends: told the tokens before they are yielded: whether no more will be asked for. The next
+            step is not started then, and is not wasted.
+        pace: says what to draft; always, with `drafter`, unless told. Others are for drafters that
+            need not see every call.
+        told: gets an entry for every token before it is yielded, where the sampler's settings ask
+            for log probabilities.
+
+    The prompt's last token is the first tree: a bare root, whose step drafts like any other.
+    """
+    prune, pace, watch = prune or PruneConfig(), pace or Pace(), Stopwatch()
+    drafter.start([*context, *prompt])
+    cache.trim(cache.offset)
+    root = mx.array(prompt[-1:], mx.int32)
+    tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
+    yield from prefill_turns(model, prompt[:-1], cache, prefill_step_size)
+
+    def build(tree: Tree, tail: mx.array, rung: Rung) -> StepResult:
+        own = rung.drafter or drafter
+        return step(model, tree, cache, own, prune, sampler, acceptance=acceptance, tail=tail)
+
+    builds_ahead = not drafter.waits and prune.kind != "threshold"
+    while True:
+        if pace.rung is None:
+            root, tail = yield from plain_spell(
+                model, root, tail, cache, sampler, told, pace, watch
+            )
+        else:
+            root, tail = yield from drafting_spell(
+                build, root, tail, cache, ends, told, pace, watch, builds_ahead
+            )
+
+
+def drafting_spell(
+    build: Callable[[Tree, mx.array, Rung], StepResult],
+    root: mx.array,
+    tail: mx.array,
+    cache: TreeCache,
+    ends: Ends,
+    told: list[TokenLogprobs] | None,
+    pace: Pace,
+    watch: Stopwatch,
+    builds_ahead: bool,
+) -> Spell:
+    """Steps as `build` builds them, the first of a bare root, until nothing is to be drafted.
+
     While a step runs, the next one is built. A step's tokens are read when its tree is verified;
     while it still drafts, its successor is launched behind it, and only then are they given out. So
     a GPU always has work, and the cache is written in place: MLX would copy it for a step that is
@@ -235,69 +292,85 @@ def streaming_decode(
     have to know the tokens first. So does the prompt's call: its token is the one that somebody
     waits for, and is given out before anything else is started, drafting too.
 
-    Args:
-        model: a model with streams, or with any drafter that needs none.
-        prompt: one token or more; they follow what `cache` already holds.
-        cache: left holding the prompt and every yielded token but the last.
-        drafter: proposes each next tree.
-        context: the tokens that `cache` holds, for drafters and samplers that read the text.
-        prune: which nodes to drop half-way up; off unless told.
-        sampler: decides the target's tokens; greedy unless told.
-        acceptance: when a drafted token counts as the target's; exact unless told.
-        ends: told the tokens before they are yielded: whether no more will be asked for. The next
-            step is not started then, and is not wasted.
-        pace: says when drafting does not pay; it always does unless told. Only for drafters that
-            need not see every call.
-        told: gets an entry for every token before it is yielded, where the sampler's settings ask
-            for log probabilities.
-
-    The prompt's last token is the first tree: a bare root, whose step drafts like any other.
     """
-    prune, pace = prune or PruneConfig(), pace or Pace()
-    drafter.start([*context, *prompt])
-    cache.trim(cache.offset)
-    tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
-    yield from prefill_turns(model, prompt[:-1], cache, prefill_step_size)
-
-    def build(tree: Tree, tail: mx.array) -> StepResult:
-        return step(
-            model, tree, cache, drafter, prune, sampler,
-            acceptance=acceptance, tail=tail, drafts=pace.drafting,
-        )  # fmt: skip
-
-    builds_ahead = not drafter.waits and prune.kind != "threshold"
-    result = build(root_tree(mx.array(prompt[-1:], mx.int32)), tail)
-    mx.async_eval(result.decided(), cache.state)
-    drafted: list[mx.array] | None = None
+    verified, rung = None, pace.rung
+    assert rung is not None
+    result, drafted = build(root_tree(root), tail, rung), None
+    launch = watch.launch(result.decided(), cache.state)
     while True:
-        before, upcoming = cache.hold(), None
+        before, upcoming, next_rung = cache.hold(), None, pace.rung
+        assert next_rung is not None
         if builds_ahead and drafted is not None:
-            upcoming = build(result.next_tree, result.tail)
+            upcoming = build(result.next_tree, result.tail, next_rung)
             mx.eval(drafted)  # done, mostly; else what this step drafts with would be copied
             drafted = result.drafted()
             mx.async_eval(drafted)
-        new_tokens = result.read()
+        new_tokens, seconds = watch.read(launch, result.read)
         tell_logprobs(told, new_tokens, result.told)
-        pace.observe(len(new_tokens), drafted=result.num_nodes > 1)
-        if upcoming is None or ends(new_tokens):
+        pace.observe(len(new_tokens), verified=verified, seconds=seconds)
+        if upcoming is None or pace.rung is None or ends(new_tokens):
             if upcoming is not None:
                 upcoming = None
                 cache.forget_masks()
             cache.restore(before)
             cache.advance(len(new_tokens))
-            yield new_tokens
-            drafted = result.drafted()
+            yield from watch.away(new_tokens)
+            if pace.rung is None:
+                return result.acceptance.correction, result.tail
+            next_rung, drafted = pace.rung, result.drafted()
             mx.async_eval(drafted)
-            upcoming = build(result.next_tree, result.tail)
+            upcoming = build(result.next_tree, result.tail, next_rung)
             mx.eval(drafted)  # The first drafting may have read all that the cache holds.
-            mx.async_eval(upcoming.decided(), cache.state)
+            launch = watch.launch(upcoming.decided(), cache.state, is_first=True)
         else:
             del before  # MLX writes in place only into what nobody else holds.
-            mx.async_eval(upcoming.decided(), cache.state)
+            launch = watch.launch(upcoming.decided(), cache.state)
             cache.advance(len(new_tokens))
-            yield new_tokens
+            yield from watch.away(new_tokens)
         metal.settle()
-        result = upcoming
+        result, verified, rung = upcoming, rung, next_rung
+
+
+def plain_spell(
+    model: StreamFusedModel,
+    root: mx.array,
+    tail: mx.array,
+    cache: TreeCache,
+    sampler: Sampling,
+    told: list[TokenLogprobs] | None = None,
+    pace: Pace | None = None,
+    watch: Stopwatch | None = None,
+) -> Spell:
+    """Calls of one row, until `pace` has something to draft.
+
+    As in mlx-lm, the next call is under way while its predecessor's token is read; a call whose
+    token nobody asks for is wasted, and not counted.
+    """
+    watch = watch or Stopwatch()
+
+    def call(token: mx.array, tail: mx.array) -> tuple[mx.array, mx.array, mx.array | None, Launch]:
+        places = places_of(root_tree(token), cache.length, tail)
+        logits = model.backbone.logits(model.backbone.append(token, cache))
+        chosen = choose(model, logits, sampler, places)
+        chosen = settle(model, chosen, logits, sampler, places, indices(1))
+        rows = sampler.told(logits, places, indices(1), chosen)
+        launch = watch.launch(chosen, *([] if rows is None else [rows]))
+        return chosen, places.tail_at(indices(1)), rows, launch
+
+    token, tail, rows, launch = call(root, tail)
+    is_first = True
+    while True:
+        is_last = pace is not None and pace.rung is not None
+        upcoming = None if is_last else call(token, tail)
+        new_tokens, seconds = watch.read(launch, partial(to_list, token))
+        tell_logprobs(told, new_tokens, rows)
+        if pace is not None:
+            pace.observe(1, seconds=None if is_first or is_last else seconds)
+        is_first = False
+        yield from watch.away(new_tokens)
+        if upcoming is None:
+            return token, tail
+        token, tail, rows, launch = upcoming
 
 
 def plain_decode(
@@ -312,26 +385,10 @@ def plain_decode(
 ) -> Iterator[list[int]]:
     """Yield one token for each target call, endlessly: the same model without drafting.
 
-    As in mlx-lm, the next call is under way while its predecessor's token is read; a call whose
-    token nobody asks for is wasted, and not counted. The arguments are `streaming_decode`'s.
+    The arguments are `streaming_decode`'s.
     """
     cache.trim(cache.offset)
+    root = mx.array(prompt[-1:], mx.int32)
     tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
     yield from prefill_turns(model, prompt[:-1], cache, prefill_step_size)
-
-    def call(token: mx.array, tail: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
-        places = places_of(root_tree(token), cache.length, tail)
-        logits = model.backbone.logits(model.backbone.append(token, cache))
-        chosen = choose(model, logits, sampler, places)
-        chosen = settle(model, chosen, logits, sampler, places, indices(1))
-        rows = sampler.told(logits, places, indices(1), chosen)
-        mx.async_eval(chosen, *([] if rows is None else [rows]))
-        return chosen, places.tail_at(indices(1)), rows
-
-    token, tail, rows = call(mx.array(prompt[-1:], mx.int32), tail)
-    while True:
-        next_token, tail, next_rows = call(token, tail)
-        new_tokens = to_list(token)
-        tell_logprobs(told, new_tokens, rows)
-        yield new_tokens
-        token, rows = next_token, next_rows
+    yield from plain_spell(model, root, tail, cache, sampler, told)

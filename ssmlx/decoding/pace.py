@@ -1,72 +1,244 @@
-"""When drafting does not pay, and when to try again: plain arithmetic, no clock and no arrays."""
+"""What to draft before each call, so that an answer is never slower than plain decoding.
 
-import math
+Everything is counted in plain calls. A call that verifies a drafted tree and drafts the next takes
+`1 + kappa * extra` of them, where `extra` is what a table or a calibration expects beyond one and
+`kappa` is what the clock makes of it here; it advances by `1 + theta * (tokens - 1)`, where
+`tokens` is what the adapter's own answers had and `theta` is what this text makes of it. The rung
+of the ladder that advances fastest is drafted; none, where plain decoding is as fast. What trials
+may lose is bounded, by answer and over all of them (a conservative bandit: Wu et al., 2016).
+"""
 
-FIRST_WAIT, LONGEST_WAIT = 16, 64
-PATIENCE, TRIAL_PATIENCE = 8.0, 3.0
-_LIVELY = 32
-"""Calls of a spell of drafting that pays after which the text counts as predictable again."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .drafter import Drafter
+
+ANSWER_LOSS, SHORT_ANSWER = 1.0, 24
+"""Plain calls that an answer may be behind plain decoding, for every so many tokens."""
+REFILL, MOST_SAVED = 0.012, 2.0
+"""Plain calls that trials may lose: so many more a token, and so many at most."""
+CREDIT = 10.0
+"""Calls whose expected gain an answer may be behind, where drafting should pay."""
+MARGIN, STAY = 1.03, 1.03
+"""Times plain decoding's speed from which on drafting begins; and what the present rung is
+favoured by."""
+COST_DOUBT, TEXT_DOUBT = 0.4, 0.35
+"""What a table's extra cost may be wrong by, and an adapter's tokens per call on a text."""
+TIMED = 2
+"""Plain calls that are timed in a row."""
+STALE = 512
+"""Tokens after which plain calls are timed again."""
+_NOISE = 0.1  # of a timing
+_SURPRISE = 0.3
+_PRIOR, _MEMORY = (
+    10.0,
+    150.0,
+)  # accepted drafts: what is known of an adapter beforehand, and at most
+_PER_CALL, _PER_TOKEN = 0.95, 0.985  # what is left of what a text said, a call and a plain token on
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rung:
+    """A shape to draft in, priced beforehand in plain calls."""
+
+    shape: Any = None
+    verify: float  # a call that verifies such a tree, and drafts nothing
+    draft: float  # what drafting the next one adds
+    tokens: float  # what a call advances by, on answers that the adapter was measured on
+    drafter: Drafter | None = None  # what drafts it; None for the loop's own
+
+    @property
+    def extra(self) -> float:
+        """What a call takes beyond a plain one."""
+        return self.verify - 1 + self.draft
+
+    @property
+    def key(self) -> str:
+        """What it is remembered by."""
+        return str(self.shape)
+
+    @property
+    def speed(self) -> float:
+        """Over plain decoding's, as expected."""
+        return self.tokens / (1 + self.extra)
+
+
+@dataclass
+class Mean:
+    """A mean that forgets."""
+
+    value: float = 1.0
+    weight: float = 0.0
+
+    def add(self, value: float, weight: float, most: float) -> None:
+        """Take in a value; what came before counts as `most` at most."""
+        self.weight = min(self.weight, most) + weight
+        self.value += (value - self.value) * weight / self.weight
+
+
+@dataclass
+class Learned:
+    """What the clock and the texts have taught: of a model with an adapter on a machine."""
+
+    costs: dict[str, Mean] = field(default_factory=dict)  # kappa by rung
+    texts: dict[str, Mean] = field(default_factory=dict)  # theta by length of context
+    saved: float = ANSWER_LOSS  # plain calls that trials may lose
+    # of this process alone:
+    speed: Mean = field(default_factory=Mean)  # seconds of a plain call over those expected
+    seen: set[str] = field(default_factory=set)  # rungs that have run
+    tokens_since: int = 0  # since a plain call was timed
+    quiet: int = 0  # tokens since something was drafted
+
+    def cost(self, rung: Rung) -> tuple[float, float]:
+        """Kappa of a rung, and how many timings it rests on."""
+        known = list(self.costs.values())
+        total = sum(one.weight for one in known)
+        common = (1 + sum(one.weight * one.value for one in known)) / (1 + total)
+        own = self.costs.get(rung.key, Mean())
+        return (common + own.weight * own.value) / (1 + own.weight), own.weight + total / 2
 
 
 class Pace:
-    """Decides from call to call whether to draft.
-
-    A call that verifies a draft takes as long as `breakeven` plain calls, so it gains `tokens -
-    breakeven` plain calls' time, or loses it. Drafting stops once it has lost `PATIENCE` of them
-    since it was last at its best (a cumulative sum: chance alone rarely goes so far while
-    drafting pays, and where it does not, no more is ever lost). Then `FIRST_WAIT` tokens are
-    decoded plainly and drafting is tried again, with less patience; each trial that fails
-    doubles the wait, up to `LONGEST_WAIT`. That is the hysteresis: what a text can cost is
-    bounded, whatever it says.
+    """Decides from call to call what to draft.
 
     Args:
-        breakeven: seconds of a drafting call over those of a plain one, for this machine, model
-            and tree; None where nobody measured them, and drafting never stops.
-        on_trial: whether the first spell has no more patience than a later one: where nobody knows
-            how well such text can be guessed.
+        ladder: what may be drafted, the smallest tree first.
+        learned: what is known, and what is learned; without it the last rung is always drafted.
+        plain: seconds of a plain call, as expected.
+        context: what the text so far is like, for `Learned.texts`.
+
+    Attributes:
+        rung: what the next call is to draft; None for a plain call.
     """
 
-    def __init__(self, breakeven: float | None = None, *, on_trial: bool = False) -> None:
-        if breakeven is not None and not 0 < breakeven < math.inf:
-            raise ValueError(f"a breakeven of {breakeven}, expected a number above 0")
-        self._breakeven = breakeven
-        self._wait, self._left = FIRST_WAIT, 0
-        self._patience = TRIAL_PATIENCE if on_trial else PATIENCE
-        self._start()
+    def __init__(
+        self,
+        ladder: Sequence[Rung] = (),
+        learned: Learned | None = None,
+        *,
+        plain: float = 1.0,
+        context: str = "",
+    ) -> None:
+        self._ladder = ladder or [Rung(verify=1.0, draft=0.0, tokens=1.0)]
+        self._learned, self._plain, self._context = learned, plain, context
+        self._tokens = 0
+        self._lost = 0.0  # plain calls that this answer is behind plain decoding
+        self._accepted = self._expected = 0.0  # drafts, of late
+        self._surprises = self._untimed = 0  # the latter: plain calls that are yet to be timed
+        self._has_timed = False
+        self.rung: Rung | None = None
+        self.rung = self._ladder[-1] if learned is None else self._decide(learned)
 
-    def _start(self) -> None:
-        self.drafting = True
-        self._balance, self._calls, self._tokens = 0.0, 0, 0
-
-    @property
-    def tokens_per_call(self) -> float | None:
-        """Of this spell of drafting, or of the last one; None before a draft was verified."""
-        return self._tokens / self._calls if self._calls else None
-
-    def observe(self, num_tokens: int, *, drafted: bool = True) -> None:
-        """Tell how many tokens the last call advanced by; `drafting` is then the next one's.
+    def observe(
+        self, num_tokens: int, *, verified: Rung | None = None, seconds: float | None = None
+    ) -> None:
+        """Tell of a call; `rung` is then what the next one is to draft.
 
         Args:
-            num_tokens: 1 or more.
-            drafted: whether that call had a draft to verify. The first calls of a spell have none,
-                and say nothing; where a call is built while the one before it runs, a spell's
-                last drafts come after its end.
+            num_tokens: that it advanced by, 1 or more.
+            verified: the rung whose tree was drafted for it; None for a bare root.
+            seconds: drafting and verifying took; None where nothing says so.
         """
-        if self._breakeven is None:
+        learned = self._learned
+        if learned is None:
             return
-        if not self.drafting:
-            self._left -= num_tokens
-            if self._left <= 0:
-                self._start()
-            return
-        if not drafted:
-            return
-        self._calls += 1
+        took = self._time(learned, verified, seconds)
+        decay = _PER_TOKEN**num_tokens if verified is None else _PER_CALL
+        self._accepted, self._expected = decay * self._accepted, decay * self._expected
+        if verified is None:
+            learned.quiet += num_tokens
+        else:
+            learned.quiet = 0
+            self._read(learned, num_tokens - 1, verified.tokens - 1)
+        self._count(learned, num_tokens, took)
         self._tokens += num_tokens
-        self._balance = min(0.0, self._balance + num_tokens - self._breakeven)
-        if self._calls >= _LIVELY and self._tokens >= self._calls * self._breakeven:
-            self._wait, self._patience = FIRST_WAIT, PATIENCE
-        if self._balance <= -self._patience:
-            self.drafting, self._left = False, self._wait
-            self._wait = min(2 * self._wait, LONGEST_WAIT)
-            self._patience = TRIAL_PATIENCE
+        learned.tokens_since += num_tokens
+        before, self.rung = self.rung, self._decide(learned)
+        if verified and before and self.rung is None:  # The next tree is drafted already.
+            self._count(learned, 0, learned.cost(before)[0] * before.draft)
+
+    def _count(self, learned: Learned, num_tokens: int, took: float) -> None:
+        """Note how far this answer, and trials in all, are behind plain decoding."""
+        self._lost += took - num_tokens
+        saved = learned.saved + REFILL * num_tokens + num_tokens - took
+        learned.saved = min(MOST_SAVED, saved)
+
+    def _read(self, learned: Learned, accepted: int, expected: float) -> None:
+        """What the drafts of a call say of the text."""
+        self._accepted += accepted
+        self._expected += expected
+        if expected > 0:
+            text = learned.texts.setdefault(self._context, Mean(weight=_PRIOR))
+            text.add(accepted / expected, expected, _MEMORY)
+
+    def _time(self, learned: Learned, rung: Rung | None, seconds: float | None) -> float:
+        """Plain calls that a call took; and what its seconds teach."""
+        key = rung.key if rung else ""
+        is_first = key not in learned.seen  # a kernel may have been compiled
+        learned.seen.add(key)
+        if rung is None:
+            self._untimed = max(0, self._untimed - 1)
+            if seconds is not None and not is_first:
+                ratio = seconds / self._plain
+                if learned.speed.weight >= TIMED:
+                    ratio = min(max(ratio, 0.5 * learned.speed.value), 2 * learned.speed.value)
+                learned.speed.add(ratio, 1.0, 3.0)
+                learned.tokens_since = 0
+            return 1.0
+        (kappa, known), extra = learned.cost(rung), rung.extra
+        if seconds is None or is_first or extra <= 0:
+            return 1 + kappa * extra
+        if not learned.speed.weight:
+            learned.speed.add(seconds / self._plain / (1 + kappa * extra), 0.5, 3.0)
+        took = seconds / (self._plain * learned.speed.value)
+        if abs(took - 1 - kappa * extra) > _SURPRISE * (1 + kappa * extra) and known > TIMED:
+            self._surprises += 1
+            if learned.tokens_since > TIMED:  # has the machine become slower, or the call?
+                if self._surprises >= 2:
+                    self._untimed, self._surprises = TIMED + 1, 0
+                return took
+        else:
+            self._surprises = 0
+        found = min(max((took - 1) / extra, 0.3 * kappa), 2.5 * kappa)
+        weight = extra**2 / (extra**2 + _NOISE**2)
+        learned.costs.setdefault(rung.key, Mean()).add(found, weight, 12.0)
+        return took
+
+    def _theta(self, learned: Learned) -> tuple[float, float]:
+        """How well this text is guessed, of the adapter's own; and how many drafts say so."""
+        text = learned.texts.get(self._context) or Mean(weight=_PRIOR)
+        weight = min(text.weight, 2 * _PRIOR)
+        theta = (weight * text.value + self._accepted) / (weight + self._expected)
+        return theta, self._expected + (text.weight - _PRIOR) / 4
+
+    def _decide(self, learned: Learned) -> Rung | None:
+        if not self._has_timed and (learned.tokens_since > STALE or not self._knows_plain(learned)):
+            self._has_timed, self._untimed = True, TIMED + 1
+        if self._untimed:
+            return None
+        theta, read = self._theta(learned)
+        patience = min(1.0, learned.quiet / 128)
+        doubt = TEXT_DOUBT * (1 / (1 + read / 8) + patience)
+        best: tuple[float, Rung | None] = (MARGIN, None)
+        trial: tuple[float, Rung | None] = (1.05, None)
+        for rung in self._ladder:
+            kappa, timed = learned.cost(rung)
+            cost = 1 + kappa * rung.extra
+            tokens = 1 + theta * (rung.tokens - 1)
+            speed = tokens / cost * (STAY if rung is self.rung else 1.0)
+            allowed = ANSWER_LOSS * max(1.0, self._tokens / SHORT_ANSWER)
+            # A text that is guessed well makes up for a bad beginning.
+            if speed > best[0] and self._lost <= CREDIT * (tokens - cost):
+                best = speed, rung
+            low = 1 + kappa * (1 - COST_DOUBT / (1 + timed)) * rung.extra
+            hope = (1 + theta * (1 + doubt) * (rung.tokens - 1)) / low
+            risk = cost - 1 + (0.0 if self.rung else kappa * rung.draft)
+            if hope > trial[0] and max(self._lost, 0) + risk <= allowed and risk <= learned.saved:
+                trial = hope, rung
+        return best[1] or trial[1]
+
+    def _knows_plain(self, learned: Learned) -> bool:
+        return learned.speed.weight >= TIMED or sum(m.weight for m in learned.costs.values()) > 8

@@ -1,5 +1,7 @@
 """Drafts from the model's own speculative streams (section 3.2.2)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -41,11 +43,18 @@ class StreamDrafter:
         self._num_candidates = draft_topology(tree, num_streams).num_candidates
         self.max_nodes = tree.num_nodes(num_streams)
         self.num_parameters = model.streams.num_parameters if model.streams else 0
+        self._owner = self  # of the cache
         self.start(())
+
+    def beside(self, tree: TreeConfig, num_streams: int, schedule: StreamSchedule) -> StreamDrafter:
+        """One of no more streams, to draft in turns with this one, whose cache it shares."""
+        other = StreamDrafter(self._model, tree, num_streams, schedule)
+        other._owner = self._owner
+        return other
 
     @property
     def cache_bytes(self) -> int:
-        return self._cache.nbytes + self._cache.mask_bytes
+        return self._owner._cache.nbytes + self._owner._cache.mask_bytes
 
     def start(self, tokens: Sequence[int]) -> None:
         """See `Drafter.start`. All that streams know is in the model's own rows."""
@@ -61,7 +70,8 @@ class StreamDrafter:
 
     def _second_pass(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
-        self._cache.follow(verified.cache, self.num_levels)
+        cache = self._owner._cache
+        cache.follow(verified.cache, self.num_levels)
         last, hidden = verified.acceptance.last, verified.insertion_hidden
         position = verified.position + verified.acceptance.num_accepted
-        return self._model.second_pass(hidden, last, position, self._cache, self.num_levels)
+        return self._model.second_pass(hidden, last, position, cache, self.num_levels)

@@ -51,7 +51,7 @@ class DraftShape:
         """Whether nodes are dropped."""
         return self.num_kept < self.num_nodes
 
-    def text(self) -> str:
+    def __str__(self) -> str:
         """Such as `best tree of 24 nodes, 5 streams, second pass`."""
         tree = self.tree
         kind = f"best tree of {tree.size} nodes"
@@ -145,16 +145,22 @@ class StepCosts:
         """The forwards of a step."""
         nodes, kept, streams = shape.num_nodes, shape.num_kept, shape.num_streams
         seconds = self.lower.at(nodes, context) + self.head.at(kept)
-        seconds += self.draft_head.at(streams)
+        seconds += self.draft_seconds(shape, context)
         if shape.stream_schedule == "fused":
             seconds += self.fused.at(kept * (1 + streams), context)
         else:
-            seconds += self.upper.at(kept, context) + self.upper.at(streams, context)
+            seconds += self.upper.at(kept, context)
         if shape.is_pruned:
             if self.early_exit is None:
                 raise ValueError("nothing was measured of pruning")
             seconds += self.early_exit.at(nodes)
         return seconds
+
+    def draft_seconds(self, shape: DraftShape, context: float) -> float:
+        """What drafting the next tree takes of a step, where that is a pass of its own."""
+        streams = shape.num_streams
+        own = self.upper.at(streams, context) if shape.stream_schedule == "second-pass" else 0.0
+        return own + self.draft_head.at(streams)
 
     def step_seconds(self, shape: DraftShape, context: float) -> float:
         """A whole step of streaming decoding behind `context` tokens."""

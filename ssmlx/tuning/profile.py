@@ -66,9 +66,10 @@ class ProfileKey:
             adapter=_adapter_digest(model),
         )
 
-    def path(self, folder: str | Path | None = None) -> Path:
-        """Where its profile lies, in the cache folder unless told."""
-        return Path(folder or cache_dir()).expanduser() / _FOLDER / f"{_digest(asdict(self))}.json"
+    def path(self, folder: str | Path | None = None, kind: str = "") -> Path:
+        """Where its profile lies, or what else there is of some `kind`; by default in our cache."""
+        own = Path(folder or cache_dir()).expanduser() / (kind or _FOLDER)
+        return own / f"{_digest(asdict(self))}.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,76 @@
+"""What may be drafted on a machine that nobody calibrated: trees of rising size, with prices."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from ..decoding.pace import COST_DOUBT, TEXT_DOUBT, Rung
+from ..model.streams import StreamFusedModel
+from ..settings import TreeConfig
+from .chips import Chip, Decoder, chip_named, costs
+from .cost import DraftShape, StepCosts, interpolate
+from .profile import this_machine
+
+SIZES = (2, 3, 4, 6, 8, 12, 16)
+"""Nodes of the trees."""
+TYPICAL: Mapping[int, float] = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
+"""Tokens per call by nodes, for adapters that do not say: about the middle of those that ship."""
+
+
+USUAL_CONTEXT = 128
+"""Tokens before an answer, where nobody says."""
+_LONG = (256, 1024, 3072)
+"""Tokens at which a text is of another kind: streams guess worse behind long ones."""
+
+
+def this_chip() -> Chip:
+    """That of this machine, or the nearest that something is known of."""
+    return chip_named(this_machine()[0])
+
+
+def expected_costs(model: StreamFusedModel) -> StepCosts:
+    """What steps should cost here, by what others published."""
+    return _expected(Decoder.of(model), this_chip())
+
+
+_expected = lru_cache(maxsize=32)(costs)
+
+
+def text_kind(context: int | None) -> str:
+    """What texts behind so many tokens have in common: how many there are at least."""
+    return str(max((one for one in _LONG if (context or 0) >= one), default=0))
+
+
+def ladder(model: StreamFusedModel, costs: StepCosts, context: float | None) -> list[Rung]:
+    """Shapes to draft in, the smallest first, up to the largest that may turn out fastest."""
+    assert model.config is not None
+    curve = model.config.tokens_per_call
+    found = []
+    for size in SIZES:
+        streams = min(model.num_streams, size - 1)
+        shape = DraftShape(tree=TreeConfig(size=size), num_streams=streams)
+        found.append(priced(shape, tokens_of(shape, curve), costs, context))
+    return found[: 1 + found.index(fastest(found, cheaper=COST_DOUBT, better=TEXT_DOUBT))]
+
+
+def tokens_of(shape: DraftShape, curve: Mapping[int, float] | None) -> float:
+    """Tokens per call of a shape, by the nodes that it keeps."""
+    known = {1: 1.0, **(curve or TYPICAL)}
+    nodes = sorted(known)
+    return interpolate(nodes, [known[n] for n in nodes], min(shape.num_kept, nodes[-1]))
+
+
+def priced(shape: DraftShape, tokens: float, costs: StepCosts, context: float | None) -> Rung:
+    """A shape that advances by `tokens` a call, behind `context` tokens."""
+    context = USUAL_CONTEXT if context is None else context
+    plain, draft = costs.plain_seconds(context), costs.draft_seconds(shape, context)
+    verify = costs.step_seconds(shape, context) - draft
+    return Rung(shape=shape, verify=verify / plain, draft=draft / plain, tokens=tokens)
+
+
+def fastest(ladder: Sequence[Rung], *, cheaper: float = 0.0, better: float = 0.0) -> Rung:
+    """The rung that should be fastest, were costs so much `cheaper` and guesses `better`."""
+
+    def speed(rung: Rung) -> float:
+        return (1 + (1 + better) * (rung.tokens - 1)) / (1 + (1 - cheaper) * rung.extra)
+
+    return max(ladder, key=speed)
