@@ -175,6 +175,10 @@ def test_the_command_prints_saves_draws_and_adds_its_line(folders, tmp_path, mon
     _, text = (tmp_path / "out" / "bench.jsonl").read_text().splitlines()
     values = json.loads(text)
     assert text == line(result) and not any(isinstance(v, dict | list) for v in values.values())
+    assert "launches: " in said and "is written in place" in said
+    assert values["step_ms_paused"] > 0 and values["step_peak_mib_straight"] >= 0
+    found = {**result["launches"], "straight_peak": result["launches"]["paused_peak"] + 2**30}
+    assert "is COPIED" in report({**result, "launches": found})
     rows = result["answers"][0]["systems"]
     assert [row["name"] for row in rows] == ["mlx-lm", "plain", "streaming"]
     assert values["all_tps_streaming"] == round(rows[2]["tokens_per_second"], 1)

@@ -25,13 +25,16 @@ from typing import IO, Any, NamedTuple
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
+from ssmlx.answers import run as on_mlx_thread
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine, output_of
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import publish
+from ssmlx.decoding.loop import streaming_decode
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
+from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import make_plan
 from ssmlx.settings import DTYPES, GenerateConfig
 
@@ -58,6 +61,7 @@ CONTEXTS = (64, 512, 2000)
 CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
 MOST_ROUNDS = 12  # at each length of context
 SAFETY = 1.3
+LAUNCH_STEPS, LAUNCH_ROOM, PAUSE = 16, 4096, 0.02  # steps, tokens of a cache, seconds
 
 # Energy: powermetrics wants root, and says so where it cannot run.
 INTERVAL_MS = 250
@@ -211,10 +215,43 @@ def measure_part(
         # What another adapter will take at least; its answers are longer.
         "part_seconds": load_seconds + 2 * found.seconds,
         "weights": weights_text(target),
+        "launches": on_mlx_thread(partial(launches_result, streams, prompts[0])),
         "contexts": measured,
         "left_out": [f"{length} tokens of context" for length in contexts[len(measured) :]],
         "energy": energy_result(experiment.systems, target, prompts, ends),
     }
+
+
+def launches_result(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
+    """Seconds and peak bytes of steps, with a pause between the read of each and its successor's
+    launch and without; and the bytes of a layer's cache.
+
+    MLX copies a layer's cache where the GPU has not let go of it when the next step is launched:
+    then a straight peak is higher by a layer or more, and a straight step takes longer.
+    """
+    found: dict[str, float] = {}
+    for name, pause in [("straight", 0.0), ("paused", PAUSE)] * 2:
+        cache, drafter = model.make_cache(), make_plan(model, GenerateConfig()).drafter
+        assert drafter is not None
+        cache.reserve(tokens=LAUNCH_ROOM)
+        steps = streaming_decode(
+            model, prompt, cache, drafter=drafter,
+            ends=lambda _, pause=pause: time.sleep(pause) is not None,  # type: ignore[misc]
+        )  # fmt: skip
+        calls = filter(None, steps)
+        for _ in range(LAUNCH_STEPS // 2):
+            next(calls)
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        started = time.perf_counter()
+        for _ in range(LAUNCH_STEPS):
+            next(calls)
+        seconds = (time.perf_counter() - started) / LAUNCH_STEPS - pause
+        found[f"{name}_seconds"] = min(seconds, found.get(f"{name}_seconds", seconds))
+        found[f"{name}_peak"] = mx.get_peak_memory() - before
+        found["layer"] = cache.nbytes / model.num_layers
+    return found
 
 
 def unavailable() -> str | None:

@@ -37,6 +37,7 @@ def report(result: Row) -> str:
     blocks = [
         heading,
         *(_block(task) for task in (*result["answers"], *result["contexts"])),
+        [_launches_line(result["launches"])],
         [*_energy_lines(result["energy"]), *(_memory_line(task) for task in result["answers"])],
         notes,
         ["for a shared table:", line(result)],
@@ -105,6 +106,19 @@ def _energy_lines(energy: Any) -> list[str]:
     ]
 
 
+def _launches_line(found: Row) -> str:
+    """Whether caches were written in place, and what tells it."""
+    straight, paused = (
+        f"{1e3 * found[f'{name}_seconds']:.1f} ms a step and {found[f'{name}_peak'] / MIB:.1f} MiB"
+        for name in ("straight", "paused")
+    )
+    copied = found["straight_peak"] >= found["paused_peak"] + found["layer"]
+    return (
+        f"launches: {straight} at the peak, with a pause before each {paused}; a layer's cache, "
+        f"{found['layer'] / MIB:.1f} MiB, is {'COPIED' if copied else 'written in place'}"
+    )
+
+
 def _memory_line(task: Row) -> str:
     """What streaming keeps beside plain decoding, part by part."""
     parts = Memory(**task["memory"]).parts
@@ -128,6 +142,9 @@ def line(result: Row) -> str:
         "model": result["model"],
         "weights": result["weights"],
     }
+    for name in ("straight", "paused"):
+        values[f"step_ms_{name}"] = round(1e3 * result["launches"][f"{name}_seconds"], 2)
+        values[f"step_peak_mib_{name}"] = round(result["launches"][f"{name}_peak"] / MIB, 1)
     for task in result["answers"]:
         values |= _answers_values(task)
     for one in result["contexts"]:
