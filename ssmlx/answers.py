@@ -277,7 +277,7 @@ def wired() -> Iterator[None]:
         yield
         return
     if _num_wired == 0:
-        most = int(mx.device_info()["max_recommended_working_set_size"])
+        most = int(mx.device_info(mx.gpu)["max_recommended_working_set_size"])
         _limit_before = mx.set_wired_limit(most)
     _num_wired += 1
     try:

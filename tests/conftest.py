@@ -57,11 +57,13 @@ def base(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def device(request):
-    """Tests compute on the CPU, on a Mac too, but for those marked `metal`."""
+    """Tests compute on the CPU, on a Mac too, but for those marked `metal`; `.ci/cuda` asks for
+    the GPU."""
     is_metal = request.node.get_closest_marker("metal") is not None
     if is_metal and not mx.metal.is_available():
         pytest.skip("needs an Apple GPU")
-    mx.set_default_device(mx.gpu if is_metal else mx.cpu)
+    on_gpu = is_metal or os.environ.get("SSMLX_TEST_DEVICE") == "gpu"
+    mx.set_default_device(mx.gpu if on_gpu else mx.cpu)
 
 
 @pytest.fixture(autouse=True)

@@ -725,25 +725,6 @@ def test_caches_are_written_in_place(schedule, someone_holds_it):
     assert (mx.get_peak_memory() - before > layer) == someone_holds_it
 
 
-def test_the_next_step_starts_while_this_one_drafts(monkeypatch):
-    """What it drafts is not there yet when it is given out, and the next step is under way."""
-    order, read, launch = [], decode.StepResult.read, mx.async_eval
-    monkeypatch.setattr(
-        decode.StepResult, "read", lambda self: order.append(("read", self)) or read(self)
-    )
-    monkeypatch.setattr(
-        mx, "async_eval", lambda *new: order.append(("launch", new)) or launch(*new)
-    )
-    steps = streaming(make_model())
-    next(steps), next(steps)
-    order.clear()
-    next(steps)
-    (_, (drafted,)), (_, result), (_, (decided, state)) = order
-    # `is`: an array of MLX compares its values.
-    assert drafted[0] is result.next_tree.tokens and decided[0] is not result.for_host
-    assert len(state) > 2
-
-
 @pytest.mark.parametrize("waits", [True, False])
 def test_mlx_copies_a_buffer_to_write_where_work_in_flight_reads_it(waits):
     """Why a step is launched when its predecessor's tree is verified, and not before."""

@@ -222,6 +222,12 @@ def measure_part(
     }
 
 
+def pausing(seconds: float, tokens: list[int]) -> bool:
+    """Asked whether an answer ends, wait; it does not."""
+    time.sleep(seconds)
+    return False
+
+
 def launches_result(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
     """Seconds and peak bytes of steps, with a pause between the read of each and its successor's
     launch and without; and the bytes of a layer's cache.
@@ -235,9 +241,8 @@ def launches_result(model: StreamFusedModel, prompt: list[int]) -> dict[str, flo
         assert drafter is not None
         cache.reserve(tokens=LAUNCH_ROOM)
         steps = streaming_decode(
-            model, prompt, cache, drafter=drafter,
-            ends=lambda _, pause=pause: time.sleep(pause) is not None,  # type: ignore[misc]
-        )  # fmt: skip
+            model, prompt, cache, drafter=drafter, ends=partial(pausing, pause)
+        )
         calls = filter(None, steps)
         for _ in range(LAUNCH_STEPS // 2):
             next(calls)

@@ -39,7 +39,7 @@ MEDUSA_PREFIX = "medusa_head."
 def resolve_dtype(name: str) -> str:
     """What "auto" means here: weights as stored on a GPU, float32 on the CPU backend.
 
-    MLX's CPU backend runs quantised and 16-bit weights slowly, row by row; Metal does not.
+    MLX's CPU backend runs quantised and 16-bit weights slowly, row by row; Metal and CUDA do not.
     """
     check_choice("--dtype", name, DTYPES)
     if name != "auto":
