@@ -9,9 +9,10 @@ import ssmlx  # first: it prefers OpenBLAS  # noqa: F401
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from tiny import make_base, make_model
+from tiny import first_tokens, make_base, make_model
 from tiny_heads import make_heads
 
+from ssmlx.api import token_steps
 from ssmlx.decoding.drafter import Verified, top_columns
 from ssmlx.decoding.loop import step
 from ssmlx.decoding.sampling import Places, Sampling
@@ -153,3 +154,12 @@ def test_sampling_reads_the_logits_three_times(filters, dtype):
     mx.export_to_dot(text, sampler.choose(mx.zeros((rows, size)), places))
     names = re.findall(r'label ="(\w+)"', text.getvalue())
     assert "Log" not in names and any("Log" in name for name in names if "Compiled" in name)
+
+
+@pytest.mark.parametrize("decoding", ["plain", "streaming"])
+def test_outgrown_buffers_are_freed_every_256_tokens(decoding, monkeypatch):
+    model, freed = make_model("llama", "streams", num_hidden_layers=2), []
+    monkeypatch.setattr(mx, "clear_cache", lambda: freed.append(1))
+    steps = token_steps(model, [1, 2], model.make_cache(), decoding=decoding)
+    first_tokens(steps, 700)
+    assert len(freed) == 1 + 700 // 256  # one of the prompt

@@ -44,6 +44,12 @@ def never(tokens: list[int]) -> bool:
     return False
 
 
+def release_outgrown(cache: TreeCache, added: int) -> None:
+    """Every 256 tokens, as in mlx-lm, free the buffers that a growing cache has left behind."""
+    if cache.offset % 256 < added:
+        mx.clear_cache()
+
+
 def prefill(model: StreamFusedModel, tokens: list[int], cache: TreeCache) -> None:
     """Put `tokens` into the cache."""
     for _ in prefill_turns(model, tokens, cache, PREFILL_STEP_SIZE):
@@ -328,6 +334,7 @@ def drafting_spell(
             cache.advance(len(new_tokens))
             yield from watch.away(new_tokens)
         metal.settle()
+        release_outgrown(cache, len(new_tokens))
         result, verified, rung = upcoming, rung, next_rung
 
 
@@ -368,6 +375,7 @@ def plain_spell(
             pace.observe(1, seconds=None if is_first or is_last else seconds)
         is_first = False
         yield from watch.away(new_tokens)
+        release_outgrown(cache, 1)
         if upcoming is None:
             return token, tail
         token, tail, rows, launch = upcoming
