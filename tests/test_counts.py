@@ -14,8 +14,8 @@ from tiny_heads import make_heads
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.drafter import Verified, top_columns
-from ssmlx.decoding.loop import step
-from ssmlx.decoding.sampling import Places, Sampling
+from ssmlx.decoding.loop import choose, settle, step
+from ssmlx.decoding.sampling import Places, Sampling, last_tokens, places_of
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.model.tree import root_tree
 from ssmlx.plan import make_plan
@@ -78,13 +78,19 @@ def test_no_step_sorts_the_vocabulary(big_model, drafter, temp, filters, monkeyp
     plan = make_plan(big_model, config, **more)
     cache = big_model.make_cache()
     plan.drafter.start([5])
-    found = primitives(
-        lambda token: step(
-            big_model, root_tree(token), cache, plan.drafter, plan.config.prune, plan.sampling,
-            drafts=drafter != "plain",
-        ).arrays(),
-        mx.array([5]),
-    )  # fmt: skip
+
+    def results(token):
+        if drafter != "plain":
+            done = step(
+                big_model, root_tree(token), cache, plan.drafter, plan.config.prune, plan.sampling
+            )
+            return [*done.decided(), *done.drafted()]
+        places = places_of(root_tree(token), cache.length, last_tokens((), 0))
+        logits = big_model.backbone.logits(big_model.backbone.append(token, cache))
+        tokens = choose(big_model, logits, plan.sampling, places)
+        return settle(big_model, tokens, logits, plan.sampling, places, mx.array([0]))
+
+    found = primitives(results, mx.array([5]))
     assert any(BIG in shape for _, inputs, _ in found for _, shape, _ in inputs)
     assert max(sorted_lengths(found), default=0) < BIG / 2
 
