@@ -673,6 +673,7 @@ def test_what_has_to_know_the_text_reads_first(events):
     """The drafter reads once; the loop once more, when nothing is left to wait for."""
     call = ["launch", "build", "read", "wait", "launch", "read", "give"]
     drafter = PromptLookupDrafter(PromptLookupConfig())
+    first_tokens(streaming(make_model(), drafter=drafter), 12)  # constants are evaluated once
     steps = streaming(make_model(), drafter=drafter)
     assert after_start(events, steps) == call * 3
     steps = streaming(make_model(), prune=PruneConfig(kind="threshold", threshold=0.1))
