@@ -671,7 +671,7 @@ def from_json(kind: Any, value: Any) -> Any:
         return None if value is None else from_json(inner[0], value)
     if origin is tuple:
         return tuple(from_json(inner[0], one) for one in value)
-    if origin is abc.Mapping:
+    if origin in (dict, abc.Mapping):
         return {name: from_json(inner[1], one) for name, one in value.items()}
     return kind(value) if kind in (int, float, str) else value
 

@@ -30,15 +30,16 @@ class Experience:
     def __init__(self, path: Path) -> None:
         self.path, self._written, self._is_new = path, time.monotonic(), False
         self.learned = _read(path)
-        atexit.register(self._write)
+        atexit.register(self.write)
 
     def keep(self) -> None:
         """An answer has ended: write, but not too often. What cannot be written is lost."""
         self._is_new = True
         if time.monotonic() - self._written > _EVERY:
-            self._write()
+            self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write what is new."""
         if not self._is_new:
             return
         self._written, self._is_new = time.monotonic(), False
