@@ -3,20 +3,24 @@
 import io
 import math
 import re
+from collections import Counter
 
 import ssmlx  # first: it prefers OpenBLAS  # noqa: F401
 
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from tiny import first_tokens, make_base, make_model
+from mlx.utils import tree_flatten
+from tiny import first_tokens, make_base, make_model, make_packed_base
 from tiny_heads import make_heads
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.drafter import Verified, top_columns
-from ssmlx.decoding.loop import choose, settle, step
+from ssmlx.decoding.loop import choose, plain_decode, settle, step, streaming_decode
 from ssmlx.decoding.sampling import Places, Sampling, last_tokens, places_of
 from ssmlx.drafters.draft_model import DraftModel
+from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.model import shapes
 from ssmlx.model.tree import root_tree
 from ssmlx.plan import make_plan
 from ssmlx.settings import GenerateConfig, SamplingConfig, TreeConfig
@@ -169,3 +173,102 @@ def test_outgrown_buffers_are_freed_every_256_tokens(decoding, monkeypatch):
     steps = token_steps(model, [1, 2], model.make_cache(), decoding=decoding)
     first_tokens(steps, 700)
     assert len(freed) == 1 + 700 // 256  # one of the prompt
+
+
+# --- All primitives of a step, and reads by the host ---
+
+PROMPT = [5, 2, 3, 11, 7]
+
+
+def as_one(x, *others, **options):
+    """A stand-in for what is one kernel on a GPU: one primitive, of x's shape."""
+    inputs = [*others, *options.values()]
+    return mx.depends(x, [one for one in inputs if isinstance(one, mx.array)])
+
+
+def attention_as_one(queries, keys, values, *, mask=None, **options):
+    if isinstance(mask, mx.array):
+        mask = mx.broadcast_to(mask, (*queries.shape[:3], keys.shape[2]))
+    return as_one(queries, keys, values, mask)
+
+
+def graph_of(arrays) -> Counter[str]:
+    """How often each primitive stands in the graph that `arrays` are computed by."""
+    dot = io.StringIO()
+    mx.export_to_dot(dot, *arrays)
+    return Counter(re.findall(r'label ="([^"]+)", shape=rectangle', dot.getvalue()))
+
+
+def decode(model, schedule: str, count: int = 24) -> list[int]:
+    """The length of each step of an answer, plain or by a schedule of streams."""
+    cache = model.make_cache()
+    if schedule == "plain":
+        steps = plain_decode(model, PROMPT, cache)
+    else:
+        drafter = StreamDrafter(model, TreeConfig(kind="best", size=8), 3, schedule)
+        steps = streaming_decode(model, PROMPT, cache, drafter=drafter)
+    return first_tokens(steps, count)[1]
+
+
+def counts(model, schedule: str, monkeypatch, *, on_gpu: bool) -> tuple[int, int]:
+    """Most primitives of a step, all of them and those that compute.
+
+    On a GPU norms, rotations and attention are one each; the numbers are none then.
+    """
+    found, start = [(0, 0)], mx.async_eval
+
+    def counting(*arrays):
+        count = graph_of([array for _, array in tree_flatten(arrays)])
+        found.append(
+            (count.total(), count.total() - sum(count[name] for name in (*VIEWS, "Transpose")))
+        )
+        start(*arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "async_eval", counting)
+        if on_gpu:
+            patch.setattr(mx.fast, "rms_norm", as_one)
+            patch.setattr(mx.fast, "rope", as_one)
+            patch.setattr(mx.fast, "scaled_dot_product_attention", attention_as_one)
+            patch.setattr("ssmlx.model.rope.is_one_kernel", lambda: True)
+        decode(model, schedule)
+    return max(found)[0], max(computing for _, computing in found)
+
+
+# Of 8 layers, 2 of them with streams: all and computing ones on a GPU, computing ones on the CPU.
+# Before they were counted, the second pass took 910, 354 and 846 where LoRA is on streams.
+MOST = {
+    ("streams", False): {
+        "plain": (394, 141, 523), "fused": (679, 273, 501), "second-pass": (695, 281, 553),
+    },
+    ("streams", True): {
+        "plain": (303, 163, 545), "fused": (611, 295, 523), "second-pass": (591, 303, 575),
+    },
+    ("all", False): {
+        "plain": (414, 163, 545), "fused": (629, 259, 487), "second-pass": (715, 303, 575),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("scope", "is_packed"), MOST)
+def test_primitives_of_a_step(scope, is_packed, monkeypatch):
+    base = make_packed_base(num_hidden_layers=8) if is_packed else None
+    sizes = {} if is_packed else {"num_hidden_layers": 8}
+    model = make_model(scope=scope, base=base, merge_lora=False, **sizes)
+    for schedule, most in MOST[scope, is_packed].items():
+        here = counts(model, schedule, monkeypatch, on_gpu=False)[1]
+        found = (*counts(model, schedule, monkeypatch, on_gpu=True), here)
+        assert all(one <= limit for one, limit in zip(found, most, strict=True)), schedule
+
+
+@pytest.mark.parametrize("schedule", ["plain", "fused", "second-pass"])
+def test_the_host_reads_once_a_step(schedule, monkeypatch):
+    reads, model = [], make_model(scope="streams")
+    for place in ("loop.to_list", "drafter.to_list", "prune.to_int"):
+        module, name = place.split(".")
+        read = getattr(shapes, name)
+        monkeypatch.setattr(
+            f"ssmlx.decoding.{module}.{name}",
+            lambda array, read=read: reads.append(1) or read(array),
+        )
+    assert len(decode(model, schedule)) == len(reads)

@@ -32,6 +32,7 @@ from ..errors import InputError, first_line, require
 from .cache import TreeCache
 from .metal import TreeMask, hook_layers
 from .ranks import Group, from_first
+from .rope import PositionedRope
 from .shapes import arrays_in, to_float, to_list
 
 # Which of them there are depends on mlx-lm's release.
@@ -46,32 +47,6 @@ _DIGEST_VALUES = 64
 
 LMHead = Callable[[mx.array], mx.array]
 """Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
-
-
-class PositionedRope(nn.Module):
-    """A rotary embedding that also takes one position a row.
-
-    `mx.fast.rope` takes one offset a batch row, so rows become the batch for the call.
-    """
-
-    def __init__(self, rope: nn.Module) -> None:
-        super().__init__()
-        self.rope = rope
-
-    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Rotate queries or keys `x` [B, H, R, Dh].
-
-        `offset` is the first row's position, a number or [1]; or positions [R], where B is 1; or
-        [B, R].
-        """
-        if isinstance(offset, int) or offset.shape == (1,):
-            return self.rope(x, offset=offset)
-        if offset.ndim == 1:
-            return self.rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)
-        batch, heads, rows, size = x.shape
-        folded = x.transpose(0, 2, 1, 3).reshape(batch * rows, heads, 1, size)
-        turned = self.rope(folded, offset=offset.flatten())
-        return turned.reshape(batch, rows, heads, size).transpose(0, 2, 1, 3)
 
 
 def arrays_of(model: nn.Module) -> list[mx.array]:

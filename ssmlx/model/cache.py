@@ -29,6 +29,7 @@ from functools import cached_property
 import mlx.core as mx
 
 from .masks import StepMasks
+from .rope import Positions
 from .shapes import expect_shape, indices
 
 ValueMap = Callable[[mx.array], mx.array]
@@ -59,8 +60,8 @@ class LayerView:
     """The cache object that mlx-lm's decoder layer is handed."""
 
     # tokens before those that are appended; or the positions of a step's rows, as
-    # `backbone.PositionedRope` takes them
-    offset: int | mx.array
+    # `rope.PositionedRope` takes them
+    offset: int | mx.array | Positions
     # keys and values of the rows, to those that attention reads
     update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 
@@ -106,9 +107,9 @@ class RowsCache:
         return [mx.broadcast_to(path.counts, (num_rows, path.length)) for path in self._paths]
 
     def view(
-        self, layer: int, positions: mx.array, map_values: ValueMap | None = None
+        self, layer: int, positions: mx.array | Positions, map_values: ValueMap | None = None
     ) -> LayerView:
-        """What to hand to decoder layer `layer` for a step's rows at rotary `positions` [R] or [1].
+        """What to hand to decoder layer `layer` for a step's rows at rotary `positions`.
 
         Attention then reads [R rows | P of each uncounted path | L tokens], the rows' values as
         `map_values` makes them.

@@ -17,6 +17,7 @@ from .cache import StreamCache, TreeCache
 from .lora import RowScope
 from .masks import earlier_streams, stream_positions, stream_visibility
 from .metal import TreeMask
+from .rope import Positions
 from .shapes import evaluated, expect_shape, indices
 from .tree import Tree
 
@@ -103,7 +104,7 @@ class ValueRotation:
 class NodeRows:
     """What every layer is told of a step's nodes."""
 
-    positions: mx.array  # [N]
+    positions: Positions  # [N]
     mask: mx.array | TreeMask  # whom they see, as `Backbone.run` takes it
 
 
@@ -180,7 +181,7 @@ class StreamFusedModel:
         """Positions and mask of the tree's nodes, without streams."""
         key, takes_bits = tree.topology, self._takes_bits
         mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)
-        return NodeRows(tree.depths + cache.length, mask)
+        return NodeRows(Positions(tree.depths + cache.length), mask)
 
     def lower(self, tree: Tree, cache: TreeCache, nodes: NodeRows | None = None) -> mx.array:
         """[1, N, D] hidden states of the tree's nodes before the insertion layer.
@@ -189,7 +190,7 @@ class StreamFusedModel:
         """
         nodes = nodes or self.node_rows(tree, cache)
         views = [cache.view(layer, nodes.positions) for layer in range(self.insertion_layer)]
-        hidden = self.backbone.embed(tree.tokens, nodes.positions)
+        hidden = self.backbone.embed(tree.tokens, nodes.positions.array)
         return self.backbone.run(hidden, 0, self.insertion_layer, nodes.mask, views)
 
     def early_exit_logits(self, hidden: mx.array) -> mx.array:
@@ -244,7 +245,7 @@ class StreamFusedModel:
             nodes = nodes or self.node_rows(tree, cache)
             views = [cache.view(n, nodes.positions) for n in self._upper_layers]
             return self._run_upper(rows, nodes.mask, views, None)
-        positions = stream_positions(tree.depths + cache.length, num_streams)
+        positions = Positions(stream_positions(tree.depths + cache.length, num_streams))
         rotate = None
         if self.rotation is not None:
             rotate = partial(self.rotation, num_nodes=num_nodes, num_streams=num_streams)
@@ -273,8 +274,8 @@ class StreamFusedModel:
             cache: of the layers from `insertion_layer` on; it followed this step's `commit`.
             num_streams: G, at most as many as were trained.
         """
-        rows = self.start_streams(hidden[:, last], num_streams)
-        positions = position + indices(1, 2)  # and the following ones
+        rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams)
+        positions = Positions(position + indices(1, 2))
         visible = earlier_streams(num_streams)
         mask = cache.upper_masks.step_mask(visible, cache, num_streams, self._takes_bits)
         rotate = None

@@ -1,0 +1,71 @@
+"""Rotary embeddings of rows that stand at positions of their own."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+class Positions:
+    """Where a step's rows stand, and the angles that follow: once for all layers.
+
+    `array` is [R]; or [1], the first row's, where the others follow it.
+    """
+
+    def __init__(self, array: mx.array) -> None:
+        self.array = array
+        self._tables: dict[tuple[object, ...], tuple[mx.array, mx.array]] = {}
+
+    def tables(self, rope: Any, rows: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """[R, Dh] each: what a feature is multiplied by, and what its partner half a head away.
+
+        Read off the vector (1, 0) of each pair as `rope` turns it.
+        """
+        key = (rope.dims, rope.base, rope.scale, rows, dtype)
+        if key not in self._tables:
+            halves = mx.repeat(mx.array([1, 0], dtype), rope.dims // 2)
+            shape = (1, 1, rows) if self.array.size == 1 else (rows, 1, 1)
+            turned = rope(mx.broadcast_to(halves, (*shape, rope.dims)), offset=self.array)
+            cos, sin = mx.split(turned.reshape(rows, -1), 2, axis=-1)
+            pair = mx.concatenate([cos, cos], axis=-1), mx.concatenate([-sin, sin], axis=-1)
+            self._tables[key] = pair
+        return self._tables[key]
+
+
+def is_one_kernel() -> bool:
+    """Whether `mx.fast.rope` is: on the CPU it is twenty, most of them for the same angles."""
+    return mx.default_device() == mx.gpu
+
+
+class PositionedRope(nn.Module):
+    """A rotary embedding that also takes one position a row.
+
+    `mx.fast.rope` takes one offset a batch row, so rows become the batch for the call.
+    """
+
+    def __init__(self, rope: nn.Module) -> None:
+        super().__init__()
+        self.rope = rope
+
+    def __call__(self, x: mx.array, offset: int | mx.array | Positions = 0) -> mx.array:
+        """Rotate queries or keys `x` [B, H, R, Dh].
+
+        `offset` is the first row's position, a number or [1]; or positions [R], where B is 1; or
+        [B, R].
+        """
+        rope: Any = self.rope
+        if isinstance(offset, Positions):
+            is_plain = type(rope) is nn.RoPE and not rope.traditional and rope.dims == x.shape[-1]
+            if is_plain and not is_one_kernel():
+                own, partners = offset.tables(rope, x.shape[2], x.dtype)
+                real, imaginary = mx.split(x, 2, axis=-1)
+                return x * own + mx.concatenate([imaginary, real], axis=-1) * partners
+            offset = offset.array
+        if isinstance(offset, int) or offset.shape == (1,):
+            return rope(x, offset=offset)
+        if offset.ndim == 1:
+            return rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)
+        batch, heads, rows, size = x.shape
+        folded = x.transpose(0, 2, 1, 3).reshape(batch * rows, heads, 1, size)
+        turned = rope(folded, offset=offset.flatten())
+        return turned.reshape(batch, rows, heads, size).transpose(0, 2, 1, 3)
