@@ -28,10 +28,11 @@ from tiny import (
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import plain_decode
 from ssmlx.errors import InputError
-from ssmlx.model.backbone import Backbone, PositionedRope
+from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merged
 from ssmlx.model.masks import StepMasks, stream_visibility
+from ssmlx.model.rope import PositionedRope, Positions
 from ssmlx.model.tree import draft_topology, full_topology, grow_tree
 from ssmlx.settings import GenerateConfig, TreeConfig
 
@@ -91,7 +92,7 @@ ROPES = {
 
 @pytest.mark.parametrize("traditional", [False, True])
 @pytest.mark.parametrize("kind", ROPES)
-def test_positions_equal_offsets(kind, traditional):
+def test_positions_equal_offsets(kind, traditional, monkeypatch):
     rope = initialize_rope(8, 1000.0, traditional, ROPES[kind], 256)
     wrapped = PositionedRope(rope)
     x = mx.random.normal((1, 2, 6, 8), key=mx.random.key(0))
@@ -103,6 +104,10 @@ def test_positions_equal_offsets(kind, traditional):
     whole = wrapped(x, offset=mx.arange(6) + 7)
     assert_close(whole, rope(x, offset=7))
     assert mx.array_equal(wrapped(x, offset=7), rope(x, offset=7))
+    for is_one_kernel in (False, True):  # tables of angles, or none
+        monkeypatch.setattr("ssmlx.model.rope.is_one_kernel", lambda one=is_one_kernel: one)
+        assert mx.array_equal(wrapped(x, offset=Positions(mx.array(positions))), found)
+        assert_close(wrapped(x, offset=Positions(mx.array([7]))), whole)
 
 
 def random_lora(seed=0):
