@@ -239,13 +239,13 @@ def counts(model, schedule: str, monkeypatch, *, on_gpu: bool) -> tuple[int, int
 # Before they were counted, the second pass took 910, 354 and 846 where LoRA is on streams.
 MOST = {
     ("streams", False): {
-        "plain": (394, 141, 523), "fused": (679, 273, 501), "second-pass": (695, 281, 553),
+        "plain": (394, 141, 523), "fused": (675, 272, 500), "second-pass": (691, 280, 552),
     },
     ("streams", True): {
-        "plain": (303, 163, 545), "fused": (611, 295, 523), "second-pass": (591, 303, 575),
+        "plain": (303, 163, 545), "fused": (607, 294, 522), "second-pass": (587, 302, 574),
     },
     ("all", False): {
-        "plain": (414, 163, 545), "fused": (629, 259, 487), "second-pass": (715, 303, 575),
+        "plain": (414, 163, 545), "fused": (625, 258, 486), "second-pass": (711, 302, 574),
     },
 }  # fmt: skip
 

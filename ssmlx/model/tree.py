@@ -100,9 +100,11 @@ class Tree:
 
     def select(self, keep: mx.array) -> Tree:
         """The tree of the nodes `keep` [M], ascending, which hold every ancestor of theirs."""
-        old_paths = self.paths[keep]
-        paths = (old_paths[:, :, None] == keep).argmax(axis=-1).astype(mx.int32)
-        return Tree(take(self.tokens, keep), take(self.depths, keep), paths, keep.shape[0])
+        is_on_path = self.paths[keep][:, :, None] == keep
+        paths = is_on_path.argmax(axis=-1).astype(mx.int32)
+        tree = Tree(take(self.tokens, keep), take(self.depths, keep), paths, keep.shape[0])
+        vars(tree)["ancestors"] = is_on_path.any(axis=1)  # as the property would find them anew
+        return tree
 
 
 def _parents(paths: mx.array, depths: mx.array) -> mx.array:
