@@ -672,12 +672,10 @@ def test_the_next_step_is_built_while_one_runs_and_starts_before_tokens_are_give
 def test_what_has_to_know_the_text_reads_first(events):
     """The drafter reads once; the loop once more, when nothing is left to wait for."""
     call = ["launch", "build", "read", "wait", "launch", "read", "give"]
-    drafter = PromptLookupDrafter(PromptLookupConfig())
-    first_tokens(streaming(make_model(), drafter=drafter), 12)  # constants are evaluated once
-    steps = streaming(make_model(), drafter=drafter)
-    assert after_start(events, steps) == call * 3
-    steps = streaming(make_model(), prune=PruneConfig(kind="threshold", threshold=0.1))
-    assert after_start(events, steps) == call * 3
+    threshold = PruneConfig(kind="threshold", threshold=0.1)
+    for more in ({"drafter": PromptLookupDrafter(PromptLookupConfig())}, {"prune": threshold}):
+        first_tokens(streaming(make_model(), **more), 12)  # constants are evaluated once
+        assert after_start(events, streaming(make_model(), **more)) == call * 3
 
 
 def test_plain_decoding_reads_once_a_token(events):
