@@ -523,13 +523,14 @@ class SamplingConfig:
 class GenerateConfig(SamplingConfig):
     """How to generate; the same settings for every command. Those of sampling are inherited.
 
-    Where tree, prune, num_streams and stream_schedule are all None, streams draft as was found
-    fastest on this machine, if `python -m ssmlx.calibrate` was run on it; see
-    `ssmlx.tuning.profile`.
+    Where tree, prune, num_streams and stream_schedule are all None, streams draft as should be
+    fastest on this machine: by what rows cost on such a chip (`ssmlx.tuning.chips`), or as `python
+    -m ssmlx.calibrate` found. Where nothing else is asked for either, the clock decides from call
+    to call (`ssmlx.decoding.pace`): trees shrink where they do not pay, and decoding is plain then.
 
     Attributes:
         decoding: "streaming", verify what a drafter proposes, or "plain"; None streams where
-            there is a drafter, unless plain decoding was found faster here.
+            there is a drafter, but for streams where plain decoding is faster.
         max_tokens: most tokens to generate.
         stop: texts that end an answer, and are not in its text; its tokens go on to the one that
             completes such a text.
@@ -546,10 +547,11 @@ class GenerateConfig(SamplingConfig):
         prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
         acceptance: when a drafted token counts; all but the default is lossy.
         prefill_step_size: prompt tokens per forward pass.
-        deterministic: make the same calls on every run: no profile of this machine decides whether,
-            what and when to draft, no prompt that was processed for another answer is gone on
-            from, and sampling without a seed takes seed 0. A chat's own turns come before an
-            answer all the same; how this machine's kernels round stays its own.
+        deterministic: make the same calls on every run: neither the clock nor a profile of this
+            machine decides whether, what and when to draft, no prompt that was processed for
+            another answer is gone on from, and sampling without a seed takes seed 0. A chat's own
+            turns come before an answer all the same; how this machine's kernels round stays its
+            own.
     """
 
     decoding: Decoding | None = setting(None, choices=DECODINGS)

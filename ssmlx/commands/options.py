@@ -258,7 +258,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     add_options(
         group,
         ("--decoding", "HOW", "streaming: verify what a drafter proposes; plain: a token a pass "
-         "(default: what `python -m ssmlx.calibrate` found faster, or streaming)", str, DECODINGS),
+         "(default: whichever the clock finds faster, from call to call)", str, DECODINGS),
         ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
     )  # fmt: skip
     group.add_argument(
@@ -282,7 +282,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     )  # fmt: skip
     group.add_argument(
         "--deterministic", action="store_true", default=None,
-        help="the same calls each time, whatever this machine was calibrated for, and seed 0",
+        help="the same calls each time: no clock, no calibration, and seed 0",
     )  # fmt: skip
     group.add_argument(
         "--penalty", action="append", metavar="NAME=X",
@@ -313,8 +313,8 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
         ("--drafter", '"NAME ..."', 'such as "lookahead window=7" (default: streams, where there '
          "are any)", str),
     )  # fmt: skip
-    tuned = "Without these, streams draft as `python -m ssmlx.calibrate` found fastest here, if it"
-    add_tree_options(parser.add_argument_group("draft tree", f"{tuned} was run."))
+    tuned = "Without these, trees follow the chip and the clock, or what ssmlx.calibrate measured."
+    add_tree_options(parser.add_argument_group("draft tree", tuned))
 
 
 def add_tree_options(group: argparse._ArgumentGroup) -> None:
