@@ -33,6 +33,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--task-lora", "FOLDER", "the LoRA that every row has beside streams of scope streams: of "
          "the fine-tuned model for which they draft (default: task_lora in PEFT's folder, if there "
          "is one)", Path),
+        ("--draft-data", "FILE", "lines as training takes them: streams without a draft vocabulary "
+         "get the most frequent tokens of these", Path),
         ("--scope", None, "rows that LoRA acts on: all, the model is the fine-tuned one; streams, "
          "it drafts for the base model, whose answers stay untouched (default: as the checkpoint "
          "says)", str, ADAPTER_SCOPES),
@@ -40,7 +42,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
          "adapter (default: %(default)s)", "stored", DTYPES),
     )  # fmt: skip
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--lora", type=Path, metavar="FOLDER", help="PEFT's folder")
+    source.add_argument("--lora", type=Path, metavar="FOLDER", help="PEFT's folder, or an adapter")
     source.add_argument(
         "--heads", type=Path, metavar="FOLDER",
         help="published drafting heads in place of streams: Medusa's (medusa_lm_head.safetensors "
@@ -54,20 +56,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _says(file: Path, format: str) -> bool:
+    try:  # a PyTorch checkpoint has settings of the same name
+        return read_json(file, format).get("format") == format
+    except InputError:
+        return False
+
+
+def _is_adapter(folder: Path) -> bool:
+    from ssmlx.loading import adapter, names
+
+    return _says(folder / names.CONFIG_FILE, adapter.FORMAT)
+
+
 def _check_target(out: Path) -> None:
     """Refuse to replace a folder that this command did not write."""
     from ssmlx.drafters import heads
-    from ssmlx.loading import adapter, names
-
-    def says(file: str, format: str) -> bool:
-        try:  # a PyTorch checkpoint has settings of the same name
-            return read_json(out / file, format).get("format") == format
-        except InputError:
-            return False
 
     is_new = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     require(
-        is_new or says(names.CONFIG_FILE, adapter.FORMAT) or says(heads.CONFIG_FILE, heads.FORMAT),
+        is_new or _is_adapter(out) or _says(out / heads.CONFIG_FILE, heads.FORMAT),
         f"{out} exists and is not an adapter",
         expected="a new folder, or an adapter to replace",
         do="choose another --out",
@@ -76,11 +84,19 @@ def _check_target(out: Path) -> None:
 
 def _check_source(args: argparse.Namespace) -> None:
     """Refuse what is not there before anything is loaded."""
-    for flag in ("heads",) if args.heads else ("lora", "task_lora", "streams"):
+    files = ("streams", "draft_data")
+    for flag in ("heads",) if args.heads else ("lora", "task_lora", *files):
         path = getattr(args, flag)
         found = f"--{flag.replace('_', '-')} {path} does not exist"
-        kind = "a file" if flag == "streams" else "a folder"
+        kind = "a file" if flag in files else "a folder"
         require(path is None or path.exists(), found, expected=kind, do="check the path")
+
+
+def _refuse(args: argparse.Namespace, beside: str, *names: str) -> None:
+    for name in names:
+        flag = "--" + name.replace("_", "-")
+        found = f"{flag} would do nothing with {beside}"
+        require(not getattr(args, name), found, expected="a checkpoint", do=f"drop {flag}")
 
 
 def _convert_heads(args: argparse.Namespace) -> None:
@@ -91,10 +107,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
     from .formats.heads import convert_heads
 
-    for name in ("streams", "scope", "fuse", "task_lora"):
-        flag = "--" + name.replace("_", "-")
-        found = f"{flag} would do nothing with --heads"
-        require(not getattr(args, name), found, expected="--lora", do=f"drop {flag}")
+    _refuse(args, "--heads", "streams", "scope", "fuse", "task_lora", "draft_data")
     with new_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
@@ -107,12 +120,12 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
 
 def _convert_streams(args: argparse.Namespace) -> None:
-    from ssmlx.loading.adapter import write_adapter
+    from ssmlx.loading.adapter import load_adapter, write_adapter
     from ssmlx.loading.files import new_folder
     from ssmlx.loading.load import load_base, load_tokenizer
     from ssmlx.loading.names import resolve_model
 
-    from .formats.adapter import cast_adapter, read_checkpoint, write_fused
+    from .formats.adapter import cast_adapter, read_checkpoint, with_draft_vocab, write_fused
     from .reference.format import STREAMS_WEIGHTS, TASK_LORA
 
     task = args.task_lora
@@ -121,12 +134,19 @@ def _convert_streams(args: argparse.Namespace) -> None:
     with new_folder(args.out) as folder:
         path = resolve_model(args.base)
         backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
-        adapter = read_checkpoint(
-            args.lora, args.streams or args.lora / STREAMS_WEIGHTS, backbone,
-            scope=args.scope, base_model=args.base, task_folder=task,
-        )  # fmt: skip
+        if _is_adapter(args.lora):
+            _refuse(args, "an adapter", "streams", "scope", "task_lora")
+            adapter = load_adapter(args.lora)
+        else:
+            adapter = read_checkpoint(
+                args.lora, args.streams or args.lora / STREAMS_WEIGHTS, backbone,
+                scope=args.scope, base_model=args.base, task_folder=task,
+            )  # fmt: skip
+        tokenizer = load_tokenizer(path, model_config)
+        if args.draft_data and not adapter.config.draft_vocab_size:
+            adapter = with_draft_vocab(adapter, args.draft_data, tokenizer, backbone.vocab_size)
         if args.fuse:
-            write_fused(folder, adapter, backbone, load_tokenizer(path, model_config), model_config)
+            write_fused(folder, adapter, backbone, tokenizer, model_config)
         else:
             write_adapter(folder, cast_adapter(adapter, args.dtype))
     config = adapter.config

@@ -249,7 +249,7 @@ def _main(args: argparse.Namespace) -> None:
     lm_head = frozen.base.lm_head.weight.detach().clone()
     if init is None:
         vocab_size, width = lm_head.shape
-        config = head_config(settings, vocab_size, width, train.draft_vocab_size)
+        config = head_config(settings, vocab_size, width, train.draft_vocab_size or 0)
         model = build_heads(config, job.draft_vocab, train.seed, lm_head)
     else:
         model = init

@@ -8,7 +8,7 @@ import pytest
 from ssmlx.commands.train_options import train_config, training_parser
 from ssmlx.errors import InputError
 from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.training.config import TrainConfig
+from ssmlx.training.config import DRAFT_VOCAB_SIZE, TrainConfig
 from ssmlx.training.data import (
     BatchPlan,
     Encoder,
@@ -240,3 +240,10 @@ def test_a_record_drops_what_was_not_saved(tmp_path):
     assert [e["step"] for e in read_record(path)] == [1, 2, 3]
     Record(path, step=2).add({"step": 3, "main_loss": 7.0})
     assert [e["main_loss"] for e in read_record(path)] == [1.0, 0.5, 7.0]
+
+
+def test_large_vocabularies_get_a_draft_vocabulary():
+    assert TrainConfig().sized(32768).draft_vocab_size == DRAFT_VOCAB_SIZE
+    assert TrainConfig().sized(32767).draft_vocab_size == 0
+    assert TrainConfig(num_streams=0).sized(49152).draft_vocab_size == 0
+    assert TrainConfig(draft_vocab_size=0).sized(49152).draft_vocab_size == 0

@@ -25,9 +25,9 @@ EPILOG = """examples:
   # the fine-tuned model's own answers
   python -m ssmlx.train --task-lora adapters --adapter-scope streams --data data/own --out runs/own
 
-  # a large model on a small Mac: 4-bit base, short examples, streams that guess 8000 tokens
+  # a large model on a small Mac: 4-bit base, short examples
   python -m ssmlx.train --model mlx-community/Llama-3.2-3B-Instruct-4bit --data data/sql \\
-      --out runs/llama --batch-size 4 --max-length 256 --draft-vocab-size 8000
+      --out runs/llama --batch-size 4 --max-length 256
 
 DATA holds train.jsonl and valid.jsonl, as for mlx-lm's LoRA training; a line is an object with
 prompt and completion, or messages, or text, or prompt_tokens and completion_tokens.

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import require
 from ..loading.names import CONFIG_FILE
 from ..settings import DEFAULT_MODEL, read_json
-from ..training.config import STREAM_INIT_RANK, RunOptions, TrainConfig
+from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
 from .options import make_parser, template_text
 
 OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
@@ -19,6 +19,7 @@ _F = {
     "what that has",
     "stream_init_rank": f"{STREAM_INIT_RANK}; 0 for identity",
 }
+_SHOWN = _F | {"draft_vocab_size": f"{DRAFT_VOCAB_SIZE}; 0 of less than twice as many tokens"}
 _GROUPS: dict[str, tuple[str, ...]] = {
     "streams": ("num_streams", "num_msa_layers", "adapter_scope", "stream_design", "rotation_step",
                 *_F, "prune_rank", "draft_vocab_size"),
@@ -42,7 +43,7 @@ def training_parser(
         help=f"{init} whose weights this run starts from; what it lacks starts anew",
     )  # fmt: skip
     for title, names in _GROUPS.items():
-        add_settings(parser, title, names, shown=_F)
+        add_settings(parser, title, names, shown=_SHOWN)
     parser.add_argument(
         "--task-lora", type=Path, metavar="FOLDER",
         help=f"{task_lora}, which the model is to have on every row while streams learn to draft "

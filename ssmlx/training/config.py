@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from ..settings import (
 Schedule = Literal["linear", "cosine", "constant"]
 SCHEDULES = ("linear", "cosine", "constant")
 STREAM_INIT_RANK = 32
+DRAFT_VOCAB_SIZE = 16384
 _MAX_RANK = 4096
 _DO = "correct the option"
 
@@ -35,8 +36,10 @@ _DO = "correct the option"
 class TrainConfig:
     """How an adapter is trained; the same for both trainers. Defaults follow section 4.
 
-    `stream_init` and `stream_init_rank` are f of eq. 3 and its rank; None chooses low_rank of rank
-    32, or identity (which has none) where streams rotate, or where there are none.
+    `draft_vocab_size` None is `DRAFT_VOCAB_SIZE` where streams draft from a vocabulary of twice
+    that or more, else 0. `stream_init` and `stream_init_rank` are f of eq. 3 and its rank; None
+    chooses low_rank of rank 32, or identity (which has none) where streams rotate, or where there
+    are none.
     """
 
     num_streams: int = setting(
@@ -69,8 +72,8 @@ class TrainConfig:
     prune_rank: int = setting(
         8, "theta, the rank of the pruning adapter; 0 for none", least=0, most=_MAX_RANK
     )
-    draft_vocab_size: int = setting(
-        0,
+    draft_vocab_size: int | None = setting(
+        None,
         "guess among this many of the data's most frequent tokens; 0 for all",
         least=0,
         most=MAX_SIZE,
@@ -131,6 +134,13 @@ class TrainConfig:
             rank = 0 if kind == "identity" else STREAM_INIT_RANK
         object.__setattr__(self, "stream_init", kind)
         object.__setattr__(self, "stream_init_rank", rank)
+
+    def sized(self, vocab_size: int) -> TrainConfig:
+        """The settings for a model of V tokens."""
+        if self.draft_vocab_size is not None:
+            return self
+        pays = self.num_streams > 0 and vocab_size >= 2 * DRAFT_VOCAB_SIZE
+        return replace(self, draft_vocab_size=DRAFT_VOCAB_SIZE if pays else 0)
 
     @property
     def alphas(self) -> tuple[float, ...]:

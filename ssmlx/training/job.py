@@ -150,6 +150,7 @@ def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
     """Read the data; returns the job, and the base model's folder."""
     path = resolve_model(options.model)
     base = read_base(path)
+    train = train.sized(base["vocab_size"])
     words = load_tokenizer(path, base)
     config = stream_config(train, base, options, [words.eos_token_id])
     encoder = Encoder(words, options.template, words.eos_token_id, train.max_length)
