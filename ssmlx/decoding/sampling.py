@@ -27,7 +27,6 @@ from .drafter import rank_candidates, top_columns
 
 NUM_CANDIDATES = 128  # likeliest tokens of a row, among which top-p and min-p are decided
 OPEN = PAD_TOKEN - 1  # see `Sampling.choose`
-_BISECTIONS = 32
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Sampling:
         With `leaves_open`, it is OPEN - t where the filters may keep more than the `NUM_CANDIDATES`
         tokens that are looked at, of which t won. No drafted token equals it, so a path ends there.
         """
-        tokens, open_rows = self._rank(self.process(logits, places), places, 1)
+        tokens, open_rows = self.rank(logits, places, 1)
         tokens = tokens[:, 0].astype(mx.int32)
         return mx.where(open_rows, OPEN - tokens, tokens) if self.leaves_open else tokens
 
@@ -141,13 +140,10 @@ class Sampling:
         found = mx.argmax(scores, axis=-1).astype(mx.int32)
         return mx.where((tokens < 0) & (indices(tokens.shape[0]) == row), found, tokens)
 
-    def rank(self, logits: mx.array, places: Places, count: int) -> mx.array:
-        """[R, count] tokens by what decides, best first, among those that `choose` looks at."""
-        return self._rank(self.process(logits, places), places, count)[0]
-
-    def _rank(self, logits: mx.array, places: Places, count: int) -> tuple[mx.array, mx.array]:
-        """[R, count] tokens of processed logits; with filters, also which rows [R] may keep more
-        tokens than were looked at."""
+    def rank(self, logits: mx.array, places: Places, count: int) -> tuple[mx.array, mx.array]:
+        """[R, count] tokens by what decides, best first, and rows [R] of which the filters may keep
+        more tokens than were looked at."""
+        logits = self.process(logits, places)
         if self._filters:
             size = logits.shape[1]
             width = min(size, max(count, self._top_k or NUM_CANDIDATES))
@@ -221,16 +217,18 @@ def filter_logprobs(logprobs: mx.array, config: SamplingConfig) -> mx.array:
 def nucleus_floor(logprobs: mx.array, top_p: mx.array) -> mx.array:
     """[R, 1] what the log probabilities [R, V] of the tokens that top-p keeps exceed.
 
-    Found by bisection, down to neighbouring float32: more passes than a sort of one row has, of
-    which none is a sort. All tokens of log((1 - p) / V) and less together are too few to matter.
+    Found by halving twice a round the range in which it is, down to a millionth or two, as near as
+    float32 adds up. Tokens of log((1 - p) / V) and less are together too few to be kept.
     """
-    probs = mx.exp(logprobs)
-    high = logprobs.max(axis=-1, keepdims=True)
-    low = mx.minimum(high, mx.log((1 - top_p) / logprobs.shape[-1])) - 1
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        above = mx.where(logprobs > middle, probs, 0).sum(axis=-1, keepdims=True)
-        low, high = mx.where(above < top_p, low, middle), mx.where(above < top_p, middle, high)
+    probs = mx.exp(logprobs)[:, None]
+    low = mx.minimum(logprobs.max(axis=-1, keepdims=True), mx.log((1 - top_p) / probs.shape[-1]))
+    low = low - 1
+    width = logprobs.max(axis=-1, keepdims=True) - low
+    for _ in range(12):
+        width = width / 4
+        tried = low + width * mx.arange(1, 4)
+        above = mx.where(logprobs[:, None] > tried[:, :, None], probs, 0).sum(axis=-1)
+        low = low + width * (above >= top_p).sum(axis=-1, keepdims=True)
     return low
 
 
