@@ -32,6 +32,8 @@ from .target import (
 from .tasks import TASKS, add_data_options, data_file, read_examples, scorer_of
 
 BASE = "smollm2-135m-q4_1"
+DEFAULT = "default"
+"""What users get who ask for nothing."""
 SYSTEMS = (MLX_LM, PLAIN, STREAMS, *CHECKPOINTS, "lookahead", "prompt-lookup")
 _RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attention")
 
@@ -100,7 +102,8 @@ def add_experiment_options(
     if systems:
         group.add_argument(
             "--systems", nargs="+", default=list(systems), metavar="SYSTEM",
-            help=f"which of {', '.join(SYSTEMS)}; mlx-lm and plain always take part (default: "
+            help=f"which of {', '.join(SYSTEMS)}, or {DEFAULT}: where nothing is asked "
+            "for; mlx-lm and plain always take part (default: "
             f"{'all' if systems == SYSTEMS else ', '.join(systems)})",
         )  # fmt: skip
     most = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
@@ -200,14 +203,17 @@ def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
     words = text.split()
     kind, flags = next(iter(words), ""), [n for n, word in enumerate(words) if word[0] == "-"]
     require(
-        kind in SYSTEMS and not (kind in (MLX_LM, PLAIN) and words[1:]),
+        kind in (*SYSTEMS, DEFAULT) and not (kind in (MLX_LM, PLAIN, DEFAULT) and words[1:]),
         f"--systems {text!r}",
-        expected="one of " + ", ".join(SYSTEMS) + "; those that draft with options, in quotes",
+        expected=f"one of {', '.join((*SYSTEMS, DEFAULT))}; those that draft with options, in "
+        "quotes",
         do='write such as --systems mlx-lm streams "streams --tree full"',
     )
     name = " ".join(words)
     if kind in (MLX_LM, PLAIN):
         return name, kind, GenerateConfig(decoding="plain")
+    if kind == DEFAULT:
+        return name, STREAMS, GenerateConfig()
     first = next(iter(flags), len(words))
     parser = _SystemParser(prog=name, add_help=False, allow_abbrev=False)
     add_tree_options(parser.add_argument_group())
