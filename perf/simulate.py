@@ -1,0 +1,306 @@
+"""`python -m perf.simulate`: the brake on every chip of the table, with real answers replayed.
+
+What `perf.acceptance` recorded is decoded again, call for call, on chips whose calls take what the
+table of row costs says, or something else: every chip, precision, size of model, adapter and
+context, in each of `SCENARIOS`. The brake decides as in the loop, from noisy times, and begins a
+conversation of all answers knowing nothing; `again` is one more, with what it learned. Beside it
+stand the tree of 16 nodes always, and the best fixed tree in hindsight. What streams guess is that
+of a model of 135M parameters, an ASSUMPTION for larger ones.
+
+The promises: an answer of 24 tokens or more at 0.95 of plain decoding's speed, a conversation at
+0.98, and at most 5 % below the best fixed tree wherever that gains 5 %. Exit code 1: one is broken.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ssmlx.bars import bar
+from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.results import publish
+from ssmlx.decoding.pace import COST_DOUBT, TEXT_DOUBT, Learned, Pace, Rung
+from ssmlx.loading.files import make_folder
+from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
+from ssmlx.settings import StreamConfig, TreeConfig, read_json
+from ssmlx.tuning.chips import CHIPS, costs
+from ssmlx.tuning.cost import DraftShape
+from ssmlx.tuning.ladder import SIZES, fastest, priced, text_kind, tokens_of
+from ssmlx.tuning.report import Columns, finish, new_figure, table
+
+from .acceptance import read_kept
+from .predict import LABEL, MODELS, ON, drafting
+from .run.options import add_out
+
+PROG = "perf.simulate"
+BITS = (4, 8, 16)
+TABLE = "as the table"
+SCENARIOS = {
+    TABLE: (1.0, 1.0, inf),
+    "each rung 40 % off": (0.6, 1.4, inf),
+    "40 % cheaper": (0.6, 0.6, inf),
+    "40 % dearer": (1.4, 1.4, inf),
+    "throttled half-way": (0.6, 1.4, 0.5),
+}
+"""Least and most times what a rung costs beyond a plain call; when the chip throttles."""
+NOISE = 0.1  # standard deviation of what a clock says of a call
+SLOWER, DEARER = 1.5, 1.3  # all seconds of a throttled chip, and once more what rows cost
+ANSWER, CONVERSATION, GAP, GAIN, LENGTH = 0.95, 0.98, 0.95, 1.05, 24
+Row = Mapping[str, Any]
+Depths = Mapping[Rung, Sequence[int]]
+"""How far an answer holds in the tree of a rung, after each token."""
+
+
+class Machine:
+    """What calls really take, in plain calls of the chip as it begins.
+
+    Extra costs of `rungs`, the smallest first, are disturbed by the bounds of a scenario.
+    """
+
+    def __init__(self, rungs: Sequence[Rung], scenario: str, tokens: int, seed: str) -> None:
+        least, most, when = SCENARIOS[scenario]
+        self.rng, self.throttles_at, self.tokens = Random(f"{scenario} {seed}"), when * tokens, 0
+        self.factors, dearest = {}, 0.0
+        for one in rungs:  # more nodes never cost less
+            dearest = max(dearest, one.extra * self.rng.uniform(least, most))
+            self.factors[one] = dearest / one.extra
+
+    @property
+    def plain(self) -> float:
+        """A plain call, now."""
+        return SLOWER if self.tokens >= self.throttles_at else 1.0
+
+    def beyond(self, extra: float, rung: Rung) -> float:
+        """What takes `extra` plain calls by the table."""
+        return self.plain * extra * self.factors[rung] * (DEARER if self.plain > 1 else 1.0)
+
+
+class Playing:
+    """An answer that is being decoded, and what it took beyond the prompt's plain call."""
+
+    def __init__(self, depths: Depths, machine: Machine) -> None:
+        self.depths, self.machine = depths, machine
+        self.length = len(next(iter(depths.values())))
+        self.done, self.took, self.plain = 0, 0.0, 0.0
+
+    @property
+    def speed(self) -> float:
+        """Over plain decoding's."""
+        return self.plain / self.took
+
+    def call(self, rung: Rung | None, pace: Pace | None = None, *, is_timed: bool = True) -> bool:
+        """Draft as `rung` says and verify; whether the answer goes on. `pace` is told."""
+        machine, is_first = self.machine, not self.done
+        held = self.depths[rung][self.done - 1] if rung else 0
+        tokens = min(1 + held, self.length - self.done)
+        seconds = machine.plain + (machine.beyond(rung.extra, rung) if rung else 0.0)
+        self.took += 0.0 if is_first else seconds
+        told = seconds * max(0.5, machine.rng.gauss(1, NOISE)) if is_timed else None
+        if pace is not None:
+            pace.observe(tokens, verified=rung, seconds=told)
+        for _ in range(tokens):
+            self.plain += 0.0 if is_first else machine.plain
+            machine.tokens += 1
+        self.done += tokens
+        return self.done < self.length
+
+
+def play(depths: Depths, machine: Machine, pace: Pace) -> Playing:
+    """Decode an answer as `streaming_decode` does, its calls built, and drafted for, ahead."""
+    answer = Playing(depths, machine)
+    while True:
+        is_first, is_last = True, pace.rung is not None
+        while not is_last:  # plain calls, until one began after the decision to draft
+            is_last = pace.rung is not None
+            if not answer.call(None, pace, is_timed=not (is_first or is_last)):
+                return answer
+            is_first = False
+        verified, rung = None, pace.rung
+        while rung is not None:
+            ahead = pace.rung
+            if not answer.call(verified, pace):
+                return answer
+            if pace.rung is None and verified is not None:  # its drafting had begun
+                answer.took += machine.beyond(rung.draft, rung)
+            verified, rung = rung, pace.rung if verified is None or pace.rung is None else ahead
+
+
+def play_fixed(depths: Depths, machine: Machine, rung: Rung) -> Playing:
+    """Decode an answer with one tree always."""
+    answer = Playing(depths, machine)
+    goes_on = answer.call(None)
+    while goes_on:
+        goes_on = answer.call(rung)
+    return answer
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A chip, a model, an adapter and a context: what may be drafted, and the answers."""
+
+    names: Row
+    rungs: Sequence[Rung]
+    answers: Sequence[Depths]
+
+    def machine(self, scenario: str) -> Machine:
+        """The chip as a scenario has it, the same each time."""
+        tokens = sum(len(one[self.rungs[0]]) for one in self.answers)
+        return Machine(self.rungs, scenario, tokens, str(self.names))
+
+    def play(self, scenario: str) -> dict[str, Any]:
+        """Speeds over plain decoding's, and what the promises ask for."""
+        known = self.rungs.index(fastest(self.rungs, cheaper=COST_DOUBT, better=TEXT_DOUBT))
+        ladder, kind = self.rungs[: known + 1], text_kind(self.names["context"])
+
+        def conversation(learned: Learned) -> list[Playing]:
+            machine = self.machine(scenario)
+            return [play(one, machine, Pace(ladder, learned, context=kind)) for one in self.answers]
+
+        def first(one: Depths) -> Playing:
+            return play(one, self.machine(scenario), Pace(ladder, Learned(), context=kind))
+
+        def always(rung: Rung) -> float:
+            machine = self.machine(scenario)
+            return speed_of([play_fixed(one, machine, rung) for one in self.answers])
+
+        learned = Learned()
+        brake, again = conversation(learned), conversation(learned)
+        firsts = [first(one) for one in self.answers]
+        fixed = {1: 1.0, **{rung.shape.num_nodes: always(rung) for rung in self.rungs}}
+        best = max(fixed, key=lambda nodes: fixed[nodes])
+        return {
+            **self.names,
+            "scenario": scenario,
+            "always 16": fixed[16],
+            "brake": speed_of(brake),
+            "again": speed_of(again),
+            "best": fixed[best],
+            "best nodes": best,
+            "worst": min(p.speed for p in (*brake, *again, *firsts) if p.length >= LENGTH),
+        }
+
+
+def speed_of(played: Sequence[Playing]) -> float:
+    """Of all answers together, over plain decoding's."""
+    return sum(one.plain for one in played) / sum(one.took for one in played)
+
+
+def broken(row: Row) -> list[str]:
+    """The promises that a row breaks."""
+    found = {
+        "answer": row["worst"] < ANSWER,
+        "conversation": row["brake"] < CONVERSATION,
+        "gap": row["best"] >= GAIN and row["brake"] < GAP * row["best"],
+    }
+    return [name for name, is_broken in found.items() if is_broken]
+
+
+def cases(chips: Sequence[str], contexts: Sequence[int]) -> Iterator[Case]:
+    """Every model in every precision with every adapter on these chips, behind each context."""
+    for (adapter, context), answers in read_kept().items():
+        settings = read_json(bundled_adapters()[adapter] / CONFIG_FILE, "an adapter's settings")
+        config = StreamConfig.from_dict(settings)
+        shapes = [
+            DraftShape(tree=TreeConfig(size=size), num_streams=min(config.num_streams, size - 1))
+            for size in SIZES
+        ]
+        depths = [
+            [one.depths(shape.num_nodes, shape.num_streams).tolist() for shape in shapes]
+            for one in answers
+        ]
+        for chip, model, bits in product(chips if context in contexts else (), MODELS, BITS):
+            prices = costs(drafting(replace(model, bits=bits), settings), CHIPS[chip])
+            rungs = [
+                priced(one, tokens_of(one, config.tokens_per_call), prices, context)
+                for one in shapes
+            ]
+            names = {"chip": chip, "bits": bits, "model": model.name,
+                     "adapter": adapter, "context": context}  # fmt: skip
+            yield Case(names, rungs, [dict(zip(rungs, one, strict=True)) for one in depths])
+
+
+def place_of(row: Row) -> str:
+    """Which case a row is."""
+    return ", ".join(str(row[name]) for name in ("chip", "bits", "model", "adapter", "context"))
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How bad the worst of rows are, and how many break a promise."""
+    gains = [row for row in rows if row["best"] >= GAIN]
+    least = {name: min((row[name] / row["best"] for row in gains), default=1.0)
+             for name in ("brake", "again")}  # fmt: skip
+    counts = [
+        sum(name in broken(row) for row in rows) for name in ("answer", "conversation", "gap")
+    ]
+    return (
+        f"{len(rows)} cases; worst answer {min(row['worst'] for row in rows):.3f} ({counts[0]} "
+        f"broken), worst conversation {min(row['brake'] for row in rows):.3f} ({counts[1]}); where "
+        f"the best fixed tree gains 5 % ({len(gains)}), {least['brake']:.3f} of its speed at least "
+        f"({counts[2]}), {least['again']:.3f} the second time"
+    )
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The table, a summary by scenario, and every case that breaks a promise."""
+    columns: Columns = {
+        "chip, bits, model, adapter, context": place_of,
+        "16 nodes always": lambda row: f"{row['always 16']:.2f}",
+        "brake": lambda row: f"{row['brake']:.2f}",
+        "best fixed tree (nodes)": lambda row: f"{row['best']:.2f} ({row['best nodes']})",
+    }
+    by_scenario = {name: [row for row in rows if row["scenario"] == name] for name in SCENARIOS}
+    summaries = [f"{name}: {summary(own)}" for name, own in by_scenario.items() if own]
+    failures = [
+        f"{place_of(row)}, {row['scenario']}: {', '.join(broken(row))}; worst answer "
+        f"{row['worst']:.3f}, conversation {row['brake']:.3f}, best fixed tree {row['best']:.3f}"
+        for row in rows
+        if broken(row)
+    ]
+    title = f"{LABEL}\n\ntokens/s over plain decoding's, rows costing what the table says"
+    return "\n".join([title, *table(columns, by_scenario[TABLE]), "", *summaries, *failures])
+
+
+def draw(result: Row, path: Path) -> None:
+    """The speeds of all cases of an adapter, in the order of what is best."""
+    rows = [row for row in result["rows"] if row["scenario"] == TABLE]
+    adapters, figure = sorted({row["adapter"] for row in rows}), new_figure(9.6, 3.6)
+    panels = figure.subplots(1, len(adapters), sharey=True, squeeze=False)[0]
+    for axes, adapter in zip(panels, adapters, strict=True):
+        own = sorted((r for r in rows if r["adapter"] == adapter), key=lambda row: row["best"])
+        for name, colour in (("always 16", "#e09f3e"), ("best", "#8d99ae"), ("brake", "#0b6e4f")):
+            axes.plot([row[name] for row in own], color=colour, lw=1, label=name)
+        axes.axhline(1.0, color="#2b2d42", lw=0.8, ls=":")
+        axes.set(title=adapter, xlabel="chip, precision, model, context")
+    panels[0].set_ylabel("tokens/s over plain decoding's")
+    panels[0].legend(frameon=False, fontsize=8)
+    finish(figure, LABEL, path)
+
+
+def _main(args: argparse.Namespace) -> int:
+    make_folder(args.out)
+    todo = list(product(cases(args.chips, args.contexts), args.scenarios))
+    rows = [case.play(scenario) for case, scenario in bar(todo, "conversations")]
+    publish({"label": LABEL, "rows": rows}, args.out / "simulate", report(rows), draw)
+    return int(any(broken(row) for row in rows))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    description, _, more = (__doc__ or "").partition("\n\n")
+    parser = make_parser(PROG, description, more)
+    names, behind = [chip.name for chip in ON], sorted({context for _, context in read_kept()})
+    for option, choices, kind in (
+        ("--chips", names, str), ("--contexts", behind, int), ("--scenarios", [*SCENARIOS], str)
+    ):  # fmt: skip
+        parser.add_argument(option, nargs="+", choices=choices, default=choices, type=kind)
+    add_out(parser)
+    args = parser.parse_args(argv)
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
