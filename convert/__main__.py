@@ -22,7 +22,6 @@ FOLDER is written whole or not at all. Folders of scope "all" also load in mlx-l
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     parser = make_parser("convert", "Turn a PyTorch stream checkpoint into an MLX adapter.", EPILOG)
     add_options(
         parser,

@@ -200,7 +200,6 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     description = "Write a model folder whose weights are .bin files with safetensors instead."
     epilog = "example:\n  python -m convert.base opt-125m opt-125m-safetensors"
     parser = make_parser(PROG, description, epilog)

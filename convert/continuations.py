@@ -364,7 +364,6 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     parser = make_parser(PROG, "Let a model answer a file of prompts, in batches.", EPILOG)
     for flag, text in (("--prompts", "prompts"), ("--out", "what to write")):
         parser.add_argument(
@@ -401,7 +400,6 @@ def add_generator_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Refuse a batch of nothing."""
     require(batch_size >= 1, f"--batch-size {batch_size}", expected="1 or more", do="raise it")
 
 

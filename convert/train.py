@@ -46,7 +46,6 @@ DEFAULTS: dict[str, Any] = {
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     description = "Train a model to draft for itself, in PyTorch."
     task_lora = "a checkpoint of this command with --num-streams 0: the LoRA of a task"
     parser = training_parser(PROG, description, EPILOG, "a checkpoint", task_lora)

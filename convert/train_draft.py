@@ -28,7 +28,6 @@ _DEFAULTS = {**DEFAULTS, "learning_rate": 5e-4}
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     description = "Make a small model that drafts for a model of the same vocabulary, in PyTorch."
     parser = make_parser(PROG, description, EPILOG)
     add_run_options(parser, with_trees=False)

@@ -163,7 +163,6 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     names = list(bundled_adapters())

@@ -65,7 +65,6 @@ def compare(
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """The result as text."""
     settings, lines, where = result["settings"], result["lines"], result["machine"]
     columns: Columns = {
         "rows": lambda line: str(line["rows"]),
@@ -124,7 +123,6 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     parser = make_parser(PROG, (__doc__ or "").partition("\n\n")[2], EPILOG)
     add_counts(
         parser,

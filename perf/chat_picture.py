@@ -64,7 +64,6 @@ def lines_of(shown: str) -> list[tuple[str, str]]:
 
 
 def draw(lines: list[tuple[str, str]]) -> str:
-    """The SVG."""
     width, height = COLUMNS * LETTER + 2 * MARGIN, len(lines) * LINE + 2 * MARGIN
     rows = [
         f'<text class="{kind}" x="{MARGIN}" y="{y:g}">{escape(text, quote=False)}</text>'

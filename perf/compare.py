@@ -68,7 +68,6 @@ NOTES = (
 
 
 def report(result: Row) -> str:
-    """The result as text."""
     blocks = [[heading(result)]]
     for task in result["tasks"]:
         rows = task["systems"]
@@ -252,7 +251,6 @@ def draw(result: Row, path: Path) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     saved = parser.add_mutually_exclusive_group(required=True)
     saved.add_argument(

@@ -174,7 +174,6 @@ def _row(
 
 
 def shown(row: Mapping[str, Any]) -> str:
-    """A row of the result, in lines to print."""
     error, gap = row["weight_error"], row["largest_gap"]
     rates = (
         "{:.2f} {} (MLX {:.2f}, plain {:.2f})".format(row[name][0], unit, *row[name][1:])
@@ -200,7 +199,6 @@ def shown(row: Mapping[str, Any]) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     parser.add_argument(

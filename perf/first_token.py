@@ -122,7 +122,6 @@ def _seconds(side: str) -> Callable[[Row], str]:
 
 
 def report(result: Row) -> str:
-    """The result as text."""
     columns: Columns = {
         "tokens": lambda row: str(row["context"]),
         "decoding": lambda row: row["decoding"],
@@ -145,7 +144,6 @@ def report(result: Row) -> str:
 
 
 def draw(result: Row, path: Path) -> None:
-    """A picture of the times over the prompt's length."""
     figure = new_figure(9.5, 3.6)
     for axes, decoding in zip(figure.subplots(1, 2, sharey=True), DECODINGS, strict=True):
         rows = [row for row in result["rows"] if row["decoding"] == decoding]

@@ -201,7 +201,6 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
     add_experiment_options(parser, task=TASKS, systems=VARIANTS, dtypes=DTYPES)

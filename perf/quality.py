@@ -80,7 +80,6 @@ def _baseline(folder: Path, first: Experiment) -> Experiment:
 
 
 def report(result: Row) -> str:
-    """The result as text."""
     first, *others = result["tasks"]
     notes = difference_lines(first["adapter"], BASELINE, first["differences"]) if others else []
     if first["figures"] and first["task"] == "sql":
@@ -106,7 +105,6 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     add_experiment_options(parser, systems=[STREAMS])
     parser.add_argument(

@@ -39,7 +39,6 @@ Every file is compared with the first, prompt by prompt. Writes score-TASK.json 
 
 
 def report(result: Row) -> str:
-    """The result as text."""
     first, *others = rows = result["rows"]
     columns = {"answers": lambda row: row["name"], **metrics(result["figures"])}
     lines = [f"{result['task']}: {result['prompts']} prompts [95 % intervals]", ""]
@@ -97,7 +96,6 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     parser.add_argument(
         "answers", nargs="+", metavar="NAME=FILE.jsonl",

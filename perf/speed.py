@@ -46,7 +46,6 @@ FORWARDS = ("lower", "upper", "second_pass", "logits", "draft_logits")
 
 
 def report(result: Row) -> str:
-    """The result as text."""
     summary, cost = result["summary"], result["step"]
     columns: Columns = {
         "system": lambda row: row["name"],
@@ -219,7 +218,6 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     add_experiment_options(parser, task="sql", systems=())

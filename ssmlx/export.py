@@ -4,7 +4,6 @@ from importlib import import_module
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     # Beside this package in a checkout, inside it once installed.
     try:
         command = import_module("ssmlx.convert.export.__main__")

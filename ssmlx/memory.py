@@ -72,7 +72,6 @@ class Memory:
         return f"memory: {self.peak / MIB:.1f} MiB at most: {', '.join(shown)}"
 
     def table(self) -> str:
-        """A line for each part."""
         rows = [(LABELS[name], size) for name, size in self.parts.items() if size]
         rows += [("passing, at most", self.passing), ("most in use at once", self.peak)]
         return "\n".join(f"{label:20}{size / MIB:9.1f} MiB" for label, size in rows)

@@ -27,8 +27,6 @@ from .settings import GenerateConfig
 
 @dataclass
 class ChatTotals:
-    """What a chat's answers add up to."""
-
     # answers, tokens, target_calls: counts
     answers: int = 0
     tokens: int = 0
@@ -141,7 +139,6 @@ class ChatSession:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the key/value cache."""
         return self._cache.nbytes
 
     @property
@@ -155,7 +152,6 @@ class ChatSession:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens in the cache."""
         return self._cache.offset
 
     def reply(self, text: str, progress: Progress | None = None) -> Answer[GenerationResponse]:

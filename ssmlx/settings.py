@@ -76,7 +76,6 @@ class Allowed:
     option: str | None = None
 
     def holds(self, value: Any, *, whole: bool) -> bool:
-        """Whether `value` is allowed."""
         if self.choices:
             return value in self.choices
         if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
@@ -207,7 +206,6 @@ class StreamConfig:
 
     @property
     def has_embeddings(self) -> bool:
-        """Whether there are stream embeddings."""
         return self.stream_design == "embeddings" and self.num_streams > 0
 
     @property
@@ -701,7 +699,6 @@ def read_text(path: Path, *, expected: str, do: str) -> str:
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object from `path`."""
     text = read_text(path, expected=what, do="check the path, or convert again")
     try:
         values = parse_json(text)

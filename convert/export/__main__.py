@@ -28,7 +28,6 @@ manifest.json, report.json and the tokenizer. convert/export/README.md explains 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     parser = make_parser(
         PROG, "Export a model that drafts for itself to Core ML or Core AI.", EPILOG
     )

@@ -216,5 +216,4 @@ class Profile(nn.Module, ABC):
         return self.reference.early_exit_states(nodes)
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The final norm."""
         return self.decoder.norm(hidden)

@@ -64,8 +64,6 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaReference(HeadReference):
-    """Medusa heads."""
-
     def __init__(self, config: MedusaConfig, draft_vocab: torch.Tensor | None = None) -> None:
         super().__init__(config, draft_vocab)
         width = config.hidden_size
@@ -114,8 +112,6 @@ def rms(x: torch.Tensor) -> torch.Tensor:
 
 
 class MlpSpeculatorReference(HeadReference):
-    """An MLP speculator."""
-
     def __init__(
         self, config: MlpSpeculatorConfig, draft_vocab: torch.Tensor | None = None
     ) -> None:

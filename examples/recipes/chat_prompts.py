@@ -271,7 +271,6 @@ def sample_prompts(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     parser = make_parser(PROG, "Make the prompts of a chat data set.", EPILOG)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="where to write the files"

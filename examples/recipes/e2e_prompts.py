@@ -111,7 +111,6 @@ def recombine(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     parser = make_parser(PROG, "Make more prompts of the E2E task.", EPILOG)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the task")
     parser.add_argument(

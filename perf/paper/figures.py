@@ -116,7 +116,6 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
 
 
 def point_of(row: Result) -> Point:
-    """A system's."""
     return estimate(row["speedup"]), estimate(row["tokens_per_call"])
 
 
@@ -311,7 +310,6 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     parser.add_argument(

@@ -124,7 +124,6 @@ class TrainedVariant:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """The settings that a run was started with."""
     return read_json(folder / SETTINGS_FILE, "a run's settings")
 
 
@@ -179,8 +178,6 @@ def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
 
 
 def ablation_report(runs: Sequence[TrainedVariant]) -> str:
-    """A line for each run."""
-
     def loss(name: str) -> Callable[[TrainedVariant], str]:
         return lambda one: f"{one.losses[name]:.3f}" if name in one.losses else "-"
 
@@ -280,7 +277,6 @@ def read_rounds(text: str) -> tuple[str, list[list[Point]]]:
 
 
 def learning_report(curves: Curves) -> str:
-    """A line a validation."""
     rows = [["adapter", "round", "steps", "tokens/call", "stream 1 loss"]]
     for name, rounds in curves.items():
         for number, points in enumerate(rounds, 1):
@@ -316,7 +312,6 @@ def show_learning(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("ablate", help="train the variants", allow_abbrev=False)

@@ -54,8 +54,6 @@ def reading(path: Path, command: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kept:
-    """An answer as it is kept on disk."""
-
     answer: TimedAnswer
     text: str
 
@@ -82,7 +80,6 @@ class AnswerStore:
         return self._kept[digest(prompt)]
 
     def forget(self) -> None:
-        """Forget every answer."""
         self._kept = {}
         if self.path is not None:
             self.path.unlink(missing_ok=True)

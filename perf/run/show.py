@@ -38,7 +38,6 @@ def number(name: str, nothing: str = "-") -> Cell:
 
 
 def metrics(names: Sequence[str]) -> dict[str, Cell]:
-    """A column for each metric."""
     return {f"{name}, %": _metric(name) for name in names}
 
 
@@ -62,7 +61,6 @@ def interval(values: Mapping[str, float], digits: int, scale: float = 1.0) -> st
 
 
 def markdown_table(columns: Columns, rows: Sequence[Row]) -> str:
-    """The table in Markdown."""
     lines = [list(columns), ["---"] * len(columns), *cells(columns, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

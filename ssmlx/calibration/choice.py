@@ -36,7 +36,6 @@ class PricedShape(MeasuredShape):
     def of(
         cls, shape: DraftShape, tokens_per_call: float, costs: StepCosts, context: float
     ) -> Self:
-        """As `costs` has it behind `context` tokens."""
         return cls(
             shape=shape,
             tokens_per_call=tokens_per_call,
@@ -55,7 +54,6 @@ class PricedShape(MeasuredShape):
         return self.tokens_per_second * self.plain_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
         more = {"tokens_per_second": self.tokens_per_second, "speedup": self.speedup}
         return {**asdict(self), **more, "options": self.shape.options()}
 
@@ -77,7 +75,6 @@ class Choice:
     by_context: dict[int, PricedShape]
 
     def profile(self, model: StreamFusedModel) -> Profile:
-        """What is kept of it for the runtime."""
         every = (self.chosen, *self.by_context.values())
         found = {one.shape: one.tokens_per_call for one in every}
         return Profile(

@@ -40,8 +40,6 @@ Calls = dict[Point, Callable[[], Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class CostPlan:
-    """What to time."""
-
     rows: tuple[int, ...] = ROWS  # of the lower and upper layers and the heads
     fused_nodes: tuple[int, ...] = FUSED_NODES  # M, nodes whose streams stand beside them
     contexts: tuple[int, ...] = CONTEXTS  # committed tokens
@@ -264,5 +262,4 @@ def with_whole_steps(
 
 
 def config_of(shape: DraftShape, **settings: Any) -> GenerateConfig:
-    """Settings that draft in `shape`."""
     return GenerateConfig(decoding="streaming", **vars(shape), **settings)

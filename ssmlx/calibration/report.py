@@ -23,7 +23,6 @@ _SHOWN_SHAPES = 6
 def result_of(
     model: StreamFusedModel, profile: Profile, choice: Choice, checks: Sequence[Result]
 ) -> dict[str, Any]:
-    """What was found, as JSON values."""
     assert model.config is not None
     key, guesses = profile.key, choice.guesses
     return {
@@ -78,8 +77,6 @@ def shape_lines(shapes: Sequence[Result], without: str) -> list[str]:
 
 
 def check_lines(checks: Sequence[Result]) -> list[str]:
-    """Expected beside measured."""
-
     def pair(expected: str, measured: str, digits: int, scale: float = 1.0) -> Any:
         return lambda one: " / ".join(
             f"{scale * one[name]:.{digits}f}" for name in (expected, measured)
@@ -99,7 +96,6 @@ def check_lines(checks: Sequence[Result]) -> list[str]:
 
 
 def report(result: Result) -> str:
-    """The result as text."""
     chosen, candidates = result["chosen"], result["candidates"]
     fastest = sorted(candidates, key=lambda one: -one["tokens_per_second"])[:_SHOWN_SHAPES]
     shape = str(from_json(DraftShape, chosen["shape"]))

@@ -13,8 +13,6 @@ from ..settings import GenerateConfig
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """One answer, timed."""
-
     tokens: list[int]  # ids, the end token included
     target_calls: int  # forward passes, the prompt's counted as one
     decode_seconds: float  # from the first token to the last

@@ -46,7 +46,6 @@ class PromptFile:
             raise unwritable(path, OSError("no such folder, or not yours"))
 
     def read(self, model: StreamFusedModel) -> None:
-        """Read the file, if there is one."""
         from ..answers import run
         from ..loading.prompt_files import PromptKey, read_prompt
 
@@ -96,7 +95,6 @@ class PromptFile:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     text = "List the prompts that are kept on disk, or delete them."
     parser = make_parser(PROG, text, EPILOG, "[list | purge] [FOLDER]")
     parser.add_argument("act", nargs="?", choices=("list", "purge"), default="list")

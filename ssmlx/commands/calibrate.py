@@ -30,7 +30,6 @@ NOTHING_CHECKED = "nothing was checked: the held-out answers are a single token 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     add_model_options(parser, DEFAULT_ADAPTER)

@@ -55,7 +55,6 @@ HELP = """/help            this list
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     parser = make_parser(PROG, "Chat with a model that drafts for itself.", EPILOG, "[options]")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     add_prompt_cache_option(parser, "the conversation")
@@ -75,11 +74,9 @@ class Screen:
             sys.stdin.reconfigure(errors="surrogateescape")
 
     def note(self, text: str) -> None:
-        """A quiet line."""
         print(f"\033[2m{text}\033[0m" if self._dim else text, file=sys.stderr, flush=True)
 
     def reply(self, text: str) -> None:
-        """A piece of the answer."""
         print(text, end="", flush=True)
 
     def ask(self) -> str | None:
@@ -150,7 +147,6 @@ def answer(session: ChatSession, text: str, screen: Screen) -> None:
 
 
 def stats(session: ChatSession) -> str:
-    """What /stats shows."""
     totals = session.totals
     if not totals.answers:
         return "nothing was said yet"
@@ -164,7 +160,6 @@ def stats(session: ChatSession) -> str:
 
 
 def compare(session: ChatSession) -> str:
-    """What /compare shows."""
     result = session.compare()
     verdict = "the same tokens" if result.same_tokens else "DIFFERENT tokens"
     return (

@@ -33,7 +33,6 @@ prefill_seconds, decode_seconds, draft_calls (of a draft model), and memory (byt
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     parser = make_parser(
         PROG,
         "Answer prompts with a model that drafts for itself.",

@@ -44,7 +44,6 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that tells a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print `message` and exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
@@ -74,7 +73,6 @@ def add_counts(
 
 
 def add_prompt_options(group: argparse._ArgumentGroup) -> None:
-    """What to ask."""
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     source.add_argument(
@@ -253,7 +251,6 @@ def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | No
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """How to decode, sample and draft."""
     group = parser.add_argument_group("decoding")
     add_options(
         group,
@@ -302,7 +299,6 @@ def _token_bias(text: str) -> tuple[int, float]:
 
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:
-    """What drafts, and what its trees are."""
     rows = [
         f"  {name:15} {'  '.join(_shown(keys))}"
         for name, keys in {**_KEYS, "any of them": _SHARED_KEYS}.items()
@@ -318,7 +314,6 @@ def add_drafting_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tree_options(group: argparse._ArgumentGroup) -> None:
-    """What to draft."""
     tree, prune = TreeConfig(), PruneConfig()
     add_options(
         group,

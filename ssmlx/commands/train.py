@@ -39,7 +39,6 @@ call would advance on held-out text; training pays where that is well above 1.""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     description = "Train a model to draft for itself, with MLX."
     task_lora = "the LoRA of a task, as mlx-lm or this command wrote it"
     parser = training_parser(PROG, description, EPILOG, "an adapter", task_lora)

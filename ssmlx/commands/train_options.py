@@ -144,7 +144,6 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
-    """The rest of the options."""
     templates = {"chat": None, "raw": "{prompt}"}
     text = template_text(args.template)
     given = {f.name: vars(args)[f.name] for f in fields(RunOptions) if f.name in vars(args)}

@@ -95,12 +95,10 @@ class DraftCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers."""
         return sum(layer.nbytes for layer in self._layers)
 
     @property
     def offset(self) -> int:
-        """Tokens in the cache."""
         return int(self._layers[0].offset)
 
     def start(self, tokens: Sequence[int]) -> int:

@@ -33,8 +33,6 @@ _KINDS: dict[HeadKind, tuple[type[HeadConfig], type[DraftingHeads]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """Drafting heads in memory."""
-
     config: HeadConfig  # their settings, whose type is their kind
     tensors: Mapping[str, mx.array]  # `config.expected_tensors()`
     base: BaseIdentity  # the model that they belong to
@@ -42,7 +40,6 @@ class Heads:
 
 
 def write_heads(folder: Path, heads: Heads) -> None:
-    """Write a heads folder's files into `folder`."""
     values = {
         "format": FORMAT,
         "kind": heads.config.kind,

@@ -16,7 +16,6 @@ A Core ML package runs on macOS 15 or later; one of Core AI also on Linux. Decod
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The command's options."""
     parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
     parser.add_argument(
         "--package", type=Path, required=True, metavar="FOLDER",

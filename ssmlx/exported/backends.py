@@ -148,7 +148,6 @@ def _end(loop: Any, context: Any, functions: dict[str, Any]) -> None:
 
 
 def coreai_backend(package: Path, manifest: Manifest) -> CoreAIBackend:
-    """Run an .aimodel with Core AI."""
     try:
         return CoreAIBackend(package, manifest)
     except ImportError as error:

@@ -34,13 +34,11 @@ class TreeTables:
 
     @classmethod
     def of(cls, topology: Topology, size: int) -> Self:
-        """The tables of a topology's trees of `size` nodes."""
         tables = {name: getattr(topology, name).tolist() for name in ("slots", "depths", "paths")}
         return from_json(cls, {**tables, "num_candidates": topology.num_candidates, "size": size})
 
     @cached_property
     def topology(self) -> Topology:
-        """The tables as arrays."""
         tables = (self.slots, self.depths, self.paths)
         slots, depths, paths = (mx.array(table, mx.int32) for table in tables)
         return Topology(slots, depths, paths, self.num_candidates, len(self.depths))
@@ -99,7 +97,6 @@ class Manifest:
         return manifest
 
     def write(self, folder: Path) -> None:
-        """Write `manifest.json` into `folder`."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 

@@ -42,8 +42,6 @@ _TASK_LORA = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA t
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter in memory."""
-
     config: StreamConfig
     streams: StreamWeights
     base: BaseIdentity  # the model that it belongs to
@@ -122,7 +120,6 @@ def streams_of(tensors: Mapping[str, mx.array]) -> StreamWeights:
 
 
 def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
-    """The tensors of a streams file."""
     arrays = {"stream_embeddings": streams.embeddings, "draft_vocab": streams.draft_vocab}
     tensors = {name: array for name, array in arrays.items() if array is not None}
     for name, low_rank in (("stream_init", streams.init), ("prune_adapter", streams.prune)):
@@ -141,7 +138,6 @@ def lora_tensors(lora: Mapping[str, LoraWeights]) -> dict[str, mx.array]:
 
 
 def write_streams(folder: Path, adapter: Adapter, *, fused: bool) -> None:
-    """Write the two streams files into `folder`."""
     mx.save_safetensors(str(folder / STREAMS_FILE), stream_tensors(adapter.streams))
     values = {
         "format": FORMAT,
@@ -156,7 +152,6 @@ def write_streams(folder: Path, adapter: Adapter, *, fused: bool) -> None:
 
 
 def write_adapter(folder: Path, adapter: Adapter) -> None:
-    """Write an adapter folder's files into `folder`."""
     write_streams(folder, adapter, fused=False)
     files = {"streams": adapter.stream_lora, "all": adapter.every_row_lora}
     for scope, lora in files.items():

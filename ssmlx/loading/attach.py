@@ -18,7 +18,6 @@ from .names import CONFIG_FILE, bundled_adapters, resolve_adapter
 
 
 def check_base(adapter: Adapter, backbone: Backbone) -> None:
-    """Check that `backbone` is the model that the adapter was made for."""
     config, base = adapter.config, adapter.base
     base.require_same(
         BaseIdentity.of(backbone),
@@ -35,7 +34,6 @@ def check_base(adapter: Adapter, backbone: Backbone) -> None:
 
 
 def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) -> None:
-    """Check that every LoRA pair fits a linear layer of `model`."""
     modules = dict(model.named_modules())
     expected: dict[str, tuple[int, ...]] = {}
     for path, weights in lora.items():

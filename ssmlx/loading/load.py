@@ -59,7 +59,6 @@ def resolve_draft_bits(name: str) -> int | None:
 
 
 def is_quantised(model: nn.Module) -> bool:
-    """Whether any layer holds packed weights."""
     return any(isinstance(module, PACKED_KINDS) for module in model.modules())
 
 
@@ -213,7 +212,6 @@ def load_weights(
 
 
 def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    """The tokenizer of a model folder."""
     with reading(
         path,
         f"{path} has no tokenizer that can be loaded",

@@ -56,7 +56,6 @@ class ModelArgs(BaseModelArgs):
             raise ValueError(f"activation_function {self.activation_function!r} is none of {known}")
 
     def layer_norm(self) -> nn.LayerNorm:
-        """A new norm of hidden states."""
         return nn.LayerNorm(self.hidden_size, affine=self.layer_norm_elementwise_affine)
 
 

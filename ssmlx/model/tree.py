@@ -37,12 +37,10 @@ class Topology:
 
     @cached_property
     def parents(self) -> mx.array:
-        """`Tree.parents`."""
         return evaluated(_parents(self.paths, self.depths))
 
     @cached_property
     def ancestors(self) -> mx.array:
-        """`Tree.ancestors`."""
         return evaluated(_ancestors(self.paths))
 
     @cached_property

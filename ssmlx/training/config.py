@@ -158,7 +158,6 @@ class TrainConfig:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 

@@ -38,8 +38,6 @@ _POOL = 32  # batches' worth of shuffled examples that are sorted by length amon
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One example."""
-
     tokens: np.ndarray  # [T] ids, prompt first
     start: int  # the first token of the answer, at least 1
 

@@ -64,7 +64,6 @@ class Layout:
 
     @classmethod
     def of(cls, batch: Batch, num_streams: int) -> Layout:
-        """The arrays of a batch."""
         visible, carriers = batch.visible, batch.carriers
         nodes = Rows(mx.array(batch.positions), mx.array(visible[:, None]))
         cuts = range(0, len(carriers) if num_streams else 0, _CARRIERS_AT_ONCE)

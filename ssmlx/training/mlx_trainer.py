@@ -230,7 +230,6 @@ class Adam:
             optimizer.init({name: weights[name] for name in names})
 
     def update(self, gradients: Weights, weights: Weights, rate: float) -> Weights:
-        """The weights after a step."""
         updated: Weights = {}
         for names, multiple, optimizer in self._groups:
             optimizer.learning_rate = rate * multiple

@@ -48,7 +48,6 @@ class DraftShape:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether nodes are dropped."""
         return self.num_kept < self.num_nodes
 
     def __str__(self) -> str:
@@ -142,7 +141,6 @@ class StepCosts:
     overhead: Mapping[str, Surface] | None = field(default=None, metadata={"json": "beside"})
 
     def forward_seconds(self, shape: DraftShape, context: float) -> float:
-        """The forwards of a step."""
         nodes, kept, streams = shape.num_nodes, shape.num_kept, shape.num_streams
         seconds = self.lower.at(nodes, context) + self.head.at(kept)
         seconds += self.draft_seconds(shape, context)
@@ -163,14 +161,12 @@ class StepCosts:
         return own + self.draft_head.at(streams)
 
     def step_seconds(self, shape: DraftShape, context: float) -> float:
-        """A whole step of streaming decoding behind `context` tokens."""
         overhead = (self.overhead or {}).get(shape.stream_schedule)
         more = 0.0 if overhead is None else overhead.at(shape.num_nodes)
         forward = self.forward_seconds(shape, context)
         return max(forward + more, _LEAST * forward)
 
     def plain_seconds(self, context: float) -> float:
-        """A call of plain decoding behind `context` tokens."""
         return self.plain.at(1, context)
 
     def breakeven(self, shape: DraftShape, context: float) -> float:

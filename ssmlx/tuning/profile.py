@@ -50,7 +50,6 @@ class ProfileKey:
 
     @classmethod
     def of(cls, model: StreamFusedModel) -> Self:
-        """That of a loaded model with streams."""
         backbone, (machine, backend) = model.backbone, this_machine()
         # Not LoRA's own modules: an adapter about to be swapped in is looked up before them.
         packed = Counter(

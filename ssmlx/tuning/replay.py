@@ -34,8 +34,6 @@ class Guesses:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay comes to."""
-
     num_tokens: int
     num_calls: int
 

@@ -22,7 +22,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
-    """The cells of every row."""
     return [[cell(row) for cell in columns.values()] for row in rows]
 
 
