@@ -15,10 +15,8 @@ from metal import shim
 from metal.cases import Case, error_of, error_on_metal, run_case
 from metal.lint import complaints
 from mlx_lm.models import base as mlx_lm_base
-from real import one_line
 from tiny import first_tokens, make_base, make_model
 
-from perf import attention
 from ssmlx.decoding.loop import plain_decode, streaming_decode
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
@@ -518,42 +516,3 @@ def test_a_trial_speaks_for_shapes_of_the_same_kernels():
     assert bucket(9, 600) == bucket(16, 1000) != bucket(17, 1000)
     assert bucket(16, 1000) != bucket(16, 1025)
     assert bucket(16, 200) != bucket(16, 256)  # one part, and two
-
-
-# --- perf.attention ---
-
-
-def tiny(rows, keys) -> AttentionShape:
-    """Sizes that the shim runs in no time."""
-    return AttentionShape(rows=rows, heads=4, kv_heads=2, keys=keys, head_size=8, dtype=mx.float32)
-
-
-NO_METAL = "MLX has no Metal device here; expected a Mac with Apple silicon; run it there"
-
-
-@pytest.mark.skipif(is_available(), reason="Metal is here")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--heads", "9", "--kv-heads", "2"], "heads a multiple of key/value heads"),
-        (["--rows", "0"], "positive numbers"),
-        (["--head-size", "256"], "a multiple of 8, up to 128"),
-        ([], NO_METAL),
-    ],
-)
-def test_bad_sizes_and_no_metal_are_told_in_one_line(options, message, capsys, tmp_path):
-    assert attention.main([*options, "--out", str(tmp_path / "new")]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and message in one_line(err, "perf.attention")
-    assert not (tmp_path / "new").exists()
-
-
-def test_both_sides_go_through_the_same_layers(monkeypatch, on_shim):
-    # A call's start and end: MLX's turn comes first, 3, 5, 7 ms against 4, 6, 8.
-    times = (tick for turn in itertools.count(1) for tick in (0.0, turn / 1000))
-    monkeypatch.setattr(attention, "WARM_UP", 1)
-    line = attention.compare(tiny(6, 40), layers=2, repeats=3, chip=M1, clock=times.__next__)
-    assert line["largest_difference"] < 1e-5
-    assert (line["mlx_ms"], line["fused_ms"]) == pytest.approx((2.5, 3.0))
-    assert line["taken"] == "mlx"
-    assert on_shim.calls == 4 * 2 + 1  # runs through two layers, and one more to compare

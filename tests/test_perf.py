@@ -8,11 +8,7 @@ import pytest
 from real import make_adapter, one_line, without_prune, words, write_base
 
 from perf import first_token, lossless, speed
-from perf.run.target import STREAMS, Target, Weights
-from ssmlx.decoding.loop import step
-from ssmlx.drafters.streams import StreamDrafter
-from ssmlx.loading.adapter import Adapter, load_adapter, write_adapter
-from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.loading.adapter import Adapter, write_adapter
 
 
 def with_rotation(adapter: Adapter) -> Adapter:
@@ -77,35 +73,6 @@ def test_an_adapter_is_lossless(measure, tmp_path, name, variants, capsys):
     rows = result(tmp_path, "lossless-sql")["tasks"][0]["systems"]
     assert [row["same_as_plain"] for row in rows] == [2] * variants
     assert "2 of 2" in capsys.readouterr().out
-
-
-def streams_of(folders, name):
-    """The model of a tiny adapter, and a prompt."""
-    weights = Weights(folders / "base", adapter=load_adapter(folders / name))
-    return Target(weights).drafting(STREAMS).model, [4, 9, 5, 17, 8]
-
-
-@pytest.mark.parametrize("name", ["light", "turned"])
-def test_the_rest_of_a_step_is_all_but_the_forward(folders, monkeypatch, name):
-    """It goes on by what a whole step would, and runs no layer and no head."""
-    model, prompt = streams_of(folders, name)
-    steps = speed.Steps(model, prompt, 6)
-    drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams)
-    for _ in range(6):
-        whole = step(model, steps.tree, steps.cache, drafter, PruneConfig())
-        num_tokens, tree = len(whole.read()), whole.next_tree
-        mx.eval(tree.tokens, tree.paths)
-        steps.cache.trim(steps.cache.offset)
-        steps.run_forward()
-        before = steps.cache.offset
-        with monkeypatch.context() as patched:
-            for forward in ("lower", "upper", "second_pass", "draft_logits"):
-                patched.setattr(model, forward, None)
-            patched.setattr(type(model.backbone), "logits", None)
-            steps.rest()
-        assert steps.cache.offset == before + num_tokens
-        assert steps.tree.tokens.tolist() == tree.tokens.tolist()
-        assert steps.tree.paths.tolist() == tree.paths.tolist()
 
 
 BAD = {

@@ -165,20 +165,20 @@ def _some_hidden(model: StreamFusedModel, rows: int) -> mx.array:
 
 
 def medians(
-    calls: Calls, repeats: int, clock: Clock = time.perf_counter, warm: int = WARM_ROUNDS
+    calls: Calls, repeats: int, clock: Clock = time.perf_counter
 ) -> tuple[dict[Point, float], float]:
-    """Median seconds of each call, all taken in turn, after `warm` rounds that do not count.
+    """Median seconds of each call, all taken in turn, after `WARM_ROUNDS` that do not count.
 
     With them comes how noisy the machine was: the median `spread` of all calls.
     """
     times: dict[Point, list[float]] = {point: [] for point in calls}
-    rounds = [(turn, point) for turn in range(warm + repeats) for point in calls]
+    rounds = [(turn, point) for turn in range(WARM_ROUNDS + repeats) for point in calls]
     for turn, point in bar(rounds, "forwards"):
         started = clock()
         found = calls[point]()
         mx.eval(found)
         seconds = found if isinstance(found, float) else clock() - started
-        if turn >= warm:
+        if turn >= WARM_ROUNDS:
             times[point].append(seconds)
         else:
             metal.settle()
