@@ -19,5 +19,4 @@ def check_installed(names: Sequence[str], extra: str, install: str) -> None:
 
 
 def check_torch() -> None:
-    """`check_installed` of the PyTorch side."""
     check_installed(["torch"], "torch", 'pip install -e ".[torch]"')

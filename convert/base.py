@@ -72,7 +72,6 @@ def load_base(path: str | Path, *, attn_implementation: str = "eager") -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the reports of transformers' loader."""
     from transformers.utils import logging  # takes seconds
 
     verbosity = logging.get_verbosity()
@@ -104,7 +103,6 @@ def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str
 def _load_packed(
     folder: Path, quantization: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, list[str]]:
-    """A model with the unpacked weights of an mlx-lm folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

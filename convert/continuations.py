@@ -45,12 +45,7 @@ whose cores are shared, OMP_NUM_THREADS=1 can be many times faster than the defa
 COMPACT_AT = 0.125  # drop finished rows once they are this share of the batch
 
 
-# --- Answers of a batch ---
-
-
 class Continuation(NamedTuple):
-    """What the model said to one prompt."""
-
     tokens: list[int]  # with the end token where there is one
     finish_reason: str  # "stop" at an end token, "length" where max_tokens came first
 
@@ -209,9 +204,6 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return sorted({token for token in (tokenizer.eos_token_id, *own) if token is not None})
 
 
-# --- All prompts ---
-
-
 def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """Prompts of similar length together, the longest first: indices of each batch."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -248,7 +240,6 @@ class PartFile:
         self.done.append(list(answers))
 
     def close(self) -> None:
-        """Leave the file as it is."""
         self._file.close()
 
     def _write(self, value: Any) -> None:
@@ -352,15 +343,11 @@ def encode_prompts(
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a file of JSON lines whole or not at all."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     try:
         write_whole(path, text.encode())
     except OSError as error:
         raise unwritable(path, error) from error
-
-
-# --- The command ------------------------------------------------------------------------------
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -383,7 +370,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def add_generator_options(parser: argparse.ArgumentParser) -> None:
-    """Which model answers, and how it runs."""
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,

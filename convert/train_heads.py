@@ -132,7 +132,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
-    """What the options ask for, or what `init` is."""
     others = (name for kind, names in _ONLY.items() if kind != args.kind for name in names)
     _reject(args, others, f"--kind {args.kind}")
     require(
@@ -165,7 +164,6 @@ def _reject(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
 def head_config(
     settings: HeadSettings, vocab_size: int, width: int, draft_vocab_size: int
 ) -> HeadConfig:
-    """The settings of new heads for a model of V tokens and width D."""
     from ssmlx.drafters.medusa import MedusaConfig
     from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 

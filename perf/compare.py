@@ -238,7 +238,6 @@ def _timing_text(result: Row) -> str:
 
 
 def draw(result: Row, path: Path) -> None:
-    """The picture: speed-up and tokens per call, every system a line."""
     panels = [
         Panel(
             "speed-up over mlx-lm (decode tokens/s)",

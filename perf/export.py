@@ -35,9 +35,6 @@ from .run.tasks import SQL
 PROG = "perf.export"
 
 
-# --- Where Core ML would run a package ---
-
-
 def placement(plan: Any, operations: Iterable[Any]) -> tuple[dict[str, int], dict[str, float]]:
     """Operations, and shares of their estimated cost, by the device that each prefers in `plan`.
 
@@ -67,9 +64,6 @@ def compute_plan(package: Path, compute_units: str) -> tuple[dict[str, int], dic
     compiled = ct.models.utils.compile_model(str(package))
     plan: Any = MLComputePlan.load_from_path(path=compiled, compute_units=unit)
     return placement(plan, plan.model_structure.program.functions[DECODE].block.operations)
-
-
-# --- Answers ---
 
 
 def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
@@ -193,9 +187,6 @@ def shown(row: Mapping[str, Any]) -> str:
         share = f" ({row['cost'][device]:.0%} of the cost)" if row["cost"] else ""
         lines.append(f"    {device} {count} operations{share}")
     return "\n".join(lines)
-
-
-# --- The command ---
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

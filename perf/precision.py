@@ -71,7 +71,6 @@ def experiments(args: argparse.Namespace) -> list[Experiment]:
 
 
 def part_of(measured: Measured) -> dict[str, Any]:
-    """A task in a precision, as JSON values."""
     plan, weights = measured.experiment, measured.experiment.weights
     assert plan.task is not None
     return {
@@ -102,7 +101,6 @@ def one_pass(measured: Measured) -> Estimate:
 
 
 def _row(measured: Measured, system: System) -> dict[str, Any]:
-    """What a system's answers are beside plain decoding's."""
     task, examples = measured.experiment.task, measured.experiment.examples
     assert task is not None
     own, plain = measured.first(system.name), measured.first(PLAIN)
@@ -167,7 +165,6 @@ COLUMNS: Columns = {
 
 
 def report(result: Row) -> str:
-    """The result as text, with a table in Markdown."""
     notes = [
         f"{row['task']}, {row['dtype']}, {row['name']}: {difference_text(one)}"
         for row in lines_of(result)
@@ -177,7 +174,6 @@ def report(result: Row) -> str:
 
 
 def draw(result: Row, path: Path) -> None:
-    """The picture: divergences, and the metric beside plain decoding's."""
     parts = [
         {**part, "task": f"{part['task']}, {part['dtype']}", "adapter": None}
         for part in result["tasks"]

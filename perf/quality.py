@@ -48,7 +48,6 @@ Exit code 1: answers that must be the same are not."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The systems' figures, and beside them the baseline's."""
     own = experiment_of(args, "quality")
     baseline = None if args.baseline is None else _baseline(args.baseline.expanduser(), own)
     if baseline is not None:
@@ -90,7 +89,6 @@ def report(result: Row) -> str:
 
 
 def draw(result: Row, path: Path) -> None:
-    """The picture: the metric beside the tokens per call, each system a line."""
     tasks, panels = result["tasks"], [TOKENS_PER_CALL]
     if tasks[0]["figures"]:
         name, paper = tasks[0]["figures"][0], paper_span(lambda row: row.metrics[0])

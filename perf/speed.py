@@ -56,7 +56,6 @@ def report(result: Row) -> str:
 
 
 def draw(result: Row, path: Path) -> None:
-    """A picture of the tokens/s."""
     task = {**result["summary"], "adapter": None}
     panel = Panel("decode tokens/s (median over prompts)", lambda row: row["decode_rate"], digits=1)
     title = f"{task['data']}, {result['dtype']}, {result['machine']['machine']}"

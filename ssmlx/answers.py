@@ -63,7 +63,6 @@ class _MlxThread:
         return threading.current_thread() is self._thread
 
     def submit(self, task: Callable[[], Result]) -> Future[Result]:
-        """Have a task done after those that were submitted before."""
         future: Future[Result] = Future()
         if self._is_stopped:
             future.set_exception(RuntimeError("Python is ending: nothing is answered any more"))
@@ -134,7 +133,6 @@ class _Turns(Generic[Segment]):
         return segment
 
     def close(self) -> None:
-        """Stop where the answer is."""
         self.is_over = True
         _mlx_thread.open.discard(self)
         self._segments.close()

@@ -234,7 +234,6 @@ class Given(Settings, total=False):
 
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
-    """Check that a prompt of `num_tokens` leaves room for an answer."""
     limit = model.backbone.context_length
     require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     require(
@@ -441,7 +440,6 @@ def summary(response: GenerationResponse, plain_tps: float | None = None) -> str
 
 
 def record(prompt: str, responses: list[GenerationResponse]) -> dict[str, Any]:
-    """What --jsonl prints of one answer."""
     last, told = responses[-1], [one for response in responses for one in response.logprobs or ()]
     return {
         "prompt": prompt,

@@ -28,19 +28,16 @@ def first_line(error: Exception) -> str:
 
 
 def require(ok: bool, found: str, *, expected: str, do: str) -> None:
-    """Raise the `InputError` of these three unless `ok`."""
     if not ok:
         raise InputError(found, expected=expected, do=do)
 
 
 def unwritable(path: object, error: OSError, do: str = "choose another place") -> InputError:
-    """A file or folder that cannot be written."""
     found = f"cannot write {path} ({error.strerror or error})"
     return InputError(found, expected="a place that can be written", do=do)
 
 
 def not_installed(what: str, error: Exception, extra: str) -> InputError:
-    """A package of an extra that cannot be imported."""
     return InputError(
         f"{what} cannot be imported ({first_line(error)})",
         expected=f"what the extra {extra} brings",
@@ -49,7 +46,6 @@ def not_installed(what: str, error: Exception, extra: str) -> InputError:
 
 
 def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
-    """Check that the value of an option is a known one."""
     if value not in known:
         raise InputError(
             f"{flag} {value}", expected="one of " + ", ".join(known), do="choose one of them"

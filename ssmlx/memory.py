@@ -45,7 +45,6 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """All but the peak, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)[:-1]}
 
     @property

@@ -75,12 +75,10 @@ class PromptCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         with self._lock:
             return sum(entry.nbytes for entry in self._entries)
 
     def __len__(self) -> int:
-        """Prompts in memory."""
         return len(self._entries)
 
     def take(

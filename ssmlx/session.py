@@ -39,8 +39,6 @@ class ChatTotals:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One answer given twice, and the last response of each."""
-
     same_tokens: bool  # token for token
     streaming: GenerationResponse
     plain: GenerationResponse

@@ -86,7 +86,6 @@ class Allowed:
         return inside and is_finite and not 0 < number < self.smallest
 
     def text(self) -> str:
-        """What it may be, in words."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.smallest:

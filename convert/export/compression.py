@@ -71,7 +71,6 @@ def compress(model: Any, kind: str) -> Any:
 
 
 def weight_names(model: Any) -> list[str]:
-    """Names of the constants to compress, once each."""
     weights = [operation.weight for operation in _operations(model._mil_program)]
     large = [one for one in weights if one.val is not None and one.val.size >= MIN_WEIGHTS]
     own = ("lora_A", "lora_B")

@@ -57,8 +57,6 @@ _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "tr
 
 @dataclass(kw_only=True)
 class Report:
-    """What an export came to."""
-
     package_bytes: int = 0  # size of the package
     weight_error: compression.WeightError | None = None  # None for Core AI's
     seconds: dict[str, float] = field(default_factory=dict)  # of each stage
@@ -224,9 +222,6 @@ def _versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-# --- The reference with an adapter's weights ---
 
 
 def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamFusedReference:

@@ -50,7 +50,6 @@ class Tensor:
     kind: Literal["int", "float"] = "int"
 
     def zeros(self) -> torch.Tensor:
-        """An example to trace with."""
         return torch.zeros(self.shape, dtype=torch.int32 if self.kind == "int" else torch.float32)
 
 

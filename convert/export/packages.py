@@ -83,9 +83,6 @@ def writing(target: Path) -> Iterator[None]:
         ) from error
 
 
-# --- Core ML ---
-
-
 def convert_graph(graph: Graph, config: ExportConfig) -> Any:
     """One function as a Core ML model, its weights not compressed yet.
 
@@ -192,9 +189,6 @@ def write_metadata(package: Path, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
         spec.description.metadata.userDefined[name] = text
     path.write_bytes(spec.SerializeToString())
-
-
-# --- Core AI ---
 
 
 def write_coreai(

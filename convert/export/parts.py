@@ -184,7 +184,6 @@ class Profile(nn.Module, ABC):
 
     @staticmethod
     def linear_of(module: Any, x: torch.Tensor) -> torch.Tensor:
-        """A linear module on hidden states of this layout."""
         return module(x)
 
     def take(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

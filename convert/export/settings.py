@@ -27,7 +27,6 @@ class GraphSizes:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether nodes are dropped half-way up."""
         return self.num_kept < self.num_nodes
 
 
@@ -86,7 +85,6 @@ class ExportConfig:
         )
 
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
-        """The sizes of the graph for an adapter."""
         from ssmlx.model.tree import draft_topology
 
         streams = config.usable_streams(self.num_streams)

@@ -179,7 +179,6 @@ def tensor_of(array: mx.array) -> torch.Tensor:
 
 
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """LoRA weights under PEFT's names."""
     return {
         f"{PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
         for path, module in model.adapters.items()
@@ -188,7 +187,6 @@ def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 
 
 def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """The tensors of `streams.safetensors` under their names there."""
     own = ("stream_embeddings", "stream_init.", "prune_adapter.")
     found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
     return found if model.draft_vocab is None else {**found, _DRAFT_VOCAB: model.draft_vocab}

@@ -67,8 +67,6 @@ _LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The LoRA of a model, in PEFT's terms."""
-
     rank: int = 0  # r; 0 for a model without LoRA
     alpha: float = 32  # the numerator of the scale
     modules: tuple[str, ...] = ()  # names of linear modules, whole or last parts; () for every one
@@ -127,7 +125,6 @@ def stream_settings(config: StreamConfig) -> dict[str, Any]:
 
 
 def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
-    """PEFT's `adapter_config.json`."""
     values = read_json(path, "PEFT's adapter_config.json")
     for name in _UNSUPPORTED:
         _require(not values.get(name), path, name, values.get(name), "unset")
@@ -152,7 +149,6 @@ def read_lora_settings(path: Path, config: StreamConfig) -> LoraSettings:
 
 
 def peft_settings(lora: LoraSettings, modules: Iterable[str], base_model: str) -> dict[str, Any]:
-    """PEFT's `adapter_config.json` for LoRA on `modules`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

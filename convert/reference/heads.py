@@ -168,6 +168,5 @@ class MlpSpeculatorReference(HeadReference):
 
 
 def new_reference(config: HeadConfig, draft_vocab: torch.Tensor | None) -> HeadReference:
-    """Heads of these settings, as they are before training."""
     kinds: dict[str, Any] = {"medusa": MedusaReference, "mlp_speculator": MlpSpeculatorReference}
     return kinds[config.kind](config, draft_vocab)

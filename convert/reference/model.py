@@ -36,8 +36,6 @@ _PLAIN = "a plain decoder such as Llama, Qwen2, Qwen3, Phi, OPT or Mistral"
 
 @dataclass(frozen=True)
 class ReferenceOutput:
-    """What a forward pass predicts."""
-
     main_logits: torch.Tensor  # [B, T, V] next token of every node row
     stream_logits: torch.Tensor  # [B, K, G, Vd]; entry j - 1 is stream j, j places further on
     early_exit_logits: torch.Tensor | None  # [B, T, V] as layer N - Ns sees it
@@ -88,8 +86,6 @@ class LoraLinear(nn.Module):
 
 @dataclass(frozen=True)
 class _Rows:
-    """One kind of rows through the layers."""
-
     positions: torch.Tensor  # [B, R]
     rotary: tuple[torch.Tensor, torch.Tensor] | None  # [B, R, Dh] each; None: learned positions
     masks: dict[int | None, torch.Tensor]  # [B, 1, R, keys], by sliding window

@@ -149,7 +149,6 @@ class HeadObjective(TorchObjective):
 
     @torch.no_grad()
     def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay | None:
-        """The target calls that decoding the answers would take, with trees of that size."""
         if not isinstance(self.model, MlpSpeculatorReference):
             return super().replay(batch, lower, size)
         # All answers side by side: a stage's guesses depend on the path.
@@ -261,7 +260,6 @@ def chain_calls(agrees: np.ndarray, num_draft_tokens: int) -> int:
 
 
 def trained_weights(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    """What was trained, under the base model's names."""
     named = model.base.named_parameters()
     return {name: p.detach().cpu() for name, p in named if p.requires_grad}
 

@@ -49,7 +49,6 @@ def freeze_base(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def precision(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """The context in which the model runs in `dtype`."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype)
@@ -156,7 +155,6 @@ class TorchObjective(Objective):
         return torch.from_numpy(bits).view(self.dtype)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
-        """Whole numbers on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).long().to(self.device)
 
     def where(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -166,8 +164,6 @@ class TorchObjective(Objective):
 
 
 class TorchTrainer(Trainer):
-    """The trained weights, their optimiser, and the step that they are at."""
-
     STATE_FILE = "state.pt"
     objective: TorchObjective
 

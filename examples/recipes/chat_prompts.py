@@ -217,9 +217,6 @@ def opening(text: str) -> str:
     return " ".join(normalised(text).split()[:OPENING_WORDS])
 
 
-# --- The model's own ---------------------------------------------------------------------------
-
-
 def user_prefix(tokenizer: Any) -> list[int]:
     """Tokens of the chat template up to where the user's first text starts."""
     text = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False)
@@ -265,9 +262,6 @@ def sample_prompts(
             if len(found) >= count:
                 break
     return list(found.values())[:count]
-
-
-# --- The command ------------------------------------------------------------------------------
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

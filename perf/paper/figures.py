@@ -80,8 +80,6 @@ def parity(latency_ratio: float, gamma: int = GAMMA, overhead: float = 1.0) -> f
 
 @dataclass(frozen=True)
 class Parity:
-    """A point of figure 4."""
-
     task: str  # what was asked
     latency_ratio: float  # C_target / C_draft
     advance_ratio: float  # zeta / beta
@@ -212,7 +210,6 @@ def draw_parity(points: Sequence[Parity], caption: str, path: Path) -> None:
 
 
 def draw_line(axes: Any, points: Mapping[Any, Estimate], **style: Any) -> None:
-    """A curve with its intervals."""
     places = sorted(points)
     errors = list(zip(*(points[one].errors for one in places), strict=True))
     values = [points[one].value for one in places]
@@ -267,7 +264,6 @@ def draw_sampling(curves: Curves, caption: str, path: Path) -> None:
 
 
 def commands() -> dict[str, str]:
-    """What measures the points of each figure."""
     compare, out = "python -m perf.compare", "perf/results"
     trees = " ".join(
         f'"streams --num-streams 3 --tree full --tree-width {width}{prune}"'

@@ -56,7 +56,6 @@ def validations(folder: Path) -> list[dict[str, Any]]:
 
 
 def variants(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The options that tell the runs apart, by name."""
     identity = ["--stream-init", "identity"]
     rotation = ["--stream-design", "value_rotation", "--rotation-step", str(args.rotation_step)]
     runs = {}
@@ -151,7 +150,6 @@ def read_run(folder: Path) -> TrainedVariant | None:
 
 
 def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
-    """Every run that was validated, and the settings that they have in common."""
     folders = sorted(path.parent for path in folder.glob(f"*/{SETTINGS_FILE}"))
     runs = [found for path in folders if (found := read_run(path)) is not None]
     require(
@@ -245,7 +243,6 @@ def _label(axes: Any, places: Iterable[int], label: str) -> None:
 
 
 def show_ablation(args: argparse.Namespace) -> None:
-    """Print the table; write it, the JSON and the picture."""
     runs, shared = read_runs(args.runs)
     make_folder(args.out)
     title, result = args.runs.resolve().name, {"shared": shared, "runs": [asdict(r) for r in runs]}
@@ -305,7 +302,6 @@ def draw_learning(curves: Curves, path: Path) -> None:
 
 
 def show_learning(args: argparse.Namespace) -> None:
-    """The same of curves of learning."""
     curves = dict(read_rounds(text) for text in args.run)
     make_folder(args.out)
     publish(curves, args.out / "learning", learning_report(curves), draw_learning)

@@ -41,8 +41,6 @@ _NEAR_TIE = {"float32": 0.0, "float16": 8 * 2**-11, "bfloat16": 8 * 2**-8}
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What is measured."""
-
     name: str  # of what is measured; the names of its files begin with it
     # weights and systems: the target and what drafts for it; who answers
     weights: Weights
@@ -133,8 +131,6 @@ class Experiment:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """An experiment's answers, what was loaded for it, and how busy the machine was."""
-
     experiment: Experiment
     target: Target
     prompts: Sequence[list[int]]
@@ -147,7 +143,6 @@ class Measured:
 
 
 def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[str, Any]:
-    """All that is saved: how it was measured, and the parts of the result, a task each."""
     config = experiment.systems[0].config
     return {
         "machine": machine(),
@@ -163,7 +158,6 @@ def result_of(experiment: Experiment, model: str, tasks: Sequence[Any]) -> dict[
 
 
 def task_result(measured: Measured, **more: Any) -> dict[str, Any]:
-    """A task's part of the result."""
     experiment, weights = measured.experiment, measured.experiment.weights
     shared = _figures(experiment, measured.first(PLAIN))
     systems = [one for one in experiment.systems if one.kind != DRAFT_ALONE]
@@ -231,7 +225,6 @@ def _system_row(system: System, measured: Measured, shared: Mapping[str, Any]) -
 
 
 def _options_of(system: System, drafter: Drafter | None) -> dict[str, Any]:
-    """How a system drafts; empty where it does not."""
     if drafter is None:
         return {}
     config = asdict(system.config)

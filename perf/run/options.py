@@ -47,7 +47,6 @@ def add_base(group: argparse._ActionsContainer) -> None:
 
 
 def add_out(group: argparse._ActionsContainer) -> None:
-    """Where results go."""
     group.add_argument(
         "--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s"
     )
@@ -168,8 +167,6 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
 
 
 class _SystemParser(Parser):
-    """The options of one system; a mistake names it."""
-
     def error(self, message: str) -> NoReturn:
         raise InputError(
             f"--systems: {self.prog} ({message})",

@@ -20,8 +20,6 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Speed:
-    """A line of table 1."""
-
     dataset: str
     model: str
     method: str

@@ -139,5 +139,4 @@ def code_version() -> str:
 
 
 def digest(value: Any) -> str:
-    """A short name of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

@@ -82,7 +82,6 @@ def notes_of(found: Row) -> list[str]:
 
 
 def heading(result: Row) -> str:
-    """What was measured, and on what."""
     machine = result["machine"]
     return (
         f"{_measured_text(result)}, "
@@ -92,7 +91,6 @@ def heading(result: Row) -> str:
 
 
 def title_of(result: Row) -> str:
-    """What stands above a picture."""
     return (
         f"{_measured_text(result)}\n95 % intervals over prompts; pale bands: the paper's table 1, "
         "least to most over its models of 1.3B to 7B"
@@ -108,7 +106,6 @@ def _measured_text(result: Row) -> str:
 
 
 def task_heading(task: Row) -> str:
-    """What was asked of which target."""
     target = {
         "all": f"the base with the LoRA of {task['adapter']} merged, for every system",
         "task": f"the base with the task's LoRA of {task['adapter']} merged, for every system",
@@ -123,8 +120,6 @@ def task_heading(task: Row) -> str:
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars of one figure."""
-
     label: str  # of the axis
     of: Callable[[Row], Any]  # the figure of a row, as JSON values; None where there is none
     # the paper's range for a task and a kind of system; None where it has none
@@ -150,7 +145,6 @@ TOKENS_PER_CALL = Panel(
 
 
 def draw_tasks(tasks: Sequence[Row], panels: Sequence[Panel], title: str, path: Path) -> None:
-    """A picture with the panels of every task side by side, and every system a line."""
     counts = [len(task["systems"]) for task in tasks]
     picture = new_figure(5.25 * len(panels), 1.0 + sum(1.0 + 0.36 * count for count in counts))
     parts = picture.subplots(

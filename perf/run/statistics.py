@@ -17,8 +17,6 @@ FEW = 30  # prompts below which an interval says too little
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95 % interval."""
-
     value: float
     low: float
     high: float
@@ -42,7 +40,6 @@ class Estimate:
 
 
 def estimate(values: Mapping[str, float]) -> Estimate:
-    """A figure of a saved result."""
     return Estimate(values["value"], values["low"], values["high"])
 
 
@@ -76,7 +73,6 @@ def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Estimate:
 
 
 def mean(values: ArrayLike) -> Estimate:
-    """The mean of [prompts]."""
     return ratio(values, np.ones(len(np.asarray(values))))
 
 
@@ -86,7 +82,6 @@ def paired_difference(ours: ArrayLike, theirs: ArrayLike) -> Estimate:
 
 
 def median(values: Sequence[float]) -> Estimate:
-    """The median of [prompts]."""
     return median_ratio(values, [1.0] * len(values))
 
 

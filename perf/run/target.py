@@ -59,8 +59,6 @@ class System:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a target is loaded from."""
-
     base: Path  # the base model's folder
     dtype: str = "float32"  # one of `FLOATS` or `PACKED`
     rounds: bool = False  # whether products are `round_products`'s, in 16 bits
@@ -76,7 +74,6 @@ class Weights:
 
     @property
     def activations(self) -> str:
-        """The type that is computed in."""
         return "float16" if self.dtype in PACKED else self.dtype
 
     @property
@@ -260,7 +257,6 @@ def added_parameters(adapter: Adapter) -> int:
 
 
 def read_own_lora(folder: Path) -> Adapter:
-    """An adapter that stands beside its base model."""
     adapter = load_adapter(folder)
     require(
         bool(adapter.lora),

@@ -25,8 +25,6 @@ Scorer = Callable[[str, Sequence[str]], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and how answers are judged."""
-
     name: str
     max_tokens: int
     figures: tuple[str, str] = ("ROUGE-1", "ROUGE-LSum")  # the names of its scores
@@ -142,7 +140,6 @@ def rouge_scorer() -> Scorer:
 
 
 def scorer_of(task: Task) -> Scorer:
-    """How a task's answers are judged."""
     return exact_match if task is SQL else rouge_scorer()
 
 

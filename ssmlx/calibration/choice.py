@@ -27,8 +27,6 @@ PLAIN, CHOSEN = "plain", "chosen"
 
 @dataclass(frozen=True, kw_only=True)
 class PricedShape(MeasuredShape):
-    """A shape to draft in, and what is expected of it."""
-
     step_seconds: float  # of one call
     plain_seconds: float  # of one call of plain decoding
 
@@ -45,12 +43,10 @@ class PricedShape(MeasuredShape):
 
     @property
     def tokens_per_second(self) -> float:
-        """Expected, after the prompt."""
         return self.tokens_per_call / self.step_seconds
 
     @property
     def speedup(self) -> float:
-        """Over plain decoding."""
         return self.tokens_per_second * self.plain_seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,7 +148,6 @@ def unpruned(guesses: Sequence[Guesses], sizes: Sequence[int], price: Price) -> 
 def _trees(
     guesses: Sequence[Guesses], streams: int, sizes: Sequence[int]
 ) -> Iterator[tuple[TreeConfig, float]]:
-    """Trees and the tokens per call that they would have had."""
     needed = [needed_sizes(one, streams, max(sizes)) for one in guesses]
     for size in sizes:
         held = advance([depths_within(one, size) for one in needed])

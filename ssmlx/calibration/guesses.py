@@ -45,7 +45,6 @@ class RecordedAnswer:
 def read_tokens(
     path: Path, model: StreamFusedModel, tokenizer: TokenizerWrapper
 ) -> list[list[int]]:
-    """The prompts of a file, under the adapter's template."""
     found = [encode_prompt(prompt, model, tokenizer) for prompt in read_prompts(path, "--data")]
     for tokens in found:
         check_prompt(model, len(tokens))
@@ -216,7 +215,6 @@ def exits_along(
 
 
 def _drafted(known: Contenders, root: int, tokens: Ints, keep: NDArray[np.intp]) -> Tree:
-    """The tree of the contenders `keep`, below `root`."""
     topology = known.topology
     slots, width = np.array(topology.slots), topology.num_candidates
     below = tokens[slots // width, slots % width]

@@ -138,7 +138,6 @@ def report(result: Result) -> str:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Expected tokens/s of both schedules against nodes, with what was measured."""
     figure = new_figure(6.4, 4.8)
     axes, chosen = figure.subplots(), result["chosen"]
     points: dict[str, dict[int, float]] = {}

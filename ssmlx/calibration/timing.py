@@ -43,7 +43,6 @@ def ssmlx_answer(
 
 
 def answer_of(responses: Iterable[GenerationResponse]) -> TimedAnswer:
-    """The whole answer of the segments that it comes in."""
     segments = list(responses)
     tokens, last = [token for one in segments for token in one.tokens], segments[-1]
     return TimedAnswer(

@@ -90,7 +90,6 @@ def plan_of(args: argparse.Namespace) -> Any:
 
 
 def load_streams(args: argparse.Namespace) -> Any:
-    """The model that the options name, with streams, and its tokenizer."""
     from ..loading.attach import adapters_for
 
     model, tokenizer = load_target(

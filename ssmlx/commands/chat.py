@@ -93,7 +93,6 @@ class Screen:
 
 
 def keep_history(path: Path) -> None:
-    """Line editing with a history that lasts from chat to chat."""
     try:
         import readline
     except ImportError:
@@ -130,7 +129,6 @@ class Chat:
 
 
 def answer(session: ChatSession, text: str, screen: Screen) -> None:
-    """Stream the reply to `text`, then the quiet line."""
     from ..api import summary
 
     last = None

@@ -102,9 +102,6 @@ def template_text(text: str) -> str:
     return text.replace("\\n", "\n")
 
 
-# --- What a drafter is told, by `--drafter "NAME KEY=VALUE ..."` ---
-
-
 def _own_keys(place: str) -> dict[str, str]:
     """The keys of a drafter's settings, which their own `Allowed.option` tells."""
     told = {one.name: one.metadata for one in fields(getattr(_DEFAULTS, place))}
@@ -157,7 +154,6 @@ class DrafterOption:
 
 
 def drafter_option(text: str | None) -> DrafterOption:
-    """What the text of --drafter says."""
     if text is None:
         return DrafterOption()
     kind, *words = _split("--drafter", text) or [""]
@@ -342,8 +338,6 @@ def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> No
         group.add_argument(flag, metavar=word, help=text, **more)
 
 
-# --- From options to settings ---
-
 _CHANCE_OPTIONS = ("top_p", "min_p", "top_k", "seed")
 _TREE_OPTIONS = ("tree", "tree_width", "tree_size")
 _PRUNE_OPTIONS = ("prune", "prune_to")
@@ -433,9 +427,6 @@ def _refuse(option: str, needs: str) -> NoReturn:
     raise InputError(f"{option} would do nothing here", expected=needs, do=f"drop {option}")
 
 
-# --- Loading what the options name ---
-
-
 def load_all(
     args: argparse.Namespace, default_adapter: str | None = None
 ) -> tuple[Any, Any, GenerateConfig, dict[str, Any]]:
@@ -519,9 +510,6 @@ def load_target(
     return model, tokenizer
 
 
-# --- Running ---
-
-
 def launched_rank() -> int:
     """Which of `mlx.launch`'s processes this is; the first one shows and writes for all."""
     return int(os.environ.get("MLX_RANK", "0"))
@@ -539,7 +527,6 @@ def first_shows() -> Iterator[None]:
 
 @contextmanager
 def on_screen() -> Iterator[None]:
-    """Show what the library logs on standard error, and its bars."""
     handler, logger, bars = logging.StreamHandler(), logging.getLogger("ssmlx"), shown.set(True)
     handler.setFormatter(logging.Formatter("ssmlx: %(message)s"))
     level = logger.level

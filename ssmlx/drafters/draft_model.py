@@ -59,7 +59,6 @@ class DraftModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in arrays_of(self.model)) + self.cache_bytes
 
     @property

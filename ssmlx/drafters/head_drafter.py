@@ -23,8 +23,6 @@ _Config = TypeVar("_Config", bound="HeadConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Settings of heads, whichever their kind."""
-
     kind: ClassVar[HeadKind]
     vocab_size: int = setting(least=1)  # V, the base model's
     # Vd, tokens that the heads guess among; 0 for the whole vocabulary
@@ -73,7 +71,6 @@ class HeadConfig:
         raise NotImplementedError
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors of an MLX heads file."""
         vocab = {"draft_vocab": (self.draft_vocab_size,)} if self.draft_vocab_size else {}
         return {**self.weight_shapes(), **vocab}
 

@@ -91,7 +91,6 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 
 
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
-    """Heads in memory, ready to draft for `backbone`, in its dtype."""
     heads.base.require_same(
         BaseIdentity.of(backbone),
         "the heads belong",
@@ -104,7 +103,6 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
 
 
 def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
-    """Check that `tensors` are exactly those that the settings ask for."""
     account_for(tensors, config.expected_tensors(), source)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)

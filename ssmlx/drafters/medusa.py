@@ -21,8 +21,6 @@ from .head_drafter import DraftingHeads, HeadConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """What the tensors of Medusa heads say of themselves."""
-
     kind = "medusa"
     num_heads: int = setting(least=1, most=MAX_DRAFT_TOKENS)  # H
     num_layers: int = setting(least=0, most=MAX_LAYERS)  # residual blocks of each head

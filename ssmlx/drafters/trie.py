@@ -21,7 +21,6 @@ class Trie:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further node fits."""
         return len(self.tokens) == self._max_nodes
 
     def add(self, tokens: Iterable[int], node: int = 0) -> int:

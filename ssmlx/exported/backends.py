@@ -22,8 +22,6 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Backend(Protocol):
-    """Runs the functions of an exported model."""
-
     def make_state(self) -> Any:
         """An empty cache, for one sequence."""
         ...

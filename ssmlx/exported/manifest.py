@@ -71,11 +71,9 @@ class Manifest:
 
     @property
     def float_type(self) -> Any:
-        """numpy's type of floating inputs."""
         return np.dtype(self.dtype)
 
     def empty_cache(self) -> dict[str, np.ndarray]:
-        """Zeros for every tensor of the cache, by name."""
         return {name: np.zeros(self.cache_shape, self.float_type) for name in self.cache_names}
 
     @classmethod

@@ -65,7 +65,6 @@ class Adapter:
 def check_draft_vocab(
     found: Any, config: StreamConfig, vocab_size: int, source: str | Path
 ) -> None:
-    """Check that `found`, an array of MLX or of PyTorch, is a draft vocabulary."""
     dtype, size = str(found.dtype).rpartition(".")[2], config.draft_vocab_size
     tokens = found.tolist() if dtype == "int32" else []
     if dtype != "int32" or tuple(found.shape) != (size,):
@@ -174,7 +173,6 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
 
 
 def _scale_of(lora: Mapping[str, LoraWeights]) -> float | None:
-    """The one scale of all modules; None of none."""
     scales = {weights.scale for weights in lora.values()}
     return scales.pop() if scales else None
 

@@ -94,7 +94,6 @@ def _refused(path: Path, what: str) -> InputError:
 
 
 def _model_config(meta: _Metadata) -> dict[str, Any]:
-    """Every setting of mlx-lm's Llama that stands in the metadata."""
     width, heads = meta["llama.embedding_length"], meta["llama.attention.head_count"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -125,7 +124,6 @@ def _shortest(value: float) -> float:
 
 
 def _rename(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
-    """Hugging Face's names and row order."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
     for name, tensor in tensors.items():

@@ -62,7 +62,6 @@ class Fetch:
 
     @property
     def folder(self) -> Path:
-        """Where converted models are kept."""
         return cache_dir() if self.cache_dir is None else _expanded(self.cache_dir)
 
     @property

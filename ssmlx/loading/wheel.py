@@ -40,7 +40,6 @@ class Wheel:
 
     @property
     def file(self) -> str:
-        """Its name on an index."""
         return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
@@ -97,7 +96,6 @@ def _pip_files() -> list[Path]:
 
 
 def _pieces(wheel: Wheel, index: str) -> Generator[bytes]:
-    """The wheel's bytes as they come."""
     options: dict[str, Any] = {"follow_redirects": True, "timeout": _SECONDS}
     page_url, accept = f"{index.rstrip('/')}/{wheel.name}/", {"Accept": _PAGES}
     try:

@@ -162,12 +162,10 @@ class TrainConfig:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def num_steps(self, num_examples: int) -> int:
-        """Optimiser steps over `num_examples`."""
         per_epoch = -(-num_examples // self.batch_size)
         return max(1, round(self.epochs * per_epoch))
 
     def rate(self, step: int, num_steps: int) -> float:
-        """The learning rate of `step`, counted from 0."""
         warm = max(1, round(self.warmup * num_steps))
         if step < warm:
             return self.learning_rate * (step + 1) / warm
@@ -181,8 +179,6 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """A training run beside its settings."""
-
     data: Path  # folder with train.jsonl and valid.jsonl
     out: Path  # folder for the checkpoint, the run's state, its log and its picture
     model: str  # the base model

@@ -43,14 +43,11 @@ class Example:
 
     @property
     def num_answer(self) -> int:
-        """Tokens of the answer."""
         return len(self.tokens) - self.start
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns a line of a data file into an example."""
-
     tokenizer: TokenizerWrapper
     template: str | None  # text with `{prompt}`, or None for the model's chat template
     end_token: int | None  # put behind an answer that has none; None for no end token

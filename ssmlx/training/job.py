@@ -86,8 +86,6 @@ class Trainer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A run, ready to go."""
-
     options: RunOptions
     train: TrainConfig
     config: StreamConfig
@@ -97,7 +95,6 @@ class Job:
 
     @property
     def num_steps(self) -> int:
-        """Optimiser steps of the whole run."""
         return self.train.num_steps(len(self.examples))
 
     def identity(self, *more: Any, init: Path | None = None) -> str:

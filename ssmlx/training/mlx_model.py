@@ -48,16 +48,12 @@ Weights = dict[str, mx.array]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows that run through a layer together."""
-
     positions: mx.array  # [B, R]
     mask: mx.array  # [B, 1, R, keys] bool, which row sees which key
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A batch as arrays."""
-
     tokens: mx.array  # [B, T]
     nodes: Rows  # the node rows
     groups: list[tuple[mx.array, Rows]]  # carriers [k] and their stream rows [k * G], in turn
@@ -138,7 +134,6 @@ class TrainedModel:
 
     @property
     def adapter(self) -> Adapter:
-        """The weights as an adapter, ready to be written."""
         lora = {
             path: replace(old, a=self.weights[f"{path}.lora_a"], b=self.weights[f"{path}.lora_b"])
             for path, old in self._adapter.lora.items()
@@ -151,7 +146,6 @@ class TrainedModel:
         return self._fused.streams
 
     def bind(self, weights: Weights) -> None:
-        """Compute with these weights from now on."""
         self.weights = weights
         for path, module in self._loras.items():
             module.lora_a, module.lora_b = weights[f"{path}.lora_a"], weights[f"{path}.lora_b"]

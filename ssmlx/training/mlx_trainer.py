@@ -239,7 +239,6 @@ class Adam:
 
     @property
     def state(self) -> dict[str, mx.array]:
-        """Its arrays, flat."""
         arrays: dict[str, mx.array] = {}
         for names, _, optimizer in self._groups:
             arrays["step"] = optimizer.state["step"]
@@ -255,8 +254,6 @@ class Adam:
 
 
 class MlxTrainer(Trainer):
-    """The trained weights, their optimiser, and the step that they are at."""
-
     STATE_FILE = "state.safetensors"
     objective: MlxObjective
 

@@ -48,7 +48,6 @@ class Term:
 
     @property
     def num_targets(self) -> int:
-        """Rows that have one."""
         return int((self.targets >= 0).sum())
 
 
@@ -156,7 +155,6 @@ class Validation:
 
 
 def answers(batch: Batch) -> Iterator[np.ndarray]:
-    """The answer tokens of each example."""
     for tokens, pad, length in zip(batch.tokens, batch.pads, batch.lengths, strict=True):
         yield tokens[batch.prompt_width : pad + length]
 

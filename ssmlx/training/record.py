@@ -77,6 +77,5 @@ def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:
 
 
 def _points(entries: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the entries that have `name`."""
     found = [entry for entry in entries if entry.get(name) is not None]
     return [entry["step"] for entry in found], [entry[name] for entry in found]

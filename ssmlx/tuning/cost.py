@@ -109,7 +109,6 @@ class Surface:
 
     @classmethod
     def of(cls, points: Mapping[tuple[int, int], float]) -> Self:
-        """From seconds by (rows, context), every row at every context."""
         rows = tuple(sorted({row for row, _ in points}))
         contexts = tuple(sorted({context for _, context in points}))
         lines = (tuple(points[row, context] for row in rows) for context in contexts)
@@ -127,8 +126,6 @@ def interpolate(known: Sequence[float], values: Sequence[float], at: float) -> f
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds of everything that a step is made of."""
-
     plain: Surface  # a call of plain decoding, as its loop takes it; one row
     lower: Surface  # the lower layers
     upper: Surface  # the upper layers on rows of one kind: nodes, or the streams of one node

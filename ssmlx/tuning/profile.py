@@ -113,7 +113,6 @@ class Profile:
 
 @lru_cache(maxsize=1)
 def this_machine() -> tuple[str, str]:
-    """The chip, and what computes on it."""
     name = str(mx.device_info().get("device_name", "unknown chip"))
     if mx.default_device() == mx.gpu:
         return name, "gpu"

@@ -24,8 +24,6 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Guesses:
-    """What the streams of one example predict."""
-
     tokens: np.ndarray  # [A, G, C] the C likeliest tokens of each stream, best first
     logprobs: np.ndarray  # [A, G, C] their log probabilities
     # [A] the answer; the step that says answer[i] guesses tokens[i] for what follows
