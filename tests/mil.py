@@ -82,9 +82,6 @@ def cast(x: Array, dtype: str) -> Array:
     return found
 
 
-# --- Products ---
-
-
 @operation
 def linear(x: Array, weight: Array, bias: Array | float = 0.0) -> Array:
     return x @ weight.T + bias
@@ -120,9 +117,6 @@ def scaled_dot_product_attention(
 ) -> Array:
     scores = query @ np.swapaxes(key, -1, -2) / np.float32(math.sqrt(query.shape[-1]))
     return softmax(scores if attn_mask is None else scores + attn_mask, -1) @ value
-
-
-# --- Along axes ---
 
 
 def _reduction(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -165,9 +159,6 @@ def topk(
         raise ValueError(f"takes the {k} largest of {x.shape[int(axis)]}, with their places")
     order = np.argsort(-x, axis=int(axis), kind="stable").take(range(int(k)), int(axis))
     return np.take_along_axis(x, order, int(axis)), order.astype(output_indices_dtype)
-
-
-# --- By index ---
 
 
 def _checked(indices: Array, size: int) -> Array:
@@ -227,9 +218,6 @@ def slice_by_index(
     return x[tuple(cuts)]
 
 
-# --- Compressed weights ---
-
-
 @operation
 def constexpr_blockwise_shift_scale(data: Array, scale: Array, offset: Any = None) -> Array:
     """scale * data, each scale for a block of the elements."""
@@ -240,9 +228,6 @@ def constexpr_blockwise_shift_scale(data: Array, scale: Array, offset: Any = Non
             raise ValueError(f"{size} elements in {parts} blocks")
         scale = np.repeat(scale, size // parts, axis)
     return data.astype(np.float32) * scale
-
-
-# --- Programs ---
 
 
 class Function:

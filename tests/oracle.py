@@ -64,9 +64,6 @@ def some_tokens(length, *, batch=1, vocab=VOCAB, seed=1):
     return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-# --- Against MLX ---
-
-
 def mlx_step(model, prompt, tokens, parents):
     """Main, stream and early-exit logits of a tree after a prompt."""
     tree = tree_from_parents(tokens, parents)
@@ -103,9 +100,6 @@ def assert_close(found, expected):
     """Logits of tens, in float32: MLX's are PyTorch's."""
     for mine, theirs in zip(found, expected, strict=True):
         assert gap(mine, theirs) < 1e-4
-
-
-# --- Decoding ---
 
 
 def tree_inputs(

@@ -24,9 +24,6 @@ def tiny(tmp_path_factory):
     return base, write_tiny_adapter(folder / "adapter", base)
 
 
-# --- What a process hears of the library ---
-
-
 def test_a_process_hears_nothing_that_it_did_not_ask_for(tiny, capfd, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("the library asked, or started a process")
@@ -46,9 +43,6 @@ def test_a_process_hears_nothing_that_it_did_not_ask_for(tiny, capfd, monkeypatc
     assert capfd.readouterr() == ("", "")
     changed = {name for name, _ in dict(os.environ).items() ^ environment.items()}
     assert all(name.startswith("TORCH") for name in changed), "PyTorch's own, where it is installed"
-
-
-# --- The script ---
 
 
 def options(tiny, *more: str) -> list[str]:
@@ -111,9 +105,6 @@ def test_ctrl_c_cancels_what_is_open_and_shows_what_there_is(tiny, ask, capsys, 
     assert err == "cancelled\n" and threading.active_count() <= open_before + 1
     shown = [text for text in out.split("\n") if text and text not in QUESTIONS]
     assert len(shown) == 2 and all(0 < len(text.split()) < 100 for text in shown)
-
-
-# --- The window ---
 
 
 @pytest.fixture
@@ -254,9 +245,6 @@ def test_a_window_closed_while_it_downloads_stops_the_download(window, monkeypat
         assert app.engine is None and "the window is closed" in app.status.text
 
     asyncio.run(whole())
-
-
-# --- The package for macOS ---
 
 
 def test_the_package_is_described_as_briefcase_reads_it():

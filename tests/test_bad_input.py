@@ -92,8 +92,6 @@ def test_an_unknown_end_in_generation_config(base, tmp_path):
     assert "has 'two' for eos_token_id" in refusal(ssmlx.load, str(folder))
 
 
-# --- Files ---
-
 DEEP, LONG = "[" * 100_000, "9" * 5000
 LINES = {
     f'{{"prompt": {DEEP}': "nested too deeply",
@@ -144,9 +142,6 @@ def test_what_cannot_be_read_is_told(tmp_path):
     assert "File name too long" in refusal(read_prompts, tmp_path / ("a" * 300))
 
 
-# --- Standard streams ---
-
-
 class Full(io.StringIO):
     def write(self, text):
         raise OSError(28, "No space left on device")
@@ -172,8 +167,6 @@ def test_commands_do_without_a_stream(fd, base):
     done = run_module(*arguments, stdin="w1\n", preexec_fn=lambda: os.close(fd))
     assert done.returncode == 0 and "Traceback" not in done.stderr
 
-
-# --- Settings ---
 
 HUGE, FAR = 10**11, 10**400
 ABSURD = [
@@ -204,8 +197,6 @@ def test_a_long_answer_takes_no_memory_before_it_is_there(base):
         steps = ssmlx.stream_generate(model, tokenizer, "w1", max_tokens=most, top_k=most, temp=1.0)
         assert next(steps).generation_tokens == 1
 
-
-# --- Adapters ---
 
 SIZES = {"num_streams": 1, "num_msa_layers": 1, "num_layers": 2, "hidden_size": 8}
 
@@ -256,9 +247,6 @@ def test_write_base_is_fine(tmp_path):
     """What is spoilt above loads as it is."""
     model, tokenizer = ssmlx.load(str(write_base(tmp_path / "base")))
     assert len(ssmlx.generate(model, tokenizer, "w1", max_tokens=3)) > 3
-
-
-# --- What is found before it takes time ---
 
 
 @pytest.fixture

@@ -21,9 +21,6 @@ def time():
     return FakeClock(now=100.0)
 
 
-# --- The clock ---
-
-
 def test_parts_share_the_time_by_weight_and_in_order():
     found = deadlines(100.0, 60.0, {"a": 1.0, "b": 2.0, "c": 3.0})
     assert found == pytest.approx({"a": 110, "b": 130, "c": 160})
@@ -61,8 +58,6 @@ def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
     found = rounds(target, of, "ab", time() + 5, label="", now=time)
     assert found.found == [{one.name: "a" for one in of}] and found.is_cold
 
-
-# --- Energy ---
 
 SAMPLES = """*** Sampled system activity (Fri Sep 11 13:41:46 2026 -0700) (1002.90ms elapsed) ***
 
@@ -111,9 +106,6 @@ def test_energy_is_power_times_time_over_tokens():
     # Some 0.05 s for four tokens.
     assert 0.05 / 4 < found["joules_per_token"] / found["watts"] < 0.15 / 4
     assert bench.energy_of(answer, [[1]], 0.25, sampler("no power here")) is None
-
-
-# --- The command ---
 
 
 @pytest.fixture(scope="module")

@@ -85,8 +85,6 @@ def records(result) -> list[dict]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-# --- Bad input ---
-
 BAD = {
     "unknown model": (("--model", "no-such-model"), "no model is called 'no-such-model'"),
     "missing model folder": (("--model", "./no/such/folder"), "no/such/folder does not exist"),
@@ -274,9 +272,6 @@ def test_a_model_without_chat_template_or_tokenizer(run, tmp_path):
         assert f"{folder} cannot be loaded as a model (" in refusal(run(*ASK, model=str(folder)))
 
 
-# --- Output ---
-
-
 def test_jsonl_holds_one_record_a_prompt(run, loaded, adapter, tmp_path):
     tokenizer = loaded[None][1]
     path = tmp_path / "p.jsonl"
@@ -392,9 +387,6 @@ def test_the_draft_head_is_loaded_as_asked(monkeypatch, given, expected):
     assert seen["draft_head"] == expected
 
 
-# --- The chat's lines ---
-
-
 @pytest.fixture
 def talk(base, loaded, monkeypatch, capsys):
     """Pipe lines through the chat command with the adapter; gives (code, stdout, stderr)."""
@@ -469,8 +461,6 @@ def test_a_template_without_a_system_role_is_told(talk, loaded, monkeypatch):
     told = "the model's chat template refuses these turns (System role not supported); expected"
     assert err.startswith(told) and "Traceback" not in err
 
-
-# --- Real processes ---
 
 HELP = """
 import sys, importlib

@@ -103,9 +103,6 @@ def rows_of(result: dict) -> dict[str, dict]:
     return {row["name"]: row for row in result["tasks"][0]["systems"]}
 
 
-# -------------------------------------------------------------------------- from end to end
-
-
 def test_every_system_from_end_to_end(command, weights, tmp_path):
     code, out, err = command(*weights)
     assert code == 0, err
@@ -193,9 +190,6 @@ def test_sampling_writes_one_text_whatever_drafts(command, weights, tmp_path):
     assert rows["mlx-lm"]["same_as_plain"] is None and rows["mlx-lm"]["differences"] == []
 
 
-# -------------------------------------------------------------------------------- in turns
-
-
 @pytest.fixture
 def asked(monkeypatch):
     """Who was asked, in order; raises Ctrl-C at the answer whose number is in `stop`."""
@@ -275,9 +269,6 @@ def test_a_draft_model_starts_every_answer_from_nothing(command, folders, tmp_pa
     assert len({json.loads(line)["draft_calls"] for line in lines[1:]}) == 1
 
 
-# ------------------------------------------------------------------------------ same tokens
-
-
 def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
     def lossy(model, tree, logits, sampler, places, acceptance):
         tokens = (decode.choose(model, logits, sampler, places) + 1) % VOCAB
@@ -330,9 +321,6 @@ def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
     assert figures.difference(measured, 0, [1, 2], [1])["gap"] is None
 
 
-# ------------------------------------------------------------------------- saved results
-
-
 def test_the_published_tables_are_those_of_the_saved_result(capsys):
     readme = (MEASURED.parent / "README.md").read_text()
     table = readme.partition("<!-- perf.compare -->")[2].partition("<!-- /perf.compare -->")[0]
@@ -377,9 +365,6 @@ def test_an_incomplete_result_is_told_in_one_line(tmp_path, capsys):
     assert "is not valid JSON" in one_line(capsys.readouterr().err, "perf.compare")
 
 
-# --------------------------------------------------------------------------------- quality
-
-
 def test_trees_beside_plain_decoding_and_a_baseline(command, folders, tmp_path):
     trees = ["streams --tree full --tree-width 2", "streams --tree-size 8"]
     more = ("--baseline", folders / "tuned", "--systems", *trees)
@@ -416,8 +401,6 @@ def test_rouge_and_chat_without_references(command, folders, tmp_path):
     code, out, _ = command("--data", chat, module=quality, task="chat", adapter="light")
     assert code == 0 and "1 of 1" in out and "ROUGE" not in out
 
-
-# ------------------------------------------------------------------------------- bad input
 
 BAD = {
     "system": (("--systems", "dreams"), "--systems 'dreams'; expected one of mlx-lm, plain"),
@@ -463,9 +446,6 @@ def test_weights_of_another_model_are_refused(command, folders):
         code, _, err = command(*more, adapter=adapter)
         err = "".join(line for line in err.splitlines(True) if "is left out" not in line)
         assert code == 2 and said in one_line(err, "perf.compare"), said
-
-
-# ---------------------------------------------------------------------------------- score
 
 
 @pytest.fixture

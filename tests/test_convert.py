@@ -100,9 +100,6 @@ def settings(checkpoint, name="adapter_config.json", **changed):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
 
 
-# --- What comes out ---
-
-
 def test_logits_are_those_of_pytorch(base, reference, trained, convert):
     model, _ = ssmlx.load(str(base), adapter=convert(trained), dtype="float32")
     found = model.backbone.model(mx.array([TOKENS]))[0]
@@ -174,9 +171,6 @@ def test_an_adapter_is_replaced_and_an_empty_folder_used(base, trained, tmp_path
     assert main(["--base", str(base), "--lora", str(trained), "--out", str(out)]) == 0
     assert not (out / "stream_adapters.safetensors").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-# --- What is refused ---
 
 
 class Malicious:

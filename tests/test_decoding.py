@@ -529,9 +529,6 @@ def test_neither_loop_copies_the_cache(decoding):
     assert before - without < kept + one_layer / 4  # no buffer is there twice
 
 
-# --- streams of the accepted node in a pass of their own: the same drafts ---
-
-
 PAIR = (TreeConfig(kind="full", width=2), TreeConfig(kind="best", size=7))
 
 

@@ -107,9 +107,6 @@ def written(model, prompt, count, config=None, **settings):
     return first_tokens(steps, count)
 
 
-# --- Exact tokens ---
-
-
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize(
     "sampling",
@@ -134,9 +131,6 @@ def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
         assert max(lengths) <= 1 + drafter.num_levels
         assert plan.scratch >= drafter.max_nodes + (0 if drafter.waits else drafter.num_levels + 1)
         assert (drafter.num_parameters > 0) == (not name.startswith(("prompt-lookup", "lookahead")))
-
-
-# --- Models whose next token depends on the last one alone ---
 
 
 def markov_base(seed=0, cycle=False, **changes):
@@ -200,9 +194,6 @@ def test_lookahead_learns_a_cycle():
     pooled = replace(config, lookahead=replace(lookahead, pool_from_prompt=True))
     _, lengths = written(model, [*range(VOCAB), 0], 1 + 4 * 2, pooled)
     assert lengths[0] == 1 and min(lengths[1:]) >= 4  # the prompt's n-grams hold at once
-
-
-# --- The pieces ---
 
 
 def test_a_trie_merges_what_is_equal():
@@ -347,9 +338,6 @@ def test_every_call_goes_on_by_the_whole_chain(num_right, guessed):
     assert lengths == [1] + [1 + guessed + nodes] * 60
 
 
-# --- Heads ---
-
-
 def plain(model, prompt, count, **settings):
     return written(model, prompt, count, decoding="plain", **settings)[0]
 
@@ -484,9 +472,6 @@ def test_heads_of_an_adapted_model(kind, merge):
         assert token_paths(tree) == token_paths(own_tree(attached, oracle, text))
 
 
-# --- What is refused ---
-
-
 def test_what_does_not_fit_is_refused():
     model = bare_model()
     medusa, other = (make_heads(kind, model.backbone) for kind in HEAD_KINDS)
@@ -540,8 +525,6 @@ def test_another_vocabulary_is_refused():
     with pytest.raises(InputError, match="another token map: 1 tokens differ, such as 'w13'"):
         check_vocabulary(draft, make_tokenizer(VOCAB + 1), tokenizer, VOCAB)
 
-
-# --- Statistics: one long text of a model whose next token depends on the last one alone ---
 
 SMALL = {"num_hidden_layers": 1}  # What is tested is the drafting.
 DISTRIBUTIONS = {"T=1": {"temp": 1.0}, "T=0.7, top-k 10": {"temp": 0.7, "top_k": 10}}
@@ -600,9 +583,6 @@ def test_every_drafter_samples_from_the_target(name, distribution, texts, draws)
     calls = sum(calls for _, calls in found)
     print(f"{name}, {distribution}: p = {p:.3f}, {texts * draws / calls:.2f} tokens a call")
     assert calls < texts * draws and p > 1e-3
-
-
-# --- The commands ---
 
 
 @pytest.fixture(scope="module")

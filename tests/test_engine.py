@@ -209,9 +209,6 @@ def test_a_seed_is_drawn_from_the_callers_random_state():
     assert texts[0] == texts[2] != texts[1]
 
 
-# --- turns ---
-
-
 def test_answers_take_turns(engine, folders):
     order = []
 
@@ -265,9 +262,6 @@ def test_an_answer_has_one_reader_at_a_time(engine, folders):
     first, second = asyncio.run(two_readers())
     assert first.tokens and "being read already" in str(second)
     assert len(tokens_of([first, *segments])) == LENGTH
-
-
-# --- stopping ---
 
 
 @pytest.mark.parametrize("decoding", ["plain", "streaming"])
@@ -362,9 +356,6 @@ def test_a_callback_that_raises_ends_reading_alone(engine, folders):
     assert len(tokens_of(ask(engine, folders, "none"))) == LENGTH
 
 
-# --- chats ---
-
-
 def test_a_chat_has_one_reply_at_a_time(engine):
     chat = engine.chat(max_tokens=LENGTH)
     segments = chat.reply("w1 w2")
@@ -399,9 +390,6 @@ def test_a_chat_swaps_adapters_on_the_one_base(base, engine, folders):
     chat.reset()
     chat.swap_adapter(folders["streams"])
     assert tokens_of(chat.reply("w1 w2")) == before
-
-
-# --- engines ---
 
 
 def test_a_closed_engine_and_its_chats_answer_no_more(base, folders):
@@ -494,8 +482,6 @@ def test_a_task_on_the_mlx_thread_may_answer():
     found = answers.run(lambda: answer(model, tokenizer, PROMPT, max_tokens=LENGTH)[0])
     assert found == expected
 
-
-# --- the real model ---
 
 BUNDLED = ("chat", "sql", "e2e")
 QUESTIONS = (

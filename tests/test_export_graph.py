@@ -165,9 +165,6 @@ def test_a_rejected_nodes_slot_can_be_used_again(tmp_path):
         assert np.allclose(answers[1][name], expected, atol=1e-5), name
 
 
-# --- Parts ---
-
-
 def test_the_norm_of_the_neural_engine_survives_large_hidden_states(tmp_path):
     """SmolLM2's reach 25,000, whose square is not in float16."""
     base = load_base(write_pair(tmp_path).base)
@@ -196,9 +193,6 @@ def test_a_head_in_pieces_is_the_whole_head(channels_first):
     drafted = torch.tensor([3, 49, 0, 7, 7])
     found = head.logit_of(rows, drafted)
     assert torch.allclose(found, logits[torch.arange(5), drafted], atol=1e-5)
-
-
-# --- Bad input ---
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path):

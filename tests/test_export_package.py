@@ -108,9 +108,6 @@ def agreement(found, expected) -> float:
     return same / sum(len(theirs) for theirs, _ in expected)
 
 
-# --- Tokens ---
-
-
 @pytest.mark.parametrize(
     ("scope", "changes"),
     [("all", {"profile": "gpu"}), ("streams", {"profile": "ane", "prune_to": 4})],
@@ -151,9 +148,6 @@ def test_core_ai_runs_the_same_graph(precision, make_export):
     if precision == "float32":
         assert found == expected
     assert agreement(found, expected) > 0.6
-
-
-# --- The package ---
 
 
 def test_both_functions_are_there_and_share_their_weights(make_export):
@@ -205,9 +199,6 @@ def test_the_folder_holds_all_that_a_host_needs(make_export):
     assert report == asdict(made.report)
     assert report["package_bytes"] > 100_000 and report["peak_bytes"] > 1e8
     assert {"convert prefill", "convert decode", "write"} <= set(report["seconds"])
-
-
-# --- The commands that measure ---
 
 
 def measured(folder: Path, results: Path, monkeypatch, *more: str) -> dict:
@@ -263,9 +254,6 @@ def test_operations_and_cost_are_counted_by_device():
     assert perf_export.placement(plan, costs) == expected
 
 
-# --- Compression ---
-
-
 @pytest.mark.parametrize(
     ("profile", "kinds"),
     [
@@ -299,9 +287,6 @@ def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kind
         assert least < found.relative_rms < most
         assert found.relative_rms <= found.worst_relative_rms < 3 * found.relative_rms
         assert found.matrices == exact.matrices and math.isfinite(found.largest)
-
-
-# --- Bad input ---
 
 
 def run_export(folders: Folders, out: Path, *more: str) -> subprocess.CompletedProcess:
@@ -371,9 +356,6 @@ def test_bad_input_is_one_line(make_export, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert 'pip install "ssmlx[coreml]"' in refused(*ours)
     assert 'pip install "ssmlx[coreai]"' in refused(*ours, "--target", "coreai")
-
-
-# --- The real model ---
 
 
 @pytest.mark.real

@@ -89,9 +89,6 @@ def make_model(right: int = STREAMS, **changes) -> ExportedModel:
     return ExportedModel(Counting(manifest, right), manifest, make_tokenizer(VOCAB))
 
 
-# --- Slots ---
-
-
 def test_rejected_slots_are_free_again_and_committed_ones_are_not():
     cache = SlotCache(None, 6)
     assert cache.free(4).tolist() == [0, 1, 2, 3]
@@ -124,9 +121,6 @@ def test_nodes_that_fill_up_see_themselves_alone_and_have_no_depth():
     assert inputs["tokens"].tolist() == [9, 0, 0, 0, 0, 0]
     assert inputs["depths"].tolist() == [0, -1, -1, -1, -1, -1]
     assert np.array_equal(inputs["ancestors"], np.eye(NODES))
-
-
-# --- The loop ---
 
 
 @pytest.mark.parametrize(("right", "advance"), [(0, 1), (1, 2), (2, 3), (3, 4)])
@@ -214,9 +208,6 @@ def test_several_turns_need_a_chat_template():
     assert exported.prompt_tokens(model, {"messages": turns[:1]}) == [1, 1, 2]
 
 
-# --- Backends ---
-
-
 def test_carried_caches_are_inputs_and_outputs():
     def call(function, inputs):
         written = inputs["keys_00"] + 1
@@ -249,9 +240,6 @@ def test_core_ml_keeps_one_state_for_both_functions():
 def test_core_ml_is_asked_for_on_a_mac_only(tmp_path):
     with pytest.raises(InputError, match="runs on macOS alone"):
         coreml_backend(tmp_path, make_manifest())
-
-
-# --- The manifest ---
 
 
 def write_export(folder, **changes):

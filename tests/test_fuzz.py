@@ -89,8 +89,6 @@ def answer(model, tokenizer):
         assert all(0 <= token < VOCAB for token in response.tokens)
 
 
-# --- What is put in place of what ---
-
 NUMBERS = st.one_of(
     st.integers(-2, 70), st.integers(), st.floats(),
     st.sampled_from([10**9, 10**12, 10**400, -(2**31), 2**31, 2**63, 1e308, 1e-308, 0.5]),
@@ -195,8 +193,6 @@ def test_adapter(places, edits, flips, weights, file, most):
         answer(ssmlx.swap_adapter(places["model"], folder), places["tokenizer"])
 
 
-# --- Templates ---
-
 PIECES = [
     "{% for m in messages %}", "{% endfor %}", "{% if m.role == 'user' %}", "{% else %}",
     "{% endif %}", "{{ m.content }}", "{{ m['role'] ~ m.content }}",
@@ -230,8 +226,6 @@ def test_template(places, pieces, kind, other):
         finally:
             tokenizer._tokenizer.chat_template = before
 
-
-# --- Prompts and lines ---
 
 TURN = {"role": "user", "content": "w1"}
 CALL = {"function": {"name": "f", "arguments": "{}"}}

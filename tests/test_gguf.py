@@ -134,9 +134,6 @@ def assert_same(found: dict[str, mx.array], expected: dict[str, mx.array]) -> No
     assert different == []
 
 
-# --- Weights and settings of small files ---
-
-
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=["f16", "f32"])
 @pytest.mark.parametrize("case", ["tied", "own head", "fine norms"])
 def test_weights_come_back_under_hugging_face_names_and_row_order(tmp_path, case, dtype):
@@ -200,9 +197,6 @@ def add_metadata(writer, file_type: int) -> None:
             writer.add_uint32(key, value)
 
 
-# --- The tokenizer of small files ---
-
-
 def test_tokens_merge_and_special_tokens_stand_alone(tmp_path):
     tokenizer = Tokenizer.from_file(str(converted(tmp_path) / "tokenizer.json"))
     text = "<|im_start|>the<tool> é<|im_end|>"
@@ -232,9 +226,6 @@ def test_tokenizer_settings(tmp_path, template):
         message = [{"role": "user", "content": "the"}]
         ids = tokenizer.apply_chat_template(message, return_dict=False)
         assert ids == [1, WORDS.index("the"), 2]
-
-
-# --- Files that must be refused ---
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,6 @@ def said_by(model, hidden, tokens=None, lm_head=None):
         return model(torch.from_numpy(hidden), text.long(), lm_head)
 
 
-# The modules --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kind", "changes"), [*MEDUSAS, *SPECULATORS])
 @pytest.mark.parametrize("vocab", [None, EVERY_THIRD], ids=["whole", "reduced"])
 def test_both_sides_say_the_same(backbone, base, tmp_path, kind, changes, vocab):
@@ -197,9 +194,6 @@ def test_new_heads_say_what_the_lm_head_says(base, backbone, vocab):
         expected = lm(torch.from_numpy(hidden))
     for logits in said_by(model, hidden):
         assert_close(logits, expected if vocab is None else expected[:, vocab])
-
-
-# Trees --------------------------------------------------------------------------------------
 
 
 def shape(widths=None, **settings):
@@ -293,9 +287,6 @@ def test_fewer_stages_and_the_settings_own_widths(backbone, tmp_path):
     for widths in ((), (2, 2, 2, 2), (64, 64, 64)):
         with pytest.raises(InputError, match="tree widths"):
             heads.propose_tree(root, state, shape(widths))
-
-
-# Files --------------------------------------------------------------------------------------
 
 
 def same_weights(left, right):
@@ -400,9 +391,6 @@ def test_the_command_writes_a_folder_that_loads(
     assert main([*command, "--dtype", "float16"]) == 0  # in place of the first
     kept = {n: a.dtype for n, a in read_heads(out).tensors.items() if n != "draft_vocab"}
     assert set(kept.values()) == {mx.float16}
-
-
-# What is refused ----------------------------------------------------------------------------
 
 
 def test_pickled_code_is_not_run(published, refusal, tmp_path):

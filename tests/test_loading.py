@@ -464,9 +464,6 @@ def test_the_real_wheel_becomes_a_model_folder():
     assert names._missing(path) is None
 
 
-# --- files ---
-
-
 def test_a_new_folder_appears_whole_and_replaces_an_older_one(tmp_path):
     target = tmp_path / "deep" / "out"
     for name in ("old", "new"):

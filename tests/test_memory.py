@@ -188,9 +188,6 @@ def test_weights_are_wired_while_an_answer_is_written(monkeypatch, closed_early)
     assert limits == [5, 7, 5]
 
 
-# --- The real model ---
-
-
 def real_peaks(model, tokenizer, tree: TreeConfig, *, bare: bool) -> tuple[Memory, Memory]:
     """The memory of an answer streamed, and of a plain one, without the adapter where `bare`."""
     prompts = read_prompts(ROOT / "examples" / "data" / "sql_test_100.jsonl")

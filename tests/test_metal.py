@@ -84,9 +84,6 @@ def speeds(monkeypatch):
     return seconds, tried
 
 
-# --- the kernel's meaning ---
-
-
 CASES = {
     "a tree": Case(),
     "no committed tokens": Case(rows=21, committed=0),
@@ -232,9 +229,6 @@ def test_clang_has_no_complaints_with_address_spaces(dtype: mx.Dtype, tmp_path):
         assert complaints(source, tmp_path) == []
 
 
-# --- bits ---
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 33), (7, 7), (16, 32), (40, 70)])
 def test_bits_are_the_columns_of_a_row_and_ones_behind_them(rows, columns):
     visible = np.random.default_rng(rows).random((rows, columns)) < 0.4
@@ -281,9 +275,6 @@ def test_mask_is_an_array_where_the_kernel_cannot_be_used(available, takes, monk
             StepMasks().step_mask(visible, Seen(), None, bool)
 
 
-# --- the switch ---
-
-
 def test_without_metal_fused_is_an_error_and_auto_is_off():
     if metal.is_available():
         pytest.skip("Metal is here")
@@ -304,9 +295,6 @@ def test_mlx_switches_it_off(on_shim):
     drafter = StreamDrafter(model, TreeConfig(size=6), model.num_streams, "fused")
     first_tokens(streaming_decode(model, PROMPT, cache, drafter=drafter), 6)
     assert on_shim.calls == 0
-
-
-# --- the hook ---
 
 
 def test_other_users_of_the_module_get_mlxs_own_attention():
@@ -357,9 +345,6 @@ def test_layers_that_look_into_the_mask_are_found_out(monkeypatch):
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3"])
 def test_layers_of_mlx_lm_take_tree_masks(architecture):
     assert Backbone(make_base(architecture)).takes_tree_masks
-
-
-# --- whole answers ---
 
 
 @pytest.mark.parametrize("schedule", ["fused", "second-pass"])
@@ -470,9 +455,6 @@ def test_fused_for_heads_that_it_cannot_is_an_error(on_shim):
     metal.use("fused")
     with pytest.raises(InputError, match="heads of 256"):
         hook.plan_for(mx.zeros((1, 4, 6, 256)), mx.zeros((1, 2, 20, 256)))
-
-
-# --- plans ---
 
 
 def shape(

@@ -158,9 +158,6 @@ def test_scope_streams_leaves_node_rows_untouched(quantised):
     assert apart > 0.01 * mx.abs(rows[0]).max()
 
 
-# --- draft vocabularies ---
-
-
 DRAFT_VOCAB = [1, 4, 5, 8, 12]
 
 

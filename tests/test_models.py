@@ -158,9 +158,6 @@ def torch_logits(model, tokens):
         return model(torch.tensor([tokens])).logits[0].numpy()
 
 
-# --- The base models ---
-
-
 @pytest.mark.parametrize("name", BASES)
 def test_plain_model_is_transformers(name, tmp_path):
     base = write_base(tmp_path, name)
@@ -210,9 +207,6 @@ def test_opt_folders_that_cannot_be(changes, told, tmp_path):
     config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
     with pytest.raises(InputError, match=told):
         load_base(tmp_path)
-
-
-# --- With streams ---
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])
@@ -310,9 +304,6 @@ def test_packed_weights(name, tmp_path):
     assert_close(unpacked.model(mx.array([PROMPT]))[0], torch_logits(reference, PROMPT), 1e-4)
 
 
-# --- Weights as OPT is published ---
-
-
 @pytest.fixture
 def pickled(tmp_path):
     """A folder with two .bin files, in half precision, the tied head beside the embedding."""
@@ -374,9 +365,6 @@ def test_bin_files_that_cannot_be_read(fault, pickled, tmp_path, capsys):
     assert convert_base.main([str(pickled), str(out)]) == 2
     one_line(capsys.readouterr().err, "convert.base")
     assert snapshot(tmp_path) == before
-
-
-# --- Draft vocabularies and rotated values ---
 
 
 def test_draft_logits_of_the_reference_follow_the_model():

@@ -51,9 +51,6 @@ def parts(tmp_path):
     return json.loads((tmp_path / "precision.json").read_text())["tasks"]
 
 
-# -------------------------------------------------------------------------------- the command
-
-
 @pytest.mark.parametrize("dtypes", [["bfloat16", "4bit"], *slow(["float16", "8bit"])])
 def test_every_precision_is_measured(measure, tmp_path, capsys, dtypes):
     assert measure("--count", "2", "--dtype", *dtypes) == 0
@@ -117,9 +114,6 @@ def test_a_divergence_counts_with_the_tokens_before_it(measure, tmp_path, monkey
 def test_without_any_answer_there_is_one_line(measure, capsys):
     assert measure("--kept", "--dtype", "4bit") == 2
     assert "nothing is answered yet" in one_line(capsys.readouterr().err, precision.PROG)
-
-
-# ----------------------------------------------------------------------------- what computes
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

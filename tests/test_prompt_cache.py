@@ -93,9 +93,6 @@ def rows_of(cache):
     return [np.array(rows) for rows in cache.rows(cache.offset)]
 
 
-# --- In memory ---
-
-
 @pytest.mark.parametrize("name", drafters())
 def test_a_warm_answer_is_the_cold_one_with_every_drafter(name):
     model, prompts, settings = model_of(), PromptCache(), drafters()[name]
@@ -214,9 +211,6 @@ def test_what_another_extends_is_dropped_and_bytes_are_those_held():
     assert before - mx.get_active_memory() == pytest.approx(held, rel=0.05)  # pages
 
 
-# --- Whose they are ---
-
-
 def test_prompts_belong_to_weights_and_to_lora_on_every_row():
     backbone = Backbone(make_base())
     base = StreamFusedModel(backbone)
@@ -248,9 +242,6 @@ def test_models_share_a_cache_and_each_finds_its_own():
     base = StreamFusedModel(Backbone(make_base()))
     answer, known = warm(prompts, base, tokens)  # what `streams` left is the base's own
     assert known == 29 and answer == cold(base, tokens)
-
-
-# --- On disk ---
 
 
 def written(folder):
@@ -476,9 +467,6 @@ def test_two_processes_write_into_one_folder(tmp_path):
     assert sum(path.stat().st_size for path in files) <= 200_000 and len(files) > 3
     assert all(read_prompt(path, model_of()) for path in files)
     assert list(tmp_path.iterdir()) == files or sorted(tmp_path.iterdir()) == files
-
-
-# --- The commands ---
 
 
 def test_prompts_are_listed_and_purged(prompt_file, tmp_path, capsys):

@@ -93,9 +93,6 @@ def assert_same_but_for_a_near_tie(
     assert first - second <= limit, f"token {place}: the logits are {first - second:.3g} apart"
 
 
-# --- Tokens ---
-
-
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("bits, group_size", [FORMATS[0], *slow(*FORMATS[1:])])
 def test_streaming_plain_and_mlx_lm_write_the_same(bits, group_size, scope):
@@ -146,9 +143,6 @@ def test_every_other_drafter_writes_the_same(name, tied):
     assert_same_but_for_a_near_tie(found, expected, target, PROMPT)
 
 
-# --- Weights ---
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_draft_head_can_be_packed_alone(tied, bias):
@@ -174,9 +168,6 @@ def test_what_the_draft_head_is_packed_to(name, on_cpu, on_gpu, monkeypatch):
     assert resolve_draft_bits(name) == on_cpu
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     assert resolve_draft_bits(name) == on_gpu
-
-
-# --- Folders ---
 
 
 def mixed(path: str, module: nn.Module):
@@ -251,9 +242,6 @@ def test_unpacked_weights_are_the_packed_ones(folders):
     found = answer(unpacked, tokenizer, prompt, max_tokens=12, tree=BEST)[0]
     expected = answer(packed, tokenizer, prompt, max_tokens=12, decoding="plain")[0]
     assert_same_but_for_a_near_tie(found, expected, packed.backbone.model, prompt)
-
-
-# --- The real model ---
 
 
 def real_packed():

@@ -64,9 +64,6 @@ SETTINGS = {
 }
 
 
-# --- without processes ---
-
-
 @dataclass(frozen=True)
 class FakeGroup:
     """A rank of a group in whose place nobody answers."""
@@ -118,9 +115,6 @@ def test_the_parts_of_a_layer_with_lora_are_the_whole_one(is_packed, how, merge)
             for one, x in parts
         )
     tiny.assert_close(found, attached(whole)(x), 1e-5)
-
-
-# --- with processes ---
 
 
 def launch(count: int, *command: str, folder: Path, **options) -> list[tuple[int, str, str]]:

@@ -148,9 +148,6 @@ def test_generate_as_a_user_runs_it(model_of, made):
     assert record["prompt_tokens"] == len(encode(text, tokenizer))
 
 
-# --- The breadth ---
-
-
 @pytest.mark.slow
 def test_chat_as_a_user_runs_it():
     asked = ("--decoding", "plain", "--max-tokens", "8")
@@ -190,9 +187,6 @@ def test_the_fused_folder_drafts_as_the_adapter_does(model_of):
     prompt = prompt_tokens(EXPECTED[8]["prompt"], ours, tokenizer)
     one, other = (answer(model, tokenizer, prompt, max_tokens=LENGTH) for model in (ours, fused))
     assert one[0] == other[0] and one[1].target_calls == other[1].target_calls
-
-
-# --- Parity with PyTorch ---
 
 
 @pytest.fixture(scope="session")

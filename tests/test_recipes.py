@@ -97,9 +97,6 @@ def test_values_of_another_form_are_one_line(task, tmp_path, capfd, text):
     assert not (tmp_path / "out").exists()
 
 
-# Chats --------------------------------------------------------------------------------------
-
-
 def test_splits_share_no_hand_written_prompt_and_no_list_item():
     lists = chat_prompts.split_lists(0)
     written = chat_prompts.written_prompts(0)

@@ -48,9 +48,6 @@ def read_tensors(path):
     return load(path.read_bytes())
 
 
-# --- Decoding ---
-
-
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_streaming_writes_what_plain_decoding_writes(architecture, scope):
@@ -63,9 +60,6 @@ def test_streaming_writes_what_plain_decoding_writes(architecture, scope):
     # With every token a candidate, each call after the prompt's advances G + 1 tokens.
     assert calls[7] == 1 + -(-19 // (STREAMS + 1))
     assert calls[7] <= calls[4] <= calls[1] <= 20
-
-
-# --- The main stream ---
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -131,9 +125,6 @@ def test_early_exit_is_the_head_on_the_insertion_layer():
     expected = base.lm_head(base.model.norm(adapted))
     assert gap(model(ids).early_exit_logits, expected) < 5e-5
     assert make_model(prune_rank=0)(ids).early_exit_logits is None
-
-
-# --- The streams ---
 
 
 def test_stream_visibility_golden():
@@ -216,9 +207,6 @@ def test_training_forward_equals_tree_step(architecture, scope):
             assert gap(found, expected) < 5e-5
 
 
-# --- Training ---
-
-
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("kind", ["low_rank", "residual"])
 def test_gradients_reach_what_is_trained_and_nothing_else(kind, scope):
@@ -249,9 +237,6 @@ def test_gradient_checkpointing_is_refused():
     model.base.gradient_checkpointing_enable()
     with pytest.raises(InputError, match="gradient checkpointing"):
         model(some_tokens(4))
-
-
-# --- Checkpoints ---
 
 
 @pytest.mark.parametrize(
@@ -297,9 +282,6 @@ def test_a_faulty_or_missing_file_is_named(checkpoint, file):
     (checkpoint / file).unlink()
     with pytest.raises(InputError, match=f"{file} does not exist"):
         load_reference(make_base(), checkpoint)
-
-
-# --- Base models ---
 
 
 def test_bases_that_cannot_be_driven_are_refused():
@@ -399,8 +381,6 @@ def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
             load_base(tmp_path)
         assert "\n" not in str(error.value)
 
-
-# --- MLX ---
 
 PROMPT = [5, 2, 3, 11, 7]
 TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]

@@ -43,8 +43,6 @@ from ssmlx.loading.names import bundled_adapters
 from ssmlx.prompts import as_messages, read_prompts
 from ssmlx.settings import GenerateConfig
 
-# -------------------------------------------------------------------------------- metrics
-
 
 def test_sql_is_matched_up_to_white_space():
     assert normalise_sql("  SELECT a\n\tFROM  t ") == "SELECT a FROM t"
@@ -77,9 +75,6 @@ def test_rouge_against_figures_worked_by_hand(answer, references, found):
     assert rouge_scorer()(answer, references) == pytest.approx(found)
 
 
-# ----------------------------------------------------------------------------------- data
-
-
 def test_what_ships_is_asked_and_is_not_what_calibration_asks():
     def turns(path: Path) -> set[str]:
         return {json.dumps(as_messages(row)) for row in read_prompts(path)}
@@ -110,9 +105,6 @@ def test_examples_take_references_before_the_completion(tmp_path):
     assert read_examples(path, TASKS["chat"])[0].references == ()
     with pytest.raises(InputError, match="object 1, has no answer to compare with"):
         read_examples(path, TASKS["e2e"])
-
-
-# ------------------------------------------------------------------------------ intervals
 
 
 def test_an_interval_has_the_width_that_theory_gives_and_is_the_same_in_every_run():
@@ -161,8 +153,6 @@ def test_speed_ups_are_of_the_median_repeat():
     assert found["latency_speedup"]["value"] == pytest.approx(13 / 7)
 
 
-# --------------------------------------------------------------------------- kept answers
-
 KEPT = Kept(TimedAnswer([1, 2], 1, 0.5), "a “b”")
 
 
@@ -199,9 +189,6 @@ def test_a_folder_whose_files_changed_is_another(tmp_path):
     first = files_version(tmp_path)
     (tmp_path / "a").write_text("12")
     assert files_version(tmp_path) != first and files_version(None) is None
-
-
-# ---------------------------------------------------------------------- on the same arrays
 
 
 @pytest.fixture(scope="module")

@@ -111,8 +111,6 @@ def test_no_code_is_downloaded():
     assert not [pattern for pattern in ALLOW_PATTERNS if "py" in pattern]
 
 
-# --- Chat templates ---
-
 FAIR = """
 {%- macro shown(m) %}{% set text %}{{ m.content|trim }}{% endset %}{{ text ~ ' | ' }}{% endmacro %}
 {%- set ns = namespace(found=false, all=[]) %}

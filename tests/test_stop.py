@@ -143,9 +143,6 @@ def test_what_may_begin_a_stop_string_is_held_back():
     assert sum(one.finish_reason is not None for one in segments) == 0
 
 
-# --- Models ---
-
-
 @pytest.fixture(scope="module")
 def loaded(base):
     adapter = write_tiny_adapter(base.parent / "adapter", base)

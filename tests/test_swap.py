@@ -528,9 +528,6 @@ def test_generate_has_no_default_adapter(base, capsys):
         assert calls is None or record["target_calls"] == calls
 
 
-# --- streams that draft for a fine-tuned model: two LoRAs ---
-
-
 TREE = TreeConfig(kind="full", width=2)
 
 

@@ -177,9 +177,6 @@ def draft_objective(base, num_layers=KEPT, dtype=torch.float32):
     return DraftObjective(model, train, None, torch.device("cpu"), dtype)
 
 
-# The losses of heads ------------------------------------------------------------------------
-
-
 SHAPES = [
     ("medusa", {}),
     ("medusa", {"share_lm_head": True}),
@@ -239,9 +236,6 @@ def test_the_heads_learn_and_nothing_else_does(base, kind, shape):
         assert torch.equal(parameter, frozen[name])
 
 
-# Replay -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_is_what_mlx_would_draft(base, tmp_path, kind, reduced):
@@ -283,9 +277,6 @@ def longest(tree, following):
         for path, depth in zip(paths, depths, strict=True)
         if tokens[path[1 : depth + 1]].tolist() == following[:depth]
     )
-
-
-# Draft models ----------------------------------------------------------------------------
 
 
 def test_a_draft_model_costs_what_its_first_layers_cost(base):
@@ -338,9 +329,6 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, kind):
 )
 def test_calls_of_a_chain(agrees, length, calls):
     assert chain_calls(np.array(agrees, bool), length) == calls
-
-
-# What is written ----------------------------------------------------------------------------
 
 
 def tied(folder):
@@ -407,9 +395,6 @@ def test_what_is_written_is_what_was_trained(kind, tmp_path):
     before, after = load_base(base).state_dict(), load_file(out / "model.safetensors")
     for name in after.keys() - trained_weights(objective.model).keys():
         assert torch.equal(before[name], after[name])
-
-
-# The commands --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -541,9 +526,6 @@ def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_
     before, after = weights(one), weights(two)
     gaps = [(before[name] - after[name]).abs().max().item() for name in before]
     assert 0 < max(gaps) < 0.01  # one step at stage 2's rate
-
-
-# What is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -191,9 +191,6 @@ def trainer_of(base, command, **changes) -> Trainer:
     return TorchTrainer(torch_objective(base, **changes), 10)
 
 
-# The same step in both ----------------------------------------------------------------------
-
-
 def pair(folder, architecture, draft_vocab, changes):
     """Both trainers on one base model, at the same random weights."""
     theirs_base = make_torch_base(architecture, attention="sdpa")
@@ -269,9 +266,6 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
         theirs.advance(batch, theirs_lower), rel=1e-5
     )
     assert max(gap(mine.weights[n], p) for n, p in named_as_mine(theirs.named).items()) < 1e-4
-
-
-# Losses -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -402,9 +396,6 @@ def test_sparse_stream_attention_is_the_dense_one(monkeypatch, architecture, des
     assert max(gaps.values()) < 1e-4, gaps
 
 
-# The frozen model ---------------------------------------------------------------------------
-
-
 def test_packed_weights_stay_packed_and_give_the_same_step(packed_base):
     batch, found = some_batch(), []
     for dtype in ("stored", "float32"):
@@ -469,9 +460,6 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
         assert gap(found[row, pad : pad + length], expected[row, pad : pad + length]) < 5e-5
     store("another model").fill()
     assert sum(calls) == 140
-
-
-# The commands -------------------------------------------------------------------------------
 
 
 @both
@@ -686,9 +674,6 @@ def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, caps
     said = TORCH.refusal(capsys, base, data, tmp_path, "--save-every", "1")
     assert "the gradient of step 2 is nan" in said
     assert torch.load(tmp_path / TORCH.state, weights_only=True)["step"] == 1
-
-
-# Streams for a fine-tuned model ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

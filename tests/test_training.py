@@ -39,9 +39,6 @@ def write(path, *lines) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-# Data ---------------------------------------------------------------------------------------
-
-
 def test_each_form_of_line_gives_its_tokens(tmp_path):
     write(
         tmp_path / "train.jsonl",
@@ -89,9 +86,6 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path):
     with pytest.raises(InputError, match=r"x\.jsonl, line 2: .* \(no chats\)") as error:
         read_examples(tmp_path / "x.jsonl", Encoder(tokenizer, None, END, 50))
     assert str(error.value).count("expected") == 1
-
-
-# Batches ------------------------------------------------------------------------------------
 
 
 def test_answers_of_a_batch_start_in_one_column():
@@ -148,9 +142,6 @@ def test_a_plan_gives_any_step_without_those_before_it():
     assert sorted(index for batch in batches[3:6] for index in batch) == list(range(20))
 
 
-# Draft vocabulary ---------------------------------------------------------------------------
-
-
 def test_the_draft_vocabulary_is_the_most_frequent_answer_tokens():
     examples = [example(7, 7, 7, 3, 3, 5, start=3), example(8, 3, 9, 5, start=1)]
     assert choose_draft_vocab(examples, 2, 20).tolist() == [3, 5]
@@ -164,9 +155,6 @@ def test_targets_become_places_in_the_draft_vocabulary():
     targets = np.array([[3, 9, -1], [4, 0, 20]])
     assert draft_indices(targets, np.array([0, 3, 9])).tolist() == [[1, 2, -1], [-1, 0, -1]]
     assert draft_indices(targets, None).tolist() == targets.tolist()
-
-
-# Settings -----------------------------------------------------------------------------------
 
 
 def test_the_rate_rises_then_falls_to_nothing():
@@ -225,9 +213,6 @@ def test_f_follows_from_the_other_options_and_the_start(tmp_path, start, given, 
     options = ["--data", "d", "--out", "o", "--init", str(tmp_path), *given.split()]
     train = train_config(parser.parse_args(options))
     assert (train.stream_init, train.stream_init_rank) == expected
-
-
-# Record -------------------------------------------------------------------------------------
 
 
 def test_a_record_drops_what_was_not_saved(tmp_path):

@@ -175,8 +175,6 @@ def test_a_chip_that_throttles_goes_on_drafting():
     assert calls[-30:].count(8) > 25
 
 
-# --- Profiles on disk ---
-
 SHAPE = DraftShape(tree=TreeConfig(size=7), num_streams=2, stream_schedule="fused")
 SMALL = DraftShape(tree=TreeConfig(size=2), num_streams=1)
 
@@ -338,8 +336,6 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(model, monkeypatch)
     assert path.read_text() == before
     assert len(list(path.parent.iterdir())) == 1
 
-
-# --- Plans ---
 
 OPEN = GenerateConfig()
 
@@ -505,9 +501,6 @@ def test_deterministic_answers_make_the_same_calls_on_every_machine(model):
         assert not plan.is_tuned and plan.pace._learned is None
     assert len(calls[True]) == 2, "one a setting"
     assert len(calls[False]) > 2
-
-
-# --- The commands ---
 
 
 @pytest.fixture(scope="module")
