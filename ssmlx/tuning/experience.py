@@ -62,7 +62,9 @@ def experience_of(model: StreamFusedModel) -> Experience:
     """That of a model with streams on this machine; one for all that are loaded of it."""
     if model not in _KNOWN:
         path = ProfileKey.of(model).path(model.backbone.cache_dir, _FOLDER)
-        _KNOWN[model] = _BY_PATH.setdefault(path, Experience(path))
+        if path not in _BY_PATH:
+            _BY_PATH[path] = Experience(path)
+        _KNOWN[model] = _BY_PATH[path]
     return _KNOWN[model]
 
 
