@@ -182,6 +182,14 @@ def kill_once_there(path: Path, module: str, arguments: list[str]) -> None:
     assert path.exists(), err
 
 
+def exit_code(main, *argv) -> int:
+    """What a command ends with, though its parser may end it."""
+    try:
+        return main([*map(str, argv)])
+    except SystemExit as stop:
+        return stop.code
+
+
 def one_line(err: str, prog: str) -> str:
     """The message of a failed command, which must be exactly one line."""
     assert err.count("\n") == 1 and err.endswith("\n"), err

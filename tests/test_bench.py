@@ -6,7 +6,7 @@ import sys
 from time import sleep
 
 import pytest
-from real import one_line, words, write_base, write_tiny_adapter
+from real import exit_code, one_line, words, write_base, write_tiny_adapter
 from tiny import FakeClock
 
 from perf.bench import __main__ as bench
@@ -219,11 +219,8 @@ def test_a_longer_context_is_not_begun_where_a_shorter_one_was_too_long(folders,
     ],
 )
 def test_bad_input_is_one_line(argv, said, tmp_path, capsys):
-    try:
-        code = bench.main([*argv, "--out", str(tmp_path / "out")])
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2 and said in one_line(capsys.readouterr().err, "perf.bench")
+    assert exit_code(bench.main, *argv, "--out", tmp_path / "out") == 2
+    assert said in one_line(capsys.readouterr().err, "perf.bench")
 
 
 def test_another_models_adapter_is_refused(folders, tmp_path, monkeypatch, capsys):

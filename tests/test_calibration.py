@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from real import one_line, write_base, write_tiny_adapter
+from real import exit_code, one_line, write_base, write_tiny_adapter
 from tiny import COSTS, FakeClock, first_tokens, flat, make_model
 
 from ssmlx.api import token_steps
@@ -253,14 +253,10 @@ def calibrated(folders, tmp_path, capsys):
     tuning._KNOWN.clear()
 
     def run(*args, adapter=str(adapter), data=("--data", str(data))):
-        argv = ["--model", str(base), "--adapter", adapter, "--dtype", "float32", *data]
-        argv += ["--count", "4", "--check", "2", "--max-tokens", "24", "--repeats", "1"]
-        argv += ["--contexts", "16", "64", "--largest-tree", "8", "--out", str(tmp_path / "out")]
-        try:
-            code = calibrate.main([*argv, *args])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+        argv = ["--model", base, "--adapter", adapter, "--dtype", "float32", *data]
+        argv += ["--count", 4, "--check", 2, "--max-tokens", 24, "--repeats", 1]
+        argv += ["--contexts", 16, 64, "--largest-tree", 8, "--out", tmp_path / "out"]
+        return exit_code(calibrate.main, *argv, *args), *capsys.readouterr()
 
     return run
 

@@ -15,6 +15,7 @@ from real import (
     CHAT_TEMPLATE,
     CONTEXT,
     ROOT,
+    exit_code,
     one_line,
     run_module,
     words,
@@ -64,11 +65,7 @@ def run(base, loaded, monkeypatch, capsys):
     monkeypatch.setattr(loading, "load", load)
 
     def run(*args, model=str(base), command=generate):
-        try:
-            code = command.main(["--model", model, *map(str, args)])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+        return exit_code(command.main, "--model", model, *args), *capsys.readouterr()
 
     return run
 

@@ -9,7 +9,16 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from real import VOCAB, WIDTH, make_adapter, one_line, words, write_base, write_tiny_adapter
+from real import (
+    VOCAB,
+    WIDTH,
+    exit_code,
+    make_adapter,
+    one_line,
+    words,
+    write_base,
+    write_tiny_adapter,
+)
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
@@ -75,11 +84,7 @@ def command(arguments, capsys, monkeypatch):
     monkeypatch.setattr(compare, "draw", lambda result, path: None)
 
     def run(*more, module=compare, **settings):
-        try:
-            code = module.main(arguments(*more, **settings))
-        except SystemExit as stopped:
-            code = stopped.code
-        return code, *capsys.readouterr()
+        return exit_code(module.main, *arguments(*more, **settings)), *capsys.readouterr()
 
     return run
 

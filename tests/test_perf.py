@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from real import make_adapter, one_line, without_prune, words, write_base
+from real import exit_code, make_adapter, one_line, without_prune, words, write_base
 
 from perf import first_token, lossless, speed
 from ssmlx.loading.adapter import Adapter, write_adapter
@@ -87,11 +87,8 @@ BAD = {
 @pytest.mark.parametrize(("argv", "said"), BAD.values(), ids=BAD)
 @pytest.mark.parametrize("command", [speed, lossless])
 def test_bad_input_is_one_line(command, argv, said, capsys):
-    try:
-        code = command.main(list(argv))
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2 and said in one_line(capsys.readouterr().err, command.PROG)
+    assert exit_code(command.main, *argv) == 2
+    assert said in one_line(capsys.readouterr().err, command.PROG)
 
 
 def test_the_first_token_is_timed_cold_and_warm(folders, tmp_path, capsys):

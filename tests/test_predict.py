@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from statistics import median
 
 import pytest
-from real import one_line
+from real import exit_code, one_line
 
 from perf import predict
 from ssmlx.settings import PruneConfig, TreeConfig
@@ -83,11 +83,7 @@ def ask(calibration, tmp_path, capsys):
 
     def ask(*args):
         argv = ["--calibration", calibration, "--out", tmp_path / "out", *args]
-        try:
-            code = predict.main([*map(str, argv)])
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+        return exit_code(predict.main, *argv), *capsys.readouterr()
 
     return ask
 
