@@ -295,7 +295,6 @@ def generate_all(
 
 
 def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The prompts in their order, each at its first place alone."""
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
         first.setdefault(json.dumps([as_messages(prompt), prompt.get("tools")]), prompt)

@@ -111,5 +111,4 @@ def memory_of(
 
 
 def _total_bytes(arrays: Iterable[mx.array]) -> int:
-    """Bytes of `arrays`, one that comes twice counted once."""
     return sum({id(array): array.nbytes for array in arrays}.values())

@@ -39,8 +39,6 @@ from .tuning.profile import Profile, profile_of
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
-    """How one answer is decoded."""
-
     config: GenerateConfig  # the settings, with nothing of the draft's shape left open
     kind: DrafterKind | None  # what drafts; None for plain decoding
     drafter: Drafter | None  # it, ready to start; None for plain decoding
@@ -211,7 +209,6 @@ def _make_drafter(
     draft_model: DraftModel | None = None,
     heads: DraftingHeads | None = None,
 ) -> Drafter:
-    """The drafter of settings that leave nothing open."""
     assert config.tree and config.prune and config.stream_schedule
     nodes, prune = config.lookup_nodes, config.prune.kind
     require(
@@ -270,7 +267,6 @@ def _decision(
 
 
 def _shape_of(config: GenerateConfig, model: StreamFusedModel) -> DraftShape:
-    """What streams draft under settings that leave nothing open."""
     assert config.tree and config.prune and config.stream_schedule
     return DraftShape(
         tree=config.tree,

@@ -149,14 +149,12 @@ def _plain_call(call: Any) -> Any:
 
 
 def as_messages(prompt: Prompt) -> Any:
-    """A prompt as the turns of a chat."""
     if "messages" in prompt:
         return prompt["messages"]
     return [{"role": "user", "content": prompt["prompt"]}]
 
 
 def user_text(prompt: Prompt) -> str:
-    """What the user says last."""
     said = [turn["content"] for turn in as_messages(prompt) if turn["role"] == "user"]
     return str(said[-1]) if said else ""
 
@@ -323,7 +321,6 @@ def check_text(text: str) -> None:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
     for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return index

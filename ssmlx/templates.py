@@ -130,8 +130,6 @@ def _filtered(node: Any, name: str) -> nodes.Filter:
 
 
 class _Filters(dict[str, Callable[..., Any]]):
-    """Filters whose work is counted."""
-
     def __getitem__(self, name: str) -> Callable[..., Any]:
         found = super().__getitem__(name)
 

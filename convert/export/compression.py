@@ -108,7 +108,6 @@ def _digest(weights: np.ndarray) -> str:
 
 
 def load_program(package: Path) -> Any:
-    """The program of a saved package, with its weights, as coremltools reads it."""
     ct = import_coremltools()
     with quiet():
         from coremltools.converters.mil.frontend.milproto.load import load

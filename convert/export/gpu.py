@@ -75,8 +75,6 @@ class _SlotKeys:
 
 
 class GpuProfile(Profile):
-    """The reference's parts, called on a cache of slots."""
-
     axis = 1
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:

@@ -58,7 +58,6 @@ def import_coremltools() -> Any:
 
 
 def import_coreai() -> Any:
-    """The converter from PyTorch to Core AI."""
     try:
         with quiet():
             importlib.import_module("coreai")
@@ -106,7 +105,6 @@ def convert_graph(graph: Graph, config: ExportConfig) -> Any:
 
 
 def _signature(ct: Any, graph: Graph, stateful: bool) -> dict[str, Any]:
-    """Inputs, outputs and states, as the converter takes them."""
     kinds = {"int": np.int32, "float": np.float16 if stateful else np.float32}
     inputs = [ct.TensorType(t.name, shape=t.shape, dtype=kinds[t.kind]) for t in graph.inputs]
     outputs = [ct.TensorType(t.name, dtype=kinds[t.kind]) for t in graph.outputs]

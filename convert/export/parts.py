@@ -21,8 +21,6 @@ from .settings import GraphSizes
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a run of layers needs to know of its rows."""
-
     positions: torch.Tensor  # [R] int32
     slots: torch.Tensor  # [node rows] int32, where the nodes' keys and values go
     mask: torch.Tensor  # [1, 1, R, S + stream rows] additive

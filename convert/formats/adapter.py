@@ -60,13 +60,10 @@ def read_checkpoint(
     base_model: str = "",
     task_folder: Path | None = None,
 ) -> Adapter:
-    """Read a PyTorch checkpoint against its base model.
+    """Read a PyTorch checkpoint against its base model, `streams_config.json` beside its streams.
 
-    Args:
-        streams_file: stream weights, `streams_config.json` beside it.
-        scope: rows that LoRA is to act on, where not those that the checkpoint names.
-        base_model: what to call the base where the checkpoint does not.
-        task_folder: checkpoint of the LoRA that every row has beside streams of scope "streams".
+    `scope` takes the place of the checkpoint's, `base_model` that of a name it lacks; `task_folder`
+    has the LoRA that every row has beside streams of scope "streams".
     """
     config = read_stream_config(streams_file.parent / STREAMS_CONFIG)
     check_sizes(config, len(backbone.layers), backbone.hidden_size)

@@ -75,7 +75,6 @@ class LoraSettings:
 
     @property
     def scale(self) -> float:
-        """The factor before B A x."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
@@ -97,7 +96,6 @@ def read_stream_config(path: Path) -> StreamConfig:
 
 
 def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None:
-    """Check that streams were made for a base model of these sizes."""
     require(
         (num_layers, hidden_size) == (config.num_layers, config.hidden_size),
         f"the base model has {num_layers} layers of width {hidden_size}",
@@ -108,7 +106,6 @@ def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None
 
 
 def stream_settings(config: StreamConfig) -> dict[str, Any]:
-    """`streams_config.json`, as `read_stream_config` reads it."""
     values = config.to_dict()
     rank = values.pop("prune_rank")
     prune = {
@@ -172,7 +169,6 @@ def _require(ok: bool, path: Path, name: str, found: Any, expected: str) -> None
 
 
 def read_peft_tensors(folder: Path) -> tuple[Path, dict[str, mx.array]]:
-    """PEFT's weights, with the path of the file that holds them."""
     safe, pickled = folder / ADAPTER_WEIGHTS, folder / ADAPTER_PICKLE
     if safe.exists() or not pickled.exists():
         path, found = safe, read_tensors(safe, "PEFT's LoRA weights")

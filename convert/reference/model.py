@@ -148,7 +148,6 @@ class _Decoder:
 
     @property
     def like(self) -> torch.Tensor:
-        """A weight, for its dtype and device."""
         return self.module.embed_tokens.weight
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -32,14 +32,7 @@ from ..base import copy_settings, load_base
 from ..reference.checkpoint import load_fine_tuned
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
 from ..reference.model import StreamFusedReference
-from .run import (
-    IGNORED,
-    TorchObjective,
-    freeze_base,
-    linear_cross_entropy,
-    mean_scales,
-    precision,
-)
+from .run import TorchObjective, freeze_base, precision
 
 _TRAINED = ("layers", "norm", "final_layernorm", "final_layer_norm")
 # What a config.json says of the weights that it came with; those written here are float32.
@@ -106,18 +99,12 @@ class HeadObjective(TorchObjective):
         self, batch: Batch, lower: torch.Tensor, step: int = 0
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """The weighted sum, and each head's mean in nats a token; `step` changes nothing."""
-        total = torch.zeros((), device=self.device)
-        parts: dict[str, float] = {}
         heads = zip(self._rows(batch, lower), self.train.alphas, strict=True)
-        for number, ((states, weight, bias), alpha) in enumerate(heads, 1):
+        found = []
+        for number, ((states, *head), alpha) in enumerate(heads, 1):
             targets = self.tensor(draft_indices(batch.targets(number), self.draft_vocab))
-            there = targets != IGNORED
-            rows, wanted = states[there], targets[there]
-            scales = mean_scales(wanted, alpha)
-            term, losses = linear_cross_entropy(rows, weight, bias, wanted, scales)
-            total = total + term
-            parts[f"head_{number}_loss"] = float(losses.mean()) if len(wanted) else 0.0
-        return total, parts
+            found.append((f"head_{number}", alpha, states, head, targets))
+        return self.sum_of(found)
 
     def _rows(self, batch: Batch, lower: torch.Tensor) -> list[Any]:
         """Every head's states of a batch [B, K, W], and the matrix and bias that they go to."""

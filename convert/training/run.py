@@ -5,6 +5,7 @@ killed goes on from its last saved state to the same result.
 """
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ IGNORED = -1
 def build_model(
     base: nn.Module, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
 ) -> StreamFusedReference:
-    """The model to train, its new weights drawn from the run's seed."""
     torch.manual_seed(train.seed)
     return StreamFusedReference(
         base,
@@ -118,20 +118,32 @@ class TorchObjective(Objective):
         nodes = lower.to(self.device)
         hidden = self.upper(batch, nodes)
         states = {MAIN: hidden.main, STREAM: hidden.streams, PRUNE: nodes}
-        total = torch.zeros((), device=self.device)
-        parts: dict[str, float] = {}
+        found = []
         for term in self.terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
             rows, targets = flat[self.tensor(term.rows)], self.tensor(term.targets)
             if term.kind == PRUNE:
                 with precision(self.device, self.dtype):
                     rows = self.model.early_exit_states(rows)
-            there = targets >= 0
-            rows, targets = rows[there].to(self.dtype), targets[there]
-            scales = mean_scales(targets, term.weight)
-            part, losses = linear_cross_entropy(rows, *self._lm_heads[term.kind], targets, scales)
+            head = self._lm_heads[term.kind]
+            found.append((term.name, term.weight, rows.to(self.dtype), head, targets))
+        return self.sum_of(found)
+
+    def sum_of(self, terms: Iterable[tuple[Any, ...]]) -> tuple[torch.Tensor, dict[str, float]]:
+        """The weighted sum of mean cross-entropies, and each mean in nats a token.
+
+        Each is of a name, a weight, [R, D] rows, the matrix and bias that they go to, and [R]
+        targets, `IGNORED` where there is none.
+        """
+        total = torch.zeros((), device=self.device)
+        parts: dict[str, float] = {}
+        for name, alpha, rows, (weight, bias), targets in terms:
+            there = targets != IGNORED
+            rows, targets = rows[there], targets[there]
+            scales = mean_scales(targets, alpha)
+            part, losses = linear_cross_entropy(rows, weight, bias, targets, scales)
             total = total + part
-            parts[f"{term.name}_loss"] = float(losses.mean()) if len(targets) else 0.0
+            parts[f"{name}_loss"] = float(losses.mean()) if len(targets) else 0.0
         return total, parts
 
     @torch.no_grad()
@@ -322,13 +334,8 @@ def stream_attention(
 ) -> torch.Tensor:
     """Eq. 2 for the K * G stream rows: [B, H, K * G, Dh].
 
-    Args:
-        query: [B, H, K * G, Dh]
-        key: [B, Hkv, T + K * G, Dh] of the node rows, then of the stream rows; `value` alike.
-        mask: [B, 1, K * G, T + K * G] additive. Of its stream part only the rule matters, that
-            stream j of a node sees the node's streams 1 to j.
-        num_streams: G.
-        scale: of the scores.
+    `query` is [B, H, K * G, Dh], `key` and `value` [B, Hkv, T + K * G, Dh] of the node rows, then
+    of the stream rows. Of the additive `mask` [B, 1, K * G, T + K * G] the stream part is not read.
     """
     batch, heads, rows, width = query.shape
     kv_heads, num_nodes = key.shape[1], key.shape[2] - rows

@@ -23,7 +23,6 @@ class Screen:
         self._live, self._drawn = sys.stderr.isatty(), 0
 
     def add(self, number: int, text: str) -> None:
-        """Show more of an answer."""
         self.texts[number] += text
         if self._live:
             width = shutil.get_terminal_size().columns - 5
@@ -34,7 +33,6 @@ class Screen:
             self._drawn = len(lines)
 
     def close(self) -> None:
-        """Print what there is of the answers."""
         for question, text in zip(self.questions, self.texts, strict=True):
             print(f"\n{question}\n{text}", flush=True)
 

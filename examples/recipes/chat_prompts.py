@@ -63,8 +63,6 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 
 class Counts(NamedTuple):
-    """How many prompts of each source a split gets."""
-
     written: int
     sampled: int
     two_turn: int
@@ -80,7 +78,6 @@ Lists = dict[str, list[str]]
 
 
 def read_lists() -> Lists:
-    """The hand-written lists, as their file has them."""
     lists: Lists = {}
     for line in LISTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
@@ -180,7 +177,6 @@ def whole_sentences(text: str) -> str:
 
 
 def written_prompts(seed: int) -> dict[str, list[str]]:
-    """Each split's hand-written prompts."""
     lists = split_lists(seed)
     return {
         split: write_prompts(lists[split], COUNTS[split].written, random.Random(f"{seed} {split}"))

@@ -51,7 +51,6 @@ def parse_attributes(text: str) -> Attributes:
 
 
 def spell(attributes: Attributes) -> str:
-    """Pairs as the task writes them."""
     return ", ".join(f"{name}[{value}]" for name, value in attributes)
 
 

@@ -62,14 +62,8 @@ Result = Mapping[str, Any]
 def theoretical_speedup(
     latency_ratio: float, advance_ratio: float, gamma: int = GAMMA, overhead: float = 1.0
 ) -> float:
-    """How many times faster streams are than a draft model, by eq. 6.
-
-    Args:
-        latency_ratio: C_target / C_draft.
-        advance_ratio: zeta / beta.
-        gamma: forward passes of the draft model a step.
-        overhead: C_ss / C_target; the paper takes them as equal.
-    """
+    """How many times faster streams are than a draft model, by eq. 6: of C_target / C_draft,
+    zeta / beta, gamma, and C_ss / C_target, which the paper takes as 1."""
     return (gamma + latency_ratio) / advance_ratio / (overhead * latency_ratio)
 
 
@@ -236,7 +230,6 @@ def draw_curves(curves: Curves, title: str) -> Any:
 
 
 def draw_trees(curves: Curves, caption: str, path: Path) -> None:
-    """Figure 5: full trees, by k."""
     figure, both = draw_curves(curves, "Figure 5: full trees of k tokens a stream")
     both[0].axhspan(1.0, 2.0, color=PAPER_COLOUR, alpha=0.2, lw=0)
     both[0].annotate("the paper's axis, 1 to 2", (0.99, 1.97), xycoords=("axes fraction", "data"),

@@ -118,7 +118,6 @@ class TrainedVariant:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the validation is the run's last."""
         return self.step >= self.num_steps
 
 

@@ -89,6 +89,5 @@ def latencies(task: str, method: str) -> list[Latency]:
 
 
 def span(values: Iterable[float]) -> Span:
-    """From the least to the most."""
     found = list(values)
     return min(found), max(found)

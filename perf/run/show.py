@@ -33,7 +33,6 @@ def figure(name: str, digits: int = 2, scale: float = 1.0) -> Cell:
 
 
 def number(name: str, nothing: str = "-") -> Cell:
-    """A cell with a whole number of the row."""
     return lambda row: f"{row[name]:,}" if row[name] else nothing
 
 

@@ -47,8 +47,6 @@ GROUP_SIZE = 32  # weights that share a scale
 
 @dataclass(frozen=True)
 class System:
-    """A way to answer, on weights that all share."""
-
     name: str  # as in the tables
     # `MLX_LM`, its own stream_generate; `PLAIN`; a drafter; or `DRAFT_ALONE`, the draft model by
     # itself in mlx-lm's loop, to time its calls
@@ -122,13 +120,11 @@ class Target:
         self._drafting: dict[str, Drafting] = {}
 
     def drafting(self, kind: str) -> Drafting:
-        """What systems of `kind` draft with, loaded when it is first asked for."""
         if kind not in self._drafting:
             self._drafting[kind] = self._load(kind)
         return self._drafting[kind]
 
     def memory(self, kind: str = PLAIN) -> Memory:
-        """What systems of `kind` keep in memory, part by part."""
         own = self.drafting(kind)
         return memory_of(own.model, own.model.make_cache(), loaded=own.loaded.values())
 
@@ -140,7 +136,6 @@ class Target:
         return make_plan(own.model, system.config, **own.loaded).drafter
 
     def extra_parameters(self, system: System) -> int:
-        """Trained numbers that a system needs beside the target's."""
         if system.kind == STREAMS and self.weights.adapter is not None:
             return added_parameters(self.weights.adapter)
         drafter = self.drafter(system)

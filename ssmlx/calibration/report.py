@@ -64,7 +64,6 @@ def forward_table(costs: StepCosts) -> list[str]:
 
 
 def shape_lines(shapes: Sequence[Result], without: str) -> list[str]:
-    """Priced shapes, one a line, without one of the columns."""
     columns: Columns = {
         "draft": lambda one: str(from_json(DraftShape, one["shape"])),
         "behind": lambda one: str(one["context"]),

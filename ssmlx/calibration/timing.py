@@ -22,7 +22,6 @@ class TimedAnswer:
 
     @property
     def seconds(self) -> float:
-        """From the prompt to the last token."""
         return self.prefill_seconds + self.decode_seconds
 
     @property

@@ -77,7 +77,6 @@ def results_dir() -> Path:
 
 
 def plan_of(args: argparse.Namespace) -> Any:
-    """What to time, a `CostPlan`."""
     from ..calibration.costs import CostPlan
 
     for flag, least in (("repeats", args.repeats), ("contexts", min(args.contexts)),
@@ -106,7 +105,6 @@ def load_streams(args: argparse.Namespace) -> Any:
 
 
 def prompts_of(args: argparse.Namespace) -> Path:
-    """The prompts that ship with the adapter, or with a fused model."""
     folder = resolve_adapter(args.adapter) if args.adapter else resolve_model(args.model)
     path = (folder or Path()) / PROMPTS_FILE
     require(

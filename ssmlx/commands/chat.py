@@ -121,8 +121,6 @@ def stopping(stop: Callable[[], object]) -> Iterator[None]:
 
 @dataclass
 class Chat:
-    """What a line of the user may act on."""
-
     session: ChatSession
     screen: Screen
     adapter: str | None  # what the user calls it; None for a fused model's own streams
@@ -189,7 +187,6 @@ def adapter(rest: str, chat: Chat) -> str:
 
 
 def current_adapter(chat: Chat) -> str:
-    """The adapter in use and what it does to the answers, in one line."""
     session, config = chat.session, chat.session.model.config
     drafter = session.plan.kind
     if config is None:
@@ -306,7 +303,6 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def _note_tuning(chat: Chat) -> None:
-    """Say so where this machine's profile decides how to draft."""
     plan = chat.session.plan
     if plan.is_tuned:
         chat.screen.note(f"[{plan.decision}]")

@@ -41,8 +41,6 @@ _DEFAULTS = GenerateConfig()
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that tells a mistake in one line."""
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
@@ -371,7 +369,6 @@ def generate_config(args: argparse.Namespace) -> GenerateConfig:
 
 
 def _taken(args: argparse.Namespace, **sources: str) -> dict[str, Any]:
-    """The settings whose option is given."""
     found = {name: getattr(args, source, None) for name, source in sources.items()}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -430,16 +427,8 @@ def _refuse(option: str, needs: str) -> NoReturn:
 def load_all(
     args: argparse.Namespace, default_adapter: str | None = None
 ) -> tuple[Any, Any, GenerateConfig, dict[str, Any]]:
-    """Everything that the options of `add_model_options` and `add_decoding_options` name.
-
-    Args:
-        args: the options.
-        default_adapter: as for `load_target`, where nothing else is to draft.
-
-    Returns:
-        Model, tokenizer, settings, and what is loaded to draft with, all as
-        `ssmlx.stream_generate` takes them.
-    """
+    """Model, tokenizer, settings, and what is loaded to draft with, as `ssmlx.stream_generate`
+    takes them; `default_adapter` as for `load_target`, where nothing else is to draft."""
     from ..model.ranks import launched
 
     config, drafter, group = generate_config(args), drafter_option(args.drafter), launched()
@@ -483,11 +472,8 @@ def load_target(
 ) -> tuple[Any, Any]:
     """The model and tokenizer that the options of `add_model_options` name.
 
-    Args:
-        args: the options.
-        default_adapter: a bundled adapter to use where none is named, the model brings no
-            streams, and the adapter belongs to the model; `args.adapter` then names it.
-        draft_head, group, attention: as `ssmlx.load` and `ssmlx.model.metal.use` take them.
+    The bundled `default_adapter` is used where none is named, the model brings no streams, and the
+    adapter belongs to the model; `args.adapter` then names it.
     """
     from ..loading.attach import adapters_for, swap_adapter
     from ..loading.load import load

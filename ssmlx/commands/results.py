@@ -21,7 +21,6 @@ def write_result(result: Mapping[str, Any], target: Path, text: str) -> None:
 def publish(
     result: Mapping[str, Any], target: Path, text: str, draw: Callable[[Any, Path], None]
 ) -> None:
-    """`write_result`, and a picture in `target`.png."""
     write_result(result, target, text)
     try:
         draw(result, target.with_suffix(".png"))

@@ -40,7 +40,6 @@ def nodes_over_threshold(tree: Tree, edges: mx.array, threshold: float) -> mx.ar
 
 
 def is_pruned(tree: Tree, config: PruneConfig) -> bool:
-    """Whether `config` can take a node from `tree` at all."""
     if config.kind == "budget":
         return config.keep < tree.num_nodes
     return config.kind == "threshold" and tree.num_nodes > 1

@@ -63,7 +63,6 @@ class DraftModel:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of its caches, those that wait for a next answer included."""
         return sum(cache.nbytes for cache in self._caches)
 
     def take_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":

@@ -42,7 +42,6 @@ class NgramPool:
         return sum(len(kept) for kept in self._ngrams.values())
 
     def add(self, ngram: Sequence[int]) -> None:
-        """Remember `ngram` as the newest one of its first token."""
         first, *rest = ngram
         kept = self._ngrams.setdefault(first, OrderedDict())
         self._ngrams.move_to_end(first)

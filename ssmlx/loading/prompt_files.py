@@ -76,8 +76,6 @@ _FIELDS = fields(PromptKey)
 
 @dataclass(frozen=True)
 class PromptHeader:
-    """What a file says of itself."""
-
     key: PromptKey
     tokens: Tokens
 

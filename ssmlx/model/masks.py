@@ -87,7 +87,6 @@ class StepMasks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all masks that are kept."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def forget(self) -> None:

@@ -148,7 +148,6 @@ def choose_draft_vocab(examples: Sequence[Example], size: int, vocab_size: int) 
 
 
 def coverage(examples: Sequence[Example], draft_vocab: np.ndarray) -> float:
-    """The share of answer tokens that are in the draft vocabulary."""
     answers = np.concatenate([example.tokens[example.start :] for example in examples])
     return float(np.isin(answers, draft_vocab).mean())
 

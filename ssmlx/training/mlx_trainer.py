@@ -265,7 +265,6 @@ class MlxTrainer(Trainer):
         self.optimizer = Adam(self.weights, objective.train)
 
     def gradients(self, batch: Batch, lower: mx.array) -> tuple[Weights, list[mx.array]]:
-        """The gradient of eq. 5, and the mean of each of its terms."""
         gradient_of = mx.value_and_grad(self.objective.loss)
         (_, means), gradients = gradient_of(self.weights, batch, lower, self.step)
         self.objective.model.bind(self.weights)  # in the place of what MLX traced with

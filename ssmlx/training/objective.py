@@ -108,7 +108,6 @@ class Objective(ABC):
         return found
 
     def guesses(self, batch: Batch, lower: Any, count: int) -> list[Guesses]:
-        """The `count` likeliest tokens of every stream of every example."""
         tokens, logprobs = self.ranked(batch, lower, count)
         if self.draft_vocab is not None:
             tokens = self.draft_vocab[tokens]

@@ -61,7 +61,6 @@ class DraftShape:
         return ", ".join([kind, *pruned, streams, self.stream_schedule.replace("-", " ")])
 
     def options(self) -> str:
-        """The same as options of the commands."""
         tree = self.tree
         shape = f"--tree best --tree-size {tree.size}"
         if tree.kind == "full":

@@ -53,14 +53,12 @@ def ladder(model: StreamFusedModel, costs: StepCosts, context: float | None) -> 
 
 
 def tokens_of(shape: DraftShape, curve: Mapping[int, float] | None) -> float:
-    """Tokens per call of a shape, by the nodes that it keeps."""
     known = {1: 1.0, **(curve or TYPICAL)}
     nodes = sorted(known)
     return interpolate(nodes, [known[n] for n in nodes], min(shape.num_kept, nodes[-1]))
 
 
 def priced(shape: DraftShape, tokens: float, costs: StepCosts, context: float | None) -> Rung:
-    """A shape that advances by `tokens` a call, behind `context` tokens."""
     context = USUAL_CONTEXT if context is None else context
     plain, draft = costs.plain_seconds(context), costs.draft_seconds(shape, context)
     verify = costs.step_seconds(shape, context) - draft

@@ -40,8 +40,6 @@ SLACK = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileKey:
-    """What a profile is of, and found again by."""
-
     machine: str  # the chip, and on the CPU how many cores of it
     backend: str  # what computes
     model: str  # digest of what identifies the base model, and of how its weights are packed

@@ -37,7 +37,6 @@ class Replay:
 
     @property
     def tokens_per_call(self) -> float:
-        """Tokens advanced per target call that was counted."""
         return self.num_tokens / max(1, self.num_calls)
 
 
@@ -94,8 +93,6 @@ def needed_widths(guesses: Guesses) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Contenders:
-    """Every node that the best tree of some size may hold."""
-
     topology: Topology  # the same on the device
     # parents, depths, ranks: [N] of each node; the root's rank is 0
     parents: Ints
@@ -140,12 +137,7 @@ def contenders(size: int, num_candidates: int, levels: int) -> Contenders:
 def needed_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
     """[A, levels] nodes of the smallest best tree that holds the answer to each depth.
 
-    Best trees of one draft are nested, so one ranking of nodes serves every size.
-
-    Args:
-        guesses: of as many streams, or more.
-        levels: streams that draft.
-        largest: trees beyond this size are not asked about.
+    Best trees of one draft are nested, so one ranking of nodes serves every size up to `largest`.
     """
     length, _, count = guesses.tokens.shape
     known = contenders(largest, count, levels)

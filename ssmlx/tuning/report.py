@@ -46,7 +46,6 @@ def every_pair(colours: Sequence[str], styles: Sequence[str]) -> Iterator[tuple[
 
 
 def finish(figure: Any, caption: str, path: Path) -> None:
-    """Put the caption below the axes, and write the picture."""
     if caption:
         width = int(15.5 * figure.get_figwidth())
         figure.supxlabel(fill(caption, width), x=0.01, ha="left", fontsize=8)

@@ -22,7 +22,6 @@ class ChatApp(toga.App):
     _is_closing = False
 
     def startup(self) -> None:
-        """Build the window."""
         self.adapter = toga.Selection(items=ADAPTERS)
         self.text = toga.MultilineTextInput(readonly=True, flex=1)
         self.question = toga.TextInput(placeholder="Ask", on_confirm=self.ask, flex=1)
@@ -105,5 +104,4 @@ class ChatApp(toga.App):
 
 
 def main() -> ChatApp:
-    """The app, for Briefcase and `python -m ssmlx_chat`."""
     return ChatApp("ssmlx Chat", "com.example.ssmlx-chat")
