@@ -142,10 +142,7 @@ def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, tor
 
 
 def write_safetensors(source: Path, target: Path) -> None:
-    """Write the model folder `source`, whose weights are .bin files, with safetensors in `target`.
-
-    Weights keep their names and their dtype; settings and tokenizer are copied.
-    """
+    """Write a model folder of .bin files with safetensors instead; names and dtypes stay."""
     check_torch()
     from safetensors.torch import save_file
 

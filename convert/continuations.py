@@ -171,10 +171,7 @@ def grouped_attention(
 def load_generator(
     path: Path, dtype: str, device: str, lora: Path | None = None
 ) -> tuple[Any, Any]:
-    """The model and the tokenizer of a folder, ready for `generate_batch`.
-
-    `lora` is what the model is to answer with, as `fine_tuned` reads it.
-    """
+    """The model and the tokenizer of a folder, ready for `generate_batch`."""
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -211,10 +208,7 @@ def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 
 
 class PartFile:
-    """Finished batches on disk, `done`: a line of settings, then a line a batch.
-
-    A file that was made with other `settings`, on which answers depend, is refused.
-    """
+    """Finished batches on disk, `done`: a line of settings, then a line a batch."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
@@ -277,10 +271,7 @@ def generate_all(
     batch_size: int,
     part: PartFile,
 ) -> list[Continuation]:
-    """Answer every prompt, in the order of the prompts, keeping each finished batch in `part`.
-
-    `generate` answers a batch, given the prompts and the number of the batch.
-    """
+    """Answer every prompt, in the order of the prompts, keeping each finished batch in `part`."""
     from huggingface_hub.utils import tqdm
 
     batches = plan_batches([len(tokens) for tokens in encoded], batch_size)

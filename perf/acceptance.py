@@ -163,8 +163,7 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, more)
+    parser = make_parser(PROG, __doc__)
     names = list(bundled_adapters())
     parser.add_argument("--adapter", nargs="+", choices=names, default=names)
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="L")

@@ -36,10 +36,7 @@ PROG = "perf.export"
 
 
 def placement(plan: Any, operations: Iterable[Any]) -> tuple[dict[str, int], dict[str, float]]:
-    """Operations, and shares of their estimated cost, by the device that each prefers in `plan`.
-
-    Constants, which run nowhere, have no device.
-    """
+    """Operations, and shares of their estimated cost, by the device that each prefers in `plan`."""
     counts: dict[str, int] = {}
     weights: dict[str, float] = {}
     for operation in operations:
@@ -190,8 +187,7 @@ def shown(row: Mapping[str, Any]) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, more)
+    parser = make_parser(PROG, __doc__)
     parser.add_argument(
         "folders", type=Path, nargs="+", metavar="FOLDER", help="what `ssmlx.export` wrote"
     )

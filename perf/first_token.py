@@ -3,8 +3,8 @@
 Cold, its keys and values are computed; warm, they are a prompt cache's, in memory or in a file that
 was just written. Beside it, reading the file alone, and a plain call behind as many tokens: a warm
 start should take no longer than the one and three of the other. Cold, which takes longest, is timed
-once, all else in turns; the text is random, as times do not depend on it. Writes JSON, a table and
-a picture.
+once, all else in turns; the text is random, as times do not depend on it. Writes JSON and a
+table.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from ssmlx.answers import run as on_mlx_thread
 from ssmlx.calibration.costs import Calls, medians, plain_call
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import make_parser, run
-from ssmlx.commands.results import publish
+from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompt_cache import PromptCache
-from ssmlx.tuning.report import Columns, finish, new_figure, table
+from ssmlx.tuning.report import Columns, table
 
 from .run.options import add_base, add_out, check_counts
 from .run.results import machine_load
@@ -143,23 +143,6 @@ def report(result: Row) -> str:
     )
 
 
-def draw(result: Row, path: Path) -> None:
-    figure = new_figure(9.5, 3.6)
-    for axes, decoding in zip(figure.subplots(1, 2, sharey=True), DECODINGS, strict=True):
-        rows = [row for row in result["rows"] if row["decoding"] == decoding]
-        for side, text in SIDES.items():
-            style = "--" if side in ("file", "call") else "-"
-            x, y = ([row[name] for row in rows] for name in ("context", side))
-            axes.plot(x, y, style, marker="o", label=text)
-        axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title=decoding)
-        axes.set_xticks([row["context"] for row in rows], [str(row["context"]) for row in rows])
-        axes.minorticks_off()
-    figure.axes[0].set_ylabel("seconds to the first token")
-    figure.axes[0].legend(fontsize=8)
-    caption = f"{result['model']}, {result['dtype']}; {result['machine']['machine']}"
-    finish(figure, caption, path)
-
-
 def _main(args: argparse.Namespace) -> int:
     make_folder(args.out)
     loaded = ssmlx.load(args.model, adapter=args.adapter, dtype=args.dtype)
@@ -177,14 +160,13 @@ def _main(args: argparse.Namespace) -> int:
             rows += measure(loaded, count, args.repeats, Path(folder))
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "repeats")}
     result = {"machine": machine(), "load": machine_load(), **names, "rows": rows}
-    publish(result, args.out / "first-token", report(result), draw)
+    write_result(result, args.out / "first-token", report(result))
     return 0 if all(row["same"] for row in rows) else 1
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point: exit code 1 if a warm answer begins with another token than the cold one."""
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, more)
+    parser = make_parser(PROG, __doc__)
     add_base(parser)
     parser.add_argument("--adapter", default="chat", help="what streams (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", help="as ssmlx.generate's (default: float32)")

@@ -57,8 +57,7 @@ def _main(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point: exit code 1 if any answer differs."""
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, more)
+    parser = make_parser(PROG, __doc__)
     add_experiment_options(parser, task="sql", systems=VARIANTS)
     add_out(parser)
     args = parser.parse_args(argv)

@@ -101,8 +101,7 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, more)
+    parser = make_parser(PROG, __doc__)
     add_experiment_options(parser, task="sql", systems=())
     parser.add_argument("--tree-size", type=int, default=TreeConfig().size, metavar="N")
     parser.add_argument("--steps", type=int, default=40, help="that are taken apart (default: 40)")

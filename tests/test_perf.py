@@ -101,7 +101,7 @@ def test_the_first_token_is_timed_cold_and_warm(folders, tmp_path, capsys):
     assert all(row[side] > 0 for row in found["rows"] for side in first_token.SIDES)
     assert "disk / allowed" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
-        f"first-token.{kind}" for kind in ("json", "png", "txt")
+        f"first-token.{kind}" for kind in ("json", "txt")
     ]
     assert first_token.main([*argv, "--contexts", "256"]) == 2
     assert "less than the model's context of 256" in one_line(

@@ -56,12 +56,7 @@ class Tensor:
 class Graph(nn.Module):
     """A function of the exported model: `forward(*inputs, *caches) -> outputs`.
 
-    The caches are written in place: keys and values, layer by layer.
-
-    Attributes:
-        name: of the function.
-        inputs, outputs: beside the cache.
-        caches: names of the cache's tensors, each of `cache_shape`.
+    The caches are written in place: keys and values, layer by layer, each of `cache_shape`.
     """
 
     name: str

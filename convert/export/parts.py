@@ -36,14 +36,7 @@ class RowCount:
 
 
 class Head(nn.Module):
-    """Rows of an LM head.
-
-    Args:
-        weight: [V, D], the head's own tensor where it is whole, so that the package stores it once.
-        bias: [V].
-        channels_first: whether hidden states are [1, D, 1, R] in place of [1, R, D].
-        piece: most rows of a matrix; the Neural Engine takes no wider one.
-    """
+    """Rows of an LM head."""
 
     def __init__(
         self,
@@ -113,10 +106,7 @@ def columns(x: torch.Tensor, axis: int, first: int | None, last: int | None = No
 
 
 class StreamRowsLora(nn.Module):
-    """LoRA on stream rows alone, where they stand behind the nodes in one call.
-
-    The rows stand along `axis`, and `linear` calls a linear module on that layout.
-    """
+    """LoRA on stream rows alone, where they stand behind the nodes in one call."""
 
     def __init__(self, wrapped: LoraLinear, count: RowCount, axis: int, linear: Any) -> None:
         super().__init__()
@@ -135,19 +125,11 @@ class StreamRowsLora(nn.Module):
 class Profile(nn.Module, ABC):
     """How a model's parts are laid out; `gpu.py` and `ane.py` have one each.
 
-    Args:
-        model: the reference; it is used up, as its LoRA is merged or wrapped anew.
-        sizes: of the graph.
-
-    Attributes:
-        axis: of the rows in hidden states.
-        piece: most rows of a matrix of an LM head.
-        groups: H / Hkv.
-        rotary: cosines and sines [positions, width]; None where the model has none.
+    The reference is used up, as its LoRA is merged or wrapped anew.
     """
 
-    axis: int
-    piece: int | None = None
+    axis: int  # of the rows in hidden states
+    piece: int | None = None  # most rows of a matrix of an LM head
 
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
         super().__init__()

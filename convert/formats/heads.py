@@ -58,10 +58,7 @@ _PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
 def read_published(
     folder: Path, vocab_size: int | None = None
 ) -> tuple[HeadConfig, dict[str, mx.array]]:
-    """Published heads of either kind, every tensor accounted for, rows of the draft vocabulary.
-
-    `vocab_size` is V of the base model; by default as the heads' own matrices have it.
-    """
+    """Published heads of either kind, every tensor accounted for, rows of the draft vocabulary."""
     path = folder / "config.json"
     config: HeadConfig
     medusa, source = _medusa_tensors(folder)

@@ -96,10 +96,7 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 @torch.no_grad()
 def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
-    """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them.
-
-    Its draft vocabulary is left aside.
-    """
+    """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them."""
     folder = Path(checkpoint_dir)
     config = read_stream_config(folder / STREAMS_CONFIG)
     check_init(folder, config, model.config)

@@ -66,10 +66,7 @@ class LowRank(nn.Module):
 
 
 class LoraLinear(nn.Module):
-    """A linear module with LoRA on stream rows, and on node rows too where `on_nodes`.
-
-    A call sees rows of one kind; the model says which in `rows_are_streams`.
-    """
+    """A linear module with LoRA on stream rows, and on node rows too where `on_nodes`."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, on_nodes: bool) -> None:
         super().__init__()
@@ -115,14 +112,9 @@ class _NodeKeys:
 
 
 class _Decoder:
-    """What of a model of transformers stands around its layers: embedding, positions, norm.
+    """What of a model of transformers stands around its layers: embedding, positions, norm."""
 
-    Attributes:
-        path: where the decoder is in the model, as PEFT's names of LoRA say it.
-        parts: what the decoder must have, one of several names each.
-    """
-
-    path = "model"
+    path = "model"  # of the decoder in the model, as PEFT's names of LoRA say it
     parts: tuple[tuple[str, ...], ...] = (
         ("embed_tokens",), ("layers",), ("norm", "final_layernorm"), ("rotary_emb",)
     )  # fmt: skip

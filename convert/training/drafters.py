@@ -199,10 +199,7 @@ def load_first_layers(path: Path, num_layers: int) -> Any:
 
 
 def build_draft(path: Path, config: StreamConfig, num_layers: int) -> StreamFusedReference:
-    """The draft model of K layers, these and its norm to be trained.
-
-    `config` has the settings of a model without streams.
-    """
+    """The draft model of K layers, these and its norm to be trained."""
     settings = replace(config, num_layers=num_layers, num_msa_layers=num_layers)
     model = StreamFusedReference(load_first_layers(path, num_layers), settings)
     for name in _TRAINED:

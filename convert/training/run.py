@@ -110,11 +110,7 @@ class TorchObjective(Objective):
     def loss(
         self, batch: Batch, lower: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The weighted sum of eq. 5, and each of its parts in nats a token.
-
-        `lower` [B, T, D] is as `lower` gives it; `step` decides which carriers teach the pruning
-        adapter.
-        """
+        """The weighted sum of eq. 5, and each of its parts in nats a token."""
         nodes = lower.to(self.device)
         hidden = self.upper(batch, nodes)
         states = {MAIN: hidden.main, STREAM: hidden.streams, PRUNE: nodes}

@@ -299,8 +299,7 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, more)
+    parser = make_parser(PROG, __doc__)
     parser.add_argument(
         "--results", type=Path, nargs="+", default=[RESULTS], metavar="FOLDER",
         help="where results are, in these folders and below (default: perf/results)",

@@ -92,13 +92,7 @@ class Drafting:
 
 
 class Target:
-    """A loaded model with what decodes it.
-
-    Attributes:
-        mlx_model: mlx-lm's own, as its loader made it.
-        plain: ssmlx's, without streams.
-        tokenizer: stops where the adapter's answers end.
-    """
+    """A loaded model with what decodes it."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights, adapter = weights, weights.adapter
@@ -226,10 +220,7 @@ class Target:
 
 
 def load_in(dtype: str, base: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """A model with weights of one of `FLOATS` or `PACKED`, and its config.json.
-
-    A base that is stored in as many bits keeps its own; others are packed as mlx-lm does it.
-    """
+    """A model with weights of one of `FLOATS` or `PACKED`, and its config.json."""
     bits, failure = PACKED.get(dtype), f"{base} cannot be loaded as a model"
     model, settings = load_weights(base, "stored" if bits else dtype, failure)
     if bits and settings.get("quantization", {}).get("bits") != bits:

@@ -122,11 +122,7 @@ def best(candidates: Sequence[PricedShape]) -> PricedShape:
 def best_by_context(
     candidates: Sequence[PricedShape], costs: StepCosts, contexts: Sequence[int]
 ) -> dict[int, PricedShape]:
-    """The fastest of the candidates behind each context, as if they guessed as well behind any.
-
-    Streams that were trained on short texts guess worse behind long ones; `ssmlx.decoding.pace`
-    stops drafting there.
-    """
+    """The fastest of the candidates behind each context, as if they guessed as well behind any."""
     return {
         context: best(
             [PricedShape.of(one.shape, one.tokens_per_call, costs, context) for one in candidates]

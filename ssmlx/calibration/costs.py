@@ -56,10 +56,7 @@ class CostPlan:
 def measure_costs(
     model: StreamFusedModel, prompts: Sequence[list[int]], plan: CostPlan
 ) -> tuple[StepCosts, float]:
-    """Seconds of the forwards, and of what whole steps take beyond them; and how much they varied.
-
-    `prompts` fill the contexts; the first of them are decoded a little way.
-    """
+    """Seconds of the forwards, of what whole steps take beyond them, and how much they varied."""
     costs, noise = forward_costs(model, [token for prompt in prompts for token in prompt], plan)
     shapes = [
         DraftShape(
@@ -239,10 +236,7 @@ def with_whole_steps(
     steps: int = 12,
     clock: Clock = time.perf_counter,
 ) -> StepCosts:
-    """`costs` with what real steps of `shapes`, some of each schedule, take beyond their forwards.
-
-    Each prompt is decoded `steps` steps with every shape in turn, after some that do not count.
-    """
+    """`costs` with what real steps of `shapes`, some of each schedule, take beyond forwards."""
     found: dict[DraftShape, list[float]] = {shape: [] for shape in shapes}
     for prompt, shape in bar([(p, s) for p in prompts for s in shapes], "whole steps"):
         decoded = token_steps(model, prompt, model.make_cache(), config_of(shape))

@@ -54,10 +54,7 @@ def read_tokens(
 def split_prompts(
     prompts: Sequence[list[int]], count: int, checked: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The last `count` prompts to learn from, and `checked` before them to check on.
-
-    The first prompts of a file are those that other measurements take.
-    """
+    """The last `count` prompts to learn from, and `checked` before them to check on."""
     require(
         count >= 1 and checked >= 0 and len(prompts) >= count + checked,
         f"--count {count} --check {checked} of {len(prompts)} prompts",

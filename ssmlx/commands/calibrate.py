@@ -30,8 +30,7 @@ NOTHING_CHECKED = "nothing was checked: the held-out answers are a single token 
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, more)
+    parser = make_parser(PROG, __doc__)
     add_model_options(parser, DEFAULT_ADAPTER)
     told = "(default: %(default)s)"
     add_options(

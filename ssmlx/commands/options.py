@@ -45,13 +45,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
-def make_parser(module: str, description: str, epilog: str, usage: str | None = None) -> Parser:
-    """A parser for `python -m <module>`; `usage` is what follows that, where it is short."""
+def make_parser(
+    module: str, text: str | None, epilog: str | None = None, usage: str | None = None
+) -> Parser:
+    """A parser for `python -m <module>`; `usage` is what follows that, where it is short, and the
+    epilog what follows the first paragraph of `text` unless given."""
+    description, _, more = (text or "").partition("\n\n")
     parser = Parser(
         prog=f"python -m {module}",
         usage=f"python -m {module} {usage}" if usage else None,
         description=description,
-        epilog=epilog,
+        epilog=epilog or more,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )

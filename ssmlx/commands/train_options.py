@@ -32,10 +32,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 def training_parser(
     module: str, description: str, epilog: str, init: str, task_lora: str
 ) -> argparse.ArgumentParser:
-    """A parser with every option that the stream trainers share.
-
-    `init` and `task_lora` say what these options take.
-    """
+    """A parser with every option that the stream trainers share."""
     parser = make_parser(module, description, epilog)
     add_run_options(parser)
     parser.add_argument(

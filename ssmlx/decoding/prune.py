@@ -46,10 +46,7 @@ def is_pruned(tree: Tree, config: PruneConfig) -> bool:
 
 
 def surviving_nodes(tree: Tree, edges: mx.array, config: PruneConfig) -> mx.array:
-    """[M] nodes of `tree` to keep, ascending, of `edges` as `transition_logprobs` gives them.
-
-    A node never outlives its parent.
-    """
+    """[M] nodes of `tree` to keep, ascending, of `edges` as `transition_logprobs` gives them."""
     if config.kind == "budget":
         return nodes_within_budget(tree, edges, config.keep)
     return nodes_over_threshold(tree, edges, config.threshold)

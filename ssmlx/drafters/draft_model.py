@@ -79,12 +79,7 @@ class DraftModel:
 
 
 class DraftCache:
-    """A draft model's keys and values of one text.
-
-    Attributes:
-        text: tokens that were processed, or are to be.
-        drafter: who has it, if anybody.
-    """
+    """A draft model's keys and values of one text."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._layers = model, cast("list[Any]", make_prompt_cache(model))

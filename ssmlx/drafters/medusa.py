@@ -52,10 +52,7 @@ class MedusaConfig(HeadConfig):
 
 
 class MedusaHeads(DraftingHeads):
-    """Medusa heads on a base model, whose LM head serves those that have no matrix.
-
-    Trees are those of a `TreeConfig`.
-    """
+    """Medusa heads on a base model, whose LM head serves those that have no matrix."""
 
     drafter = "medusa"
 

@@ -64,10 +64,7 @@ def load(
 
 
 def prompt_tokens(model: ExportedModel, prompt: str | Prompt) -> list[int]:
-    """The tokens of what a user asks, under the adapter's own template, or as a chat.
-
-    `prompt` is a text, or an object that `prompts.read_prompts` read.
-    """
+    """The tokens of what a user asks, under the adapter's own template, or as a chat."""
     asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
     return asked_tokens(asked, model.tokenizer, model.manifest.prompt_template)
 

@@ -63,10 +63,7 @@ class CoreMLState:
 
 
 def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None = None) -> Backend:
-    """Run an .mlpackage with Core ML itself, which only macOS has.
-
-    `compute_units` is one of `COMPUTE_UNITS`; by default those that the profile was made for.
-    """
+    """Run an .mlpackage with Core ML itself, which only macOS has."""
     require(
         sys.platform == "darwin",
         "Core ML runs on macOS alone",
@@ -97,10 +94,7 @@ def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None 
 
 
 class CoreAIBackend:
-    """A backend whose caches are Core AI's state, in arrays that the host owns.
-
-    Core AI's calls are coroutines; each is run to its end before the host goes on.
-    """
+    """A backend whose caches are Core AI's state, in arrays that the host owns."""
 
     def __init__(self, package: Path, manifest: Manifest) -> None:
         from coreai.authoring import AIModelAsset

@@ -26,15 +26,7 @@ Engine and in float16 it turns into NaN where a row sees nothing, and exp(-1e4) 
 
 
 class SlotCache:
-    """The cache of one sequence.
-
-    Args:
-        state: the backend's own, as its `make_state` gave it.
-        num_slots: S.
-
-    Attributes:
-        offset: L, committed tokens.
-    """
+    """The cache of one sequence."""
 
     def __init__(self, state: Any, num_slots: int) -> None:
         self.state, self.offset = state, 0

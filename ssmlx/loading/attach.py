@@ -58,9 +58,6 @@ def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> S
         adapter: what to attach.
         merge_lora: add LoRA that acts on every row into the weights of layers that are not
             quantised. The original weights are not kept where the backbone can read them again.
-
-    Raises:
-        InputError: the adapter is another model's.
     """
     check_base(adapter, backbone)
     base = backbone.base()

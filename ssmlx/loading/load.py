@@ -93,10 +93,7 @@ def flat_rope_settings(path: Path) -> dict[str, Any]:
 
 
 def own_classes(path: Path) -> dict[str, Any]:
-    """What tells mlx-lm's loader of a folder's architecture, where mlx-lm's own would not do.
-
-    Either mlx-lm lacks it, or the weights hold Medusa heads beside the model.
-    """
+    """What tells mlx-lm's loader of a folder's architecture, where mlx-lm's own would not do."""
     config = read_json(path / "config.json", "a model's settings")
     if file := _FILES.get(config.get("model_type", "")):
         return {"get_model_classes": lambda config: (file.Model, file.ModelArgs)}
@@ -162,10 +159,7 @@ def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
 def load_base(
     path: Path, dtype: str = "auto", draft_head: str = "stored", group: Group | None = None
 ) -> tuple[Backbone, dict[str, Any]]:
-    """A model folder, of mlx-lm's or Hugging Face's layout, wrapped; and its config.json.
-
-    `dtype` is one of `DTYPES`, `draft_head` one of `DRAFT_HEADS`; `group` as `load` takes it.
-    """
+    """A model folder, of mlx-lm's or Hugging Face's layout, wrapped; and its config.json."""
     draft_bits = resolve_draft_bits(draft_head)
     group = group if group is not None and group.size() > 1 else None
     failure = f"{path} cannot be loaded as a model"

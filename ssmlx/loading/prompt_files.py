@@ -106,11 +106,7 @@ def read_header(path: Path) -> PromptHeader:
 
 
 def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]:
-    """The tokens of a prompt file and a cache that holds them, for `model` to go on. Runs MLX.
-
-    Raises:
-        InputError: the file is damaged, or another model's; of what does not fit, the first.
-    """
+    """The tokens of a prompt file and a cache that holds them, for `model` to go on. Runs MLX."""
     read_header(path)
     try:
         # All of one file, should another process replace it now.

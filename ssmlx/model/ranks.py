@@ -29,11 +29,7 @@ def launched() -> Group | None:
 
 
 def shard(model: nn.Module, group: Group) -> None:
-    """Keep this rank's part of a model of mlx-lm's, in place; its weights may be unread yet.
-
-    Raises:
-        InputError: mlx-lm cannot split such models, or this one into so many parts.
-    """
+    """Keep this rank's part of a model of mlx-lm's, in place; its weights may be unread yet."""
     args, size = model.args, group.size()
     require(
         hasattr(model, "shard"),

@@ -103,10 +103,7 @@ class Encoder:
 def read_examples(
     path: Path, encoder: Encoder, progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None
 ) -> list[Example]:
-    """Every example of a JSON Lines file whose prompt is not too long.
-
-    `progress` wraps the lines, to show how far it is.
-    """
+    """Every example of a JSON Lines file whose prompt is not too long."""
     lines = read_lines(path, "--data", "a folder with train.jsonl and valid.jsonl")
     examples = []
     for number, text in progress(lines) if progress else lines:

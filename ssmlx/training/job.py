@@ -110,10 +110,7 @@ class Job:
     def stored_lower(
         self, objective: Objective, file: str, identity: str, label: str = "frozen layers"
     ) -> Lower:
-        """What gives the frozen layers' results of a batch: a store, or the layers themselves.
-
-        `identity` is what `lower_identity` says of them.
-        """
+        """What gives the frozen layers' results of a batch: a store, or the layers themselves."""
         tokens = sum(len(example.tokens) for example in self.examples)
         size = tokens * objective.hidden_size * objective.state_bytes
         if size > self.options.cache_gb * 2**30:

@@ -39,11 +39,7 @@ def linear_cross_entropy(
 ) -> tuple[mx.array, mx.array]:
     """The scaled sum of cross-entropies, and each row's own [R] in nats, without a gradient.
 
-    Args:
-        hidden: [R, D], what the gradient reaches.
-        targets: [R] token ids.
-        scales: [R] float32, the weight of each row in the sum.
-        vocab_size: V, by which rows are cut into chunks.
+    The gradient reaches `hidden` [R, D]; `targets` and `scales`, of a row in the sum, are [R].
     """
 
     def loss_of(rows: mx.array, wanted: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
@@ -191,10 +187,7 @@ class MlxObjective(Objective):
         drafting: bool,
         whole: Mapping[str, int],
     ) -> tuple[mx.array, mx.array]:
-        """The weighted sum over terms that share a head, and each row's loss.
-
-        `whole` are the rows of each term's mean.
-        """
+        """The weighted sum over terms that share a head, and each row's loss."""
         rows, targets, scales = [], [], []
         for term in terms:
             there = term.targets >= 0

@@ -71,10 +71,7 @@ class ProfileKey:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was measured with a model on a machine, and what is best there.
-
-    A row costs the more the longer the context is, so long ones want smaller trees.
-    """
+    """What was measured with a model on a machine, and what is best there."""
 
     key: ProfileKey = field(metadata={"json": "place"})  # what it is of
     made: str  # the day, as 2026-08-02
