@@ -145,11 +145,8 @@ def grouped_attention(
     """[B, L, H, Dh] of attention of one new token a row, without a copy of keys for every head.
 
     On the CPU several times as fast as PyTorch's kernel there, which takes over for prompts.
-
-    Args:
-        query: [B, H, L, Dh].
-        key: [B, Hkv, S, Dh]; `value` alike.
-        attention_mask: [B, 1, L, S], True or 0 where visible, or None where everything is.
+    `query` is [B, H, L, Dh], `key` and `value` are [B, Hkv, S, Dh]; the mask [B, 1, L, S] is True
+    or 0 where visible, or None where everything is.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

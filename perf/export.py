@@ -19,17 +19,20 @@ import mlx.core as mx
 
 from ssmlx import exported
 from ssmlx.calibration.timing import TimedAnswer, answer_of, ssmlx_answer
+from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_counts, command, make_parser
+from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
 from ssmlx.exported.manifest import REPORT
+from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import load
 from ssmlx.model.shapes import to_float
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig, TreeConfig, read_json
 
-from .run.results import save
+from .run.results import RESULTS
 from .run.tasks import SQL
 
 PROG = "perf.export"
@@ -121,7 +124,6 @@ def compare(
         ]
         row = _row(folder, units, manifest, (answers, streaming, plain))
         rows.append({**row, "largest_gap": round(max(gaps), 4) if gaps else None})
-        print(shown(rows[-1]), flush=True)
     return rows
 
 
@@ -212,7 +214,9 @@ def _main(args: argparse.Namespace) -> int:
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
     mlx = load(args.model, adapter=args.adapter, dtype=args.dtype)
     rows = [row for folder in args.folders for row in compare(args, folder, mlx)]
-    print("saved", save("export", {"rows": rows}), file=sys.stderr)
+    make_folder(RESULTS)
+    result = {"machine": machine(), "rows": rows}
+    write_result(result, RESULTS / "export", "\n".join(map(shown, rows)))
     exact = all(
         row["same_tokens"] == row["prompts"] for row in rows if row["precision"] == "float32"
     )

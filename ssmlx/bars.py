@@ -11,7 +11,6 @@ shown: ContextVar[bool] = ContextVar("shown", default=False)
 """Whether bars are shown, where standard error is a terminal."""
 
 PATIENCE_SECONDS = 2.0
-"""Until a bar appears."""
 
 
 def bar(items: Iterable[Any], label: str, **settings: Any) -> Any:

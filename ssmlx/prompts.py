@@ -42,11 +42,8 @@ class Model(Protocol):
 def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
     """The objects of a JSON Lines file, each with "prompt" or "messages" and whatever it holds.
 
-    A last turn of the assistant's, as training data has it, is left out of "messages".
-
-    Args:
-        path: the file.
-        option: the command line's name for it, for messages.
+    A last turn of the assistant's, as training data has it, is left out of "messages"; `option`
+    is the command line's name for the file.
     """
     lines = read_lines(path, option)
     require(
@@ -220,12 +217,6 @@ def chat_tokens(
     turns = plain_turns(messages)
     for turn in turns:
         check_text(turn["content"])
-    require(
-        tools is None or (isinstance(tools, Sequence) and not isinstance(tools, str)),
-        "tools that are no list",
-        expected="a list of JSON schemas",
-        do="correct them",
-    )
     more = dict(template_args or {}) | ({"tools": list(tools)} if tools else {})
     _check_template_args(tokenizer, more)
     more["add_generation_prompt"] = add_generation_prompt

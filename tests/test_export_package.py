@@ -202,7 +202,7 @@ def test_the_folder_holds_all_that_a_host_needs(make_export):
 
 
 def measured(folder: Path, results: Path, monkeypatch, *more: str) -> dict:
-    monkeypatch.setattr("perf.run.results.RESULTS", results)
+    monkeypatch.setattr("perf.export.RESULTS", results)
     real = exported.load  # what `perf.export` runs a package with, but without a Mac
     monkeypatch.setattr(exported, "load", lambda at, **_: real(at, backend=interpreted_backend))
     asked = ("--compute-units", "cpu-only", *more)

@@ -13,7 +13,6 @@ from convert.train import STORE_FILE, parse_args
 from perf import compare
 from perf.paper import figures, training
 from perf.paper.figures import (
-    parity,
     parity_points,
     theoretical_speedup,
     tree_curves,
@@ -31,9 +30,8 @@ def test_eq_6_by_hand_and_where_the_paper_has_parity():
     # (4 * 1 + 10) / 2 = 7 a token there, 10 / 4 = 2.5 here: zeta / beta = 2 / 4, C_ss = C_target.
     assert theoretical_speedup(10, 0.5, gamma=4) == pytest.approx(7 / 2.5)
     assert theoretical_speedup(10, 0.5, gamma=4, overhead=1.4) == pytest.approx(2.0)
-    assert parity(10, gamma=4) == pytest.approx(1.4)
+    assert theoretical_speedup(10, 1.0, 4) == pytest.approx(1.4)
     assert theoretical_speedup(10, 1.4) == pytest.approx(1.0)
-    assert theoretical_speedup(50, parity(50, 3, 1.2), 3, 1.2) == pytest.approx(1.0)
     # A draft model for nothing leaves the advancements alone.
     assert theoretical_speedup(1e9, 0.6) == pytest.approx(1 / 0.6)
 

@@ -67,12 +67,8 @@ def turn_values(values: torch.Tensor, heads: int, num_streams: int, step: float)
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """[1, H * Dh, 1, R] of attention, a KV head's query heads by broadcasting.
-
-    Args:
-        query: [1, H, Dh, R]
-        keys: [1, Hkv * Dh, 1, keys]; `values` alike.
-        mask: [1, 1, R, keys] additive.
+    """[1, H * Dh, 1, R] of attention, a KV head's query heads by broadcasting: of `query`
+    [1, H, Dh, R], `keys` and `values` [1, Hkv * Dh, 1, keys], and additive `mask` [1, 1, R, keys].
     """
     _, heads, width, rows = query.shape
     kv = keys.shape[1] // width

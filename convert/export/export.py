@@ -85,13 +85,9 @@ class Report:
 
 
 def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> Report:
-    """Write the folder `out`, whole or not at all.
+    """Write the folder `out`, whole or not at all, in place of none but what this command wrote.
 
-    Args:
-        model: a folder, an alias or a Hub name.
-        adapter: a bundled adapter's name or a folder; None for the streams of a fused model.
-        out: the folder; one that is there is replaced only if this command wrote it.
-        config: the settings.
+    Without an adapter's name or folder, the streams are those of a fused model.
     """
     (import_coreai if config.target == "coreai" else import_coremltools)()
     ours = all((out / name).is_file() for name in (MANIFEST, REPORT))

@@ -25,12 +25,8 @@ def grouped_attention(
 ) -> tuple[torch.Tensor, None]:
     """Scaled dot-product attention without copies of keys and values for every query head.
 
-    The query heads of a KV head become rows of one head.
-
-    Args:
-        query: [1, H, R, Dh]
-        key: [1, Hkv, keys, Dh]; `value` alike.
-        attention_mask: [1, 1, H / Hkv * R, keys] additive, already repeated for the groups.
+    The query heads of a KV head become rows of one head: `query` is [1, H, R, Dh], `key` and
+    `value` [1, Hkv, keys, Dh], the additive mask [1, 1, H / Hkv * R, keys], repeated for them.
     """
     _, heads, rows, width = query.shape
     kv_heads = key.shape[1]

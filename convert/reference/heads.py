@@ -32,13 +32,10 @@ class HeadReference(nn.Module):
         self.register_buffer("draft_vocab", draft_vocab)
 
     def rows(self, hidden: torch.Tensor, following: torch.Tensor, lm_head: Linear) -> Rows:
-        """What each head makes of the text.
+        """What each head makes of `hidden` [..., D], behind the base model's final norm.
 
-        Args:
-            hidden: [..., D] behind the base model's final norm.
-            following: [..., H] the text itself: entry i is the token i + 1 places after the
-                hidden state's.
-            lm_head: the base model's, rows of the draft vocabulary, for heads without a matrix.
+        Entry i of `following` [..., H] is the token i + 1 places further on; `lm_head`, rows of
+        the draft vocabulary, is for heads without a matrix.
         """
         raise NotImplementedError
 

@@ -230,13 +230,8 @@ def linear_cross_entropy(
 
     No gradient passes through the rows' losses. The logits are by far the largest arrays of a
     step: loss and gradient are computed a few rows at a time, in one go, and no logits are kept.
-
-    Args:
-        hidden: [R, D], which the gradient reaches.
-        weight: [V, D] the head, which it reaches unless that is frozen; bias: [V] or None,
-            which it does not.
-        targets: [R] token ids; a row with `IGNORED` counts nothing.
-        scales: [R] the weight of each row in the sum.
+    It reaches `hidden` [R, D], and `weight` [V, D] unless that is frozen; not `bias` [V]. A row
+    whose target is `IGNORED` counts nothing, others their `scales` [R].
     """
     total, losses = _LinearCrossEntropy.apply(hidden, weight, bias, targets, scales)
     return total, losses

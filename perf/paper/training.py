@@ -47,7 +47,6 @@ COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")
 Point = tuple[int, float, float]
 """Steps in all, tokens per call of held-out text, and its loss of stream 1 in nats a token."""
 Curves = Mapping[str, Sequence[Sequence[Point]]]
-"""The rounds of each adapter."""
 
 
 def validations(folder: Path) -> list[dict[str, Any]]:

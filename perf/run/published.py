@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 SQL, DIALOG, E2E = "SqlContext", "DialogSum", "E2E-NLG"
 DATASETS = {"sql": SQL, "e2e": E2E, "dialogsum": DIALOG}
-"""What our tasks are called there."""
 
 OPT, PHI, LLAMA, OPT_LARGE = "OPT-1.3b", "PHI-1.3b", "OpenLlama-7b", "OPT-6.7b"
 STREAMS, MEDUSA, TWO_MODEL = "SS (ours)", "Medusa", "Two-model SD"
 METHODS = {"streams": STREAMS, "medusa": MEDUSA, "draft-model": TWO_MODEL}
-"""What our systems are called there."""
 
 Span = tuple[float, float]
 

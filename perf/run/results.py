@@ -15,7 +15,6 @@ from typing import Any
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine, power_source
 from ssmlx.errors import InputError
-from ssmlx.loading.files import write_whole
 from ssmlx.settings import parse_json
 
 ROOT = Path(__file__).parents[2]
@@ -27,15 +26,6 @@ _TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
 def machine_load() -> str:
     """How busy the machine is: a measurement shares it with whatever else runs."""
     return f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores busy when it began"
-
-
-def save(name: str, result: dict[str, Any]) -> Path:
-    """Write a result as JSON into perf/results."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    saved = json.dumps({"machine": machine(), **result}, indent=1)
-    write_whole(path, f"{saved}\n".encode())
-    return path
 
 
 @contextmanager

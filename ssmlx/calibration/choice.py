@@ -55,7 +55,6 @@ class PricedShape(MeasuredShape):
 
 
 Price = Callable[[DraftShape, float], PricedShape]
-"""Of a shape and its tokens per call."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -57,12 +57,8 @@ def add_settings(
     shown: Mapping[str, str] | None = None,
     of: Any = TrainConfig,
 ) -> None:
-    """A group of options, one for each of these fields of a settings class.
-
-    Args:
-        defaults: where they are not the fields' own.
-        shown: what None, the default of these, comes to.
-    """
+    """A group of options, one for each of these fields of a settings class: with `defaults` in
+    place of the fields' own, or None where `shown` says what that comes to."""
     group = parser.add_argument_group(title)
     known = {one.name: one for one in fields(of)}
     for name in names:

@@ -29,10 +29,7 @@ from .head_drafter import DraftingHeads, HeadConfig
 
 DEFAULT_WIDTHS = (6, 3, 2)
 """Branches at each stage in the paper's experiments (section 4.1)."""
-
-DEFAULT_CANDIDATES = 5
-"""Of the published format."""
-
+DEFAULT_CANDIDATES = 5  # the published format's
 EPSILON = 1e-6
 _AHEAD_OF_ALL = 1e4  # added to the scores of nodes that must be in the tree
 

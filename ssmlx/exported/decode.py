@@ -49,12 +49,8 @@ class SlotCache:
         self._used[slots] = True
 
     def mask(self, slots: np.ndarray, visible: np.ndarray) -> np.ndarray:
-        """[1, 1, R, S] additive mask of rows that see all that is committed, and each other.
-
-        Args:
-            slots: [R] where the rows are written.
-            visible: [R, R] bool, which row (first axis) sees which.
-        """
+        """[1, 1, R, S] additive mask of rows, written to `slots` [R], that see all that is
+        committed, and each other where `visible` [R, R] says so (first axis: who sees)."""
         mask = np.where(self._used, 0, MASKED).astype(np.float32)
         mask = np.repeat(mask[None], len(slots), axis=0)
         mask[:, slots] = np.where(visible, 0, MASKED)

@@ -53,11 +53,9 @@ def lora_digest(lora: Mapping[str, LoraWeights]) -> str | None:
 def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> StreamFusedModel:
     """A base model with an adapter on it: modules of its own, on the base's arrays.
 
-    Args:
-        backbone: the base model, alone or with another adapter; it stays as it is.
-        adapter: what to attach.
-        merge_lora: add LoRA that acts on every row into the weights of layers that are not
-            quantised. The original weights are not kept where the backbone can read them again.
+    `backbone`, alone or with another adapter, stays as it is. With `merge_lora`, LoRA that acts on
+    every row is added into layers that are not quantised, whose original weights are not kept where
+    the backbone can read them again.
     """
     check_base(adapter, backbone)
     base = backbone.base()

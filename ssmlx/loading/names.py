@@ -73,7 +73,6 @@ _SMOLLM2 = Wheel(
     folder="smollm2-135m-q4_1",
 )
 ALIASES = {"smollm2-135m": _SMOLLM2, "smollm2-135m-q4_1": _SMOLLM2}
-"""Short names of models."""
 
 
 def cache_dir() -> Path:

@@ -202,13 +202,8 @@ def root_tree(root: mx.array) -> Tree:
 def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: TreeConfig) -> Tree:
     """Draft a tree below `root` [1] from each stream's ranked candidates (section 3.2.2).
 
-    Args:
-        root: [1] the newest token.
-        tokens: [G, K] candidates of each stream, K = `draft_topology(...).num_candidates`.
-        logprobs: [G, K] their log probabilities.
-        config: which nodes to take.
-
-    Streams are conditionally independent given the node that they belong to, so a node's score
+    `tokens` and `logprobs` are [G, K], K = `draft_topology(...).num_candidates`. Streams are
+    conditionally independent given the node that they belong to, so a node's score
     is the product of its streams' probabilities along the path.
     """
     topology = draft_topology(config, tokens.shape[0])

@@ -1,9 +1,12 @@
 """The log of a run, one JSON object a line, and its picture."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from ..tuning.report import finish, new_figure
 
 LOG_FILE, PICTURE_FILE = "log.jsonl", "curves.png"
 _WINDOW = 20  # steps whose mean is drawn
@@ -24,15 +27,10 @@ class Record:
 
     def draw(self, picture: Path, title: str) -> None:
         """Draw losses and tokens per call against steps, where matplotlib is installed."""
-        try:
-            import matplotlib
-        except ImportError:
+        if find_spec("matplotlib") is None:
             return
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        entries = read_record(self._path)
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+        entries, figure = read_record(self._path), new_figure(11, 4)
+        left, right = figure.subplots(1, 2)
         _draw_losses(left, entries)
         left.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title=title)
         left.legend(
@@ -45,11 +43,7 @@ class Record:
             right.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(-4, 7),
                            textcoords="offset points", ha="right")  # fmt: skip
         right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
-        for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(alpha=0.3)
-        figure.savefig(picture, dpi=130)
-        plt.close(figure)
+        finish(figure, "", picture)
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:

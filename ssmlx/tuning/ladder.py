@@ -11,7 +11,6 @@ from .cost import DraftShape, StepCosts, interpolate
 from .profile import this_machine
 
 SIZES = (2, 3, 4, 6, 8, 12, 16)
-"""Nodes of the trees."""
 TYPICAL: Mapping[int, float] = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
 """Tokens per call by nodes, for adapters that do not say: about the middle of those that ship."""
 
