@@ -29,7 +29,6 @@ _DIM = "\x1b[2m"
 
 
 def hold_chat() -> str:
-    """What the terminal shows of a chat, questions and colours among it."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", *COMMAND],

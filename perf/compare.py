@@ -89,7 +89,6 @@ def report(result: Row) -> str:
 
 
 def markdown(result: Row) -> str:
-    """A table for each task, and how it was measured."""
     lead = f"{heading(result)}. {_timing_text(result)}."
     return "\n\n".join([lead, *(_task_markdown(task) for task in result["tasks"])])
 
@@ -204,7 +203,6 @@ def _span_text(values: Iterable[float], form: str = ".2f") -> str:
 
 
 def _task_notes(task: Row) -> list[str]:
-    """What the tables of a task do not show."""
     rows = task["systems"]
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
     for row in rows:
@@ -270,7 +268,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_results(paths: Sequence[Path]) -> dict[str, Any]:
-    """One result of the tasks of all files, in their order."""
     whole: dict[str, Any] = {}
     for path in paths:
         result = _read_result(path)

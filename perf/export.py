@@ -67,7 +67,6 @@ def compute_plan(package: Path, compute_units: str) -> tuple[dict[str, int], dic
 
 
 def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
-    """MLX's settings for the trees of an exported model."""
     tree, streams = manifest.tree, manifest.num_streams
     most = tree.topology.num_candidates
     full = sum(most**level for level in range(streams + 1)) == manifest.num_nodes

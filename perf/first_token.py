@@ -49,8 +49,6 @@ _ALL = 2**50  # bytes
 
 
 class Prompt:
-    """A random prompt, in memory and in a file of `folder`."""
-
     def __init__(self, loaded: tuple[Any, Any], count: int, folder: Path) -> None:
         rng, (self.model, self.tokenizer) = random.Random(count), loaded
         self.tokens = [rng.randrange(self.model.backbone.vocab_size) for _ in range(count)]

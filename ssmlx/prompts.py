@@ -260,9 +260,8 @@ def prompt_tokens(
     Raises:
         InputError: the text is empty or not Unicode, or the template cannot be used.
     """
-    own = model.config.prompt_template if model.config else None
-    more = {"tools": tools, "template_args": template_args}
-    return text_tokens(text, tokenizer, own if template is None else template, **more)
+    prompt = {"prompt": text, "tools": tools}
+    return encode_prompt(prompt, model, tokenizer, template, template_args)
 
 
 def text_tokens(

@@ -63,8 +63,6 @@ MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB = -20.0, -1e-3
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a setting may be: the bounds of a number, or the choices of a text."""
-
     least: float = -math.inf
     above: float = -math.inf
     below: float = math.inf
@@ -174,32 +172,21 @@ class StreamConfig:
     def __post_init__(self) -> None:
         do = "check the checkpoint's streams_config.json"
         check_settings(self, found="{name} is {value!r}", do=do)
-        require(
-            self.num_msa_layers <= self.num_layers,
-            f"num_msa_layers is {self.num_msa_layers} of {self.num_layers} layers",
-            expected="at most the number of layers",
-            do=do,
-        )
-        require(
-            (self.stream_init == "identity") == (self.stream_init_rank == 0),
-            f"stream_init {self.stream_init!r} has rank {self.stream_init_rank}",
-            expected="rank 0 for identity and a positive rank otherwise",
-            do=do,
-        )
-        template = self.prompt_template
-        require(
-            template is None or (isinstance(template, str) and "{prompt}" in template),
-            f"prompt_template is {template!r}",
-            expected="a text with {prompt} where the prompt goes",
-            do=do,
-        )
-        rotates = self.stream_design == "value_rotation"
-        require(
-            rotates == (self.rotation_step > 0),
-            f"stream_design {self.stream_design!r} has rotation_step {self.rotation_step!r}",
-            expected="more than 0 and at most pi / 2" if rotates else "0",
-            do=do,
-        )
+        template, rotates = self.prompt_template, self.stream_design == "value_rotation"
+        for ok, found, expected in (
+            (self.num_msa_layers <= self.num_layers,
+             f"num_msa_layers is {self.num_msa_layers} of {self.num_layers} layers",
+             "at most the number of layers"),
+            ((self.stream_init == "identity") == (self.stream_init_rank == 0),
+             f"stream_init {self.stream_init!r} has rank {self.stream_init_rank}",
+             "rank 0 for identity and a positive rank otherwise"),
+            (template is None or (isinstance(template, str) and "{prompt}" in template),
+             f"prompt_template is {template!r}", "a text with {prompt} where the prompt goes"),
+            (rotates == (self.rotation_step > 0),
+             f"stream_design {self.stream_design!r} has rotation_step {self.rotation_step!r}",
+             "more than 0 and at most pi / 2" if rotates else "0"),
+        ):  # fmt: skip
+            require(ok, found, expected=expected, do=do)
         # JSON's names are texts.
         object.__setattr__(self, "tokens_per_call", _curve_of(self.tokens_per_call))
 
@@ -253,7 +240,6 @@ class StreamConfig:
 
 
 def _curve_of(values: Any) -> dict[int, float] | None:
-    """Tokens per call by nodes."""
     if values is None:
         return None
     pairs = dict(values).items() if isinstance(values, Mapping) else [("", 0.0)]

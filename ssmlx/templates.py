@@ -155,8 +155,6 @@ class _Template(Template):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of transformers' templates, counting."""
-
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     template_class = _Template
 

@@ -193,7 +193,6 @@ def _apply(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _check_layers(model: StreamFusedReference) -> None:
-    """Refuse layers that have other parts than those that are written out here."""
     for index, layer in enumerate(model.decoder.layers):
         found = dict(layer.named_modules())
         norms = (name for name in found if "norm" in name)

@@ -103,7 +103,6 @@ def expected_matrices(model: Any, graph: Graph) -> dict[str, np.ndarray]:
 
 
 def _digest(weights: np.ndarray) -> str:
-    """Of the numbers in float16, whatever their shape."""
     return hashlib.sha256(weights.astype(np.float16).tobytes()).hexdigest()
 
 

@@ -64,7 +64,6 @@ class Report:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, and show it while it runs."""
         from huggingface_hub.utils import tqdm
 
         started = time.perf_counter()
@@ -137,7 +136,6 @@ def _load_adapter(folder: Path, adapter: str | None) -> Adapter:
 
 
 def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[Graph, Graph]:
-    """The functions "prefill" and "decode" of a base model with an adapter."""
     sizes = config.sizes(adapter.config, adapter.base.vocab_size)
     reference = build_reference(folder, adapter, sizes.num_streams)
     _check_context(reference, sizes.num_slots)
@@ -172,7 +170,6 @@ def make_manifest(graph: Graph, adapter: Adapter, config: ExportConfig) -> Manif
 
 
 def _texts(manifest: Manifest, adapter: Adapter) -> dict[str, str]:
-    """What a package says of itself where its host looks: in Xcode, or in its metadata."""
     return {
         "ssmlx.version": __version__,
         "ssmlx.model": manifest.model,

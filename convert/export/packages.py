@@ -26,7 +26,6 @@ _WIDE_OPS = frozenset({"pow", "reduce_mean", "rsqrt", "exp", "reduce_sum", "log"
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars and the advice of the converters."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

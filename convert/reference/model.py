@@ -401,7 +401,6 @@ class StreamFusedReference(nn.Module):
 
     @contextmanager
     def _adapting_streams(self) -> Iterator[None]:
-        """Tell the adapters that the rows inside are stream rows."""
         for adapter in self.adapters.values():
             adapter.rows_are_streams = True
         try:

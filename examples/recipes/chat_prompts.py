@@ -88,7 +88,6 @@ def read_lists() -> Lists:
 
 
 def split_lists(seed: int) -> dict[str, Lists]:
-    """Divide every list among the splits, at least one item to each."""
     rng = random.Random(seed)
     splits: dict[str, Lists] = {split: {} for split in SPLITS}
     for name, items in read_lists().items():

@@ -68,7 +68,6 @@ def variants(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def commands(args: argparse.Namespace, shared: list[str]) -> dict[Path, list[str]]:
-    """The options of every run by its folder, checked."""
     needed = ["--data", "", "--out", ""]
     given, default = trainer.parse_args([*needed, *shared]), trainer.parse_args(needed)
     for name in VARIED:

@@ -78,7 +78,6 @@ class Experiment:
         return [*done, False].index(False)
 
     def run(self) -> Measured:
-        """Answer what is not answered yet, each system in its turn."""
         mx.clear_cache()
         load, (target, prompts) = machine_load(), self.load()
         systems = {system.name: system for system in self.systems}

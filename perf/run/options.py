@@ -39,7 +39,6 @@ _RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attent
 
 
 def add_base(group: argparse._ActionsContainer) -> None:
-    """The base model, by default that of the bundled adapters."""
     group.add_argument(
         "--model", default=BASE,
         help="the base model: a local folder, a Hub name or an alias (default: %(default)s)",
@@ -240,7 +239,6 @@ def _weights_of(args: argparse.Namespace) -> Weights:
 
 
 def adapter_with_streams(name: str) -> tuple[Path, Adapter]:
-    """The folder of an adapter that drafts, and what is in it."""
     folder = resolve_adapter(name)
     adapter = None if folder is None else read_own_lora(folder)
     if folder is None or adapter is None or not adapter.config.num_streams:

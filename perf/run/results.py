@@ -108,7 +108,6 @@ def _line(prompt: str, kept: Kept) -> str:
 
 @lru_cache(maxsize=1)
 def timed_on() -> dict[str, str]:
-    """What of the machine moves a time or a token."""
     found = machine()
     return {**{name: found[name] for name in _TIMED_ON}, "power": power_source()}
 

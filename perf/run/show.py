@@ -65,7 +65,6 @@ def markdown_table(columns: Columns, rows: Sequence[Row]) -> str:
 
 
 def difference_lines(ours: str, theirs: str, gaps: Row) -> list[str]:
-    """What `differences` found, in words."""
     found = {name: estimate(gap) for name, gap in gaps.items()}
     return [
         f"{ours} - {theirs}, {name}: {gap.text(1, signed=True)}, {gap.verdict}"

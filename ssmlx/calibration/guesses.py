@@ -36,8 +36,6 @@ _LOGIT_ROWS = 64  # rows of logits at a time: a vocabulary of 150,000 makes 40 M
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """A prompt, what the model says to it, and what its streams guess along that."""
-
     prompt: list[int]
     guesses: Guesses
 
@@ -170,7 +168,6 @@ def _order_of(scores: Floats) -> Ints:
 def record_exits(
     model: StreamFusedModel, answers: Sequence[RecordedAnswer], streams: int
 ) -> list[Exits]:
-    """What early exit says along the first answers, some tokens of them."""
     taken, tokens = [], 0
     for one in answers:
         if tokens < EXIT_TOKENS:

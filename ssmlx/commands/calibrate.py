@@ -71,7 +71,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def results_dir() -> Path:
-    """Where results go unless a folder is named."""
     return cache_dir() / "calibration"
 
 

@@ -418,7 +418,6 @@ def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: s
 
 
 def reject(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
-    """Refuse options that are given, for lack of what they need."""
     for name in names:
         if getattr(args, name, None) is not None:
             _refuse("--" + name.replace("_", "-"), needs)
@@ -550,12 +549,11 @@ def run(main: Callable[[], int | None], prog: str) -> int:
     except BrokenPipeError:
         _drop_output()
         return 0
-    except OSError as error:  # a full disk, a name that is too long, ...
-        print(f"{prog}: error: {_told(error)}", file=sys.stderr)
-        _drop_output()
-        return 2
-    except InputError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+    except (InputError, OSError) as error:  # a full disk, a name that is too long, ...
+        told = _told(error) if isinstance(error, OSError) else error
+        print(f"{prog}: error: {told}", file=sys.stderr)
+        if isinstance(error, OSError):
+            _drop_output()
         return 2
 
 

@@ -62,7 +62,6 @@ class PromptLookupDrafter:
         return tree
 
     def _extend(self, tokens: Iterable[int]) -> None:
-        """Note each new token, and where the n-grams that it completes end."""
         text = self._text
         for token in tokens:
             text.append(token)

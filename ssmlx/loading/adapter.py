@@ -129,7 +129,6 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
 
 
 def lora_tensors(lora: Mapping[str, LoraWeights]) -> dict[str, mx.array]:
-    """The tensors of a LoRA file, named as mlx-lm names them."""
     tensors: dict[str, mx.array] = {}
     for module, weights in lora.items():
         tensors |= {f"{module}.lora_a": weights.a, f"{module}.lora_b": weights.b}

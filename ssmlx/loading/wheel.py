@@ -121,7 +121,6 @@ def _client(stack: ExitStack) -> Any:
 
 
 def _find(wheel: Wheel, index: str, page: Any) -> str:
-    """The wheel's address on the index's page of it."""
     if "json" in page.headers.get("content-type", ""):
         links = [file["url"] for file in page.json()["files"]]
     else:

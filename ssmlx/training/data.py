@@ -210,7 +210,6 @@ class Batch:
 
 
 def collate(examples: Sequence[Example], indices: np.ndarray) -> Batch:
-    """The batch of `examples[i]` for every i of `indices`."""
     chosen = [examples[i] for i in indices]
     prompt_width = max(example.start for example in chosen)
     columns = prompt_width + max(example.num_answer for example in chosen)

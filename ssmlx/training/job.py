@@ -266,7 +266,6 @@ def _differences(path: Path, settings: Mapping[str, Any]) -> str:
 
 
 def check_gradient(norm: float, step: int) -> None:
-    """Refuse to go on where weights are, or would become, no numbers."""
     require(
         math.isfinite(norm),
         f"the gradient of step {step} is {norm}",

@@ -155,7 +155,6 @@ class MlxObjective(Objective):
         return self.named_parts(batch, 0, means)
 
     def named_parts(self, batch: Batch, step: int, means: list[mx.array]) -> dict[str, float]:
-        """The means that `loss` gives, under the names that the log has for them."""
         values = to_list(mx.stack(means)) if means else []
         names = [f"{term.name}_loss" for term in self.terms(batch, step)]
         return dict(zip(names, values, strict=True))
@@ -177,7 +176,6 @@ class MlxObjective(Objective):
         return Layout.of(batch, self.train.num_streams)
 
     def _drafts(self, term: Term) -> bool:
-        """Whether a term's rows meet the head of the draft vocabulary."""
         return term.kind == STREAM and self.draft_vocab is not None
 
     def _cross_entropy(
