@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ssmlx.commands.options import add_options, command, make_parser
+from ssmlx.commands.options import add_options, command, make_parser, reject
 from ssmlx.errors import InputError, require
 from ssmlx.settings import ADAPTER_SCOPES, DEFAULT_MODEL, DTYPES, read_json
 
@@ -91,13 +91,6 @@ def _check_source(args: argparse.Namespace) -> None:
         require(path is None or path.exists(), found, expected=kind, do="check the path")
 
 
-def _refuse(args: argparse.Namespace, beside: str, *names: str) -> None:
-    for name in names:
-        flag = "--" + name.replace("_", "-")
-        found = f"{flag} would do nothing with {beside}"
-        require(not getattr(args, name), found, expected="a checkpoint", do=f"drop {flag}")
-
-
 def _convert_heads(args: argparse.Namespace) -> None:
     from ssmlx.drafters.heads import write_heads
     from ssmlx.loading.files import new_folder
@@ -106,7 +99,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
     from .formats.heads import convert_heads
 
-    _refuse(args, "--heads", "streams", "scope", "fuse", "task_lora", "draft_data")
+    reject(args, ("streams", "scope", "fuse", "task_lora", "draft_data"), "--lora")
     with new_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
@@ -134,7 +127,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
         path = resolve_model(args.base)
         backbone, model_config = load_base(path, args.dtype if args.fuse else "stored")
         if _is_adapter(args.lora):
-            _refuse(args, "an adapter", "streams", "scope", "task_lora")
+            reject(args, ("streams", "scope", "task_lora"), "a checkpoint and no adapter")
             adapter = load_adapter(args.lora)
         else:
             adapter = read_checkpoint(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmlx.commands.options import alone, command, make_parser
+from ssmlx.commands.options import alone, command, make_parser, reject
 from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
 from ssmlx.errors import require
 from ssmlx.loading.names import resolve_model
@@ -132,8 +131,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadSettings:
-    others = (name for kind, names in _ONLY.items() if kind != args.kind for name in names)
-    _reject(args, others, f"--kind {args.kind}")
+    for kind in {*_ONLY} - {args.kind}:
+        reject(args, _ONLY[kind], f"--kind {kind}")
     require(
         args.stage != 2 or init is not None,
         "--stage 2 without --init",
@@ -144,21 +143,10 @@ def head_settings(args: argparse.Namespace, init: HeadReference | None) -> HeadS
     given = {name: value for name, value in given.items() if value is not None}
     settings = {"num_heads": _DEFAULT_HEADS[args.kind], "widths": (), **given}
     if init is not None:
-        _reject(args, _SHAPE, "--init, which has its own shape")
+        reject(args, _SHAPE, "no --init, which has its own shape")
         settings["num_heads"] = init.config.num_levels
         settings["widths"] = settings["widths"] or getattr(init.config, "widths", ())
     return HeadSettings(kind=args.kind, **{**settings, "widths": tuple(settings["widths"])})
-
-
-def _reject(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
-    for name in names:
-        flag = "--" + name.replace("_", "-")
-        require(
-            getattr(args, name) is None,
-            f"{flag} would do nothing with {where}",
-            expected="no such option",
-            do=f"drop {flag}",
-        )
 
 
 def head_config(

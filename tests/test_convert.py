@@ -363,4 +363,4 @@ def test_an_adapter_gets_a_draft_vocabulary_from_data(
     assert found.streams.draft_vocab.tolist() == [0, 2, 3, 8, 9]
     capsys.readouterr()
     assert main([*values, "--scope", "all"]) == 2
-    assert "--scope would do nothing with an adapter" in capsys.readouterr().err
+    assert "--scope would do nothing here; expected a checkpoint" in capsys.readouterr().err

@@ -451,7 +451,7 @@ def test_what_is_no_published_head_is_refused(base, published, refusal):
     (folder / SAFE).write_bytes((folder / SAFE).read_bytes()[:500])
     assert "cannot be read" in refusal(folder)
     for option in (["--fuse"], ["--scope", "all"], ["--streams", "x"]):
-        assert "would do nothing with --heads" in refusal(folder, *option)
+        assert "would do nothing here; expected --lora" in refusal(folder, *option)
 
 
 def test_a_broken_draft_vocabulary_is_refused(published, refusal):

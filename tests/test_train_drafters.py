@@ -511,7 +511,7 @@ def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_
     for more, said in (
         (["--data", str(own)], "--stage 2 without --init"),
         ([*init, "--data", str(data)], "has no completion_tokens"),
-        ([*init, "--data", str(own), "--inner-dim", "8"], "--inner-dim would do nothing with"),
+        ([*init, "--data", str(own), "--inner-dim", "8"], "--inner-dim would do nothing here"),
     ):
         assert train_heads.main([*start, *more]) == 2
         assert said in one_line(capsys.readouterr().err, train_heads.PROG)
@@ -531,7 +531,7 @@ def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_
 @pytest.mark.parametrize(
     ("kind", "more", "said"),
     [
-        ("medusa", ("--stage", "2"), "--stage would do nothing with --kind medusa"),
+        ("medusa", ("--stage", "2"), "--stage would do nothing here; expected --kind mlp_s"),
         ("medusa", ("--tie-weights",), "--tie-weights would do nothing"),
         ("mlp_speculator", ("--decay", "0.5"), "--decay would do nothing"),
         ("medusa", ("--decay", "0"), "--decay 0"),

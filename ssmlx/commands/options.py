@@ -419,7 +419,8 @@ def _reject_idle_options(args: argparse.Namespace, drafter: str | None, prune: s
 
 def reject(args: argparse.Namespace, names: Iterable[str], needs: str) -> None:
     for name in names:
-        if getattr(args, name, None) is not None:
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
             _refuse("--" + name.replace("_", "-"), needs)
 
 
