@@ -15,6 +15,7 @@ import pytest
 import ssmlx  # first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
+import numpy as np
 import tiny
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import save_config, save_model
@@ -24,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import Adapter, write_adapter
 from ssmlx.loading.load import load_base
+from ssmlx.training.data import Example
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "smollm2-135m-sql"
@@ -137,6 +139,13 @@ def write_data(folder: Path, train: list[dict], valid: list[dict] | None = None)
     for name, lines in (("train", train), ("valid", valid or train)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     return folder
+
+
+def random_examples(count: int, vocab: int = VOCAB, seed: int = 0) -> list[Example]:
+    """Prompts of 1 to 4 tokens, answers of 2 to 8."""
+    rng = np.random.default_rng(seed)
+    sizes = [(int(rng.integers(1, 5)), int(rng.integers(2, 9))) for _ in range(count)]
+    return [Example(rng.integers(0, vocab, p + a).astype(np.int32), p) for p, a in sizes]
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

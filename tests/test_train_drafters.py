@@ -17,6 +17,7 @@ from real import (
     answer,
     one_line,
     questions,
+    random_examples,
     words,
     write_base,
     write_data,
@@ -55,7 +56,7 @@ from ssmlx.loading.load import load_base as load_mlx_base
 from ssmlx.loading.load import load_weights
 from ssmlx.settings import DraftModelConfig, SpeculatorTreeConfig, StreamConfig, TreeConfig
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import BatchPlan, Example, collate
+from ssmlx.training.data import BatchPlan, collate
 from ssmlx.training.record import LOG_FILE, read_record
 
 KEPT = 2
@@ -137,12 +138,6 @@ def near(found, expected, rel=1e-5):
     expected = torch.as_tensor(np.asarray(expected))
     gap = (torch.as_tensor(np.asarray(found)) - expected).abs().max()
     return bool(gap <= rel * expected.abs().max())
-
-
-def random_examples(count, seed=0):
-    rng = np.random.default_rng(seed)
-    sizes = [(int(rng.integers(1, 5)), int(rng.integers(2, 9))) for _ in range(count)]
-    return [Example(rng.integers(0, VOCAB, p + a).astype(np.int32), p) for p, a in sizes]
 
 
 def take_steps(objective, count=4):

@@ -25,6 +25,7 @@ from real import (
     kill_once_there,
     one_line,
     questions,
+    random_examples,
     words,
     write_base,
     write_data,
@@ -59,7 +60,7 @@ from ssmlx.model.lora import RowLora, RowScope, attach_lora
 from ssmlx.settings import StreamConfig
 from ssmlx.training import mlx_trainer
 from ssmlx.training.config import TrainConfig
-from ssmlx.training.data import Batch, Example, collate
+from ssmlx.training.data import Batch, collate
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
@@ -146,13 +147,6 @@ def settings(num_layers, width, draft_vocab=None, **changes):
         **{name: getattr(train, name) for name in SHARED},
     )
     return train, config
-
-
-def random_examples(count, vocab=VOCAB, seed=0):
-    """Prompts of 1 to 4 tokens, answers of 2 to 8."""
-    rng = np.random.default_rng(seed)
-    sizes = [(int(rng.integers(1, 5)), int(rng.integers(2, 9))) for _ in range(count)]
-    return [Example(rng.integers(0, vocab, p + a).astype(np.int32), p) for p, a in sizes]
 
 
 def some_batch(count=5, vocab=VOCAB):
