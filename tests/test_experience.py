@@ -89,8 +89,8 @@ BROKEN = {
     "half": lambda text: text[: len(text) // 2],
     "a list": lambda text: "[1, 2]",
     "another format": lambda text: text.replace("experience/1", "experience/9"),
-    "not a number": lambda text: text.replace('"saved": 1.5', '"saved": NaN'),
-    "words": lambda text: text.replace('"saved": 1.5', '"saved": "much"'),
+    "not a number": lambda text: text.replace('"saved": -1.5', '"saved": NaN'),
+    "words": lambda text: text.replace('"saved": -1.5', '"saved": "much"'),
     "below nothing": lambda text: text.replace("0.75", "-0.75"),
 }
 
@@ -99,7 +99,7 @@ BROKEN = {
 def test_a_file_that_cannot_be_believed_is_as_none(tmp_path, spoil, capfd):
     path = tmp_path / "known.json"
     known = Experience(path)
-    known.learned = Learned({"a": Mean(0.75, 3.0)}, {"0": Mean(1.25, 9.0)}, 1.5)
+    known.learned = Learned({"a": Mean(0.75, 3.0)}, {"0": Mean(1.25, 9.0)}, -1.5)
     known.keep(), known.write()
     assert Experience(path).learned == known.learned
     path.write_text(spoil(path.read_text()))

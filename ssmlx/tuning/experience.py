@@ -78,7 +78,7 @@ def _read(path: Path) -> Learned:
             return Learned()
         learned: Learned = from_json(Learned, {name: values[name] for name in _KEPT})
         means = [*learned.costs.values(), *learned.texts.values()]
-        numbers = [x for one in means for x in (one.value, one.weight)] + [learned.saved]
+        numbers = [x for one in means for x in (one.value, one.weight)] + [abs(learned.saved)]
         if len(means) <= _MOST and all(0 <= x < math.inf for x in numbers):
             return learned
     except (InputError, TypeError, ValueError, AttributeError, KeyError, OSError) as error:
