@@ -5,7 +5,7 @@ name is replaced by a function that looks at the mask: a `TreeMask` is ours, eve
 to the original as it came. So other users of the same module notice nothing.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, lru_cache, wraps
 from typing import Any
 
@@ -150,6 +150,11 @@ def plan_for(queries: mx.array, keys: mx.array) -> Plan | None:
 def _planned(shape: AttentionShape) -> tuple[Plan, Bucket]:
     plan = make_plan(shape, this_chip())
     return plan, Bucket.of(shape, plan)
+
+
+def trials() -> Mapping[Bucket, Trial]:
+    """What `settle` found."""
+    return _trials
 
 
 def settle() -> None:

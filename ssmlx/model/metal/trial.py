@@ -35,6 +35,7 @@ class Trial:
 
     agrees: bool
     gain: float = 0.0  # times MLX's speed
+    seconds: float = 0.0  # of MLX's
 
     @property
     def takes_kernel(self) -> bool:
@@ -106,4 +107,4 @@ def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
             mx.eval(through(queries, sides, way))
             best[index] = min(best[index], clock() - started)
         turn += 1
-    return Trial(agrees=True, gain=best[0] / best[1])
+    return Trial(agrees=True, gain=best[0] / best[1], seconds=best[0] / len(sides))
