@@ -148,9 +148,10 @@ def test_speed_ups_are_of_the_median_repeat():
     ours = [[kept(1.0), kept(9.0), kept(1.0)], [kept(2.0)] * 3, [kept(4.0)] * 3]
     theirs = [[kept(2.0)] * 3, [kept(3.0)] * 3, [kept(8.0)] * 3]
     system = System(STREAMS, STREAMS, GenerateConfig())
-    found = speedups(system, {STREAMS: ours, MLX_LM: theirs})
+    found = speedups(system, {STREAMS: ours, MLX_LM: theirs, PLAIN: ours})
     assert found["speedup"]["value"] == pytest.approx((4 / 2.0) / (4 / 3.0))
     assert found["latency_speedup"]["value"] == pytest.approx(13 / 7)
+    assert found["over_plain"]["value"] == found["latency_over_plain"]["value"] == 1
 
 
 KEPT = Kept(TimedAnswer([1, 2], 1, 0.5), "a “b”")

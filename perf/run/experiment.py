@@ -246,12 +246,17 @@ def _call_seconds(prompts: Prompts) -> float | None:
 
 
 def speedups(system: System, answers: Answers) -> dict[str, Any]:
-    """Tokens/s over mlx-lm's, and over the draft model's where there is one; whole answers too."""
+    """Tokens/s over mlx-lm's and plain decoding's, and over the draft model's where there is one;
+    whole answers too."""
     rates = {n: _medians(prompts, lambda a: a.tokens_per_second) for n, prompts in answers.items()}
-    base, own = (_medians(answers[n], lambda a: a.seconds) for n in (MLX_LM, system.name))
+    base, plain, own = (
+        _medians(answers[n], lambda a: a.seconds) for n in (MLX_LM, PLAIN, system.name)
+    )
     found: dict[str, Any] = {
         "speedup": speedup(rates[system.name], rates[MLX_LM]),
         "latency_speedup": asdict(ratio(base, own)),
+        "over_plain": speedup(rates[system.name], rates[PLAIN]),
+        "latency_over_plain": asdict(ratio(plain, own)),
     }
     if DRAFT_MODEL in rates and system.kind == STREAMS:
         found["speedup_over_draft_model"] = speedup(rates[system.name], rates[DRAFT_MODEL])
