@@ -1,19 +1,22 @@
-"""perf.bench on tiny adapters: its clock, its energy, its report, and the command as it is run."""
+"""perf.bench on tiny adapters: its clock, its report, and the command as it is run."""
 
 import json
-import subprocess
-import sys
-from time import sleep
+from time import perf_counter
 
+import mlx.core as mx
 import pytest
 from real import exit_code, one_line, words, write_base, write_tiny_adapter
 from tiny import FakeClock
 
 from perf.bench import __main__ as bench
-from perf.bench.__main__ import Part, contexts_result, deadlines, expected_seconds, rounds
+from perf.bench import machine
+from perf.bench.__main__ import Part, Rounds, context_result, deadlines, rounds
 from perf.bench.report import line, report
 from perf.run.tasks import Example
 from ssmlx.calibration.timing import TimedAnswer
+from ssmlx.model import metal
+from ssmlx.model.metal.plan import AttentionShape, Bucket
+from ssmlx.model.metal.trial import Trial
 
 
 @pytest.fixture
@@ -59,55 +62,6 @@ def test_where_nothing_fits_the_warm_up_counts_and_is_called_cold(time):
     assert found.found == [{one.name: "a" for one in of}] and found.is_cold
 
 
-SAMPLES = """*** Sampled system activity (Fri Sep 11 13:41:46 2026 -0700) (1002.90ms elapsed) ***
-
-CPU Power: 823 mW
-GPU Power: 26 mW
-Combined Power (CPU + GPU + ANE): 1172 mW
-*** Sampled system activity (Fri Sep 11 13:41:47 2026 -0700) (1010.09ms elapsed) ***
-Combined Power (CPU + GPU + ANE): 2.5 W
-"""
-
-
-def test_why_there_is_no_energy(monkeypatch):
-    said = {}
-    monkeypatch.setattr(bench, "output_of", lambda *command: said.get(command[0], ""))
-    monkeypatch.setattr(bench.platform, "system", lambda: "Linux")
-    assert bench.unavailable() == "not measured: needs macOS"
-    monkeypatch.setattr(bench.platform, "system", lambda: "Darwin")
-    assert bench.unavailable() == "not measured: needs sudo"
-    said["sudo"] = "Intel energy model derived package power (CPUs+GT+SA): 2.48W"
-    assert "no combined power" in bench.unavailable()
-    said["sudo"] = SAMPLES
-    assert bench.unavailable() is None
-
-
-def sampler(text: str):
-    """Something that runs for a moment and prints `text`, as powermetrics would."""
-    code = f"import time; time.sleep(0.3); print({text!r})"
-
-    def start(samples, output):
-        assert samples == 1
-        return subprocess.Popen([sys.executable, "-c", code], stdout=output, text=True)
-
-    return start
-
-
-def test_energy_is_power_times_time_over_tokens():
-    asked = []
-
-    def answer(prompt):
-        asked.append(prompt)
-        sleep(0.05)
-        return TimedAnswer([1, 2, 3, 4], 4, 0.05)
-
-    found = bench.energy_of(answer, [[1], [2]], 0.25, sampler(SAMPLES))
-    assert found["watts"] == pytest.approx(1.836) and asked[:3] == [[1], [2], [1]]
-    # Some 0.05 s for four tokens.
-    assert 0.05 / 4 < found["joules_per_token"] / found["watts"] < 0.15 / 4
-    assert bench.energy_of(answer, [[1]], 0.25, sampler("no power here")) is None
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A tiny base, adapters of two scopes, and prompts."""
@@ -144,7 +98,7 @@ def test_texts_end_with_a_prompt_behind_others_and_their_answers(folders):
 def run_bench(folders, out, monkeypatch, *more):
     monkeypatch.setattr(bench, "PARTS", parts_of(folders))
     monkeypatch.setattr(bench, "RESERVED_SECONDS", 0.0)
-    monkeypatch.setattr(bench.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(machine, "TURNS", (2, 2))
     monkeypatch.setattr(bench, "MOST_ROUNDS", 2)
     monkeypatch.setattr(bench, "CONTEXT_TOKENS", 8)
     argv = ["--model", str(folders / "base"), "--out", str(out), "--contexts", "24", "8", *more]
@@ -163,20 +117,26 @@ def test_the_command_prints_saves_draws_and_adds_its_line(folders, tmp_path, mon
     assert [task["prompts"] for task in result["answers"]] == [2, 2]
     assert [task["scope"] for task in result["answers"]] == ["all", "streams"]
     assert [one["tokens"] for one in result["contexts"]] == [8, 24]
-    assert result["energy"] == "not measured: needs macOS" and "energy: not measured" in said
     _, text = (tmp_path / "out" / "bench.jsonl").read_text().splitlines()
     values = json.loads(text)
     assert text == line(result) and not any(isinstance(v, dict | list) for v in values.values())
-    assert "launches: " in said and "is written in place" in said
+    assert "is written in place" in said and str(folders) not in said + text
     assert values["step_ms_paused"] > 0 and values["step_peak_mib_straight"] >= 0
     found = {**result["launches"], "straight_peak": result["launches"]["paused_peak"] + 2**30}
     assert "is COPIED" in report({**result, "launches": found})
+    assert "reads 1 times a step" in said and values["reads_per_step"] == 1
+    rows = result["rows"]
+    assert rows["chip"] == "CPU" and rows["rows"][0] == values["t1"] == 1 and rows["launch"] > 0
+    assert len(rows["ratios"]) == len(rows["predicted"]) == len(rows["rows"])
+    assert values["t8_predicted"] == round(rows["predicted"][5], 3) > 1
+    decision, learned = (result["answers"][1][name] for name in ("decision", "learned"))
+    assert f"{decision}; learned: " in said and set(learned) == set(bench.LEARNED)
     rows = result["answers"][0]["systems"]
     assert [row["name"] for row in rows] == ["mlx-lm", "plain", "streaming"]
     assert values["all_tps_streaming"] == round(rows[2]["tokens_per_second"], 1)
     assert values["all_same_tokens"] is True and values["all_prompts"] == 2
     assert values["context24_prefill_mlx_lm"] > 0 and values["context8_tps_streaming"] > 0
-    assert values["joules_per_token_plain"] is None and values["all_first_ms_plain"] > 0
+    assert values["all_first_ms_plain"] > 0 and values["streams_over_plain"] > 0
     assert values["weights"] == "float32"  # auto on the CPU
     assert values["streams_peak_mib_streaming"] > values["streams_peak_mib_plain"] > 0
     assert values["streams_tokens_per_call"] >= 1 and values["all_speedup_low"] > 0
@@ -187,26 +147,37 @@ def test_what_there_is_no_time_for_is_left_out_and_told(folders, tmp_path, monke
     result = json.loads((tmp_path / "bench.json").read_text())
     (task,) = result["answers"]  # the first adapter always gets its first round
     assert task["is_cold"] and task["prompts"] == 1 and not result["contexts"]
-    left_out = ["8 tokens of context", "24 tokens of context", str(folders / "streams")]
-    assert result["left_out"] == left_out
+    assert result["left_out"] == ["streams", "8 tokens of context", "24 tokens of context"]
     said = capsys.readouterr().out
-    assert "not measured, for want of time: 8 tokens of context" in said
+    assert "not measured, for want of time: streams, 8 tokens of context" in said
     values = json.loads((tmp_path / "bench.jsonl").read_text())
     assert values["all_speedup"] > 0 and values["all_speedup_low"] is None  # of one prompt
-    (table,) = [block for block in said.split("\n\n") if block.startswith("==")]
+    (table,) = [block for block in said.split("\n\n") if block.startswith("== all")]
     assert "the first round alone, not warmed up" in table and "[" not in table
 
 
-def test_a_longer_context_is_not_begun_where_a_shorter_one_was_too_long(folders, monkeypatch, time):
+def test_a_context_is_not_begun_where_a_round_would_end_too_late(folders, monkeypatch):
     experiment, target, prompts = loaded(folders)
     monkeypatch.setattr(bench, "CONTEXT_TOKENS", 4)
     monkeypatch.setattr(bench, "MOST_ROUNDS", 1)
-    before = rounds(target, experiment.systems, prompts, 0.0, label="", now=lambda: 0.0)
-    assert expected_seconds(before, 10) > expected_seconds(before, 1) > 0
-    monkeypatch.setattr(bench, "expected_seconds", lambda found, growth: 5 * growth)
-    ends = deadlines(time(), 12, {"8": 1, "24": 1, "48": 1})
-    found = contexts_result(experiment, target, prompts, before, ends, (8, 24, 48), time)
-    assert [one["tokens"] for one in found] == [8]  # 24 might take 15 s of the 12
+    answer = TimedAnswer([1, 2], 1, 100.0, prefill_seconds=100.0)
+    before = Rounds([{"plain": answer}], False, 200.0)
+    given, now = (experiment, target, [[1, 2, 3, 4], *prompts[1:]], before), perf_counter()
+    assert context_result(*given, now + 389, 8) is None  # 1.3 times 200 + 100 seconds
+    assert context_result(*given, now + 450, 12) is None
+    found = context_result(*given, now + 450, 8)
+    assert found["tokens"] == 8 and found["prompts"] == 1
+
+
+def test_where_the_attention_kernel_is_taken(folders, tmp_path, monkeypatch, capsys):
+    trials = [Trial(True, 1.5, 3e-5), Trial(True, 0.5, 3e-5), Trial(agrees=False)]
+    shapes = [AttentionShape(rows, 4, 2, 256, 64, mx.float16) for rows in (4, 8, 16)]
+    found = {Bucket(one, 1, False): trial for one, trial in zip(shapes, trials, strict=True)}
+    monkeypatch.setattr(metal, "trials", lambda: found)
+    assert run_bench(folders, tmp_path, monkeypatch, "--minutes", "0.0001") == 0
+    said = capsys.readouterr().out
+    assert "kernel: 4x256 30/20 us taken, 8x256 30/60 us left, 16x256 WRONG" in said
+    assert json.loads((tmp_path / "bench.jsonl").read_text())["kernel_gain_4x256"] == 1.5
 
 
 @pytest.mark.parametrize(

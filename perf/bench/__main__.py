@@ -1,54 +1,50 @@
 """`python -m perf.bench`: what this machine gives, in five minutes and without an argument.
 
-Plain decoding, streaming with the bundled adapters, and mlx-lm's own stream_generate answer the
-same prompts in turns; then the first token, decoding and prefill by length of context; memory,
-and energy where powermetrics may be run. Prints a report, saves it with a picture, and ends with
-a line of JSON fit to paste into a shared table.
+What rows and launches cost beside what was predicted; then mlx-lm's own stream_generate, plain
+decoding, and streaming with the bundled adapters answer the same prompts in turns; then behind a
+long context. Prints a report to paste, which names nobody, saves it with a picture, and ends with
+a line of JSON for a shared table.
 """
 
 import argparse
 import gc
-import platform
-import re
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from math import inf
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from huggingface_hub.utils import tqdm
 
 from ssmlx.answers import run as on_mlx_thread
 from ssmlx.calibration.timing import TimedAnswer
-from ssmlx.commands.machine import machine, output_of
+from ssmlx.commands.machine import machine
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import publish
-from ssmlx.decoding.loop import streaming_decode
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
-from ssmlx.model.streams import StreamFusedModel
 from ssmlx.plan import make_plan
-from ssmlx.settings import DTYPES, GenerateConfig
+from ssmlx.settings import DTYPES, GenerateConfig, to_json
+from ssmlx.tuning.chips import Decoder
+from ssmlx.tuning.experience import experience_of
 
 from ..run.experiment import Experiment, Measured, task_result
 from ..run.options import adapter_with_streams, add_base, add_out, check_counts
 from ..run.results import Kept, machine_load
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, data_file, read_examples
+from .machine import machine_result, trials_result
 from .report import draw, line, report
 
 PROG = "perf.bench"
 EPILOG = """examples:
   python -m perf.bench
-  sudo -v && python -m perf.bench        # with energy, on macOS
   python -m perf.bench --minutes 2 --dtype float16
   python -m perf.bench --minutes 20 --contexts 64 512 2000 4000
 
@@ -56,23 +52,15 @@ Writes bench.json, .txt and .png into --out, and adds the line to bench.jsonl th
 no time for is left out, and the report says so."""
 STREAMING = "streaming"
 Now = Callable[[], float]
-Deadlines = Mapping[str, float]
-CONTEXTS = (64, 512, 2000)
+CONTEXTS = (2000,)
 CONTEXT_TOKENS = 24  # about what the answers have: behind its end a text is hard to guess
 MOST_ROUNDS = 12  # at each length of context
-SAFETY = 1.3
-LAUNCH_STEPS, LAUNCH_ROOM, PAUSE = 16, 4096, 0.02  # steps, tokens of a cache, seconds
-
-# Energy: powermetrics wants root, and says so where it cannot run.
-INTERVAL_MS = 250
-COMMAND = ("sudo", "-n", "powermetrics", "--samplers", "cpu_power,gpu_power", "-i")
-_POWER = re.compile(r"^Combined Power \(CPU \+ GPU \+ ANE\): *([\d.]+) *(m?)W", re.MULTILINE)
-
-Sampler = Callable[[int, IO[str]], "subprocess.Popen[str]"]
+SAFETY, BAR = 1.3, "{l_bar}{bar}"
+LEARNED = ("costs", "texts", "saved")
 
 
 class Part(NamedTuple):
-    """An adapter to measure, a bundled name or a folder; None asks what ships for the task."""
+    """An adapter to measure, a bundled name or a folder."""
 
     adapter: str
     task: str
@@ -82,8 +70,9 @@ class Part(NamedTuple):
 
 
 RESERVED_SECONDS = 8.0  # for the picture
-# The first adapter is also what contexts and energy are measured with.
-PARTS = (Part("sql", "sql", 64, 0.3), Part("chat", "chat", 96, 0.25))
+ROWS_WEIGHT = 0.06
+# The last adapter is also what contexts are measured with.
+PARTS = (Part("chat", "chat", 96, 0.3), Part("e2e", "e2e", 64, 0.25), Part("sql", "sql", 64, 0.25))
 
 
 def deadlines(now: float, seconds: float, weights: Mapping[str, float]) -> dict[str, float]:
@@ -122,7 +111,9 @@ def rounds(
     No round is begun that would probably end after the deadline.
     """
     longest, found, is_cold = 0.0, list[dict[str, TimedAnswer]](), True
-    for turn, prompt in enumerate(tqdm([prompts[0], *prompts], desc=label, disable=None)):
+    began = now()
+    shown = tqdm(total=max(1, deadline - began), desc=label, bar_format=BAR, disable=None)
+    for turn, prompt in enumerate([prompts[0], *prompts]):
         started = now()
         if turn and started + longest > deadline:
             break
@@ -131,43 +122,65 @@ def rounds(
         longest = max(longest, now() - started)
         found = [one_round] if turn < 2 else [*found, one_round]
         is_cold = not turn
+        shown.update(min(now() - began, shown.total) - shown.n)
+    shown.close()
     return Rounds(found, is_cold, longest)
 
 
 def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
-    """All measurements, the first adapter's first."""
+    """All measurements: the machine's, each adapter's answers, and the last one's contexts."""
     base = resolve_model(args.model)  # before the clock: a download is no measurement
     started = time.perf_counter()
-    first, *others = ((part.adapter, part.weight) for part in parts)
+    weights = {"rows": ROWS_WEIGHT, **{part.adapter: part.weight for part in parts}}
     # Mostly what reading the context takes.
-    between = [(str(length), 0.06 + 7e-5 * length) for length in args.contexts]
-    if unavailable() is None:
-        between.append(("energy", 0.08))
-    seconds = 60 * args.minutes - RESERVED_SECONDS
-    ends = deadlines(started, seconds, dict([first, *between, *others]))
+    weights |= {str(length): 0.06 + 7e-5 * length for length in args.contexts}
+    ends = deadlines(started, 60 * args.minutes - RESERVED_SECONDS, weights)
     result: dict[str, Any] = {
         "machine": machine(),
         "load": machine_load(),
         "date": time.strftime("%Y-%m-%d"),
-        "model": args.model,
+        "model": base.name if Path(args.model).expanduser().exists() else args.model,
         "minutes": args.minutes,
-        "context_tokens": CONTEXT_TOKENS,
         "answers": [],
-        "left_out": [],
     }
+    left_out, needed, contexts = [], -inf, dict[int, Any].fromkeys(args.contexts)
     for part in parts:
-        left = max(ends.values()) - time.perf_counter()
-        if result["answers"] and left <= result["part_seconds"]:
-            result["left_out"].append(part.adapter)
+        begun = time.perf_counter()
+        if begun + needed > max(ends.values()):
+            left_out.append(Path(part.adapter).name)
             continue
-        contexts = [] if result["answers"] else args.contexts
-        found = measure_part(part, base, args.dtype, ends, contexts)
-        result["answers"].append(found.pop("answers"))
-        if len(result["answers"]) == 1:
-            result |= found
+        experiment = experiment_of(part, base, args.dtype)
+        target, prompts = experiment.load()
+        streams = target.drafting(STREAMS).model
+        loaded = time.perf_counter() - begun
+        if not result["answers"]:
+            result["weights"] = weights_text(target)
+            given = streams, prompts[0], ends["rows"]
+            result |= on_mlx_thread(partial(machine_result, *given))
+        end, label = ends[part.adapter], experiment.name
+        found = rounds(target, experiment.systems, prompts, end, label=label)
+        needed = max(needed, loaded + found.seconds)
+        learned = experience_of(streams).learned
+        answers = figures_of(
+            experiment, target, prompts, found,
+            decision=make_plan(streams, context=len(prompts[0])).decision,
+            learned={name: to_json(getattr(learned, name)) for name in LEARNED},
+        )  # fmt: skip
+        result["answers"].append(answers)
+        for length in args.contexts if part is parts[-1] else ():
+            end = ends[str(length)]
+            contexts[length] = context_result(experiment, target, prompts, found, end, length)
+        del target, streams
         gc.collect()
         mx.clear_cache()
-    return {**result, "seconds": time.perf_counter() - started}
+    left_out += [f"{length} tokens of context" for length, one in contexts.items() if one is None]
+    return {
+        **result,
+        "contexts": [one for one in contexts.values() if one],
+        "trials": trials_result(),
+        "left_out": left_out,
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def systems(max_tokens: int) -> list[System]:
@@ -188,140 +201,6 @@ def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:
         examples=read_examples(data_file(task, part.data), task),
         task=task,
     )
-
-
-def measure_part(
-    part: Part, base: Path, dtype: str, ends: Deadlines, contexts: Sequence[int]
-) -> dict[str, Any]:
-    """Measure an adapter until its deadline; where there are `contexts`, by those and its energy
-    too."""
-    started, experiment = time.perf_counter(), experiment_of(part, base, dtype)
-    target, prompts = experiment.load()
-    load_seconds = time.perf_counter() - started
-    found = rounds(target, experiment.systems, prompts, ends[part.adapter], label=experiment.name)
-    streams = target.drafting(STREAMS).model
-    drafter = make_plan(streams, GenerateConfig(decoding="streaming")).drafter
-    assert drafter is not None
-    answers = figures_of(
-        experiment, target, prompts, found,
-        drafting=f"trees of {drafter.max_nodes} nodes, {drafter.num_levels} levels",
-        memory=asdict(target.memory(STREAMS)),
-    )  # fmt: skip
-    if not contexts:
-        return {"answers": answers}
-    measured = contexts_result(experiment, target, prompts, found, ends, contexts)
-    return {
-        "answers": answers,
-        # What another adapter will take at least; its answers are longer.
-        "part_seconds": load_seconds + 2 * found.seconds,
-        "weights": weights_text(target),
-        "launches": on_mlx_thread(partial(launches_result, streams, prompts[0])),
-        "contexts": measured,
-        "left_out": [f"{length} tokens of context" for length in contexts[len(measured) :]],
-        "energy": energy_result(experiment.systems, target, prompts, ends),
-    }
-
-
-def pausing(seconds: float, tokens: list[int]) -> bool:
-    """Asked whether an answer ends, wait; it does not."""
-    time.sleep(seconds)
-    return False
-
-
-def launches_result(model: StreamFusedModel, prompt: list[int]) -> dict[str, float]:
-    """Seconds and peak bytes of steps, with a pause between the read of each and its successor's
-    launch and without; and the bytes of a layer's cache.
-
-    MLX copies a layer's cache where the GPU has not let go of it when the next step is launched:
-    then a straight peak is higher by a layer or more, and a straight step takes longer.
-    """
-    found: dict[str, float] = {}
-    for name, pause in [("straight", 0.0), ("paused", PAUSE)] * 2:
-        cache, drafter = model.make_cache(), make_plan(model, GenerateConfig()).drafter
-        assert drafter is not None
-        cache.reserve(tokens=LAUNCH_ROOM)
-        steps = streaming_decode(
-            model, prompt, cache, drafter=drafter, ends=partial(pausing, pause)
-        )
-        calls = filter(None, steps)
-        for _ in range(LAUNCH_STEPS // 2):
-            next(calls)
-        mx.synchronize()
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        started = time.perf_counter()
-        for _ in range(LAUNCH_STEPS):
-            next(calls)
-        seconds = (time.perf_counter() - started) / LAUNCH_STEPS - pause
-        found[f"{name}_seconds"] = min(seconds, found.get(f"{name}_seconds", seconds))
-        found[f"{name}_peak"] = mx.get_peak_memory() - before
-        found["layer"] = cache.nbytes / model.num_layers
-    return found
-
-
-def unavailable() -> str | None:
-    """Why there is no energy to be measured here; None where there is.
-
-    Needs a password that was typed not long ago (`sudo -v`), or a rule that asks for none.
-    """
-    if platform.system() != "Darwin":
-        return "not measured: needs macOS"
-    said = output_of(*COMMAND, "100", "-n", "1")
-    if not said:
-        return "not measured: needs sudo"
-    return None if watts_of(said) else "not measured: powermetrics names no combined power"
-
-
-def watts_of(text: str) -> list[float]:
-    """The power of CPU, GPU and Neural Engine in each sample of what powermetrics prints."""
-    return [float(value) / (1000 if milli else 1) for value, milli in _POWER.findall(text)]
-
-
-def start_sampler(samples: int, output: IO[str]) -> subprocess.Popen[str]:
-    """powermetrics for so many samples: it ends by itself, since root's cannot be stopped."""
-    command = [*COMMAND, str(INTERVAL_MS), "-n", str(samples)]
-    return subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, text=True)
-
-
-def energy_of(
-    answer: Callable[[list[int]], TimedAnswer],
-    prompts: Sequence[list[int]],
-    seconds: float,
-    sampler: Sampler = start_sampler,
-) -> dict[str, float] | None:
-    """Watts, and joules a token, prompts included, of a warm system that answers prompt after
-    prompt while power is sampled; None where no sample can be read."""
-    tokens, turn = 0, 0
-    # A file: a pipe that nobody empties would stop the sampler.
-    with tempfile.TemporaryFile("w+") as output:
-        process = sampler(max(1, round(1000 * seconds / INTERVAL_MS)), output)
-        started = time.perf_counter()
-        while process.poll() is None and time.perf_counter() - started < 3 * seconds:
-            tokens += len(answer(prompts[turn % len(prompts)]).tokens)
-            turn += 1
-        elapsed = time.perf_counter() - started
-        output.seek(0)
-        watts = watts_of(output.read())
-    if not watts or not tokens:
-        return None
-    return {
-        "watts": statistics.mean(watts),
-        "joules_per_token": statistics.mean(watts) * elapsed / tokens,
-    }
-
-
-def energy_result(
-    of: Sequence[System], target: Target, prompts: Sequence[list[int]], ends: Deadlines
-) -> dict[str, Any] | str:
-    """The energy of each system until its deadline; or why there is none."""
-    why = unavailable()
-    if why is not None:
-        return why
-    share = (ends["energy"] - time.perf_counter()) / len(of)
-    if share < 1:
-        return "not measured: no time left"
-    found = {one.name: energy_of(partial(target.answer, one), prompts, share) for one in of}
-    return found if all(found.values()) else "not measured: powermetrics could not be read"
 
 
 def figures_of(
@@ -345,8 +224,7 @@ def weights_text(target: Target) -> str:
     dtype = str(target.plain.backbone.dtype).removeprefix("mlx.core.")
     if not is_quantised(target.mlx_model):
         return dtype
-    bits = {module.bits for module in target.mlx_model.modules() if hasattr(module, "bits")}
-    return f"{'/'.join(map(str, sorted(bits)))}-bit weights, {dtype}"
+    return f"{Decoder.of(target.plain).bits}-bit weights, {dtype}"
 
 
 def text_of_length(
@@ -371,44 +249,30 @@ def answer_tokens(example: Example, target: Target) -> list[int]:
     return [*text, tokenizer.eos_token_id]
 
 
-def contexts_result(
+def context_result(
     experiment: Experiment,
     target: Target,
     prompts: Sequence[list[int]],
     before: Rounds,
-    ends: Deadlines,
-    contexts: Sequence[int],
-    now: Now = time.perf_counter,
-) -> list[dict[str, Any]]:
-    """Speeds by length of context, ascending, each length until its deadline.
-
-    Where a first round would not end in time, by what `before` took, that length and the longer
-    ones are left out.
-    """
+    deadline: float,
+    length: int,
+) -> dict[str, Any] | None:
+    """Answers behind `length` tokens until the deadline; None where by what `before` took not even
+    one round would end in time."""
+    limit = target.plain.backbone.context_length or length + CONTEXT_TOKENS
+    taken = [answer for one in before.found for answer in one.values()]
+    growth = max(1.0, length / len(prompts[0]))
+    seconds = sum(one.prefill_seconds * growth + one.decode_seconds for one in taken)
+    expected = SAFETY * seconds / len(before.found)
+    if length + CONTEXT_TOKENS > limit or time.perf_counter() + expected > deadline:
+        return None
     answers = [answer_tokens(one, target) for one in experiment.examples]
-    experiment, results = replace(experiment, systems=systems(CONTEXT_TOKENS)), []
-    limit = target.plain.backbone.context_length or max(contexts) + CONTEXT_TOKENS
-    found, known = before, len(prompts[0])
-    for length in contexts:
-        expected = expected_seconds(found, length / known)
-        if length + CONTEXT_TOKENS > limit or expected > max(ends.values()) - now():
-            break
-        own = [text_of_length(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
-        with target.endless():
-            found = rounds(
-                target, experiment.systems, own, ends[str(length)],
-                label=f"{length} tokens of context", now=now,
-            )  # fmt: skip
-        known = length
-        results.append(figures_of(experiment, target, own, found, tokens=length))
-    return results
-
-
-def expected_seconds(found: Rounds, growth: float) -> float:
-    """What a round will take at most, where prompts are `growth` times as long."""
-    answers = [answer for one in found.found for answer in one.values()]
-    seconds = sum(a.prefill_seconds * max(1.0, growth) + a.decode_seconds for a in answers)
-    return SAFETY * seconds / len(found.found)
+    own = [text_of_length(length, turn, prompts, answers) for turn in range(MOST_ROUNDS)]
+    experiment = replace(experiment, systems=systems(CONTEXT_TOKENS))
+    with target.endless():
+        label = f"{length} tokens of context"
+        found = rounds(target, experiment.systems, own, deadline, label=label)
+    return figures_of(experiment, target, own, found, tokens=length)
 
 
 def _main(args: argparse.Namespace) -> int:

@@ -1,22 +1,22 @@
 """What `perf.bench` says: a report, a picture, and one line of JSON for a table of machines."""
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ssmlx.memory import LABELS, MIB, Memory
-from ssmlx.tuning.report import Columns, table
+from ssmlx.memory import MIB
+from ssmlx.tuning.report import Columns, aligned, table
 
 from ..run.show import TOKENS_PER_CALL, Cell, Panel, Row, draw_tasks, interval, same_text
 from ..run.statistics import FEW
 
-WEIGHTS = ("base", "lora", "streams", "draft_head")
 NOTES = (
-    "[95 % bootstrap intervals]; rates are medians over prompts, first tokens means, systems "
-    "taking turns in an order that rotates, each greedy and on the same weights",
-    "mlx-lm: its own stream_generate; streaming: as ssmlx decodes here by default, tuned where "
-    "ssmlx.calibrate was run; prefill: the prompt over the time to the first token; peak: weights "
-    "that the system needs, and the most in use beside them",
+    "[95 % bootstrap intervals] over prompts, systems in turns, greedy and on the same weights; "
+    "rates are medians, first tokens means; whole: with the time to the first token",
+    "mlx-lm: its stream_generate; streaming: without options, so the brake decides; peak: weights "
+    "and the most beside them; attention kernel: rows x keys at most, MLX's time and the kernel's",
 )
 
 
@@ -28,47 +28,110 @@ def report(result: Row) -> str:
         f"{result['model']}, {result['weights']}, {found['device']}; mlx {found['mlx']}, mlx-lm "
         f"{found['mlx-lm']}, ssmlx {found['ssmlx']} ({found['commit']}), Python {found['python']}",
     ]
-    notes = [*NOTES, f"load: {result['load']}"]
+    notes = [*NOTES]
     if any(task["prompts"] < FEW for task in result["answers"]):
         notes.append(f"fewer than {FEW} prompts: intervals are narrower than they should be")
     if result["left_out"]:
         notes.append(f"not measured, for want of time: {', '.join(result['left_out'])}")
-    notes.append(f"took {result['seconds'] / 60:.1f} of {result['minutes']:g} minutes")
+    took = f"took {result['seconds'] / 60:.1f} of {result['minutes']:g} minutes"
+    notes.append(f"{took}; load: {result['load']}")
     blocks = [
         heading,
-        *(_block(task) for task in (*result["answers"], *result["contexts"])),
-        [_launches_line(result["launches"])],
-        [*_energy_lines(result["energy"]), *(_memory_line(task) for task in result["answers"])],
+        [*_machine_lines(result)],
+        *(_block(task) for task in result["answers"]),
+        [*map(_context_line, result["contexts"])],
         notes,
         ["for a shared table:", line(result)],
     ]
-    return "\n\n".join("\n".join(block) for block in blocks)
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _machine_lines(result: Row) -> Iterator[str]:
+    """Rows, launches, the attention kernel, and where caches are written."""
+    rows, launches = result["rows"], result["launches"]
+    both = rows["ratios"], rows["predicted"]
+    yield (
+        f"== rows of a whole forward, {rows['bits']}-bit weights, behind {rows['context']} tokens: "
+        f"medians of {rows['turns']} turns, {rows['noise']:.0%} noise; predicted for {rows['chip']}"
+    )
+    yield from aligned([
+        ["rows", *map(str, rows["rows"])],
+        ["ms", *(f"{1e3 * one:.1f}" for one in rows["seconds"])],
+        ["T(n)/T(1)", *(f"{one:.2f}" for one in both[0])],
+        ["predicted", *(f"{one:.2f}" for one in both[1])],
+        ["found/predicted", *(f"{a / b:.2f}" for a, b in zip(*both, strict=True))],
+    ])  # fmt: skip
+    yield (
+        f"one row: {rows['one_over_predicted']:.2f} times the time predicted; "
+        f"a launch: {1e6 * rows['launch']:.2f} us, published {1e6 * rows['launch_predicted']:.2f}; "
+        f"the host reads {launches['reads']:g} times a step"
+    )
+    straight, paused = (
+        f"{1e3 * launches[f'{name}_seconds']:.1f} ms, {launches[f'{name}_peak'] / MIB:.1f} MiB"
+        for name in ("straight", "paused")
+    )
+    copied = launches["straight_peak"] >= launches["paused_peak"] + launches["layer"]
+    yield (
+        f"a step: {straight} at the peak; with a pause before each {paused}; a layer's cache, "
+        f"{launches['layer'] / MIB:.1f} MiB, is {'COPIED' if copied else 'written in place'}"
+    )
+    shapes = ", ".join(map(_trial_text, result["trials"]))
+    yield f"attention kernel: {shapes or 'no trial, for want of Metal'}"
+
+
+def _trial_text(one: Row) -> str:
+    """Such as `4x256 21/15 us taken`: rows and keys at most, MLX's time and the kernel's."""
+    shape, end = f"{one['rows']}x{one['keys']}", "taken" if one["taken"] else "left"
+    mlx = 1e6 * one["seconds"]
+    return (
+        f"{shape} {mlx:.0f}/{mlx / one['gain']:.0f} us {end}" if one["agrees"] else f"{shape} WRONG"
+    )
 
 
 def _block(task: Row) -> list[str]:
-    """Answers of an adapter, or those behind a length of context."""
-    rounds = f"{task['prompts']} {'round' if 'tokens' in task else 'prompt'}"
-    what = f"{rounds}{'s' * (task['prompts'] != 1)}, at most {task['max_tokens']} tokens"
-    if "drafting" in task:
-        what += f"; {task['drafting']}"
+    """An adapter's answers, what was drafted, and what the brake learned."""
+    count = task["prompts"]
+    what = f"{count} prompt{'s' * (count != 1)}, at most {task['max_tokens']} tokens"
     if task["is_cold"]:
         what += "; the first round alone, not warmed up"
     columns: Columns = {
         "system": lambda row: row["name"],
         "decode tokens/s": _interval(task, "decode_rate", 1),
         "over mlx-lm": _interval(task, "speedup", 2),
+        "over plain": _interval(task, "over_plain", 2),
+        "whole, over plain": _interval(task, "latency_over_plain", 2),
         "tokens/call": lambda row: f"{row['tokens_per_call']['value']:.2f}",
-        "ms a call": lambda row: f"{1e3 * row['call_seconds']:.1f}" if row["call_seconds"] else "-",
         "first token, ms": _interval(task, "first_token_seconds", 0, 1e3),
-    }
-    if "tokens" in task:
-        columns = {**columns, "prefill tokens/s": lambda row: f"{prefill_rate(task, row):.0f}"}
-    columns = {
-        **columns,
         "peak, MiB": lambda row: f"{_peak(task, row) / MIB:.1f}",
-        "same tokens as plain": same_text(task["prompts"]),
+        "same as plain": same_text(count),
     }
-    return [f"== {_name(task)} (scope {task['scope']}): {what}", *table(columns, task["systems"])]
+    return [
+        f"== {task['adapter']} (scope {task['scope']}): {what}",
+        *table(columns, task["systems"]),
+        f"{task['decision']}; learned: {_learned_text(task['learned'])}",
+    ]
+
+
+def _learned_text(learned: Row) -> str:
+    """What the brake made of this machine and these texts."""
+    costs = [
+        f"{re.search(r'[0-9]+ nodes', name)[0]} {one['value']:.2f} ({one['weight']:.1f})"  # type: ignore[index]
+        for name, one in learned["costs"].items()
+    ]
+    texts = [f"{one['value']:.2f} from {name} on" for name, one in learned["texts"].items()]
+    return (
+        f"extra cost over expected {', '.join(costs) or '-'}; acceptance over expected by context "
+        f"{', '.join(texts) or '-'}; {learned['saved']:.1f} calls left for trials"
+    )
+
+
+def _context_line(task: Row) -> str:
+    """Answers behind a length of context."""
+    shown = [
+        f"{row['name']} {_interval(task, 'speedup', 2)(row)}, prefill {prefill_rate(task, row):.0f}"
+        for row in task["systems"]
+    ]
+    return f"{_name(task)}, over mlx-lm, and prompt tokens/s: {'; '.join(shown)}"
 
 
 def _name(task: Row) -> str:
@@ -96,43 +159,9 @@ def prefill_rate(context: Row, row: Row) -> float:
     return float(context["tokens"] / row["first_token_seconds"]["value"])
 
 
-def _energy_lines(energy: Any) -> list[str]:
-    """Joules a token, or why there are none."""
-    if isinstance(energy, str):
-        return [f"energy: {energy}"]
-    return [
-        f"energy, {name}: {one['joules_per_token']:.3f} J a token at {one['watts']:.1f} W"
-        for name, one in energy.items()
-    ]
-
-
-def _launches_line(found: Row) -> str:
-    """Whether caches were written in place, and what tells it."""
-    straight, paused = (
-        f"{1e3 * found[f'{name}_seconds']:.1f} ms a step and {found[f'{name}_peak'] / MIB:.1f} MiB"
-        for name in ("straight", "paused")
-    )
-    copied = found["straight_peak"] >= found["paused_peak"] + found["layer"]
-    return (
-        f"launches: {straight} at the peak, with a pause before each {paused}; a layer's cache, "
-        f"{found['layer'] / MIB:.1f} MiB, is {'COPIED' if copied else 'written in place'}"
-    )
-
-
-def _memory_line(task: Row) -> str:
-    """What streaming keeps beside plain decoding, part by part."""
-    parts = Memory(**task["memory"]).parts
-    shown = [f"{LABELS[name]} {parts[name] / MIB:.1f}" for name in WEIGHTS if parts[name]]
-    _, plain, streaming = (_peak(task, row) for row in task["systems"])
-    return (
-        f"memory, {task['adapter']}: weights in MiB: {', '.join(shown)}; streaming's peak is "
-        f"{streaming / plain - 1:+.1%} on plain decoding's"
-    )
-
-
 def line(result: Row) -> str:
     """The result in one line of flat JSON; null is what was not measured."""
-    found, energy = result["machine"], result["energy"]
+    found = result["machine"]
     names = ("memory", "os", "power", "mlx", "mlx-lm", "ssmlx", "commit")
     values: dict[str, Any] = {
         "bench": 1,
@@ -145,21 +174,22 @@ def line(result: Row) -> str:
     for name in ("straight", "paused"):
         values[f"step_ms_{name}"] = round(1e3 * result["launches"][f"{name}_seconds"], 2)
         values[f"step_peak_mib_{name}"] = round(result["launches"][f"{name}_peak"] / MIB, 1)
+    rows = result["rows"]
+    for row, one, expected in zip(rows["rows"], rows["ratios"], rows["predicted"], strict=True):
+        values |= {f"t{row}": round(one, 3), f"t{row}_predicted": round(expected, 3)}
+    values["row_ms"] = round(1e3 * rows["seconds"][0], 2)
+    values["launch_us"] = round(1e6 * rows["launch"], 2)
+    values["reads_per_step"] = result["launches"]["reads"]
+    for one in result["trials"]:
+        values[f"kernel_gain_{one['rows']}x{one['keys']}"] = round(one["gain"], 2)
     for task in result["answers"]:
         values |= _answers_values(task)
     for one in result["contexts"]:
         for row in one["systems"]:
-            label = f"context{one['tokens']}_%s_{_key(row)}"
+            label = f"context{one['tokens']}_%s_{row['name'].replace('-', '_')}"
             values[label % "tps"] = round(row["tokens_per_second"], 1)
             values[label % "prefill"] = round(prefill_rate(one, row), 1)
-    for row in result["answers"][0]["systems"]:
-        joules = None if isinstance(energy, str) else energy[row["name"]]["joules_per_token"]
-        values[f"joules_per_token_{_key(row)}"] = joules and round(joules, 4)
     return json.dumps(values, separators=(",", ":"))
-
-
-def _key(row: Row) -> str:
-    return str(row["name"]).replace("-", "_")
 
 
 def _answers_values(task: Row) -> dict[str, Any]:
@@ -167,14 +197,21 @@ def _answers_values(task: Row) -> dict[str, Any]:
     name, rows = task["adapter"], task["systems"]
     values: dict[str, Any] = {f"{name}_prompts": task["prompts"]}
     for row in rows:
-        first = 1e3 * row["first_token_seconds"]["value"]
-        values[f"{name}_tps_{_key(row)}"] = round(row["tokens_per_second"], 1)
-        values[f"{name}_first_ms_{_key(row)}"] = round(first, 1)
-        values[f"{name}_peak_mib_{_key(row)}"] = round(_peak(task, row) / MIB, 1)
-    over, calls = rows[-1]["speedup"], rows[-1]["tokens_per_call"]["value"]
-    for end, label in (("value", ""), ("low", "_low"), ("high", "_high")):
-        is_known = over and (end == "value" or task["prompts"] > 1)
-        values[f"{name}_speedup{label}"] = round(over[end], 3) if is_known else None
+        key, first = row["name"].replace("-", "_"), 1e3 * row["first_token_seconds"]["value"]
+        values[f"{name}_tps_{key}"] = round(row["tokens_per_second"], 1)
+        values[f"{name}_first_ms_{key}"] = round(first, 1)
+        values[f"{name}_peak_mib_{key}"] = round(_peak(task, row) / MIB, 1)
+    shown = {
+        "speedup": rows[-1]["speedup"],
+        "plain_over_mlx_lm": rows[1]["speedup"],
+        "over_plain": rows[-1]["over_plain"],
+        "whole_over_plain": rows[-1]["latency_over_plain"],
+    }
+    for label, over in shown.items():
+        for end, suffix in (("value", ""), ("low", "_low"), ("high", "_high")):
+            is_known = over and (end == "value" or task["prompts"] > 1)
+            values[f"{name}_{label}{suffix}"] = round(over[end], 3) if is_known else None
+    calls = rows[-1]["tokens_per_call"]["value"]
     same = all(row["same_as_plain"] == task["prompts"] for row in rows)
     return {**values, f"{name}_tokens_per_call": round(calls, 3), f"{name}_same_tokens": same}
 
