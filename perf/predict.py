@@ -1,10 +1,10 @@
 """`python -m perf.predict`: what streams should bring on M1 to M5. Predictions, not measured.
 
-Tokens per call come from a result of `ssmlx.calibrate`, costs from what others published of rows,
+Tokens per call are those that an adapter tells of itself, costs what others published of rows,
 launches and bandwidth: `ssmlx/tuning/chips.py` and its table, each figure with its source. A
 speed-up is told for the tree that is best by the middle of what was published, and ranges from the
-dearest rows to the cheapest. For models other than the one that was calibrated, its tokens per
-call are an assumption, and said to be one.
+dearest rows to the cheapest. For models other than the adapter's own, its tokens per call are an
+assumption, and said to be one.
 
 Beside them stands how far this can be trusted: speed-ups and rates of others' programs, as they
 published them and as the same table predicts them, with their own measurements and without.
@@ -18,26 +18,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from ssmlx.calibration.choice import PricedShape, best
-from ssmlx.commands.calibrate import results_dir
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
-from ssmlx.settings import from_json, read_json
+from ssmlx.settings import StreamConfig
 from ssmlx.tuning import chips
 from ssmlx.tuning.chips import CHIPS, Bound, Chip, Decoder, costs
 from ssmlx.tuning.cost import DraftShape
+from ssmlx.tuning.ladder import USUAL_CONTEXT, shapes, tokens_of
 from ssmlx.tuning.report import Columns, table
 
-from .run.options import add_out
-from .run.results import reading
+from .run.options import adapter_with_streams, add_out
 
 PROG = "perf.predict"
-CALIBRATION = "calibrate-sql.json"
 Result = Mapping[str, Any]
 LABEL = "PREDICTION from published figures, not measured on any of these chips"
 ON = [chip for chip in CHIPS.values() if chip.name.startswith("M")]
@@ -50,14 +47,13 @@ MODELS = (
 QWEN = Decoder("qwen3-4b", 2560, 32, 8, 128, 9728, 36, 151936)
 
 
-def drafting(decoder: Decoder, streams: Result) -> Decoder:
-    """With streams in as large a share of its layers as those of an adapter's settings."""
-    share = streams["num_msa_layers"] / streams["num_layers"]
+def drafting(decoder: Decoder, streams: StreamConfig) -> Decoder:
+    """With streams in as large a share of its layers as those of an adapter."""
     return replace(
         decoder,
-        msa_layers=max(1, round(decoder.layers * share)),
-        num_streams=streams["num_streams"],
-        draft_vocab=min(streams["draft_vocab_size"] or decoder.vocab, decoder.vocab),
+        msa_layers=max(1, round(decoder.layers * streams.num_msa_layers / streams.num_layers)),
+        num_streams=streams.num_streams,
+        draft_vocab=min(streams.draft_vocab_size or decoder.vocab, decoder.vocab),
     )
 
 
@@ -173,43 +169,42 @@ def lines_of(predictions: Sequence[Result]) -> list[str]:
     return table(columns, predictions)
 
 
-def report(calibrated: Result, groups: Mapping[str, Sequence[Result]]) -> str:
+def report(adapter: str, groups: Mapping[str, Sequence[Result]]) -> str:
     """All predictions as text."""
     parts = [LABEL]
     for name, predictions in groups.items():
         bits = predictions[0]["bits"]
         stored = f"{bits}-bit weights" if bits < 16 else "16-bit weights, not quantised"
-        own = name == calibrated["model"].removesuffix("-q4_1")
-        source = f"as calibrated with adapter {calibrated['adapter']}"
-        source += "" if own else ", an ASSUMPTION for this model"
-        title = f"{name}, {stored}; tokens per call {source}; behind {calibrated['context']} tokens"
+        source = f"tokens per call of adapter {adapter}"
+        source += "" if name == MODELS[0].name else ", an ASSUMPTION for this model"
+        title = f"{name}, {stored}; {source}; behind {USUAL_CONTEXT} tokens"
         parts.append("\n".join([title, *lines_of(predictions)]))
     return "\n\n".join([*parts, "\n".join(trust())])
 
 
 def _main(args: argparse.Namespace) -> None:
+    _, adapter = adapter_with_streams(args.adapter)
+    streams = adapter.config
     require(
-        args.calibration.is_file(),
-        f"no calibration {args.calibration}",
-        expected="a result of ssmlx.calibrate",
-        do="run python -m ssmlx.calibrate --adapter sql, or give --calibration FILE",
+        streams.tokens_per_call is not None,
+        f"--adapter {args.adapter} does not say its tokens per call",
+        expected="`tokens_per_call` in its streams_config.json",
+        do="name one of the bundled adapters",
     )
-    calibrated: Result = read_json(args.calibration, "a result of ssmlx.calibrate")
-    groups: dict[str, list[Result]] = {}
-    with reading(args.calibration, "ssmlx.calibrate"):
-        ways = [
-            (from_json(DraftShape, one["shape"]), float(one["tokens_per_call"]))
-            for one in calibrated["candidates"]
+    ways = [
+        (shape, tokens_of(shape, streams.tokens_per_call)) for shape in shapes(streams.num_streams)
+    ]
+    groups = {
+        model.name: [
+            predict(drafting(replace(model, bits=args.bits), streams), chip, ways, USUAL_CONTEXT)
+            for chip in ON
         ]
-        context = float(calibrated["context"])
-        for model in MODELS:
-            decoder = drafting(replace(model, bits=args.bits), calibrated["streams"])
-            groups[model.name] = [predict(decoder, chip, ways, context) for chip in ON]
-        text = report(calibrated, groups)
+        for model in MODELS
+    }
     make_folder(args.out)
     values = {"predictions": [*chain.from_iterable(groups.values())], "peers": peers()}
-    result = {"label": LABEL, "calibration": args.calibration.name, **values, "rates": rates()}
-    write_result(result, args.out / "predict", text)
+    result = {"label": LABEL, "adapter": args.adapter, **values, "rates": rates()}
+    write_result(result, args.out / "predict", report(args.adapter, groups))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -217,9 +212,8 @@ def main(argv: list[str] | None = None) -> int:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
     parser.add_argument(
-        "--calibration", type=Path, default=results_dir() / CALIBRATION, metavar="FILE.json",
-        help="a result of ssmlx.calibrate, for tokens per call (default: "
-        f"calibration/{CALIBRATION} in the cache folder)",
+        "--adapter", default="sql", metavar="NAME|FOLDER",
+        help="whose tokens per call to take (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--bits", type=int, choices=(4, 8, 16), default=4, help="of a weight (default: 4)"

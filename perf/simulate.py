@@ -26,10 +26,9 @@ from ssmlx.commands.results import publish
 from ssmlx.decoding.pace import COST_DOUBT, TEXT_DOUBT, Learned, Pace, Rung
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
-from ssmlx.settings import StreamConfig, TreeConfig, read_json
+from ssmlx.settings import StreamConfig, read_json
 from ssmlx.tuning.chips import CHIPS, costs
-from ssmlx.tuning.cost import DraftShape
-from ssmlx.tuning.ladder import SIZES, fastest, priced, text_kind, tokens_of
+from ssmlx.tuning.ladder import fastest, priced, shapes, text_kind, tokens_of
 from ssmlx.tuning.report import Columns, finish, new_figure, table
 
 from .acceptance import read_kept
@@ -202,21 +201,18 @@ def broken(row: Row) -> list[str]:
 def cases(chips: Sequence[str], contexts: Sequence[int]) -> Iterator[Case]:
     """Every model in every precision with every adapter on these chips, behind each context."""
     for (adapter, context), answers in read_kept().items():
-        settings = read_json(bundled_adapters()[adapter] / CONFIG_FILE, "an adapter's settings")
-        config = StreamConfig.from_dict(settings)
-        shapes = [
-            DraftShape(tree=TreeConfig(size=size), num_streams=min(config.num_streams, size - 1))
-            for size in SIZES
-        ]
+        path = bundled_adapters()[adapter] / CONFIG_FILE
+        config = StreamConfig.from_dict(read_json(path, "an adapter's settings"))
+        trees = shapes(config.num_streams)
         depths = [
-            [one.depths(shape.num_nodes, shape.num_streams).tolist() for shape in shapes]
+            [one.depths(tree.num_nodes, tree.num_streams).tolist() for tree in trees]
             for one in answers
         ]
         for chip, model, bits in product(chips if context in contexts else (), MODELS, BITS):
-            prices = costs(drafting(replace(model, bits=bits), settings), CHIPS[chip])
+            prices = costs(drafting(replace(model, bits=bits), config), CHIPS[chip])
             rungs = [
                 priced(one, tokens_of(one, config.tokens_per_call), prices, context)
-                for one in shapes
+                for one in trees
             ]
             names = {"chip": chip, "bits": bits, "model": model.name,
                      "adapter": adapter, "context": context}  # fmt: skip

@@ -1,18 +1,20 @@
 """What is predicted from published row costs."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import median
 
 import pytest
 from real import exit_code, one_line
 
 from perf import predict
-from ssmlx.settings import PruneConfig, TreeConfig
+from ssmlx.settings import StreamConfig, TreeConfig
 from ssmlx.tuning.chips import CHIPS, costs
 from ssmlx.tuning.cost import DraftShape
 
-STREAMS = {"num_streams": 4, "num_msa_layers": 8, "num_layers": 32, "draft_vocab_size": 8192}
+STREAMS = StreamConfig(
+    num_streams=4, num_msa_layers=8, num_layers=32, hidden_size=64, draft_vocab_size=8192
+)
 SMALL, _, LLAMA = (predict.drafting(replace(one, bits=4), STREAMS) for one in predict.MODELS)
 WEIGHTS = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256
 
@@ -62,28 +64,11 @@ def test_what_others_published_is_told_with_its_error():
 
 
 @pytest.fixture
-def calibration(tmp_path):
-    """A result of ssmlx.calibrate, as far as it is read."""
-    small, large = (DraftShape(tree=TreeConfig(size=size), num_streams=5) for size in (4, 16))
-    pruned = replace(large, prune=PruneConfig(kind="budget", keep=3))
-    candidates = [
-        {"shape": asdict(shape), "tokens_per_call": tokens}
-        for shape, tokens in ((small, 2.5), (large, 3.5), (pruned, 3.0))
-    ]
-    streams = {"num_streams": 5, "num_msa_layers": 8, "num_layers": 30, "draft_vocab_size": 8192}
-    path = tmp_path / "calibrate-sql.json"
-    values = {"model": "smollm2-135m", "adapter": "sql", "context": 100, "streams": streams}
-    path.write_text(json.dumps({**values, "candidates": candidates}))
-    return path
-
-
-@pytest.fixture
-def ask(calibration, tmp_path, capsys):
+def ask(tmp_path, capsys):
     """Run the command; gives (exit code, stdout, stderr)."""
 
     def ask(*args):
-        argv = ["--calibration", calibration, "--out", tmp_path / "out", *args]
-        return exit_code(predict.main, *argv), *capsys.readouterr()
+        return exit_code(predict.main, "--out", tmp_path / "out", *args), *capsys.readouterr()
 
     return ask
 
@@ -92,7 +77,7 @@ def test_the_command_labels_every_figure_as_a_prediction(ask, tmp_path):
     code, text, _ = ask()
     assert code == 0
     assert text.startswith("PREDICTION from published figures, not measured")
-    assert text.count("an ASSUMPTION for this model") == 2, "of three models one was calibrated"
+    assert text.count("an ASSUMPTION for this model") == 2, "of three models one is the adapter's"
     assert "dtree-mlx, tree, Qwen3-4B bf16" in text and "all: 114 figures, median error" in text
     result = json.loads((tmp_path / "out" / "predict.json").read_text())
     assert result["label"].startswith("PREDICTION")
@@ -104,11 +89,9 @@ def test_the_command_labels_every_figure_as_a_prediction(ask, tmp_path):
 
 
 def test_bad_input_is_one_line(ask, tmp_path):
-    half = tmp_path / "half.json"
-    half.write_text(json.dumps({"candidates": []}))
     for args, message in (
-        (("--calibration", "nowhere.json"), "no calibration nowhere"),
-        (("--calibration", half), "half.json is incomplete ("),
+        (("--adapter", "none"), "--adapter none has no streams"),
+        (("--adapter", tmp_path), "streams_config.json"),
         (("--bits", "5"), "invalid choice: 5"),
     ):
         code, text, err = ask(*args)

@@ -33,10 +33,7 @@ STALE = 512
 """Tokens after which plain calls are timed again."""
 _NOISE = 0.1  # of a timing
 _SURPRISE = 0.3
-_PRIOR, _MEMORY = (
-    10.0,
-    150.0,
-)  # accepted drafts: what is known of an adapter beforehand, and at most
+_PRIOR, _MEMORY = 10.0, 150.0  # accepted drafts: what is known beforehand counts as, and at most
 _PER_CALL, _PER_TOKEN = 0.95, 0.985  # what is left of what a text said, a call and a plain token on
 
 

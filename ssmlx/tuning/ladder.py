@@ -43,12 +43,19 @@ def ladder(model: StreamFusedModel, costs: StepCosts, context: float | None) -> 
     """Shapes to draft in, the smallest first, up to the largest that may turn out fastest."""
     assert model.config is not None
     curve = model.config.tokens_per_call
-    found = []
-    for size in SIZES:
-        streams = min(model.num_streams, size - 1)
-        shape = DraftShape(tree=TreeConfig(size=size), num_streams=streams)
-        found.append(priced(shape, tokens_of(shape, curve), costs, context))
+    found = [
+        priced(shape, tokens_of(shape, curve), costs, context)
+        for shape in shapes(model.num_streams)
+    ]
     return found[: 1 + found.index(fastest(found, cheaper=COST_DOUBT, better=TEXT_DOUBT))]
+
+
+def shapes(num_streams: int) -> list[DraftShape]:
+    """A tree of each size, with no more streams than it can have levels."""
+    return [
+        DraftShape(tree=TreeConfig(size=size), num_streams=min(num_streams, size - 1))
+        for size in SIZES
+    ]
 
 
 def tokens_of(shape: DraftShape, curve: Mapping[int, float] | None) -> float:
