@@ -15,6 +15,7 @@ from tiny_heads import HEAD_KINDS, make_heads
 from ssmlx import api
 from ssmlx.api import stream_generate
 from ssmlx.commands.chat import Chat, Screen, turn
+from ssmlx.decoding.pace import Pace
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.memory import MIB, Memory, memory_of
@@ -225,3 +226,22 @@ def test_with_a_packed_draft_head_streaming_takes_little_more_than_the_base_alon
     loaded = ssmlx.load("smollm2-135m-q4_1", adapter="sql", draft_head="8bit")
     streamed, plain = real_peaks(*loaded, TreeConfig(size=8), bare=True)
     assert streamed.peak <= 1.03 * plain.peak
+
+
+@pytest.mark.parametrize("settings", [{"decoding": "streaming"}, {}, {"decoding": "plain"}])
+def test_an_answer_leaves_nothing_for_the_garbage_collector(settings, monkeypatch):
+    """Its cache is freed with it: who waits for a collection may hold many of them meanwhile."""
+    monkeypatch.setattr("ssmlx.plan.Pace", Pace)
+    model, held = make_model(), []
+    gc.collect(), gc.disable()
+    try:
+        for _ in range(4):
+            answer = ssmlx.stream_generate(
+                model, make_tokenizer(), [3, 1], max_tokens=20, **settings
+            )
+            assert sum(len(segment.tokens) for segment in answer) > 1
+            del answer
+            held.append(mx.get_active_memory())
+    finally:
+        gc.enable()
+    assert held[3] <= held[1]

@@ -43,18 +43,19 @@ class StreamDrafter:
         self._num_candidates = draft_topology(tree, num_streams).num_candidates
         self.max_nodes = tree.num_nodes(num_streams)
         self.num_parameters = model.streams.num_parameters if model.streams else 0
-        self._owner = self  # of the cache
+        self._owner: StreamDrafter | None = None  # of the cache, where that is another's
         self.start(())
 
     def beside(self, tree: TreeConfig, num_streams: int, schedule: StreamSchedule) -> StreamDrafter:
         """One of no more streams, to draft in turns with this one, whose cache it shares."""
         other = StreamDrafter(self._model, tree, num_streams, schedule)
-        other._owner = self._owner
+        other._owner = self._owner or self
         return other
 
     @property
     def cache_bytes(self) -> int:
-        return self._owner._cache.nbytes + self._owner._cache.mask_bytes
+        cache = (self._owner or self)._cache
+        return cache.nbytes + cache.mask_bytes
 
     def start(self, tokens: Sequence[int]) -> None:
         """See `Drafter.start`. All that streams know is in the model's own rows."""
@@ -70,7 +71,7 @@ class StreamDrafter:
 
     def _second_pass(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
-        cache = self._owner._cache
+        cache = (self._owner or self)._cache
         cache.follow(verified.cache, self.num_levels)
         last, hidden = verified.acceptance.last, verified.insertion_hidden
         position = verified.position + verified.acceptance.num_accepted
