@@ -191,9 +191,7 @@ def _main(args: argparse.Namespace) -> None:
         expected="`tokens_per_call` in its streams_config.json",
         do="name one of the bundled adapters",
     )
-    ways = [
-        (shape, tokens_of(shape, streams.tokens_per_call)) for shape in shapes(streams.num_streams)
-    ]
+    ways = [(shape, tokens_of(shape, streams)) for shape in shapes(streams.num_streams)]
     groups = {
         model.name: [
             predict(drafting(replace(model, bits=args.bits), streams), chip, ways, USUAL_CONTEXT)

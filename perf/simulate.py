@@ -23,12 +23,12 @@ from typing import Any
 from ssmlx.bars import bar
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import publish
-from ssmlx.decoding.pace import COST_DOUBT, TEXT_DOUBT, Learned, Pace, Rung
+from ssmlx.decoding.pace import Learned, Pace, Rung
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.settings import StreamConfig, read_json
 from ssmlx.tuning.chips import CHIPS, costs
-from ssmlx.tuning.ladder import fastest, priced, shapes, text_kind, tokens_of
+from ssmlx.tuning.ladder import priced, shapes, text_kind, tokens_of, up_to_fastest
 from ssmlx.tuning.report import Columns, finish, new_figure, table
 
 from .acceptance import read_kept
@@ -152,8 +152,7 @@ class Case:
 
     def play(self, scenario: str) -> dict[str, Any]:
         """Speeds over plain decoding's, and what the promises ask for."""
-        known = self.rungs.index(fastest(self.rungs, cheaper=COST_DOUBT, better=TEXT_DOUBT))
-        ladder, kind = self.rungs[: known + 1], text_kind(self.names["context"])
+        ladder, kind = up_to_fastest(self.rungs), text_kind(self.names["context"])
 
         def conversation(learned: Learned) -> list[Playing]:
             machine = self.machine(scenario)
@@ -210,10 +209,7 @@ def cases(chips: Sequence[str], contexts: Sequence[int]) -> Iterator[Case]:
         ]
         for chip, model, bits in product(chips if context in contexts else (), MODELS, BITS):
             prices = costs(drafting(replace(model, bits=bits), config), CHIPS[chip])
-            rungs = [
-                priced(one, tokens_of(one, config.tokens_per_call), prices, context)
-                for one in trees
-            ]
+            rungs = [priced(one, tokens_of(one, config, context), prices, context) for one in trees]
             names = {"chip": chip, "bits": bits, "model": model.name,
                      "adapter": adapter, "context": context}  # fmt: skip
             yield Case(names, rungs, [dict(zip(rungs, one, strict=True)) for one in depths])

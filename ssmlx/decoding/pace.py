@@ -34,6 +34,7 @@ STALE = 512
 _NOISE = 0.1  # of a timing
 _SURPRISE = 0.3
 _PRIOR, _MEMORY = 10.0, 150.0  # accepted drafts: what is known beforehand counts as, and at most
+_FADES = 0.93
 _PER_CALL, _PER_TOKEN = 0.95, 0.985  # what is left of what a text said, a call and a plain token on
 
 
@@ -124,6 +125,7 @@ class Pace:
         self._tokens = 0
         self._lost = 0.0  # plain calls that this answer is behind plain decoding
         self._accepted = self._expected = 0.0  # drafts, of late
+        self._doubt = 0.0  # whether this text is like those before
         self._surprises = self._untimed = 0  # the latter: plain calls that are yet to be timed
         self._has_timed = False
         self.rung: Rung | None = None
@@ -145,6 +147,8 @@ class Pace:
         took = self._time(learned, verified, seconds)
         decay = _PER_TOKEN**num_tokens if verified is None else _PER_CALL
         self._accepted, self._expected = decay * self._accepted, decay * self._expected
+        # The more of this text is known, the less counts what others were like.
+        self._doubt = self._doubt * decay if verified is None else 1 - _FADES * (1 - self._doubt)
         if verified is None:
             learned.quiet += num_tokens
         else:
@@ -185,13 +189,14 @@ class Pace:
                 learned.speed.add(ratio, 1.0, 3.0)
                 learned.tokens_since = 0
             return 1.0
-        (kappa, known), extra = learned.cost(rung), rung.extra
+        (kappa, _), extra = learned.cost(rung), rung.extra
+        own = learned.costs.setdefault(rung.key, Mean())
         if seconds is None or is_first or extra <= 0:
             return 1 + kappa * extra
         if not learned.speed.weight:
             learned.speed.add(seconds / self._plain / (1 + kappa * extra), 0.5, 3.0)
         took = seconds / (self._plain * learned.speed.value)
-        if abs(took - 1 - kappa * extra) > _SURPRISE * (1 + kappa * extra) and known > TIMED:
+        if abs(took - 1 - kappa * extra) > _SURPRISE * (1 + kappa * extra) and own.weight > TIMED:
             self._surprises += 1
             if learned.tokens_since > TIMED:  # has the machine become slower, or the call?
                 if self._surprises >= 2:
@@ -201,13 +206,13 @@ class Pace:
             self._surprises = 0
         found = min(max((took - 1) / extra, 0.3 * kappa), 2.5 * kappa)
         weight = extra**2 / (extra**2 + _NOISE**2)
-        learned.costs.setdefault(rung.key, Mean()).add(found, weight, 12.0)
+        own.add(found, weight, 12.0)
         return took
 
     def _theta(self, learned: Learned) -> tuple[float, float]:
         """How well this text is guessed, of the adapter's own; and how many drafts say so."""
         text = learned.texts.get(self._context) or Mean(weight=_PRIOR)
-        weight = min(text.weight, 2 * _PRIOR)
+        weight = min(text.weight, 1.5 * _PRIOR) * (1 - self._doubt)
         theta = (weight * text.value + self._accepted) / (weight + self._expected)
         return theta, self._expected + (text.weight - _PRIOR) / 4
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from ..decoding.pace import COST_DOUBT, TEXT_DOUBT, Rung
 from ..model.streams import StreamFusedModel
-from ..settings import TreeConfig
+from ..settings import StreamConfig, TreeConfig
 from .chips import Chip, Decoder, chip_named, costs
 from .cost import DraftShape, StepCosts, interpolate
 from .profile import this_machine
@@ -19,6 +19,8 @@ USUAL_CONTEXT = 128
 """Tokens before an answer, where nobody says."""
 _LONG = (256, 1024, 3072)
 """Tokens at which a text is of another kind: streams guess worse behind long ones."""
+FAR = 0.4
+"""Of the drafts accepted alone, what streams that were trained on single prompts keep there."""
 
 
 def this_chip() -> Chip:
@@ -41,13 +43,20 @@ def text_kind(context: int | None) -> str:
 
 def ladder(model: StreamFusedModel, costs: StepCosts, context: float | None) -> list[Rung]:
     """Shapes to draft in, the smallest first, up to the largest that may turn out fastest."""
-    assert model.config is not None
-    curve = model.config.tokens_per_call
-    found = [
-        priced(shape, tokens_of(shape, curve), costs, context)
-        for shape in shapes(model.num_streams)
-    ]
-    return found[: 1 + found.index(fastest(found, cheaper=COST_DOUBT, better=TEXT_DOUBT))]
+    config = model.config
+    assert config is not None
+    return up_to_fastest(
+        [
+            priced(shape, tokens_of(shape, config, context), costs, context)
+            for shape in shapes(model.num_streams)
+        ]
+    )
+
+
+def up_to_fastest(rungs: Sequence[Rung]) -> list[Rung]:
+    """Those that may turn out to be fastest, and one more."""
+    last = rungs.index(fastest(rungs, cheaper=COST_DOUBT, better=TEXT_DOUBT))
+    return list(rungs[: last + 2])
 
 
 def shapes(num_streams: int) -> list[DraftShape]:
@@ -58,10 +67,13 @@ def shapes(num_streams: int) -> list[DraftShape]:
     ]
 
 
-def tokens_of(shape: DraftShape, curve: Mapping[int, float] | None) -> float:
-    known = {1: 1.0, **(curve or TYPICAL)}
+def tokens_of(shape: DraftShape, config: StreamConfig, context: float | None = None) -> float:
+    """Tokens per call of a shape, as the adapter tells them, behind `context` tokens."""
+    known = {1: 1.0, **(config.tokens_per_call or TYPICAL)}
     nodes = sorted(known)
-    return interpolate(nodes, [known[n] for n in nodes], min(shape.num_kept, nodes[-1]))
+    found = interpolate(nodes, [known[n] for n in nodes], min(shape.num_kept, nodes[-1]))
+    is_far = (context or 0) >= _LONG[0] and config.prompt_template is not None
+    return 1 + (found - 1) * (FAR if is_far else 1.0)
 
 
 def priced(shape: DraftShape, tokens: float, costs: StepCosts, context: float | None) -> Rung:
