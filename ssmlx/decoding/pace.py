@@ -16,7 +16,7 @@ from typing import Any
 
 from .drafter import Drafter
 
-ANSWER_LOSS, SHORT_ANSWER = 1.0, 24
+ANSWER_LOSS, SHORT_ANSWER = 0.6, 24
 """Plain calls that an answer may be behind plain decoding, for every so many tokens."""
 REFILL, MOST_SAVED = 0.012, 2.0
 """Plain calls that trials may lose: so many more a token, and so many at most."""
@@ -25,7 +25,7 @@ CREDIT = 10.0
 MARGIN, STAY = 1.03, 1.03
 """Times plain decoding's speed from which on drafting begins; and what the present rung is
 favoured by."""
-COST_DOUBT, TEXT_DOUBT = 0.4, 0.35
+COST_DOUBT, TEXT_DOUBT = 0.4, 0.15
 """What a table's extra cost may be wrong by, and an adapter's tokens per call on a text."""
 TIMED = 2
 """Plain calls that are timed in a row."""
