@@ -148,6 +148,9 @@ class StreamConfig:
     stream_init_rank: int = setting(0, least=0, most=MAX_SIZE)  # eta, the rank of f; 0 for identity
     # theta, the rank of the early-exit adapter; 0 where there is none
     prune_rank: int = setting(0, least=0, most=MAX_SIZE)
+    # r, the rank of `ssmlx.model.condition`, which scores a stream's candidates given the token
+    # before them; 0 where there is none
+    condition_rank: int = setting(0, least=0, most=MAX_SIZE)
     # "all", LoRA acts on every row; "streams", on stream rows alone, which leaves the base
     # model's output untouched
     adapter_scope: AdapterScope = setting("all", choices=ADAPTER_SCOPES)

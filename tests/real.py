@@ -106,11 +106,13 @@ def _leaves(model):
     return tree_flatten(model.parameters())
 
 
-def make_adapter(base: Path, *, scope: str = "all", template: str | None = None) -> Adapter:
+def make_adapter(
+    base: Path, *, scope: str = "all", template: str | None = None, **changes
+) -> Adapter:
     """Random streams, prune adapter and LoRA for a folder of `write_base`."""
     return tiny.make_adapter(
         load_base(base, "float32")[0], scope, num_streams=STREAMS, prune_rank=4,
-        prompt_template=template, base_model="tiny",
+        prompt_template=template, base_model="tiny", **changes,
     )  # fmt: skip
 
 

@@ -571,8 +571,39 @@ def test_an_adapter_is_read_as_it_was_written(base, tmp_path, scope):
     for path, weights in adapter.lora.items():
         assert mx.array_equal(read.lora[path].b, weights.b)
         assert read.lora[path].scale == weights.scale
+    assert read.streams.condition is None
     assert (tmp_path / "adapter_config.json").exists() == (scope == "all")
     assert (tmp_path / "adapters.safetensors").exists() == (scope == "all")
+
+
+def test_a_condition_is_read_as_it_was_written(base, tmp_path):
+    write_adapter(tmp_path, adapter := make_adapter(base, condition_rank=5))
+    model = load(base, tmp_path)[0]
+    written = adapter.streams.condition
+    for part, shape in {"embed": (5, 32), "gate": (5, 32), "out": (32, 5)}.items():
+        found = getattr(model.streams.condition, part)
+        assert found.shape == shape and mx.array_equal(found, getattr(written, part))
+    plain = make_adapter(base).streams.num_parameters
+    assert adapter.streams.num_parameters == model.streams.num_parameters == plain + 3 * 5 * 32
+    half = adapter.streams.astype(mx.float16).condition
+    assert half.embed.dtype == half.gate.dtype == half.out.dtype == mx.float16
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (4, "misshapen: condition.embed.weight (5, 32) instead of (4, 32)"),
+        (0, "spare: condition."),
+        (-1, "condition_rank is -1"),
+        (2**25, "condition_rank is 33554432"),
+        ("5", "condition_rank is '5'"),
+    ],
+)
+def test_a_condition_of_another_rank_is_told(base, tmp_path, rank, said):
+    write_adapter(tmp_path, make_adapter(base, condition_rank=5))
+    path = tmp_path / "streams_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "condition_rank": rank}))
+    assert said in refusal(load, base, tmp_path)
 
 
 def test_a_folder_that_holds_no_adapter_is_told(base, tmp_path):

@@ -471,6 +471,7 @@ def test_settings_survive_both_files(tmp_path):
 def test_settings_from_before_still_load(tmp_path):
     config = read_stream_config(EXAMPLE / "streams_config.json")
     new = {"stream_design": "embeddings", "rotation_step": 0, "draft_vocab_size": 0}
+    new["condition_rank"] = 0
     assert new.items() <= vars(config).items()
     _, adapter, backbone = make_pair(tmp_path)
     for folder in (tmp_path / "checkpoint", adapter):

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from ssmlx.loading.adapter import Adapter, BaseIdentity
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
+from ssmlx.model.condition import Condition
 from ssmlx.model.lora import LoraWeights
 from ssmlx.model.streams import LowRank, StreamFusedModel, StreamWeights
 from ssmlx.model.tree import Tree
@@ -110,8 +111,16 @@ def make_adapter(
         low_rank(config.stream_init_rank),
         low_rank(config.prune_rank),
         mx.array([*draft_vocab], mx.int32) if draft_vocab else None,
+        make_condition(config.condition_rank, size, seed) if config.condition_rank else None,
     )
     return Adapter(config, streams, BaseIdentity.of(backbone), lora)
+
+
+def make_condition(rank: int, size: int, seed: int = 0, std: float = 0.5) -> Condition:
+    """Random maps, which change much: an untrained condition's `out` is zero."""
+    rng = np.random.default_rng(seed)
+    shapes = (rank, size), (rank, size), (size, rank)
+    return Condition(*(mx.array(rng.normal(0, std, shape), mx.float32) for shape in shapes))
 
 
 RESIDUAL = {"stream_init": "residual", "stream_init_rank": 3}

@@ -1,8 +1,8 @@
 """The adapter folder's format: what the converter and the trainer write and `ssmlx.load` reads.
 
     streams_config.json          settings, LoRA's scale, and what identifies the base model
-    streams.safetensors          stream_embeddings, stream_init.*, prune_adapter.*, draft_vocab,
-                                 each where the settings name it
+    streams.safetensors          stream_embeddings, stream_init.*, prune_adapter.*, condition.*,
+                                 draft_vocab, each where the settings name it
     adapters.safetensors         LoRA of scope "all", with adapter_config.json beside it: exactly
                                  what mlx-lm's own `--adapter-path` reads
     stream_adapters.safetensors  LoRA of scope "streams"; mlx-lm, which would apply it to every
@@ -26,6 +26,7 @@ import mlx.core as mx
 
 from ..errors import InputError, require
 from ..model.backbone import BaseIdentity
+from ..model.condition import Condition
 from ..model.lora import LoraWeights, layer_of
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, Allowed, StreamConfig, read_json
@@ -95,6 +96,9 @@ def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWei
         if rank:
             expected[f"{name}.lora_A.weight"] = (rank, size)
             expected[f"{name}.lora_B.weight"] = (size, rank)
+    if rank := config.condition_rank:
+        shapes = {"embed": (rank, size), "gate": (rank, size), "out": (size, rank)}
+        expected |= {f"condition.{part}.weight": shape for part, shape in shapes.items()}
     tensors = read_tensors(path, "stream weights")
     account_for(tensors, expected, path)
     if config.draft_vocab_size:
@@ -110,11 +114,16 @@ def streams_of(tensors: Mapping[str, mx.array]) -> StreamWeights:
             return None
         return LowRank(tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"])
 
+    def condition() -> Condition | None:
+        names = [f"condition.{part}.weight" for part in ("embed", "gate", "out")]
+        return Condition(*(tensors[name] for name in names)) if names[0] in tensors else None
+
     return StreamWeights(
         tensors.get("stream_embeddings"),
         low_rank("stream_init"),
         low_rank("prune_adapter"),
         tensors.get("draft_vocab"),
+        condition(),
     )
 
 
@@ -125,6 +134,9 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
         if low_rank is not None:
             tensors[f"{name}.lora_A.weight"] = low_rank.a
             tensors[f"{name}.lora_B.weight"] = low_rank.b
+    if streams.condition is not None:
+        parts = vars(streams.condition).items()
+        tensors |= {f"condition.{part}.weight": array for part, array in parts}
     return tensors
 
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 from ..settings import StreamConfig
 from .backbone import Backbone, LMHead
 from .cache import StreamCache, TreeCache
+from .condition import Condition
 from .lora import RowScope
 from .masks import earlier_streams, stream_positions, stream_visibility
 from .metal import TreeMask
@@ -50,11 +51,14 @@ class StreamWeights:
     prune: LowRank | None = None
     # [Vd] int32, the tokens that streams draft from, ascending; None for all
     draft_vocab: mx.array | None = None
+    condition: Condition | None = None  # on the tokens drafted before, None where there is none
 
     @property
     def trained(self) -> list[mx.array]:
         """Every trained array; the draft vocabulary's ids are none."""
         maps = [array for m in (self.init, self.prune) if m is not None for array in (m.a, m.b)]
+        if (given := self.condition) is not None:
+            maps += [given.embed, given.gate, given.out]
         return maps if self.embeddings is None else [self.embeddings, *maps]
 
     @property
@@ -69,6 +73,7 @@ class StreamWeights:
             self.init and self.init.astype(dtype),
             self.prune and self.prune.astype(dtype),
             self.draft_vocab,
+            self.condition and self.condition.astype(dtype),
         )
 
 

@@ -1,0 +1,49 @@
+"""What a drafted token tells of the next: corrections of the streams' last hidden states.
+
+Streams guess side by side, and none knows what another has guessed. The condition adds to the
+final-normed state n of a stream, before the LM head, what follows from the token a before it:
+
+    n + Q (sigmoid(W_g n) * W_e e(a)),      e(a) the target's embedding of a, of RMS 1
+
+One for all streams, without biases; Q starts at zero, which changes nothing. It is DFlash 2's
+selector, a gated table of token pairs, on the target's own embeddings and head in place of tables
+over the vocabulary, which small data cannot fill. Hydra's heads (arXiv 2402.05109) and the MLP
+speculator (arXiv 2404.19124) see the token before in the same place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .shapes import expect_shape
+
+EPSILON = 1e-12
+"""Beside the mean square of an embedding: for one of zeros."""
+
+
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """Maps of rank r."""
+
+    embed: mx.array  # [r, D] W_e
+    gate: mx.array  # [r, D] W_g
+    out: mx.array  # [D, r] Q
+
+    def __post_init__(self) -> None:
+        rank, size = self.embed.shape
+        expect_shape("the condition's gate", self.gate, rank, size)
+        expect_shape("the condition's output", self.out, size, rank)
+
+    def __call__(self, normed: mx.array, previous_embeddings: mx.array) -> mx.array:
+        """[..., D] what is added to `normed` [..., D], given the tokens before.
+
+        Their embeddings [..., D] may have any length; both broadcast against each other.
+        """
+        unit = mx.fast.rms_norm(previous_embeddings, None, EPSILON)
+        return (mx.sigmoid(normed @ self.gate.T) * (unit @ self.embed.T)) @ self.out.T
+
+    def astype(self, dtype: mx.Dtype) -> Condition:
+        """The same maps in another precision."""
+        return Condition(*(one.astype(dtype) for one in (self.embed, self.gate, self.out)))
