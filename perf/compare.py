@@ -1,24 +1,30 @@
 """Tables 1 and 2 of the paper: every way to decode, side by side on the same target.
 
 Systems take turns prompt by prompt in an order that rotates; mlx-lm's own stream_generate is the
-baseline of every speed-up, and plain decoding what every system's tokens must be.
+baseline of every speed-up, and plain decoding what every system's tokens must be. An adapter of
+scope "all" can stand beside --baseline, the same LoRA trained without streams.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ssmlx.calibration.costs import CostPlan, forward_costs, with_whole_steps
 from ssmlx.commands.options import command, make_parser
 from ssmlx.commands.results import publish
 from ssmlx.errors import require
+from ssmlx.loading.adapter import read_lora
 from ssmlx.loading.files import make_folder
+from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.memory import MIB
 from ssmlx.settings import read_json
+from ssmlx.tuning.cost import DraftShape
 from ssmlx.tuning.report import Columns, table
 
-from .run.experiment import failures, result_of, task_result
+from .run.experiment import Experiment, Measured, failures, result_of, task_result
 from .run.options import add_experiment_options, check_counts, experiment_of
 from .run.published import METHODS, Latency, Speed, latencies, span, speeds
 from .run.results import RESULTS, reading
@@ -27,6 +33,7 @@ from .run.show import (
     Cell,
     Panel,
     Row,
+    difference_lines,
     draw_tasks,
     figure,
     heading,
@@ -40,19 +47,30 @@ from .run.show import (
     task_heading,
     title_of,
 )
+from .run.target import MLX_LM, PLAIN, STREAMS, System, Weights
+from .run.tasks import differences
 
 PROG = "perf.compare"
+BASELINE = "baseline"
 EPILOG = """examples:
   python -m perf.compare --task sql --count 20 --systems streams lookahead prompt-lookup
   python -m perf.compare --task e2e --data e2e.jsonl --adapter adapters/e2e \\
       --medusa heads/e2e-medusa --draft-model org/small --out e2e
   python -m perf.compare --task sql --systems "streams --tree full --tree-width 2" \\
       "streams --tree full --tree-width 4" "medusa --tree-size 32"
+  python -m perf.compare --task sql --systems trees --repeats 1
+  python -m perf.compare --task sql --systems "streams --tree-size 6" --steps 40
+  python -m perf.compare --task sql --adapter adapters/sql --baseline adapters/sql-lora
   python -m perf.compare --from sql/compare.json e2e/compare.json --markdown
 
 A system's own options are those of python -m ssmlx.generate, with it in quotes. A system whose
 weights are not given is left out, and the report says so. For an adapter of scope "all" the
 target of every system is the base with its LoRA merged; for scope "streams" it is the base.
+`trees` are streams with every kind of tree and pruning.
+
+Exact match: the answer is a reference once every run of white space is one space. ROUGE: F1 by
+rouge_score with its stemmer, best over the references; lines are ROUGE-LSum's sentences. A system
+that is chosen by prompts and reported on them looks better than it is: choose with other --data.
 
 Writes compare.json, .txt and .png. Every answer is kept in compare-TASK-*.part.jsonl as it comes:
 the same command goes on where a run was stopped, and another choice of systems is another run.
@@ -207,6 +225,8 @@ def _task_notes(task: Row) -> list[str]:
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
     for row in rows:
         lines += [f"{row['name']}: {difference_text(one)}" for one in row["differences"]]
+    lines += difference_lines(task["adapter"], BASELINE, task.get("differences", {}))
+    lines += _step_lines(task["step"]) if "step" in task else []
     for row in rows:
         over = row.get("speedup_over_draft_model")
         if over:
@@ -216,6 +236,16 @@ def _task_notes(task: Row) -> list[str]:
     cut = next(row["cut_at_max_tokens"] for row in rows if row["name"] == "plain")
     last = f"cut at {task['max_tokens']} tokens: {cut} of plain's answers"
     return [*lines, *notes_of(task), last]
+
+
+def _step_lines(step: Row) -> list[str]:
+    found, allowed = step["speedup"], step["allowed"]
+    reached = f", {found / allowed:.2f} of it reached" if found else ""
+    one_row, forward, rest = (f"{step[one] * 1e3:.1f} ms" for one in ("one_row", "forward", "rest"))
+    return [
+        f"one row takes {one_row}: the forward of {step['name']} allows {allowed:.2f}x{reached}",
+        f"a step of its {step['nodes']} nodes: its forward {forward}, all else {rest}",
+    ]
 
 
 def difference_text(one: Row) -> str:
@@ -244,7 +274,81 @@ def draw(result: Row, path: Path) -> None:
         ),
         TOKENS_PER_CALL,
     ]
+    first = result["tasks"][0]
+    if "differences" in first:
+        name, paper = first["figures"][0], paper_span(lambda row: row.metrics[0])
+        panels.append(Panel(f"{name}, %", lambda row: row["figures"][name], paper, 1))
     draw_tasks(result["tasks"], panels, title_of(result), path)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    own = experiment_of(args, "compare")
+    apart = next((one for one in own.systems if one.kind == STREAMS), None)
+    require(
+        not args.steps or apart is not None,
+        f"--steps {args.steps} without streams",
+        expected="streams among --systems, and an --adapter that has some",
+        do="drop --steps",
+    )
+    baseline = None if args.baseline is None else _baseline(args.baseline.expanduser(), own)
+    if baseline is not None:
+        baseline.load()  # its mistakes are told before the first answer
+    measured = own.run()
+    parts = [task_result(measured)]
+    if args.steps and apart is not None:
+        row = next(one for one in parts[0]["systems"] if one["name"] == apart.name)
+        parts[0]["step"] = _step(measured, apart, row, args.steps)
+    if baseline is not None:
+        other = baseline.run()
+        parts.append(task_result(other, adapter=BASELINE))
+        texts = [[kept.text for kept in one.first(PLAIN)] for one in (measured, other)]
+        assert own.task is not None
+        parts[0]["differences"] = differences(own.task, own.examples, *texts)
+    return result_of(own, args.model, parts)
+
+
+def _baseline(folder: Path, first: Experiment) -> Experiment:
+    """LoRA without streams; template and end tokens are its own where it has them."""
+    lora, own = read_lora(folder, "--baseline"), dict[str, Any]()
+    if (folder / CONFIG_FILE).exists():
+        own = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
+    shared = first.weights.adapter and first.weights.adapter.config
+    ends = own.get("end_token_ids") or (shared.end_token_ids if shared else ())
+    weights = Weights(
+        first.weights.base, first.weights.dtype, lora=lora, end_tokens=tuple(ends), folder=folder
+    )
+    template = own.get("prompt_template") or (shared.prompt_template if shared else None)
+    systems = [one for one in first.systems if one.kind in (MLX_LM, PLAIN)]
+    return replace(first, weights=weights, template=template, systems=systems)
+
+
+def _step(measured: Measured, system: System, row: Row, repeats: int) -> dict[str, Any]:
+    """Median seconds behind the first prompt, as `ssmlx.calibrate` measures them: of "one_row"
+    through the model; of a step's "forward", its layers and heads; of the "rest", all else."""
+    model, prompt = measured.target.drafting(STREAMS).model, measured.prompts[0]
+    config, context = system.config.with_default_shape(), len(prompt)
+    assert config.tree and config.prune and config.stream_schedule
+    shape = DraftShape(
+        tree=config.tree,
+        num_streams=config.num_streams or model.num_streams,
+        prune=config.prune,
+        stream_schedule=config.stream_schedule,
+    )
+    rows = tuple(sorted({1, shape.num_streams, shape.num_kept, shape.num_nodes}))
+    plan = CostPlan(rows=rows, fused_nodes=(shape.num_kept,), contexts=(context,), repeats=repeats)
+    costs, _ = forward_costs(model, prompt, plan)
+    costs = with_whole_steps(model, costs, [prompt], [shape], steps=repeats)
+    one_row = sum(one.at(1, context) for one in (costs.lower, costs.upper, costs.head))
+    forward = costs.forward_seconds(shape, context)
+    return {
+        "name": system.name,
+        "nodes": shape.num_nodes,
+        "one_row": one_row,
+        "forward": forward,
+        "rest": costs.step_seconds(shape, context) - forward,
+        "allowed": row["tokens_per_call"]["value"] * one_row / forward,
+        "speedup": row["speedup"] and row["speedup"]["value"],
+    }
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -257,11 +361,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add_experiment_options(parser, saved, repeats=3)
     parser.add_argument(
+        "--baseline", type=Path, metavar="FOLDER",
+        help="the same LoRA trained without streams, as mlx-lm reads it (adapters.safetensors and "
+        "adapter_config.json); decoded plainly",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=int, metavar="N",
+        help="of the first streams, that are taken apart: the model's forward, and all else",
+    )  # fmt: skip
+    parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help=f"for the results (default: {RESULTS})"
     )
     parser.add_argument("--markdown", action="store_true", help="the table of perf/README.md too")
     args = parser.parse_args(argv)
-    check_counts(parser, args, "repeats", "max_tokens")
+    check_counts(parser, args, "repeats", "max_tokens", "steps")
     if args.task and args.out is None:
         args.out = RESULTS
     return args
@@ -307,11 +420,7 @@ def _settings(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _main(args: argparse.Namespace) -> int:
-    if args.task:
-        experiment = experiment_of(args, "compare")
-        result = result_of(experiment, args.model, [task_result(experiment.run())])
-    else:
-        result = read_results(args.saved)
+    result = measure(args) if args.task else read_results(args.saved)
     text = report(result)
     if args.out is None:
         print(text)

@@ -199,7 +199,7 @@ def _main(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
-    add_experiment_options(parser, task=TASKS, systems=VARIANTS, dtypes=DTYPES)
+    add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)
     parser.add_argument(
         "--kept", action="store_true", help="compute no answer: show those of earlier runs"
     )

@@ -1,7 +1,7 @@
 """What answers that lie in files are worth, beside each other: metrics with 95 % intervals.
 
 `convert.continuations` answers a whole test set in minutes, in batches. It does so greedily as
-`perf.quality` does, but for near ties that a batch rounds differently, and it drafts nothing: so
+`perf.compare` does, but for near ties that a batch rounds differently, and it drafts nothing: so
 here are metrics, and no tokens per call.
 """
 

@@ -1,4 +1,4 @@
-"""perf.compare, perf.quality and perf.score: every system, its tables, what stops and goes on."""
+"""perf.compare and perf.score: every system, its tables, what stops and goes on."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ from real import (
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
-from perf import compare, quality, score
+from perf import compare, score
 from perf.compare import draw, report
 from perf.run import experiment as figures
 from perf.run import target
@@ -79,12 +79,11 @@ def arguments(folders, tmp_path):
 
 @pytest.fixture
 def command(arguments, capsys, monkeypatch):
-    """Run a command on the tiny model, perf.compare without its picture: (exit code, stdout,
-    stderr)."""
+    """Run the command on the tiny model, without its picture: (exit code, stdout, stderr)."""
     monkeypatch.setattr(compare, "draw", lambda result, path: None)
 
-    def run(*more, module=compare, **settings):
-        return exit_code(module.main, *arguments(*more, **settings)), *capsys.readouterr()
+    def run(*more, **settings):
+        return exit_code(compare.main, *arguments(*more, **settings)), *capsys.readouterr()
 
     return run
 
@@ -373,9 +372,9 @@ def test_an_incomplete_result_is_told_in_one_line(tmp_path, capsys):
 def test_trees_beside_plain_decoding_and_a_baseline(command, folders, tmp_path):
     trees = ["streams --tree full --tree-width 2", "streams --tree-size 8"]
     more = ("--baseline", folders / "tuned", "--systems", *trees)
-    code, out, err = command(*more, module=quality)
+    code, out, err = command(*more)
     assert code == 0, err
-    result = saved(tmp_path, "out/quality-sql")
+    result = saved(tmp_path)
     own, baseline = result["tasks"]
     rows = {row["name"]: row for row in own["systems"]}
     assert list(rows) == ["mlx-lm", "plain", *trees]
@@ -390,20 +389,19 @@ def test_trees_beside_plain_decoding_and_a_baseline(command, folders, tmp_path):
     assert own["differences"] == {key: {"value": 0, "low": 0, "high": 0} for key in SQL.figures}
     assert "tuned - baseline, exact match: +0.0 [+0.0, +0.0], within noise" in out
     assert "3.53 to 4.13" in out and "87.40 to 91.70" in out
-    text = (tmp_path / "out" / "quality-sql.txt").read_text()
-    assert text == out == quality.report(result) + "\n"
-    assert (tmp_path / "out" / "quality-sql.png").read_bytes()[:4] == b"\x89PNG"
+    draw(result, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_rouge_and_chat_without_references(command, folders, tmp_path):
     data = ("--data", folders / "sql" / "test.jsonl")
-    code, out, _ = command(*data, module=quality, task="e2e")
-    (task,) = saved(tmp_path, "out/quality-e2e")["tasks"]
+    code, out, _ = command(*data, "--systems", "streams", task="e2e")
+    (task,) = saved(tmp_path)["tasks"]
     assert code == 0 and task["figures"] == ["ROUGE-1", "ROUGE-LSum"]
     assert task["systems"][0]["figures"]["ROUGE-1"]["value"] >= 33
     chat = tmp_path / "chat.jsonl"
     chat.write_text('{"prompt": "w1 w2"}\n')
-    code, out, _ = command("--data", chat, module=quality, task="chat", adapter="light")
+    code, out, _ = command("--data", chat, "--systems", "streams", task="chat", adapter="light")
     assert code == 0 and "1 of 1" in out and "ROUGE" not in out
 
 
@@ -416,6 +414,8 @@ BAD = {
     "streams": (("--systems", "streams --num-streams 9"), "--num-streams 9"),
     "max tokens": (("--max-tokens", 0), "--max-tokens 0: expected 1 or more"),
     "top-k": (("--top-k", 4), "--top-k would do nothing here"),
+    "count": (("--count", 0), "--count 0"),
+    "steps": (("--steps", 2, "--systems", "lookahead"), "--steps 2 without streams"),
     "no data": (("--data", "nowhere.jsonl"), "no data file nowhere.jsonl"),
     "no draft model": (("--draft-model", "./nowhere"), "nowhere"),
     "model": (("--model", "./nowhere"), "nowhere"),
@@ -436,8 +436,8 @@ def test_bad_input_is_one_line(command, args, message):
 )
 def test_a_baseline_that_is_none_is_refused(command, folders, folder, said):
     folder = folders / folder if folder == "light" else folder
-    code, _, err = command("--baseline", folder, "--systems", "streams", module=quality)
-    assert code == 2 and said in one_line(err, "perf.quality")
+    code, _, err = command("--baseline", folder, "--systems", "streams")
+    assert code == 2 and said in one_line(err, "perf.compare")
 
 
 def test_weights_of_another_model_are_refused(command, folders):

@@ -1,13 +1,13 @@
-"""perf.speed and perf.lossless on tiny adapters: each scope, value rotation."""
+"""perf.compare on tiny adapters, each scope and value rotation; perf.first_token."""
 
 import json
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from real import exit_code, make_adapter, one_line, without_prune, words, write_base
+from real import make_adapter, one_line, without_prune, words, write_base
 
-from perf import first_token, lossless, speed
+from perf import compare, first_token
 from ssmlx.loading.adapter import Adapter, write_adapter
 
 
@@ -37,58 +37,32 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.fixture
-def measure(folders, tmp_path):
-    """Run a command on a tiny adapter; gives its exit code."""
-
-    def run(command, name, *more):
-        argv = ["--adapter", folders / name, "--model", folders / "base", "--max-tokens", 6]
-        argv += ["--data", folders / "prompts.jsonl", "--count", 2]
-        argv += ["--out", tmp_path / "results"]
-        return command.main([*map(str, argv), *more])
-
-    return run
-
-
 def result(tmp_path, name):
     return json.loads((tmp_path / "results" / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["tuned", "light", "turned"])
-def test_the_speed_of_an_adapter(measure, tmp_path, name):
-    assert measure(speed, name, "--steps", "2", "--tree-size", "6") == 0
-    found = result(tmp_path, "speed-sql")
-    summary = found["summary"]
-    assert [row["kind"] for row in summary["systems"]] == ["mlx-lm", "plain", "streams"]
-    assert [row["same_as_plain"] for row in summary["systems"]] == [2, 2, 2]
-    assert (summary["adapter"], summary["data"]) == (name, "prompts.jsonl")
-    assert summary["scope"] == ("streams" if name == "light" else "all")
-    assert found["step"]["tree_size"] == 6 and found["step"]["forward"] > 0
-    assert (tmp_path / "results" / "speed-sql.png").exists()
+SYSTEMS = {"tuned": 6, "light": 6, "turned": 3}
 
 
-@pytest.mark.parametrize(("name", "variants"), [("tuned", 8), ("light", 8), ("turned", 5)])
-def test_an_adapter_is_lossless(measure, tmp_path, name, variants, capsys):
-    assert measure(lossless, name) == 0
-    rows = result(tmp_path, "lossless-sql")["tasks"][0]["systems"]
-    assert [row["same_as_plain"] for row in rows] == [2] * variants
-    assert "2 of 2" in capsys.readouterr().out
-
-
-BAD = {
-    "none": (("--adapter", "none"), "expected streams to measure"),
-    "missing": (("--adapter", "nowhere"), "no adapter folder nowhere"),
-    "data": (("--data", "nowhere.jsonl"), "nowhere.jsonl"),
-    "count": (("--count", "0"), "--count 0"),
-    "length": (("--max-tokens", "0"), "--max-tokens 0: expected 1 or more"),
-}
-
-
-@pytest.mark.parametrize(("argv", "said"), BAD.values(), ids=BAD)
-@pytest.mark.parametrize("command", [speed, lossless])
-def test_bad_input_is_one_line(command, argv, said, capsys):
-    assert exit_code(command.main, *argv) == 2
-    assert said in one_line(capsys.readouterr().err, command.PROG)
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_tree_of_an_adapter_is_lossless(folders, tmp_path, name, capsys):
+    argv = ["--task", "sql", "--adapter", folders / name, "--model", folders / "base"]
+    argv += ["--data", folders / "prompts.jsonl", "--count", 2, "--max-tokens", 6]
+    argv += ["--systems", "trees", "--steps", 2, "--repeats", 1, "--out", tmp_path / "results"]
+    assert compare.main(list(map(str, argv))) == 0
+    (task,) = result(tmp_path, "compare")["tasks"]
+    rows = task["systems"]
+    assert [row["kind"] for row in rows] == ["mlx-lm", "plain", *["streams"] * SYSTEMS[name]]
+    assert {row["same_as_plain"] for row in rows} == {2}
+    assert set(task["left_out"].values()) <= {"the adapter has no pruning adapter"}
+    assert len(task["left_out"]) == 6 - SYSTEMS[name]
+    assert (task["adapter"], task["data"]) == (name, "prompts.jsonl")
+    assert task["scope"] == ("streams" if name == "light" else "all")
+    step = task["step"]
+    assert step["name"] == rows[2]["name"] and step["nodes"] == 3
+    assert 0 < step["one_row"] < 1 and step["forward"] > 0 and step["allowed"] > 0
+    out = capsys.readouterr().out
+    assert "2 of 2" in out and "a step of its 3 nodes: its forward" in out
 
 
 def test_the_first_token_is_timed_cold_and_warm(folders, tmp_path, capsys):

@@ -1,7 +1,7 @@
 """Figures 4, 5 and 9b of the paper, ours beside what its text gives in numbers.
 
-Ours are drawn from the results of perf.compare and perf.quality. Figures 6
-and 9a come from `python -m perf.paper.training ablation`.
+Ours are drawn from the results of perf.compare. Figures 6 and 9a come from `python -m
+perf.paper.training ablation`.
 
 Figure 4 is eq. 6 (section 4.1.2), streams against a separate draft model. A token costs what a
 verification step costs, over the tokens that the step advances by:
@@ -84,19 +84,18 @@ Curves = Mapping[Curve, Mapping[int, Point]]
 
 
 def read_results(folders: Sequence[Path]) -> list[Result]:
-    """The results of perf.compare and perf.quality in `folders` and below, the newest last."""
-    patterns = ("compare.json", "quality-*.json")
-    paths = {path for folder in folders for one in patterns for path in folder.rglob(one)}
+    """The results of perf.compare in `folders` and below, the newest last."""
+    paths = {path for folder in folders for path in folder.rglob("compare.json")}
     results: list[Result] = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
-        result, command = read_json(path, "a result"), f"perf.{path.stem.partition('-')[0]}"
+        result = read_json(path, "a result")
         require(
             isinstance(result.get("tasks"), list),
-            f"{path} holds no result of {command}",
+            f"{path} holds no result of perf.compare",
             expected="an entry 'tasks'",
             do="move it elsewhere, or measure again",
         )
-        with reading(path, command):
+        with reading(path, "perf.compare"):
             parity_points([result]), sampling_curves([result]), tree_curves([result])
         results.append(result)
     return results
@@ -274,7 +273,7 @@ def _main(args: argparse.Namespace) -> None:
         require(
             folder.is_dir(),
             f"--results {folder} is no folder",
-            expected="folders with compare.json or quality-TASK.json in or below them",
+            expected="folders with compare.json in or below them",
             do="check the path",
         )
     make_folder(args.out)

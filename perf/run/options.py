@@ -34,6 +34,15 @@ from .tasks import TASKS, add_data_options, data_file, read_examples, scorer_of
 BASE = "smollm2-135m-q4_1"
 DEFAULT = "default"
 """What users get who ask for nothing."""
+TREES = (
+    "streams --tree full --tree-width 1",
+    "streams --tree full --tree-width 2",
+    "streams --tree best --tree-size 16",
+    "streams --tree full --tree-width 2 --prune budget --prune-to 8",
+    "streams --tree full --tree-width 2 --prune threshold=0.05",
+    "streams --tree best --tree-size 16 --prune budget --prune-to 8",
+)
+"""What `trees` stands for."""
 SYSTEMS = (MLX_LM, PLAIN, STREAMS, *CHECKPOINTS, "lookahead", "prompt-lookup")
 _RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attention")
 
@@ -71,15 +80,15 @@ def add_experiment_options(
     parser: argparse.ArgumentParser,
     saved: argparse._MutuallyExclusiveGroup | None = None,
     *,
-    task: str | Sequence[str] | None = None,
+    tasks: Sequence[str] = (),
     systems: Sequence[str] = SYSTEMS,
     repeats: int = 1,
     dtypes: Sequence[str] = (),
 ) -> None:
-    """What `experiment_of` reads: `task` is the default, without which --task is required, and
-    `saved` the group of an option in place of it; without `systems` the command names them.
-    With `dtypes`, the default, --dtype takes several."""
-    add_data_options(parser.add_argument_group("data"), saved, task)
+    """What `experiment_of` reads. Without `tasks`, the default, --task takes one and is required,
+    but for `saved`, the group of an option in place of it. With `dtypes`, the default, --dtype
+    takes several."""
+    add_data_options(parser.add_argument_group("data"), saved, tasks)
     weights = parser.add_argument_group("weights")
     add_base(weights)
     weights.add_argument(
@@ -97,13 +106,12 @@ def add_experiment_options(
         metavar = "MODEL" if kind == DRAFT_MODEL else "FOLDER"
         weights.add_argument(f"--{kind}", metavar=metavar, help=f"what `{kind}` drafts with")
     group = parser.add_argument_group("run")
-    if systems:
-        group.add_argument(
-            "--systems", nargs="+", default=list(systems), metavar="SYSTEM",
-            help=f"which of {', '.join(SYSTEMS)}, or {DEFAULT}: where nothing is asked "
-            "for; mlx-lm and plain always take part (default: "
-            f"{'all' if systems == SYSTEMS else ', '.join(systems)})",
-        )  # fmt: skip
+    group.add_argument(
+        "--systems", nargs="+", default=list(systems), metavar="SYSTEM",
+        help=f"which of {', '.join(SYSTEMS)}; or {DEFAULT}: where nothing is asked for; or trees: "
+        "streams with every kind of tree and pruning; mlx-lm and plain always take part (default: "
+        f"{'all' if systems == SYSTEMS else ', '.join(systems)})",
+    )  # fmt: skip
     most = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
     group.add_argument("--max-tokens", type=int, help=f"longest answer (default: {most})")
     for name, default, text in (
@@ -145,9 +153,12 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
     elif not weights.adapter.config.num_streams:
         lacking[STREAMS] = "the adapter has no streams"
     left_out = {one.name: lacking[one.kind] for one in systems if one.kind in lacking}
+    if weights.adapter and STREAMS not in lacking and weights.adapter.streams.prune is None:
+        pruned = [one for one in systems if one.kind == STREAMS and _prunes(one.config)]
+        left_out |= {one.name: "the adapter has no pruning adapter" for one in pruned}
     for system, why in left_out.items():
         print(f"{task.name}: {system} is left out, {why}", file=sys.stderr)
-    taking_part = [system for system in systems if system.kind not in lacking]
+    taking_part = [system for system in systems if system.name not in left_out]
     drafts = [system for system in taking_part if system.kind == DRAFT_MODEL]
     alone = [System(DRAFT_ALONE, DRAFT_ALONE, one.config) for one in drafts[:1]]
     make_folder(args.out)
@@ -165,6 +176,10 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
     )
 
 
+def _prunes(config: GenerateConfig) -> bool:
+    return config.prune is not None and config.prune.kind != "off"
+
+
 class _SystemParser(Parser):
     def error(self, message: str) -> NoReturn:
         raise InputError(
@@ -178,6 +193,7 @@ def parse_systems(
     texts: Sequence[str], sampling: SamplingConfig, max_tokens: int = 256
 ) -> list[System]:
     """The systems to run, mlx-lm and plain decoding always among them."""
+    texts = [name for text in texts for name in (TREES if text == "trees" else (text,))]
     missing = [kind for kind in (MLX_LM, PLAIN) if kind not in texts]
     systems: dict[str, System] = {}
     for text in (*missing, *texts):

@@ -51,17 +51,16 @@ class Example:
 def add_data_options(
     data: argparse._ArgumentGroup,
     saved: argparse._MutuallyExclusiveGroup | None = None,
-    default: str | Sequence[str] | None = None,
+    defaults: Sequence[str] = (),
 ) -> None:
-    """A task and its examples; `saved` is the group of an option in place of --task, which takes
-    several where the default is several."""
-    many = not isinstance(default, str | None)
-    names = default if isinstance(default, str) else " ".join(default or ())
+    """A task, or several where there are defaults, and its examples; `saved` is the group of an
+    option in place of --task."""
+    shown = f" (default: {' '.join(defaults)})" if defaults else ""
     task = (saved or data).add_argument(
-        "--task", choices=tuple(TASKS), default=default, nargs="+" if many else None,
-        help=f"what to ask (default: {names})" if names else "what to ask",
+        "--task", choices=tuple(TASKS), default=defaults or None, nargs="+" if defaults else None,
+        help=f"what to ask{shown}",
     )  # fmt: skip
-    task.required = saved is None and default is None
+    task.required = saved is None and not defaults
     data.add_argument(
         "--data", type=Path, metavar="FILE.jsonl",
         help="a JSON object a line: prompt, and completion or references (default: the task's "
