@@ -2,14 +2,13 @@
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from real import one_line
 
-from convert.reference.format import ADAPTER_WEIGHTS
-from convert.train import STORE_FILE, parse_args
+from convert.train import parse_args
 from perf import compare
 from perf.paper import figures, training
 from perf.paper.figures import (
@@ -17,7 +16,7 @@ from perf.paper.figures import (
     theoretical_speedup,
     tree_curves,
 )
-from perf.paper.training import read_run, read_runs
+from perf.paper.training import read_runs
 from perf.run.options import parse_systems
 from perf.run.published import TABLE_1, TABLE_2, speeds
 from ssmlx.commands.train_options import train_config
@@ -188,8 +187,7 @@ def write_run(options: list[str], steps: int = STEPS) -> None:
     args = parse_args(options)
     train, folder = train_config(args), Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python -m convert.train", *options])
-    settings = {"command": command, "train": train.to_dict(), "examples": EXAMPLES}
+    settings = {"train": train.to_dict(), "examples": EXAMPLES}
     (folder / SETTINGS_FILE).write_text(json.dumps(settings))
     rate = 1.6 + 0.25 * train.num_msa_layers**0.5 + 0.0005 * train.stream_init_rank
     rate -= 0.12 * (train.stream_design == "value_rotation")
@@ -198,97 +196,52 @@ def write_run(options: list[str], steps: int = STEPS) -> None:
     losses = {"valid_main_loss": 0.5, "valid_stream_1_loss": 3 - rate, "valid_prune_loss": 2.0}
     entries[-1] |= {"tokens_per_call": rate, **losses}
     (folder / LOG_FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    (folder / ADAPTER_WEIGHTS).touch()
-    (folder / STORE_FILE).touch()
 
 
 @pytest.fixture
-def trained(tmp_path, monkeypatch):
-    """`perf.paper.training ablate` with a trainer that takes no time; gives its runs' names."""
-    names: list[str] = []
-
-    def fake(command):
-        options = command[3:]
-        name = Path(parse_args(options).out).name
-        if name == fails:
-            return SimpleNamespace(returncode=3)
-        write_run(options)
-        names.append(name)
-        return SimpleNamespace(returncode=0)
-
-    def train(*more: str, fail: str = "") -> tuple[int, list[str]]:
-        nonlocal fails
-        fails, names[:] = fail, []
-        argv = ["ablate", "--data", "d", "--out", str(tmp_path / "runs"), "--epochs", "1", *more]
-        return training.main(argv), list(names)
-
-    fails = ""
-    # The name in `training` alone: matplotlib runs commands of its own, once on a new machine.
-    monkeypatch.setattr(training, "subprocess", SimpleNamespace(run=fake))
-    return train
+def trained(tmp_path):
+    """The runs that the command's help tells of, in a folder."""
+    script, folder = training.EPILOG.partition("  python -m perf")[0], tmp_path / "runs"
+    for told, own in (("examples:", ""), ("python -m convert.train", "echo"),
+                      ("runs/ablation", str(folder))):  # fmt: skip
+        script = script.replace(told, own)
+    shown = subprocess.check_output(["sh", "-c", script], text=True)
+    for line in shown.splitlines():
+        write_run(shlex.split(line))
+    return folder
 
 
-def test_every_variant_is_trained_once(trained, tmp_path):
-    code, names = trained("--num-streams", "3")
-    assert (code, names) == (0, NAMES)
-    runs = {name: read_run(tmp_path / "runs" / name) for name in NAMES}
-    assert {one.num_steps for one in runs.values()} == {STEPS}
+def test_the_runs_of_the_help_are_shown(trained, tmp_path, capsys):
+    runs = {one.name: one for one in read_runs(trained)[0]}
+    assert set(runs) == set(NAMES) and {one.num_steps for one in runs.values()} == {STEPS}
     shape = {name: (one.design, one.num_layers, one.rank) for name, one in runs.items()}
     assert shape["embeddings-16"] == ("embeddings", 16, 0)
     assert shape["rotation-2"] == ("value_rotation", 2, 0)
     assert shape["rank-128"] == ("embeddings", 8, 128)
-    assert read_runs(tmp_path / "runs")[1]["num_streams"] == 3
-    assert not list(tmp_path.rglob(STORE_FILE))
-    assert trained("--num-streams", "3") == (0, [])
-
-
-def test_a_run_that_is_not_finished_goes_on(trained, tmp_path):
-    assert trained(fail="rotation-4") == (3, NAMES[:5])
-    folder = tmp_path / "runs" / "embeddings-4"
-    assert read_run(folder).is_finished
-    lines = (folder / LOG_FILE).read_text().splitlines(keepends=True)
-    (folder / LOG_FILE).write_text("".join(lines[:-1]))
-    assert trained() == (0, ["embeddings-4", *NAMES[5:]])
-    # Other settings are for convert.train to refuse.
-    assert trained("--seed", "5")[1] == NAMES
-
-
-def test_bad_options_are_told_before_the_first_run(trained, capsys):
-    for more, said in (
-        (("--num-msa-layers", "4"), "--num-msa-layers for every run"),
-        (("--rotation-step", "0"), "--rotation-step 0"),
-        (("--batch-size", "0"), "--batch-size 0"),
-    ):
-        assert trained(*more) == (2, [])
-        assert said in one_line(capsys.readouterr().err, training.PROG)
-    with pytest.raises(SystemExit):
-        trained("--nonsense")
-
-
-def test_runs_are_shown_those_that_are_not_finished_too_and_others_refused(
-    trained, tmp_path, capsys
-):
-    folder, results = tmp_path / "runs", tmp_path / "results"
-    show = ["ablation", "--runs", str(folder), "--out", str(results)]
-    assert training.main(show) == 2
-    assert f"no finished run in {folder}" in one_line(capsys.readouterr().err, training.PROG)
-    trained()
+    show = ["ablation", "--runs", str(trained), "--out", str(tmp_path / "results")]
     shared = ["--data", "d", "--epochs", "1", "--out"]
     rank = ["--stream-init", "low_rank", "--stream-init-rank", "8"]
-    write_run([*shared, str(folder / "rank-8"), *rank], steps=5)
-    capsys.readouterr()
+    write_run([*shared, str(trained / "rank-8"), *rank], steps=5)
     assert training.main(show) == 0
     out = capsys.readouterr().out
     lines = {line.split("  ")[0]: line.split("  ") for line in out.splitlines()}
     assert len(lines) == 1 + len(NAMES) and "rank-8 (step 5 of 20)" in lines
     shown = [cell.strip() for cell in lines["rank-32"] if cell]
     assert shown[1:] == ["stream embeddings", "8", "rank 32", "2.323", "0.500", "0.677", "2.000"]
-    saved = json.loads((results / "ablation.json").read_text())
+    saved = json.loads((tmp_path / "results" / "ablation.json").read_text())
     assert len(saved["runs"]) == len(NAMES) and saved["shared"]["examples"] == EXAMPLES
-    assert (results / "ablation.txt").read_text() == out
+    assert (tmp_path / "results" / "ablation.txt").read_text() == out
     pytest.importorskip("matplotlib")
-    assert (results / "ablation.png").read_bytes()[:4] == b"\x89PNG"
-    write_run([*shared, str(folder / "other"), "--seed", "1"])
+    assert (tmp_path / "results" / "ablation.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys):
+    folder = tmp_path / "runs"
+    show = ["ablation", "--runs", str(folder), "--out", str(tmp_path / "results")]
+    assert training.main(show) == 2
+    assert f"no finished run in {folder}" in one_line(capsys.readouterr().err, training.PROG)
+    for name, seed in (("embeddings-16", "0"), ("other", "1")):
+        write_run(["--data", "d", "--epochs", "1", "--out", str(folder / name), "--seed", seed])
     assert training.main(show) == 2
     said = one_line(capsys.readouterr().err, training.PROG)
     assert "other and embeddings-16 differ in seed" in said

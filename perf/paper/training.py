@@ -1,24 +1,19 @@
 """What training runs came to: figures 6 and 9a of the paper, and curves of learning.
 
-`ablate` runs `convert.train` over the layers with multi-stream attention, with stream embeddings
-and with value rotation, and over the rank of f (eq. 3); `ablation` shows what the runs came to.
-`learning` draws tokens per call against training steps, from the logs of any runs; one that
+`ablation` shows runs over the layers with multi-stream attention, with stream embeddings and with
+value rotation, and over the rank of f (eq. 3); folders of unfinished ones are shown as far as they
+came. `learning` draws tokens per call against training steps, from the logs of any runs; one that
 started from another's weights (`--init`) goes on where that one ended.
 """
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from convert import train as trainer
-from convert.reference.format import ADAPTER_WEIGHTS
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import publish
-from ssmlx.commands.train_options import train_config
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import read_json
@@ -31,12 +26,19 @@ from ..run.options import add_out, split_name
 
 PROG = "perf.paper.training"
 EPILOG = """examples:
-  python -m perf.paper.training ablate --data data/sql --out runs/ablation --epochs 1
+  train="python -m convert.train --data data/sql --epochs 1 --out runs/ablation"
+  for n in 2 4 8 16; do
+    $train/embeddings-$n --num-msa-layers $n --stream-init identity
+    $train/rotation-$n --num-msa-layers $n --stream-init identity \\
+        --stream-design value_rotation --rotation-step 0.2
+  done
+  for rank in 8 32 128; do
+    $train/rank-$rank --num-msa-layers 8 --stream-init low_rank --stream-init-rank $rank
+  done
   python -m perf.paper.training ablation --runs runs/ablation
   python -m perf.paper.training learning --run sql=runs/first,runs/second --run chat=runs/chat
 
-Options that `ablate` does not know go to every run of convert.train. The same command again goes
-on with the run that was stopped, and skips those that are finished."""
+A run that was stopped goes on with the same command."""
 VARIED = ("num_msa_layers", "stream_design", "rotation_step", "stream_init", "stream_init_rank")
 DESIGNS = {
     "embeddings": ("stream embeddings", "#0b6e4f"),
@@ -52,52 +54,6 @@ Curves = Mapping[str, Sequence[Sequence[Point]]]
 def validations(folder: Path) -> list[dict[str, Any]]:
     """The entries of a run's log in which streams were validated."""
     return [entry for entry in read_record(folder / LOG_FILE) if "tokens_per_call" in entry]
-
-
-def variants(args: argparse.Namespace) -> dict[str, list[str]]:
-    identity = ["--stream-init", "identity"]
-    rotation = ["--stream-design", "value_rotation", "--rotation-step", str(args.rotation_step)]
-    runs = {}
-    for name, design in (("embeddings", []), ("rotation", rotation)):
-        for count in args.layers:
-            runs[f"{name}-{count}"] = ["--num-msa-layers", str(count), *design, *identity]
-    for rank in args.ranks:
-        f = ["--stream-init", "low_rank", "--stream-init-rank", str(rank)]
-        runs[f"rank-{rank}"] = ["--num-msa-layers", str(args.rank_layers), *f]
-    return runs
-
-
-def commands(args: argparse.Namespace, shared: list[str]) -> dict[Path, list[str]]:
-    needed = ["--data", "", "--out", ""]
-    given, default = trainer.parse_args([*needed, *shared]), trainer.parse_args(needed)
-    for name in VARIED:
-        flag = "--" + name.replace("_", "-")
-        is_default = getattr(given, name) == getattr(default, name)
-        require(is_default, f"{flag} for every run", expected="what varies", do=f"drop {flag}")
-    found = {}
-    for name, own in variants(args).items():
-        folder = args.out / name
-        found[folder] = ["--data", str(args.data), "--out", str(folder), *shared, *own]
-        train_config(trainer.parse_args(found[folder]))
-    return found
-
-
-def ablate(args: argparse.Namespace, shared: list[str]) -> int:
-    """Run what is left to run; stops at the first run that fails."""
-    for folder, options in commands(args, shared).items():
-        command = " ".join([f"python -m {trainer.PROG}", *options])
-        # Of this very run; convert.train itself refuses other settings.
-        found = read_run(folder) if (folder / ADAPTER_WEIGHTS).exists() else None
-        if found and found.is_finished and settings_of(folder)["command"] == command:
-            print(f"{folder}: finished", file=sys.stderr)
-            continue
-        print(f"{folder}: training", file=sys.stderr)
-        code = subprocess.run([sys.executable, "-m", trainer.PROG, *options]).returncode
-        if code:
-            return code
-        for path in folder.glob(f"{trainer.STORE_FILE}*"):
-            path.unlink()  # gigabytes, of no more use
-    return 0
 
 
 @dataclass(frozen=True)
@@ -152,8 +108,8 @@ def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
     require(
         any(one.is_finished for one in runs),
         f"no finished run in {folder}",
-        expected="the --out of `python -m perf.paper.training ablate`",
-        do="run that first",
+        expected="one folder a run of `python -m convert.train`",
+        do="train some first",
     )
     shared: dict[str, Any] = {}
     for path in folders:
@@ -307,21 +263,7 @@ def show_learning(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("ablate", help="train the variants", allow_abbrev=False)
-    for flag in ("--data", "--out"):
-        one.add_argument(flag, type=Path, required=True, metavar="FOLDER")
-    for flag, kind, default, text in (
-        ("--layers", int, [2, 4, 8, 16], "Ns of the runs of both designs"),
-        ("--ranks", int, [8, 32, 128], "eta of the runs with f of eq. 3"),
-        ("--rank-layers", int, 8, "Ns of the runs with f"),
-        ("--rotation-step", float, 0.2, "epsilon of eq. 7, radians"),
-    ):
-        many = "+" if isinstance(default, list) else None
-        one.add_argument(
-            flag, type=kind, nargs=many, default=default, metavar="N",
-            help=f"{text} (default: %(default)s)",
-        )  # fmt: skip
-    shown = commands.add_parser("ablation", help="show what they came to", allow_abbrev=False)
+    shown = commands.add_parser("ablation", help="show what runs came to", allow_abbrev=False)
     shown.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
     add_out(shown)
     learned = commands.add_parser("learning", help="draw runs step by step", allow_abbrev=False)
@@ -331,11 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         "given several times",
     )  # fmt: skip
     add_out(learned)
-    args, shared = parser.parse_known_args(argv)
-    if args.command == "ablate":
-        return run(lambda: ablate(args, shared), PROG)
-    if shared:
-        parser.error(f"unrecognized arguments: {' '.join(shared)}")
+    args = parser.parse_args(argv)
     show = show_ablation if args.command == "ablation" else show_learning
     return run(lambda: show(args), PROG)
 
