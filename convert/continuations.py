@@ -56,6 +56,7 @@ class Sampling:
 
     max_tokens: int = setting(160, least=1)
     temp: float = setting(0.0, least=0, smallest=MIN_TEMP, most=MAX_TEMP)
+    top_p: float = setting(1.0, above=0, most=1)
     seed: int = setting(0, least=0, most=2**32 - 1)
 
     def __post_init__(self) -> None:
@@ -125,8 +126,10 @@ def choose_tokens(
 
     if sampling.temp == 0:
         return logits.argmax(dim=1)
-    probs = (logits / sampling.temp).softmax(dim=1)
-    return torch.multinomial(probs, 1, generator=generator)[:, 0]
+    probs, order = (logits / sampling.temp).softmax(dim=1).sort(dim=1, descending=True)
+    before = probs.cumsum(dim=1) - probs
+    probs = probs.masked_fill(before >= sampling.top_p, 0.0)
+    return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 
 def grouped_attention(
@@ -340,6 +343,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(
             flag, type=Path, required=True, metavar="FILE", help=f"{text}, JSON lines"
         )
+    add_generator_options(parser)
+    parser.add_argument(
+        "--lora", type=Path, metavar="FOLDER",
+        help="LoRA that the model answers with, under the template that came with it: a PyTorch "
+        "checkpoint of scope all, or what mlx-lm or ssmlx.train wrote",
+    )  # fmt: skip
+    parser.add_argument(
+        "--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)"
+    )
+    add_counts(parser, ("max-tokens", 160, "longest answer"), ("seed", 0, "seed of the sampler"))
+    return parser.parse_args(argv)
+
+
+def add_generator_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
@@ -353,16 +370,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(
             flag, choices=choices, default=choices[0], help=f"{text} (default: %(default)s)"
         )
-    parser.add_argument(
-        "--lora", type=Path, metavar="FOLDER",
-        help="LoRA that the model answers with, under the template that came with it: a PyTorch "
-        "checkpoint of scope all, or what mlx-lm or ssmlx.train wrote",
-    )  # fmt: skip
-    parser.add_argument(
-        "--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)"
-    )
-    add_counts(parser, ("max-tokens", 160, "longest answer"), ("seed", 0, "seed of the sampler"))
-    return parser.parse_args(argv)
+
+
+def check_batch_size(batch_size: int) -> None:
+    require(batch_size >= 1, f"--batch-size {batch_size}", expected="1 or more", do="raise it")
 
 
 def _main(args: argparse.Namespace) -> None:
@@ -371,8 +382,7 @@ def _main(args: argparse.Namespace) -> None:
     check_torch()
     from .reference.checkpoint import template_of
 
-    found = f"--batch-size {args.batch_size}"
-    require(args.batch_size >= 1, found, expected="1 or more", do="raise it")
+    check_batch_size(args.batch_size)
     sampling = Sampling(max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)
     kinds = ("prompt", "messages", "tools")
     prompts = [{k: row[k] for k in kinds if k in row} for row in read_prompts(args.prompts)]

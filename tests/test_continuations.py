@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from convert import continuations
 from convert.__main__ import main as convert
-from convert.continuations import PartFile, encode_prompts, generate_batch
+from convert.continuations import PartFile, Sampling, encode_prompts, generate_batch
 from ssmlx.errors import InputError
 from ssmlx.prompts import as_messages, read_prompts
 from ssmlx.settings import StreamConfig
@@ -329,6 +329,14 @@ def test_examples_of_chats_are_answered_anew(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (turns, turns[:2])))
     assert read_prompts(path) == [{"messages": turns[:2]}] * 2
+
+
+def test_top_p_keeps_the_likeliest_tokens():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(400, -1)
+    generator = torch.Generator().manual_seed(0)
+    for top_p, kept in ((0.1, {0}), (0.7, {0, 1}), (1.0, {0, 1, 2, 3})):
+        sampling = Sampling(temp=1.0, top_p=top_p)
+        assert set(continuations.choose_tokens(logits, sampling, generator).tolist()) == kept
 
 
 @pytest.mark.parametrize("masked", [False, True])

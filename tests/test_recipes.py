@@ -6,6 +6,9 @@ import random
 import pytest
 from real import one_line
 
+pytest.importorskip("torch")
+from test_continuations import greedy, make_model, make_tokenizer
+
 from examples.recipes import chat_prompts
 from examples.recipes.e2e_prompts import PROG, main, parse_attributes, spell
 from ssmlx.errors import InputError
@@ -97,7 +100,6 @@ def test_values_of_another_form_are_one_line(task, tmp_path, capfd, text):
 def test_splits_share_no_hand_written_prompt_and_no_list_item():
     lists = chat_prompts.split_lists(0)
     written = chat_prompts.written_prompts(0)
-    assert chat_prompts.normalised("  What's UP?! ") == chat_prompts.normalised("what s up")
     assert written == chat_prompts.written_prompts(0)
     for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
         texts = [set(map(chat_prompts.normalised, written[split])) for split in (one, other)]
@@ -105,7 +107,7 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
         for name in chat_prompts.read_lists():
             assert not set(lists[one][name]) & set(lists[other][name])
     for split, texts in written.items():
-        assert len(texts) == chat_prompts.COUNTS[split]
+        assert len(texts) == chat_prompts.COUNTS[split].written
         assert not [text for text in texts if "{" in text.replace("{}", "") and "}" in text]
 
 
@@ -113,3 +115,56 @@ def test_lists_that_run_out_say_so():
     lists = {"templates": ["Hi."], "plain": ["a b"]}
     with pytest.raises(InputError, match="the lists give 2 different prompts"):
         chat_prompts.write_prompts(lists, 3, random.Random(0))
+
+
+def test_a_prompt_that_stands_alone():
+    assert chat_prompts.is_good_prompt("How do I cook rice?")
+    for text in ("Hi", "a" * 401, "Что такое гравитация, скажите?", "go go go go go go go go"):
+        assert not chat_prompts.is_good_prompt(text)
+    assert not chat_prompts.is_good_prompt("What is this <|im_start|> here?")
+    assert chat_prompts.normalised("  What's UP?! ") == chat_prompts.normalised("what s up")
+
+
+def test_the_model_continues_its_templates_user_turn():
+    tokenizer = make_tokenizer()
+    assert tokenizer.decode(chat_prompts.user_prefix(tokenizer)).split() == ["<s>", "user", ":"]
+
+
+@pytest.mark.slow  # a random model seldom writes a good prompt
+def test_sampled_prompts_are_new_each_time():
+    model, tokenizer = make_model(), make_tokenizer()
+    draw = {"batch_size": 32, "seed": 1}
+    found = chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
+    assert len({chat_prompts.normalised(text) for text in found}) == 6
+    assert found == chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
+
+
+def test_sampled_prompts_go_to_one_split_each(monkeypatch):
+    counts = chat_prompts.Counts(written=0, sampled=2, two_turn=0)
+    monkeypatch.setattr(chat_prompts, "COUNTS", dict.fromkeys(chat_prompts.SPLITS, counts))
+    start = "one two three four five six seven eight"
+    found = ["known text", f"{start} nine", f"{start} ten", *(f"text {n}" for n in range(5))]
+    splits = chat_prompts.sampled_prompts(found, {"train": ["Known text!"]})
+    assert splits["test"] == [f"{start} nine", "text 0"]
+    assert splits["train"] == ["text 3", "text 4"]
+    with pytest.raises(InputError, match="5 of 6 sampled"):
+        chat_prompts.sampled_prompts(found[:6], {"train": []})
+
+
+def test_two_turn_chats_hold_the_models_own_answer():
+    model, tokenizer = make_model(), make_tokenizer()
+    chats = chat_prompts.two_turn_chats(model, tokenizer, ["w1", "w2 w3"], ["w5", "w6"], 1)
+    prefix = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "w2 w3"}], add_generation_prompt=True, return_dict=False
+    )
+    said = tokenizer.decode(greedy(model, list(prefix), 40, {2}), skip_special_tokens=True)
+    roles = [turn["role"] for turn in chats[1]["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert chats[1]["messages"][1]["content"].startswith(said)
+    assert chats[1]["messages"][2]["content"] == "w6"
+
+
+def test_a_cut_answer_ends_with_a_sentence():
+    assert chat_prompts.whole_sentences("One. Two costs 3.5 and") == "One."
+    assert chat_prompts.whole_sentences("- one\n- two\n- thr") == "- one\n- two"
+    assert chat_prompts.whole_sentences("no end") == "no end"

@@ -9,13 +9,13 @@ from real import ROOT, one_line
 
 NEEDED = {
     "convert.base": ["a", "b"],
+    "examples.recipes.chat_prompts": ["--out", "a"],
     "convert.continuations": ["--prompts", "a", "--out", "b"],
     "convert.train": ["--data", "a", "--out", "b"],
     "convert.train_draft": ["--data", "a", "--out", "b"],
     "convert.train_heads": ["--kind", "medusa", "--data", "a", "--out", "b"],
 }
-HELPED = [*NEEDED, "convert", "convert.export", "examples.recipes.chat_prompts",
-          "examples.recipes.e2e_prompts"]  # fmt: skip
+HELPED = [*NEEDED, "convert", "convert.export", "examples.recipes.e2e_prompts"]
 # Runs commands in one process that finds no PyTorch: [exit code, output, errors] of each.
 RUN = """
 import contextlib, io, json, runpy, sys

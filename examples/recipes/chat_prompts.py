@@ -1,25 +1,46 @@
-"""`python -m examples.recipes.chat_prompts`: the hand-written prompts that train chat adapters."""
+"""`python -m examples.recipes.chat_prompts`: prompts to train and judge chat adapters with.
+
+From the checkout, with the extra `torch`.
+"""
 
 import argparse
+import itertools
 import math
 import random
 import re
 import sys
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from convert.continuations import write_jsonl
+from convert import check_torch
+from convert.continuations import (
+    Sampling,
+    add_generator_options,
+    check_batch_size,
+    encode_prompts,
+    end_tokens,
+    generate_batch,
+    load_generator,
+    plan_batches,
+    write_jsonl,
+)
 from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
+from ssmlx.prompts import read_prompts
 
 PROG = "examples.recipes.chat_prompts"
 EPILOG = """examples:
-  python -m examples.recipes.chat_prompts --out prompts
+  python -m examples.recipes.chat_prompts --out prompts --model smollm2-135m-q4_1
   python -m convert.continuations --prompts prompts/chat_train.jsonl --out train.jsonl
 
-Writes chat_train.jsonl, chat_valid.jsonl and chat_test.jsonl, from the templates of
-chat_lists.txt. The three files share no prompt, and no template or topic of the lists."""
+Writes chat_train.jsonl, chat_valid.jsonl and chat_test.jsonl. A prompt comes from one of three
+sources: hand-written templates (chat_lists.txt); the model itself, which continues its
+chat template's user turn (Magpie, Xu et al. 2024); and two-turn chats, where the model answers a
+prompt and a follow-up comes from the lists. The three files share no prompt, and no template,
+topic or follow-up of the lists."""
 
 LISTS = Path(__file__).with_name("chat_lists.txt")
 SPLITS = ("train", "valid", "test")
@@ -28,11 +49,32 @@ HELD_OUT = 0.15
 SHARE = 2.0  # the most prompts of one template, as a multiple of the mean
 DRY_ROUNDS = 20  # without a new prompt, until the lists count as used up
 NUMBERS = {"a": (2, 12), "b": (24, 480), "c": (3, 20), "d": (13, 99)}
-COUNTS = {"train": 2700, "valid": 100, "test": 100}
+FIRST_ANSWER_TOKENS = 100
+SAMPLED = 2700  # prompts of the model's own, near copies included
+OPENING_WORDS = 8
+
+# Of a prompt that the model makes up itself.
+SHORTEST, LONGEST = 8, 400  # characters
+LEAST_ASCII = 0.97
+SAMPLING: dict[str, Any] = {"max_tokens": 110, "temp": 1.0, "top_p": 0.95}
+_SPECIAL = re.compile(r"<\|[^>]*\|>|<[a-z_]+>")
+_MARKER = "\u2063user text\u2063"
 _SLOT = re.compile(r"\{(\w+)\}")
 
+
+class Counts(NamedTuple):
+    written: int
+    sampled: int
+    two_turn: int
+
+
+COUNTS = {
+    "train": Counts(2700, 2350, 600),
+    "valid": Counts(100, 80, 20),
+    "test": Counts(100, 80, 20),
+}
 Lists = dict[str, list[str]]
-"""What goes into each slot, and the "templates" and "plain" prompts."""
+"""What goes into each slot, and the "templates", "plain" prompts and "follow-ups"."""
 
 
 def read_lists() -> Lists:
@@ -109,12 +151,71 @@ def casual(text: str, rng: random.Random) -> str:
     return text
 
 
+def two_turn_chats(
+    model: Any, tokenizer: Any, firsts: Sequence[str], follow_ups: Sequence[str], batch_size: int
+) -> list[dict[str, Any]]:
+    """Chats of a prompt, the model's own greedy answer, and a follow-up (one for each prompt)."""
+    encoded = encode_prompts(
+        [{"prompt": text} for text in firsts], tokenizer, model.config.max_position_embeddings
+    )
+    sampling, stop = Sampling(max_tokens=FIRST_ANSWER_TOKENS), end_tokens(model, tokenizer)
+    chats: list[dict[str, Any]] = [{}] * len(firsts)
+    for batch in plan_batches([len(tokens) for tokens in encoded], batch_size):
+        answers = generate_batch(model, [encoded[index] for index in batch], sampling, stop)
+        for index, answer in zip(batch, answers, strict=True):
+            said = whole_sentences(tokenizer.decode(answer.tokens, skip_special_tokens=True))
+            turns = (("user", firsts[index]), ("assistant", said), ("user", follow_ups[index]))
+            chats[index] = {"messages": [{"role": r, "content": text} for r, text in turns]}
+    return chats
+
+
+def whole_sentences(text: str) -> str:
+    """A cut answer up to its last sentence or line; all of it where there is no such end."""
+    ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)|(?=\n)", text)]
+    return (text[: ends[-1]] if ends and text[: ends[-1]].strip() else text).strip()
+
+
 def written_prompts(seed: int) -> dict[str, list[str]]:
     lists = split_lists(seed)
     return {
-        split: write_prompts(lists[split], COUNTS[split], random.Random(f"{seed} {split}"))
+        split: write_prompts(lists[split], COUNTS[split].written, random.Random(f"{seed} {split}"))
         for split in SPLITS
     }
+
+
+def sampled_prompts(found: Sequence[str], written: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Divide the model's own prompts among the splits.
+
+    One that begins like a hand-written one of any split, or like an earlier one, is left out.
+    """
+    seen = {opening(text) for texts in written.values() for text in texts}
+    fresh = []
+    for text in found:
+        if (key := opening(text)) not in seen:
+            seen.add(key)
+            fresh.append(text)
+    splits, start = {}, 0
+    for split in ("test", "valid", "train"):
+        splits[split] = fresh[start : start + COUNTS[split].sampled]
+        start += COUNTS[split].sampled
+    require(
+        len(fresh) >= start,
+        f"{len(fresh)} of {len(found)} sampled prompts are left without near copies",
+        expected=f"{start}",
+        do="raise SAMPLED",
+    )
+    return splits
+
+
+def opening(text: str) -> str:
+    """The first words of a prompt: near copies share them."""
+    return " ".join(normalised(text).split()[:OPENING_WORDS])
+
+
+def user_prefix(tokenizer: Any) -> list[int]:
+    """Tokens of the chat template up to where the user's first text starts."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False)
+    return list(tokenizer.encode(text[: text.index(_MARKER)], add_special_tokens=False))
 
 
 def normalised(text: str) -> str:
@@ -123,21 +224,81 @@ def normalised(text: str) -> str:
     return " ".join(re.findall(r"\w+", folded))
 
 
+def is_good_prompt(text: str) -> bool:
+    """Whether a sampled text can stand as a user's prompt."""
+    ascii_share = sum(map(str.isascii, text)) / max(len(text), 1)
+    words = normalised(text).split()
+    return (
+        SHORTEST <= len(text) <= LONGEST
+        and ascii_share >= LEAST_ASCII
+        and not _SPECIAL.search(text)
+        and len(words) >= 2
+        and len(set(words)) >= 0.4 * len(words)  # no loops
+    )
+
+
+def sample_prompts(
+    model: Any, tokenizer: Any, count: int, *, batch_size: int, seed: int
+) -> list[str]:
+    """`count` different prompts of the model's own, in the order in which they were found."""
+    from huggingface_hub.utils import tqdm
+
+    sampling = Sampling(seed=seed, **SAMPLING)
+    prefix, stop = user_prefix(tokenizer), end_tokens(model, tokenizer)
+    found: dict[str, str] = {}
+    with tqdm(total=count, unit="prompt", desc="sampling", disable=None, leave=False) as bar:
+        for batch in itertools.count():
+            for answer in generate_batch(model, [prefix] * batch_size, sampling, stop, batch):
+                text = tokenizer.decode(answer.tokens[:-1]).strip()
+                # One that came to its own end.
+                if answer.finish_reason == "stop" and is_good_prompt(text):
+                    found.setdefault(normalised(text), text)
+            bar.update(min(len(found), count) - bar.n)
+            if len(found) >= count:
+                break
+    return list(found.values())[:count]
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Make the prompts of a chat data set.", EPILOG)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="where to write the files"
     )
+    add_generator_options(parser)
     add_counts(parser, ("seed", 0, "another one, other prompts"))
     return parser.parse_args(argv)
 
 
 def _main(args: argparse.Namespace) -> None:
+    from ssmlx.loading.names import resolve_model
+
+    check_torch()
+    check_batch_size(args.batch_size)
     written = written_prompts(args.seed)
     make_folder(args.out)
-    for split, texts in written.items():
-        write_jsonl(args.out / f"chat_{split}.jsonl", ({"prompt": text} for text in texts))
-        print(f"{args.out}/chat_{split}.jsonl: {len(texts):,} prompts", file=sys.stderr)
+    model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device)
+    sampled = sampled_prompts(_sample(args, model, tokenizer), written)
+    for split, lists in split_lists(args.seed).items():
+        rng = random.Random(f"{args.seed} {split} chats")
+        texts = [*written[split], *sampled[split]]
+        firsts = rng.sample(texts, COUNTS[split].two_turn)
+        follow_ups = [rng.choice(lists["follow-ups"]) for _ in firsts]
+        rows = [{"prompt": text} for text in texts]
+        rows += two_turn_chats(model, tokenizer, firsts, follow_ups, args.batch_size)
+        if split != "train":
+            rows = rng.sample(rows, len(rows))
+        write_jsonl(args.out / f"chat_{split}.jsonl", rows)
+        print(f"{args.out}/chat_{split}.jsonl: {len(rows):,} prompts", file=sys.stderr)
+
+
+def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
+    """The model's own prompts: those of an earlier run with the same settings, or new ones."""
+    kept = args.out / f"sampled_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
+    if kept.is_file():
+        return [prompt["prompt"] for prompt in read_prompts(kept)]
+    found = sample_prompts(model, tokenizer, SAMPLED, batch_size=args.batch_size, seed=args.seed)
+    write_jsonl(kept, ({"prompt": text} for text in found))
+    return found
 
 
 main = command(PROG, parse_args, _main)
