@@ -12,12 +12,11 @@ from mlx_lm.utils import dequantize_model
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from ssmlx.errors import InputError
 from ssmlx.loading.gguf import convert_gguf
 from ssmlx.loading.names import ALIASES, cache_dir, fetch_gguf, resolve_model
 
 LAYERS, WIDTH, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 96, 4, 2, 16
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = [*SPECIAL, *sorted(ByteLevel.alphabet()), "th", "the", "ĠĠ"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 
@@ -44,7 +43,7 @@ TENSORS = {
 
 
 def make_weights(dtype=mx.float16) -> dict[str, mx.array]:
-    """Random weights of a tiny Llama under Hugging Face's names."""
+    """Random weights of a tiny Llama under Hugging Face's names, norms in float32."""
     mx.random.seed(0)
     weights = {}
     for name, (_, shape) in TENSORS.items():
@@ -54,9 +53,7 @@ def make_weights(dtype=mx.float16) -> dict[str, mx.array]:
 
 
 def gguf_name(name: str) -> str:
-    module = name.removesuffix(".weight")
-    theirs = {"lm_head": "output"}.get(module) or TENSORS.get(module, (module,))[0]
-    return f"{theirs}.weight"
+    return f"{TENSORS[name.removesuffix('.weight')][0]}.weight"
 
 
 def permute(name: str, weight: mx.array) -> mx.array:
@@ -72,7 +69,7 @@ def make_metadata() -> dict:
     def number(value):
         return mx.array(value, dtype=mx.float32 if isinstance(value, float) else mx.uint32)
 
-    kinds = [3, 3, 3, 4] + [1] * (len(WORDS) - len(SPECIAL))
+    kinds = [3, 3, 3] + [1] * (len(WORDS) - len(SPECIAL))
     return {
         "general.architecture": "llama", "general.file_type": number(1),
         "llama.embedding_length": number(WIDTH), "llama.feed_forward_length": number(HIDDEN),
@@ -97,11 +94,9 @@ def write_gguf(path: Path, weights: dict[str, mx.array], metadata: dict) -> Path
     return path
 
 
-def converted(tmp_path: Path, weights: dict[str, mx.array] | None = None, **changes) -> Path:
-    """The folder that a small file becomes; None takes an entry out of its metadata."""
-    meta = {key: v for key, v in (make_metadata() | changes).items() if v is not None}
-    weights = make_weights() if weights is None else weights
-    convert_gguf(write_gguf(tmp_path / "a.gguf", weights, meta), tmp_path / "out")
+def converted(tmp_path: Path) -> Path:
+    """The folder that a small file becomes."""
+    convert_gguf(write_gguf(tmp_path / "a.gguf", make_weights(), make_metadata()), tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -134,35 +129,24 @@ def assert_same(found: dict[str, mx.array], expected: dict[str, mx.array]) -> No
     assert different == []
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=["f16", "f32"])
-@pytest.mark.parametrize("case", ["tied", "own head", "fine norms"])
-def test_weights_come_back_under_hugging_face_names_and_row_order(tmp_path, case, dtype):
-    """Norms that float16 cannot hold keep their bits, and make the activations float32."""
-    weights = make_weights(dtype)
-    if case == "own head":
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
-    if case == "fine norms":
-        weights["model.norm.weight"] = weights["model.norm.weight"] + 1e-6
-    found, config = read_folder(converted(tmp_path, weights))
-    assert_same(found, weights)
-    assert config["tie_word_embeddings"] == (case != "own head") and "quantization" not in config
-    norms = mx.float32 if case == "fine norms" else dtype
-    assert {tensor.dtype for tensor in found.values() if tensor.ndim == 1} == {norms}
-    assert {tensor.dtype for tensor in found.values() if tensor.ndim > 1} == {dtype}
+def test_weights_come_back_under_hugging_face_names_and_row_order(tmp_path):
+    found, config = read_folder(converted(tmp_path))
+    assert_same(found, make_weights())
+    assert config["tie_word_embeddings"] and "quantization" not in config
+    assert {tensor.dtype for tensor in found.values()} == {mx.float16}
     model, _ = mlx_lm.load(str(tmp_path / "out"))
     logits = model(mx.array([[1, 5, 9]]))
-    assert logits.dtype == norms and mx.isfinite(logits).all().item()
+    assert logits.dtype == mx.float16 and mx.isfinite(logits).all().item()
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-def test_packed_weights_unpack_to_llama_cpps_own_values(tmp_path, kind):
+def test_packed_weights_unpack_to_llama_cpps_own_values(tmp_path):
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "llama")
-    add_metadata(writer, {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7}[kind])
+    add_metadata(writer)
     expected = {}
     for name, weight in make_weights(mx.float32).items():
         # An embedding in 8 bits over layers in 4, as llama.cpp writes them.
-        packed = "F32" if weight.ndim == 1 else "Q8_0" if "embed" in name else kind
+        packed = "F32" if weight.ndim == 1 else "Q8_0" if "embed" in name else "Q4_1"
         quant = gguf.GGMLQuantizationType[packed]
         # Quantisation goes by rows, so unpermuted rows give the reference.
         expected[name] = gguf.dequantize(gguf.quantize(np.array(weight), quant), quant)
@@ -175,14 +159,13 @@ def test_packed_weights_unpack_to_llama_cpps_own_values(tmp_path, kind):
     convert_gguf(tmp_path / "a.gguf", tmp_path / "out")
     assert_same(unpacked(tmp_path / "out"), {k: mx.array(v) for k, v in expected.items()})
     quantization = read_folder(tmp_path / "out")[1]["quantization"]
-    assert quantization["bits"] == int(kind[1])
-    assert ("model.embed_tokens" in quantization) == (kind != "Q8_0")
+    assert quantization["bits"] == 4 and quantization["model.embed_tokens"]["bits"] == 8
     model, _ = mlx_lm.load(str(tmp_path / "out"))
     assert model(mx.array([[1, 5]])).dtype == mx.float16
 
 
-def add_metadata(writer, file_type: int) -> None:
-    for key, value in (make_metadata() | {"general.file_type": mx.array(file_type)}).items():
+def add_metadata(writer) -> None:
+    for key, value in make_metadata().items():
         if isinstance(value, mx.array):
             value = value.tolist()
         if key == "general.architecture":
@@ -199,60 +182,29 @@ def add_metadata(writer, file_type: int) -> None:
 
 def test_tokens_merge_and_special_tokens_stand_alone(tmp_path):
     tokenizer = Tokenizer.from_file(str(converted(tmp_path) / "tokenizer.json"))
-    text = "<|im_start|>the<tool> é<|im_end|>"
+    text = "<|im_start|>the é<|im_end|>"
     encoded = tokenizer.encode(text)
-    assert encoded.tokens == ["<|im_start|>", "the", "<tool>", "Ġ", "Ã", "©", "<|im_end|>"]
-    assert encoded.ids[:3] == [1, WORDS.index("the"), 3]
+    assert encoded.tokens == ["<|im_start|>", "the", "Ġ", "Ã", "©", "<|im_end|>"]
+    assert encoded.ids[:2] == [1, WORDS.index("the")]
     assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
-    # A token that the user defined is text; a control token is not.
-    assert tokenizer.decode(encoded.ids) == "the<tool> é"
+    assert tokenizer.decode(encoded.ids) == "the é"  # a control token is no text
     # Digits are cut off before spaces are looked at.
     assert tokenizer.encode("the  12").tokens == ["the", "ĠĠ", "1", "2"]
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, None])
-def test_tokenizer_settings(tmp_path, template):
-    folder = converted(tmp_path, **{"tokenizer.chat_template": template})
+def test_tokenizer_settings(tmp_path):
+    folder = converted(tmp_path)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    assert settings.pop("chat_template", None) == template
     assert settings == {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
         "model_max_length": 128, "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
-        "unk_token": "<|endoftext|>", "pad_token": "<|im_end|>",
+        "unk_token": "<|endoftext|>", "pad_token": "<|im_end|>", "chat_template": TEMPLATE,
     }  # fmt: skip
     _, tokenizer = mlx_lm.load(str(folder))
     assert tokenizer.eos_token_ids == {2}
-    if template:
-        message = [{"role": "user", "content": "the"}]
-        ids = tokenizer.apply_chat_template(message, return_dict=False)
-        assert ids == [1, WORDS.index("the"), 2]
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("general.architecture", "gemma", "'gemma' as general.architecture, not one of"),
-        ("general.file_type", mx.array(15), "has 15 as general.file_type"),
-        ("tokenizer.ggml.pre", "qwen2", "'qwen2' as tokenizer.ggml.pre"),
-        ("llama.rope.scaling.type", "yarn", "'yarn' as llama.rope.scaling.type"),
-        ("llama.embedding_length", None, "lacks or does not expect 'llama.embedding_length'"),
-        ("rope_freqs.weight", mx.ones(8), "lacks or does not expect 'rope_freqs"),
-        ("cut", 4000, "cannot be read"),
-        ("cut", 0, "cannot be read"),
-    ],
-)
-def test_what_would_be_read_wrongly_is_refused(tmp_path, key, value, message):
-    weights, changes = make_weights(), {key: value} if "." in key else {}
-    if key.endswith("weight"):
-        weights, changes = {**weights, key: value}, {}
-    meta = {name: v for name, v in (make_metadata() | changes).items() if v is not None}
-    path = write_gguf(tmp_path / "a.gguf", weights, meta)
-    if key == "cut":
-        path.write_bytes(path.read_bytes()[:value])
-    with pytest.raises(InputError) as caught:
-        convert_gguf(path, tmp_path / "out")
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
+    message = [{"role": "user", "content": "the"}]
+    ids = tokenizer.apply_chat_template(message, return_dict=False)
+    assert ids == [1, WORDS.index("the"), 2]
 
 
 # --- The real model, against transformers' own reader ---

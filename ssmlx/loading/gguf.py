@@ -1,11 +1,10 @@
 """Turning a Llama-architecture GGUF file into a folder in mlx-lm's layout, without PyTorch.
 
-It reads the files of `names.ALIASES`, which are pinned by their checksums: what another file might
-have instead is refused where it would be read wrongly, and not looked into.
+It reads the files of `names.ALIASES`, which are pinned by their checksums: one model of SmolLM2's
+family, its weights packed as Q4_1. Another file needs a look at what it has instead.
 """
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -14,17 +13,11 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from ..errors import InputError, first_line
-
 _Tensors = dict[str, mx.array]
 _Metadata = dict[str, Any]
 
 _GROUP_SIZE = 32
-_MODEL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -36,61 +29,28 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_READ = {
-    "general.architecture": ("llama",),
-    # F32, F16, Q4_0, Q4_1, Q8_0: MLX rounds all others to float16.
-    "general.file_type": (0, 1, 2, 3, 7),
-    "llama.rope.scaling.type": (None, "none"),
-    "tokenizer.ggml.model": ("gpt2",),
-    "tokenizer.ggml.pre": ("smollm",),
-}
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTROL = 3  # of tokenizer.ggml.token_type: tokens that stand for themselves, and never merge
 
 
 def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
     """Write config.json, model.safetensors and the tokenizer of a GGUF file into `out_dir`.
 
-    Weights keep the bits that the file stores, also the packed ones (Q4_0, Q4_1, Q8_0); only
-    names change, and the rows of the query and key projections go back to Hugging Face's order.
+    Weights keep the bits that the file stores, also the packed ones; only names change, and the
+    rows of the query and key projections go back to Hugging Face's order.
     """
-    tensors, meta = _read(gguf_path)
-    try:
-        config = _model_config(meta)
-        weights = _settle_vectors(_rename(tensors, config))
-        config |= _weights_config(weights)
-        tokenizer, tokenizer_config = _tokenizer(meta), _tokenizer_config(meta)
-    except KeyError as error:
-        raise _refused(gguf_path, f"lacks or does not expect {error}") from error
+    loaded = mx.load(str(gguf_path), format="gguf", return_metadata=True)
+    tensors, values = cast("tuple[_Tensors, _Metadata]", loaded)
+    meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in values.items()}
+    config = _model_config(meta)
+    weights = _rename(tensors, config)
+    config |= _weights_config(weights)
+    tokenizer, tokenizer_config = _tokenizer(meta), _tokenizer_config(meta)
     out_dir.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(out_dir / "model.safetensors"), weights, {"format": "mlx"})
     tokenizer.save(str(out_dir / "tokenizer.json"))
-    for name, values in (("tokenizer_config", tokenizer_config), ("config", config)):
-        text = json.dumps(values, indent=2, ensure_ascii=False)
+    for name, settings in (("tokenizer_config", tokenizer_config), ("config", config)):
+        text = json.dumps(settings, indent=2, ensure_ascii=False)
         (out_dir / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-
-
-def _read(path: Path) -> tuple[_Tensors, _Metadata]:
-    try:
-        tensors, values = cast(
-            "tuple[_Tensors, _Metadata]",
-            mx.load(str(path), format="gguf", return_metadata=True),
-        )
-        mx.eval(tensors)
-    except (RuntimeError, ValueError) as error:
-        raise _refused(path, f"cannot be read ({first_line(error)})") from error
-    meta = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in values.items()}
-    for key, known in _READ.items():
-        if meta.get(key) not in known:
-            raise _refused(path, f"has {meta.get(key)!r} as {key}, not one of {known}")
-    return tensors, meta
-
-
-def _refused(path: Path, what: str) -> InputError:
-    return InputError(
-        f"{path.name} {what}",
-        expected="a whole Llama GGUF file of a kind that this reader knows",
-        do="download it again, or use a model folder",
-    )
 
 
 def _model_config(meta: _Metadata) -> dict[str, Any]:
@@ -105,15 +65,15 @@ def _model_config(meta: _Metadata) -> dict[str, Any]:
         "intermediate_size": meta["llama.feed_forward_length"],
         "num_hidden_layers": meta["llama.block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.get("llama.attention.head_count_kv", heads),
-        "head_dim": meta.get("llama.attention.key_length", width // heads),
+        "num_key_value_heads": meta["llama.attention.head_count_kv"],
+        "head_dim": width // heads,
         "max_position_embeddings": meta["llama.context_length"],
         "rms_norm_eps": _shortest(meta["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _shortest(meta.get("llama.rope.freq_base", 10000.0)),
+        "rope_theta": _shortest(meta["llama.rope.freq_base"]),
+        "tie_word_embeddings": True,
         **{
             f"{name}_token_id": meta[f"tokenizer.ggml.{key}_token_id"]
             for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-            if f"tokenizer.ggml.{key}_token_id" in meta
         },
     }
 
@@ -124,17 +84,15 @@ def _shortest(value: float) -> float:
 
 
 def _rename(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
+    """The tensors under Hugging Face's names; norms in float16, which holds theirs."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     renamed = {}
     for name, tensor in tensors.items():
-        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|scales|biases)", name)
-        layer, kind, part = match.groups() if match else (None, name, "")
+        *block, kind, part = name.split(".")
         if kind in heads:
             tensor = _unpermute(tensor, heads[kind])
-        if layer is None:
-            renamed[f"{_MODEL_NAMES[kind]}.{part}"] = tensor
-        else:
-            renamed[f"model.layers.{layer}.{_LAYER_NAMES[kind]}.{part}"] = tensor
+        module = f"model.layers.{block[1]}.{_LAYER_NAMES[kind]}" if block else _MODEL_NAMES[kind]
+        renamed[f"{module}.{part}"] = tensor.astype(mx.float16) if tensor.ndim == 1 else tensor
     return renamed
 
 
@@ -148,39 +106,24 @@ def _unpermute(rows: mx.array, heads: int) -> mx.array:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _settle_vectors(weights: _Tensors) -> _Tensors:
-    """Norms in float16 where the matrices are and no value changes by it.
-
-    Norms that float16 cannot hold stay float32, all of them, and make the activations float32
-    from the first norm on: slower, and never mixed from layer to layer.
-    """
-    embedding = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"])
-    vectors = {name: tensor for name, tensor in weights.items() if tensor.ndim == 1}
-    halves = {name: tensor.astype(mx.float16) for name, tensor in vectors.items()}
-    exact = all(mx.array_equal(halves[name], vectors[name]).item() for name in vectors)
-    return weights | halves if exact and embedding.dtype == mx.float16 else weights
-
-
 def _weights_config(weights: _Tensors) -> dict[str, Any]:
-    """The settings that only the tensors tell: vocabulary, tied head, bits of each layer."""
-    config: dict[str, Any] = {
-        "vocab_size": weights["model.embed_tokens.weight"].shape[0],
-        "tie_word_embeddings": "lm_head.weight" not in weights,
-    }
+    """The settings that only the tensors tell: vocabulary, and bits of each layer."""
     bits = {}
     for name, scales in weights.items():
         module, _, part = name.rpartition(".")
         if part == "scales":
             columns = scales.shape[-1] * _GROUP_SIZE
             bits[module] = weights[f"{module}.weight"].shape[-1] * 32 // columns
+    config: dict[str, Any] = {"vocab_size": weights["model.embed_tokens.weight"].shape[0]}
     if not bits:
         return config
     usual = Counter(bits.values()).most_common(1)[0][0]
-    quantization: dict[str, Any] = {"group_size": _GROUP_SIZE, "bits": usual}
-    for module, number in sorted(bits.items()):
-        if number != usual:
-            quantization[module] = {"group_size": _GROUP_SIZE, "bits": number}
-    return config | {"quantization": quantization}
+    others = {
+        module: {"group_size": _GROUP_SIZE, "bits": number}
+        for module, number in sorted(bits.items())
+        if number != usual
+    }
+    return config | {"quantization": {"group_size": _GROUP_SIZE, "bits": usual, **others}}
 
 
 def _tokenizer(meta: _Metadata) -> Tokenizer:
@@ -196,25 +139,19 @@ def _tokenizer(meta: _Metadata) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    # Tokens that stand for themselves in a text, and never merge.
-    kinds = list(zip(tokens, meta["tokenizer.ggml.token_type"], strict=True))
+    kinds = zip(tokens, meta["tokenizer.ggml.token_type"], strict=True)
     control = [token for token, kind in kinds if kind == _CONTROL]
-    own = [token for token, kind in kinds if kind == _USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in own])
     return tokenizer
 
 
 def _tokenizer_config(meta: _Metadata) -> dict[str, Any]:
     tokens = meta["tokenizer.ggml.tokens"]
-    config: dict[str, Any] = {
+    names = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": meta["llama.context_length"],
+        **{f"{ours}_token": tokens[meta[f"tokenizer.ggml.{key}_token_id"]] for ours, key in names},
+        "chat_template": meta["tokenizer.chat_template"],
     }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        index = meta.get(f"tokenizer.ggml.{key}_token_id")
-        if index is not None:
-            config[f"{name}_token"] = tokens[index]
-    template = meta.get("tokenizer.chat_template")
-    return config if template is None else config | {"chat_template": template}
