@@ -6,7 +6,6 @@ an answer parts from plain decoding's its tokens are compared, and from there on
 """
 
 import argparse
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,6 @@ import mlx.core as mx
 
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import publish
-from ssmlx.errors import require
 from ssmlx.model.shapes import to_float
 from ssmlx.tuning.report import Columns
 
@@ -34,7 +32,7 @@ VARIANTS = ("streams", "streams --tree full --tree-width 1")
 METRICS = ("exact match", "ROUGE-LSum")
 EPILOG = """examples:
   python -m perf.precision --task sql --dtype bfloat16 --count 50
-  python -m perf.precision --count 50 --kept
+  python -m perf.precision --count 50
 
 Divergences per 1,000 tokens: answers that part from plain decoding's, over the tokens until they
 do, the parting one included; of an answer that is the same, all. Where none was seen, the interval
@@ -48,7 +46,7 @@ Exit code 1: answers part by more than rounding explains."""
 
 
 def experiments(args: argparse.Namespace) -> list[Experiment]:
-    """One for each task and precision, without mlx-lm; its prompts are all, or those answered."""
+    """One for each task and precision, without mlx-lm."""
     found = []
     for task in args.task:
         for dtype in args.dtype:
@@ -56,18 +54,8 @@ def experiments(args: argparse.Namespace) -> list[Experiment]:
             whole = experiment_of(own, "precision")
             systems = [one for one in whole.systems if one.kind != MLX_LM]
             weights = replace(whole.weights, rounds=mx.default_device() == mx.cpu)
-            plan = replace(whole, weights=weights, systems=systems, warm_up=0)
-            if args.kept:
-                plan = replace(plan, examples=plan.examples[: plan.answered()])
-            found.append(plan)
-    empty = [f"{plan.name}, {plan.weights.dtype}" for plan in found if not plan.examples]
-    require(
-        len(empty) < len(found),
-        "nothing is answered yet", expected="answers of an earlier run", do="run without --kept",
-    )  # fmt: skip
-    for name in empty:
-        print(f"{name}: nothing is answered yet", file=sys.stderr)
-    return [plan for plan in found if plan.examples]
+            found.append(replace(whole, weights=weights, systems=systems, warm_up=0))
+    return found
 
 
 def part_of(measured: Measured) -> dict[str, Any]:
@@ -200,9 +188,6 @@ def main(argv: list[str] | None = None) -> int:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, f"{more}\n{EPILOG}")
     add_experiment_options(parser, tasks=TASKS, systems=VARIANTS, dtypes=DTYPES)
-    parser.add_argument(
-        "--kept", action="store_true", help="compute no answer: show those of earlier runs"
-    )
     add_out(parser)
     args = parser.parse_args(argv)
     check_counts(parser, args, "repeats", "max_tokens")

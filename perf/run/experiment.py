@@ -70,13 +70,6 @@ class Experiment:
             target.drafter(system)
         return target, prompts
 
-    def answered(self) -> int:
-        """How many of the first prompts every system has answered in earlier runs."""
-        _, prompts = self.load()
-        stores = [AnswerStore(self.out, self.name, self.settings(one)) for one in self.systems]
-        done = [all([0, *prompt] in store for store in stores) for prompt in prompts]
-        return [*done, False].index(False)
-
     def run(self) -> Measured:
         mx.clear_cache()
         load, (target, prompts) = machine_load(), self.load()
