@@ -1,7 +1,7 @@
 """The stream-fused model's parts: layers and ropes, LoRA by row, cache, masks and trees."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import mlx.core as mx
@@ -27,14 +27,16 @@ from tiny import (
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import plain_decode
+from ssmlx.drafters.streams import rank_given
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import LoraWeights, RowLora, RowScope, merged
 from ssmlx.model.masks import StepMasks, stream_visibility
 from ssmlx.model.rope import PositionedRope, Positions
-from ssmlx.model.tree import draft_topology, full_topology, grow_tree
-from ssmlx.settings import GenerateConfig, TreeConfig
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import draft_topology, full_topology, grow_conditional, grow_tree
+from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, GenerateConfig, TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7]
 
@@ -214,6 +216,59 @@ def test_a_head_without_rows_is_refused():
     base.lm_head = Head()
     message = refusal(make_model, base=base, adapter={"draft_vocab": DRAFT_VOCAB})
     assert "its LM head is a Head" in message
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("draft", [(), DRAFT_VOCAB])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_candidates_are_scored_given_those_before(tied, quantised, draft):
+    base = make_base(tie_word_embeddings=tied, intermediate_size=64)
+    if quantised:
+        nn.quantize(base, group_size=32, bits=4)
+    embeddings = head = np.array(base.model.embed_tokens(mx.arange(VOCAB)))
+    if not tied:
+        head = np.array(base.lm_head(mx.eye(32))).T
+    model = make_model(base=base, adapter={"condition_rank": 3, "draft_vocab": draft})
+    vocab = np.array(draft or range(VOCAB))
+    hidden = mx.random.normal((1, 6, 32), key=mx.random.key(3))
+    tokens, found = rank_given(model, hidden, mx.array([7, 2]), count=4)
+    assert (tokens.shape, found.shape) == ((2, 3, 4), (2, 3, 4, 4))
+    maps = model.streams.condition
+    embed, gate, out = (np.array(one) for one in (maps.embed, maps.gate, maps.out))
+    normed = np.array(base.model.norm(hidden)).reshape(2, 3, 32)
+    for place, stream in product(range(2), range(3)):
+        own = normed[place, stream]
+        before = log_softmax(own @ head[vocab].T)
+        best = np.argsort(-before, kind="stable")[:4]
+        assert tokens[place, stream].tolist() == vocab[best].tolist()
+        given = tokens[place, stream - 1].tolist() if stream else 4 * [[7, 2][place]]
+        for row, token in enumerate(given):
+            unit = embeddings[token] / np.sqrt((embeddings[token] ** 2).mean())
+            mixed = embed @ unit / (1 + np.exp(-gate @ own))
+            scores = before[best] + head[vocab[best]] @ out @ mixed
+            expected = log_softmax(scores) + np.log(np.exp(before[best]).sum())
+            assert_close(found[place, stream, row], expected)
+            if row == 0:
+                corrected = model.streams.condition(mx.array(own), mx.array(embeddings[token]))
+                assert_close(corrected, out @ mixed)
+
+
+def test_an_untrained_condition_changes_nothing():
+    model = make_model(adapter={"condition_rank": 3, "draft_vocab": range(1, 12)})
+    streams = model.streams
+    blank = replace(streams.condition, out=mx.zeros((32, 3)))
+    blank = StreamFusedModel(model.backbone, model.config, replace(streams, condition=blank))
+    plain = StreamFusedModel(model.backbone, model.config, replace(streams, condition=None))
+    for tree in (TreeConfig(size=6), TreeConfig(kind="full", width=2), TreeConfig(size=4, width=1)):
+        steps = [
+            first_tokens(token_steps(one, PROMPT, one.make_cache(), GenerateConfig(tree=tree)), 24)
+            for one in (plain, blank)
+        ]
+        assert steps[0] == steps[1]
 
 
 # --- the cache, against one that concatenates ---
@@ -548,16 +603,90 @@ def test_best_tree_is_the_brute_force_optimum(size, width, levels):
             assert set(found) == best
 
 
+def random_pairs(rng, levels, count, sharpness):
+    """[G, K, K] log probabilities of K tokens given each of those before."""
+    scores = sharpness * rng.normal(size=(levels, count, count + 3))
+    logprobs = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
+    return logprobs[:, :, :count].astype(np.float32)
+
+
+def conditional_scores(logprobs, width):
+    """Every path's slots and log probability, of each candidate's `width` best children."""
+    paths, found = {(): 0.0}, {(): 0.0}
+    for edges in np.clip(logprobs, MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB):
+        paths = {
+            (*path, int(slot)): score + edges[path[-1] if path else 0, slot]
+            for path, score in paths.items()
+            for slot in np.argsort(-edges[path[-1] if path else 0], kind="stable")[:width]
+        }
+        found |= paths
+    return found
+
+
+def conditional_tree(logprobs, config):
+    tokens = distinct_candidates(*logprobs.shape[:2])
+    return grow_conditional(mx.array([1]), tokens, mx.array(logprobs), config)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 16, 40])
+@pytest.mark.parametrize("width", [None, 1, 2, 4])
+@pytest.mark.parametrize("levels", [1, 2, 4])
+def test_a_conditional_tree_is_the_brute_force_optimum(size, width, levels):
+    config = TreeConfig(kind="best", width=width, size=size)
+    for seed in range(4):
+        logprobs = random_pairs(np.random.default_rng(seed), levels, 6, [0.3, 1, 2, 4][seed])
+        scores = conditional_scores(logprobs, width or 6)
+        tree = conditional_tree(logprobs, config)
+        found = [tuple(token % 100 for token in path) for path in token_paths(tree)]
+        assert set(found) == set(sorted(scores, key=lambda path: -scores[path])[:size])
+        assert len(found) == len(set(found)) == tree.num_nodes == min(size, len(scores))
+        assert [len(path) for path in found] == tree.depths.tolist() == sorted(map(len, found))
+        parents = [found.index(path[:-1]) for path in found[1:]]
+        assert tree.parents.tolist() == [0, *parents] and parents == sorted(parents)
+        assert max(parents, default=0) < tree.num_internal
+        again = conditional_tree(logprobs[::-1].copy(), config)  # Its shape follows from settings.
+        assert (again.paths.shape, again.num_internal) == (tree.paths.shape, tree.num_internal)
+
+
+@pytest.mark.parametrize("width", [1, 3, 6])
+def test_a_conditional_full_tree_has_the_best_children_of_every_node(width):
+    logprobs = random_pairs(np.random.default_rng(0), 3, 6, 1)
+    tree = conditional_tree(logprobs, TreeConfig(kind="full", width=width))
+    found = [tuple(token % 100 for token in path) for path in token_paths(tree)]
+    assert found == list(conditional_scores(logprobs, width))
+    assert tree.topology is full_topology(width, 3)
+
+
+@pytest.mark.parametrize("config", [
+    TreeConfig(size=2), TreeConfig(size=7), TreeConfig(size=16), TreeConfig(size=9, width=2),
+    TreeConfig(kind="full", width=2), TreeConfig(kind="full", width=1),
+], ids=str)  # fmt: skip
+def test_what_no_condition_tells_grows_the_same_tree(config):
+    for seed in range(4):
+        logprobs = np.log(random_probs(np.random.default_rng(seed), 3, 16, 2)).astype(np.float32)
+        pairs = np.broadcast_to(logprobs[:, None], (3, 16, 16)).copy()
+        count = draft_topology(config, 3).num_candidates
+        tokens, given = distinct_candidates(3, 16)[:, :count], mx.array(logprobs[:, :count])
+        expected = grow_tree(mx.array([1]), tokens, given, config)
+        tree = conditional_tree(pairs, config)
+        assert set(token_paths(tree)) == set(token_paths(expected))
+
+
 @pytest.mark.parametrize("size", [4, 6, 9])
 def test_certain_streams_keep_the_tree_closed_under_ancestors(size):
     """A probability that rounds to 1 gives a child its parent's score."""
     config = TreeConfig(kind="best", width=3, size=size)
     logprobs = mx.array([[0.0, -30.0, -40.0], [-1e-9, -1e9, -1e9], [0.0, -25.0, -50.0]] * 2)
-    tree = grow_tree(mx.array([1]), distinct_candidates(6, 3), logprobs, config)
-    paths = token_paths(tree)
-    assert tree.num_nodes == size
-    assert all(path[:-1] in paths for path in paths if path)
-    assert (100, 200, 300)[: size - 1] in paths
+    pairs = mx.broadcast_to(logprobs[:, None], (6, 3, 3))
+    tokens = distinct_candidates(6, 3)
+    for tree in (
+        grow_tree(mx.array([1]), tokens, logprobs, config),
+        grow_conditional(mx.array([1]), tokens, pairs, config),
+    ):
+        paths = token_paths(tree)
+        assert tree.num_nodes == size
+        assert all(path[:-1] in paths for path in paths if path)
+        assert (100, 200, 300)[: size - 1] in paths
 
 
 def test_select_renumbers_paths():

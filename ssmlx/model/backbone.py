@@ -328,11 +328,8 @@ class Backbone:
         It only guesses, so its weights may be packed to `draft_bits`: an answer does not change.
         """
         tied = self._head is None
-        head = self._decoder.embed_tokens if tied else self._head
-        if not isinstance(head, _HEAD_KINDS):
-            raise self._unsupported(
-                f"its LM head is a {type(head).__name__}, of which a draft vocabulary takes rows"
-            )
+        head: Any = self._decoder.embed_tokens if tied else self._head
+        self._require_rows(head, "a draft vocabulary")
         rows: Any = copy.copy(head)
         for name in ("weight", "scales", "biases", "bias"):
             if head.get(name) is not None:
@@ -341,6 +338,18 @@ class Backbone:
             rows = pack_rows(rows, self.draft_bits)
         mx.eval(rows.parameters())
         return rows.as_linear if tied else rows
+
+    def embed_tokens(self, tokens: mx.array) -> mx.array:
+        """[..., D] embeddings of `tokens` [...] alone, without positions."""
+        return self._decoder.embed_tokens(tokens)
+
+    def head_rows(self, columns: mx.array, head: LMHead | None = None) -> mx.array:
+        """[..., D] unpacked weights of `columns` [...] of the LM head, or of a `draft_head`."""
+        # A tied head is its embedding's own method.
+        layer: Any = getattr(head or self.lm_head, "__self__", head or self.lm_head)
+        self._require_rows(layer, "a condition")
+        kind = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
+        return kind.__call__(layer, columns)
 
     def agreed(self, *arrays: mx.array) -> list[mx.array]:
         """What rank 0 has for `arrays`, where the model is split over ranks; else themselves."""
@@ -361,6 +370,11 @@ class Backbone:
     def _embed_one(self) -> mx.array:
         """[1, 1, D] embedding of some token."""
         return self.embed(mx.array([0]), mx.array([0]))
+
+    def _require_rows(self, head: Any, taker: str) -> None:
+        if not isinstance(head, _HEAD_KINDS):
+            kind = type(head).__name__
+            raise self._unsupported(f"its LM head is a {kind}, of which {taker} takes rows")
 
     def _unsupported(self, why: str) -> InputError:
         name = getattr(self.model, "model_type", type(self.model).__name__)

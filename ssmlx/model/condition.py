@@ -22,6 +22,9 @@ from .shapes import expect_shape
 EPSILON = 1e-12
 """Beside the mean square of an embedding: for one of zeros."""
 
+RESCORED = 16
+"""The likeliest candidates of a stream, which alone are scored again when decoding."""
+
 
 @dataclass(frozen=True, eq=False)
 class Condition:
@@ -41,8 +44,12 @@ class Condition:
 
         Their embeddings [..., D] may have any length; both broadcast against each other.
         """
+        return self.mix(normed, previous_embeddings) @ self.out.T
+
+    def mix(self, normed: mx.array, previous_embeddings: mx.array) -> mx.array:
+        """[..., r] what `out` makes a correction of."""
         unit = mx.fast.rms_norm(previous_embeddings, None, EPSILON)
-        return (mx.sigmoid(normed @ self.gate.T) * (unit @ self.embed.T)) @ self.out.T
+        return mx.sigmoid(normed @ self.gate.T) * (unit @ self.embed.T)
 
     def astype(self, dtype: mx.Dtype) -> Condition:
         """The same maps in another precision."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..errors import require
 from ..settings import StreamConfig
 from .backbone import Backbone, LMHead
 from .cache import StreamCache, TreeCache
@@ -146,6 +147,15 @@ class StreamFusedModel:
         if streams.draft_vocab is not None:
             expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
             self.draft_head = backbone.draft_head(streams.draft_vocab)
+        if streams.condition is not None:
+            width = backbone.embed_tokens(indices(1)).shape[-1]
+            require(
+                width == config.hidden_size,
+                f"a condition on embeddings of width {width}, in a model of {config.hidden_size}",
+                expected="embeddings as wide as the model's layers",
+                do="use an adapter without one",
+            )
+            backbone.head_rows(indices(1), self.draft_head)
 
     @property
     def is_fine_tuned(self) -> bool:
@@ -161,6 +171,11 @@ class StreamFusedModel:
     def draft_vocab(self) -> mx.array | None:
         """[Vd] the tokens that streams draft from; None for the whole vocabulary."""
         return self.streams.draft_vocab if self.streams else None
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether what streams draft is scored given the tokens before it."""
+        return self.streams is not None and self.streams.condition is not None
 
     @property
     def draft_vocab_size(self) -> int:
@@ -206,6 +221,17 @@ class StreamFusedModel:
     def draft_logits(self, stream_hidden: mx.array) -> mx.array:
         """[R, Vd] logits of the tokens that may be drafted, of stream rows [1, R, D]."""
         return self.backbone.logits(stream_hidden, self.draft_head)
+
+    def condition_logits(self, normed: mx.array, previous: mx.array, columns: mx.array) -> mx.array:
+        """[..., K', K] what each `previous` token [..., K'] adds to draft logits of `columns`.
+
+        Of stream rows behind the final norm, `normed` [..., D]; `columns` are [..., K].
+        """
+        assert self.streams is not None and self.streams.condition is not None
+        condition, embedded = self.streams.condition, self.backbone.embed_tokens(previous)
+        rows = self.backbone.head_rows(columns, self.draft_head)
+        mixed = condition.mix(normed[..., None, :], embedded)
+        return mixed @ (rows @ condition.out).swapaxes(-1, -2)
 
     def insert(self, hidden: mx.array, num_streams: int) -> mx.array:
         """[1, M * (1 + G), D] the nodes' rows `hidden` [1, M, D], then their streams' as in eq. 3.

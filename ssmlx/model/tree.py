@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, TreeConfig
+from .condition import RESCORED
 from .shapes import evaluated, expect_shape, indices, take
 
 # The token of nodes that only fill a tree up to a usual size: no target token equals it.
@@ -193,6 +194,13 @@ def draft_topology(config: TreeConfig, num_streams: int) -> Topology:
     return contender_topology(config.size, config.width, num_streams)
 
 
+def num_candidates(config: TreeConfig, num_streams: int, *, conditional: bool) -> int:
+    """K, the candidates of each stream that a tree is grown from."""
+    if not conditional:
+        return draft_topology(config, num_streams).num_candidates
+    return max(RESCORED, config.full_width) if config.kind == "full" else RESCORED
+
+
 def root_tree(root: mx.array) -> Tree:
     """The tree of one node: token `root` [1]."""
     bare = full_topology(1, 0)
@@ -222,3 +230,85 @@ def best_tree(
         return tree
     edges = take(clip_edges(logprobs).flatten(), topology.edge_slots)
     return tree.select(top_nodes(tree.path_sums(edges), size))
+
+
+def grow_conditional(
+    root: mx.array, tokens: mx.array, logprobs: mx.array, config: TreeConfig
+) -> Tree:
+    """Draft a tree below `root` [1] from candidates that are scored given the token before them.
+
+    `tokens` are [G, K]; `logprobs` [G, K, K] of each given each of the stream before, those of the
+    first stream given the root in any row. Of kind "best", a beam: no child outscores its parent,
+    so that of the best nodes `size` - d at most are d levels below the root, all of them among the
+    children of such nodes above. Exact among the candidates.
+    """
+    levels, count = tokens.shape
+    width = min(count, config.full_width if config.kind == "full" else config.width or count)
+    if config.kind == "best":
+        levels, width = min(levels, config.size - 1), 1 if config.size == 2 else width
+    if levels == 0:
+        return root_tree(root)
+    ranked = None  # [G, K, width] the best children of each candidate, where not all may be
+    if config.kind == "full" or width < count:
+        ranked = mx.argsort(-logprobs, axis=-1)[:, :, :width].astype(mx.int32)
+        if config.kind == "full" or width == 1:
+            return _ranked_tree(root, tokens, ranked, full_topology(width, levels))
+        logprobs = mx.take_along_axis(logprobs, ranked, axis=-1)
+    edges, slots = clip_edges(logprobs), [indices(1)]
+    chosen: list[mx.array] = []
+    scores: list[mx.array] = []
+    for level in range(levels):
+        below = edges[level][slots[-1]]
+        below = (below if level == 0 else below + scores[-1][:, None]).flatten()
+        best = top_nodes(below, min(config.size - 1 - level, below.size))
+        own = best % width if ranked is None else take(ranked[level][slots[-1]].flatten(), best)
+        slots.append(own)
+        chosen.append(best)
+        scores.append(take(below, best))
+    layout = _layout(tuple(best.size for best in chosen), count)
+    parents = mx.concatenate([indices(1), mx.concatenate(chosen) // width + layout.above])
+    below_root = take(tokens.flatten(), mx.concatenate(slots[1:]) + layout.slots)
+    trail = [indices(parents.size)]
+    for _ in chosen:
+        trail.append(take(parents, trail[-1]))
+    paths = mx.take_along_axis(mx.stack(trail, axis=1), layout.up, axis=1)
+    num_internal = parents.size - chosen[-1].size
+    tree = Tree(mx.concatenate([root, below_root]), layout.depths, paths, num_internal)
+    if tree.num_nodes <= config.size:
+        return tree
+    return tree.select(top_nodes(mx.concatenate([layout.root_score, *scores]), config.size))
+
+
+def _ranked_tree(root: mx.array, tokens: mx.array, ranked: mx.array, topology: Topology) -> Tree:
+    """Of every node the best children, as a fixed topology; arrays as in `grow_conditional`."""
+    slots, nodes = indices(1), [root]
+    for level in range(topology.paths.shape[1] - 1):
+        slots = ranked[level][slots].flatten()
+        nodes.append(take(tokens[level], slots))
+    found = mx.concatenate(nodes)
+    return Tree(found, topology.depths, topology.paths, topology.num_internal, topology)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """What is known of a beam's nodes beforehand."""
+
+    depths: mx.array  # [N]
+    up: mx.array  # [N, P] how far above each node the node at each depth of its path is
+    # [N - 1] of each node below the root: the first node, and candidate, of its parent's and its
+    # own depth
+    above: mx.array
+    slots: mx.array
+    root_score: mx.array  # [1]
+
+
+@lru_cache(maxsize=64)
+def _layout(counts: tuple[int, ...], num_candidates: int) -> _Layout:
+    """Of a beam of `counts` nodes in each depth below the root."""
+    levels = np.arange(len(counts) + 1)
+    depths = np.repeat(levels, [1, *counts])
+    firsts = np.cumsum([0, 1, *counts[:-1]])
+    below = depths[1:] - 1
+    found = depths, np.maximum(depths[:, None] - levels, 0), firsts[below], below * num_candidates
+    arrays = [evaluated(mx.array(one.astype(np.int32))) for one in found]
+    return _Layout(*arrays, root_score=evaluated(mx.zeros(1)))
