@@ -313,10 +313,11 @@ def streamed(model, count, *, tree=TREES[2], prune=PRUNINGS[0], prompt=PROMPT, s
     return first_tokens(steps, count)
 
 
+@pytest.mark.parametrize("rank", [0, 4], ids=["independent", "conditional"])
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_streaming_equals_plain_and_mlx_lm(architecture, scope):
-    model = make_model(architecture, scope)
+def test_streaming_equals_plain_and_mlx_lm(architecture, scope, rank):
+    model = make_model(architecture, scope, adapter={"condition_rank": rank})
     expected = mlx_lm_tokens(target_of(architecture, scope), PROMPT, 24)
     assert first_tokens(plain_decode(model, PROMPT, model.make_cache()), 24)[0] == expected
     fewest = 24
@@ -555,10 +556,11 @@ def drafted(model, schedule, *, count=22, tree=PAIR[0], prune=PRUNINGS[0], num_s
     return tokens, lengths, trees
 
 
+@pytest.mark.parametrize("rank", [0, 4], ids=["independent", "conditional"])
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_both_schedules_draft_the_same_trees(architecture, scope):
-    model = make_model(architecture, scope)
+def test_both_schedules_draft_the_same_trees(architecture, scope, rank):
+    model = make_model(architecture, scope, adapter={"condition_rank": rank})
     for tree, prune in product(PAIR, PRUNINGS[:3]):
         fused = drafted(model, "fused", tree=tree, prune=prune)
         assert drafted(model, "second-pass", tree=tree, prune=prune) == fused

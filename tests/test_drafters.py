@@ -67,9 +67,14 @@ def bare_model(architecture="llama"):
     return StreamFusedModel(Backbone(make_base(architecture)))
 
 
-@lru_cache(maxsize=1)
-def streams_model():
-    return make_model("llama", "streams")
+@lru_cache(maxsize=2)
+def streams_model(condition_rank=0):
+    return make_model("llama", "streams", adapter={"condition_rank": condition_rank})
+
+
+def condition_of(name):
+    """The rank of the condition of a model that drafts by these settings."""
+    return 4 if name.startswith("conditional") else 0
 
 
 def drafter_settings():
@@ -83,6 +88,9 @@ def drafter_settings():
         "streams": {"drafter": "streams", "tree": TreeConfig(size=8)},
         "streams, lookup": {"drafter": "streams", "tree": TreeConfig(size=6), "lookup_nodes": 5},
         "streams, budget": {"drafter": "streams", "prune": BUDGET},
+        "conditional streams": {"drafter": "streams", "tree": TreeConfig(size=8)},
+        "conditional streams, full": {"tree": TreeConfig(kind="full", width=2)},
+        "conditional streams, lookup, budget": {"lookup_nodes": 3, "prune": BUDGET},
         "prompt-lookup": {"drafter": "prompt-lookup"},
         "prompt-lookup, threshold": {"drafter": "prompt-lookup", "prune": THRESHOLD},
         "lookahead": {"drafter": "lookahead", "lookahead": SMALL_LOOKAHEAD},
@@ -120,7 +128,7 @@ def written(model, prompt, count, config=None, **settings):
 def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
     """Greedy, and sampled under the same seed: token for token."""
     rng = random.Random(name)
-    model, settings = streams_model(), drafter_settings()[name]
+    model, settings = streams_model(condition_of(name)), drafter_settings()[name]
     for _ in range(2):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
         expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
@@ -561,7 +569,8 @@ def p_value(texts, probs):
 
 def sampled_text(name, settings, count, seed=5):
     """`count` tokens, and the target calls that they took."""
-    model = make_model("llama", "streams", base=markov_base(**SMALL), adapter={"num_msa_layers": 1})
+    adapter = {"num_msa_layers": 1, "condition_rank": condition_of(name)}
+    model = make_model("llama", "streams", base=markov_base(**SMALL), adapter=adapter)
     more = drafter_settings()[name]
     if "draft_model" in more:
         more["draft_model"] = DraftModel(markov_base(7, **SMALL))
