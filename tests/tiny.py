@@ -116,7 +116,7 @@ def make_adapter(
     return Adapter(config, streams, BaseIdentity.of(backbone), lora)
 
 
-def make_condition(rank: int, size: int, seed: int = 0, std: float = 0.5) -> Condition:
+def make_condition(rank: int, size: int, seed: int = 0, std: float = 0.25) -> Condition:
     """Random maps, which change much: an untrained condition's `out` is zero."""
     rng = np.random.default_rng(seed)
     shapes = (rank, size), (rank, size), (size, rank)

@@ -8,7 +8,7 @@ device, with shapes that the settings alone decide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 
@@ -299,7 +299,8 @@ class _Layout:
     # own depth
     above: mx.array
     slots: mx.array
-    root_score: mx.array  # [1]
+    # [1]
+    root_score: mx.array = field(default_factory=lambda: evaluated(mx.zeros(1)))
 
 
 @lru_cache(maxsize=64)
@@ -310,5 +311,4 @@ def _layout(counts: tuple[int, ...], num_candidates: int) -> _Layout:
     firsts = np.cumsum([0, 1, *counts[:-1]])
     below = depths[1:] - 1
     found = depths, np.maximum(depths[:, None] - levels, 0), firsts[below], below * num_candidates
-    arrays = [evaluated(mx.array(one.astype(np.int32))) for one in found]
-    return _Layout(*arrays, root_score=evaluated(mx.zeros(1)))
+    return _Layout(*(evaluated(mx.array(one.astype(np.int32))) for one in found))
