@@ -418,11 +418,12 @@ def test_closing_frees_the_memory(base, folders):
 
 
 _LOADS = """
-import json, sys, ssmlx, mlx.core as mx
+import ctypes, json, sys, ssmlx, mlx.core as mx
 for number in range(int(sys.argv[1])):
     with ssmlx.Engine("smollm2-135m", ("chat", "sql"), offline=True) as engine:
         list(engine.stream("Hello", max_tokens=4)), next(engine.chat(adapter="sql").reply("Hello"))
         opened = mx.get_active_memory()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1])
     print(json.dumps([opened, mx.get_active_memory(), resident]), flush=True)
@@ -437,8 +438,8 @@ def test_twenty_loads_of_the_real_model_leave_nothing():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 20 and all(closed < 2**20 < opened for opened, closed, _ in rows)
-    # The C library keeps some of what it was given back, and uses it again.
-    assert max(row[2] for row in rows[10:]) < 1.25 * max(row[2] for row in rows[:10])
+    # Of what it was given back, the C library keeps pages that are not wholly free.
+    assert max(row[2] for row in rows[10:]) < 1.1 * max(row[2] for row in rows[:10])
 
 
 def test_what_an_engine_refuses_is_told_in_one_line(base, engine, tmp_path, monkeypatch):
