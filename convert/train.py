@@ -1,6 +1,7 @@
 """`python -m convert.train`: train streams, LoRA and pruning adapter in PyTorch."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ssmlx.commands.options import alone, command
@@ -75,16 +76,21 @@ def _main(args: argparse.Namespace) -> None:
 
     import torch
 
-    from ssmlx.loading.files import folder_digest
+    from ssmlx.loading.adapter import load_adapter, write_adapter
+    from ssmlx.loading.files import folder_digest, new_folder
+    from ssmlx.loading.names import TRAINED_FOLDER
     from ssmlx.training.job import prepare, run_to_end
+    from ssmlx.training.mlx_model import with_condition
 
     from .base import load_base
     from .reference.checkpoint import (
         copy_task_lora,
         load_fine_tuned,
         merge_lora,
+        reference_of,
         save_reference,
         start_from,
+        with_condition_of,
     )
     from .training.run import (
         TorchObjective,
@@ -96,16 +102,21 @@ def _main(args: argparse.Namespace) -> None:
     )
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
-    job, path = prepare(options, train)
+    start = with_condition(load_adapter(args.init), train) if train.train_only else None
+    job, path = prepare(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []
-    is_below = False
+    is_below = start is not None
     if args.task_lora is not None:
         tuned, task = load_fine_tuned(base, args.task_lora), [folder_digest(args.task_lora)]
         is_below = min(tuned.lora.layers) < job.config.insertion_layer
         base = merge_lora(tuned)
-    model = build_model(base, job.config, train, job.draft_vocab).to(device)
-    if args.init is not None:
+    if start is None:
+        model = build_model(base, job.config, train, job.draft_vocab).to(device)
+    else:
+        model, task = reference_of(base, start).to(device), [folder_digest(args.init)]
+        model.get_submodule(str(train.train_only)).requires_grad_(True)
+    if args.init is not None and start is None:
         start_from(model, args.init)
     freeze_base(model, dtype)
     if train.num_streams:
@@ -114,10 +125,16 @@ def _main(args: argparse.Namespace) -> None:
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity(str(dtype), *(task if is_below else []))
 
-    def write() -> None:
+    def write() -> Path | None:
+        if start is not None:
+            folder = options.out / TRAINED_FOLDER
+            with new_folder(folder) as work:
+                write_adapter(work, with_condition_of(start, model))
+            return folder
         save_reference(model, options.out)
         if args.task_lora is not None:
             copy_task_lora(args.task_lora, options.out)
+        return None
 
     run_to_end(
         job, trainer,

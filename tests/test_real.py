@@ -13,6 +13,7 @@ import mlx.core as mx  # isort: skip
 import mlx_lm
 import numpy as np
 from real import EXAMPLE, ROOT, answer, run_module
+from tiny import make_condition
 
 from convert.__main__ import main as convert
 from ssmlx.loading.load import load_base
@@ -263,3 +264,22 @@ def test_logits_of_a_tree_are_those_of_pytorch(model_of, reference):
     close(main, output.main_logits[0, nodes])
     close(streams, output.stream_logits[0])
     close(early, output.early_exit_logits[0, nodes])
+
+
+@pytest.mark.slow
+def test_states_given_a_token_are_those_of_pytorch(model_of, reference):
+    import torch
+
+    from convert.reference.model import Condition
+
+    model, rows = model_of("all")[0], np.random.default_rng(0).normal(0, 2, (5, 576))
+    tokens, hidden = [3, 400, 7, 9000, 40000], rows.astype(np.float32)
+    maps = make_condition(8, 576, std=0.1)
+    reference.condition = Condition(576, 8, torch.zeros(1))
+    for name, array in vars(maps).items():
+        weight = getattr(reference.condition, name).weight
+        weight.data = torch.from_numpy(np.array(array))
+    with torch.no_grad():
+        expected = reference.given(torch.from_numpy(hidden), torch.tensor(tokens))
+    before = model.backbone.token_embeddings(mx.array(tokens))
+    close(np.array(hidden + maps(mx.array(hidden), before)), expected)

@@ -39,7 +39,14 @@ from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
 from convert.formats.adapter import read_checkpoint
-from convert.reference.checkpoint import load_fine_tuned, load_reference, merge_lora, save_reference
+from convert.reference.checkpoint import (
+    load_fine_tuned,
+    load_reference,
+    merge_lora,
+    reference_of,
+    save_reference,
+    with_condition_of,
+)
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
 from convert.training import run as torch_run
@@ -75,7 +82,7 @@ SMALL = (
 ALONE = ("--num-streams", "0", "--prune-rank", "0")
 OWN = ("--adapter-scope", "streams")
 SHARED = ("num_streams", "num_msa_layers", "stream_init", "stream_init_rank", "prune_rank",
-          "adapter_scope", "stream_design", "rotation_step")  # fmt: skip
+          "adapter_scope", "stream_design", "rotation_step", "condition_rank")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,7 @@ def pair(folder, architecture, draft_vocab, changes):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.normal_(std=0.4 if name.startswith("stream") else 0.1)
+                parameter.normal_(std=0.4 if name.startswith(("stream", "condition")) else 0.1)
     checkpoint, cpu = folder / "checkpoint", torch.device("cpu")
     save_reference(model, checkpoint)
     theirs = TorchTrainer(TorchObjective(model, train, draft_vocab, cpu, torch.float32), 10)
@@ -220,6 +227,7 @@ VARIANTS = [
     {"stream_init": "low_rank", "stream_init_rank": 3},
     {"stream_design": "value_rotation", "rotation_step": 0.3},
     {"lora_modules": ("q_proj", "mlp.down_proj"), "prune_rank": 0},
+    {"condition_rank": 4},
     {"weight_decay": 0.1, "clip_norm": 0.05, "stream_weights": (0.5, 0.2, 0.1)},
 ]
 STEPS = [
@@ -260,6 +268,37 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
         theirs.advance(batch, theirs_lower), rel=1e-5
     )
     assert max(gap(mine.weights[n], p) for n, p in named_as_mine(theirs.named).items()) < 1e-4
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_condition_learns_alone_as_it_does_beside_the_streams(tmp_path, reduced):
+    vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
+    whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
+    train = replace(whole.objective.train, train_only="condition")
+    adapter, batch = whole.objective.model.adapter, some_batch(vocab=97)
+    model = reference_of(make_torch_base("Llama", attention="sdpa"), adapter)
+    model.condition.requires_grad_(True)
+    cpu, backbone = torch.device("cpu"), load_base(tmp_path / "base", "float32")[0]
+    mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition."), train, vocab), 10)
+    theirs = TorchTrainer(TorchObjective(model, train, vocab, cpu, torch.float32), 10)
+    every, losses = whole.gradients(batch, whole.objective.lower(batch))
+    lower, theirs_lower = mine.objective.lower(batch), theirs.objective.lower(batch)
+    own, means = mine.gradients(batch, lower)
+    assert own.keys() == theirs.named.keys() == {n for n in every if n.startswith("condition.")}
+    assert max(gap(gradient, every[name]) for name, gradient in own.items()) < 1e-4
+    assert gap(mx.stack(means), mx.stack(losses[1:6:2])) < 1e-5
+    rows = [
+        one.objective.ranked(batch, of, 3) for one, of in ((mine, lower), (theirs, theirs_lower))
+    ]
+    assert (rows[0][0] == rows[1][0]).all()
+    for _ in range(2):
+        assert mine.advance(batch, lower) == pytest.approx(
+            theirs.advance(batch, theirs_lower), rel=1e-5
+        )
+    assert max(gap(mine.weights[n], p) for n, p in theirs.named.items()) < 1e-4
+    written = with_condition_of(adapter, model)
+    assert gap(written.streams.condition.out, mine.weights["condition.out.weight"]) < 1e-4
+    assert mine.objective.model.adapter.lora is adapter.lora
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -581,6 +620,71 @@ def test_a_run_starts_from_another_runs_weights(base, data, tmp_path, command):
     assert command.weights(whole) == command.weights(twin)
 
 
+@pytest.fixture(scope="module")
+def streams(base, data, tmp_path_factory):
+    """An adapter without a condition."""
+    out, more = tmp_path_factory.mktemp("streams"), (*OWN, "--draft-vocab-size", "60")
+    return MLX.train(base, data, out, *more, "--max-steps", "3")
+
+
+ALONG = ("--train-only", "condition", "--condition-rank", "4", "--dtype", "float32",
+         "--batch-size", "4", "--save-every", "2", "--valid-count", "4")  # fmt: skip
+
+
+def add_condition(command, base, data, init, out, *more):
+    places = ("--model", base, "--data", data, "--init", init, "--out", out)
+    return command.main([str(one) for one in (*places, *ALONG, *command.options, *more)])
+
+
+@both
+def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path, command):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for out, stops in ((whole, [()]), (parts, [("--max-steps", "3"), ("--max-steps", "7"), ()])):
+        for stop in stops:
+            assert add_condition(command, base, data, streams, out, *stop) == 0
+    found = MLX.weights(whole)
+    assert found == MLX.weights(parts)
+    old = {
+        n: a for path in streams.glob("*.safetensors") for n, a in read_tensors(path, "").items()
+    }
+    assert found.keys() - old.keys() == {f"condition.{n}.weight" for n in ("embed", "gate", "out")}
+    assert all(found[name] == np.array(array).tobytes() for name, array in old.items())
+    before, after = load_adapter(streams), load_adapter(whole / MLX.result)
+    assert after.config == replace(before.config, condition_rank=4)
+    log = read_record(whole / LOG_FILE)
+    assert [name for name in log[0] if "loss" in name] == ["given_1_loss", "given_2_loss"]
+    assert log[-1]["given_2_loss"] < log[0]["given_2_loss"]
+    assert answer_of(base, whole, words(3), "streaming")[0] == answer_of(
+        base, "none", words(3), "plain"
+    )[0]  # fmt: skip
+    assert add_condition(command, base, data, whole, tmp_path / "on", "--max-steps", "1") == 0
+    first = command.train(base, data, tmp_path / "first", "--max-steps", "1")
+    more = ("--init", first, "--condition-rank", "3", "--max-steps", "2")
+    assert "condition.gate.weight" in command.weights(
+        command.train(base, data, tmp_path / "both", *more) and tmp_path / "both"
+    )
+
+
+CONDITIONS = [
+    (("--condition-rank", "0"), "--condition-rank 0; expected 1 or more"),
+    (("--condition-rank", "-1"), "--condition-rank -1"),
+    (("--init", "nowhere"), "nowhere"),
+    (("--init", "none"), "--train-only condition without --init"),
+    (("--num-streams", "3"), "--num-streams would do nothing here"),
+    (("--lora-rank", "3"), "--lora-rank would do nothing here"),
+    (("--template", "{prompt} ."), "--template would do nothing here"),
+    (("--task-lora", "folder"), "--task-lora would do nothing here"),
+]
+
+
+@pytest.mark.parametrize(("more", "said"), CONDITIONS)
+def test_what_a_condition_cannot_be_trained_with_is_told(
+    base, data, streams, tmp_path, capsys, more, said
+):
+    assert add_condition(MLX, base, data, streams, tmp_path / "run", *more) == 2
+    assert said in one_line(capsys.readouterr().err, MLX.prog)
+
+
 STARTS = [
     (("--lora-rank", "8", "--lora-alpha", "64"), "of shape ["),
     (("--lora-rank", "8"), "has the scale alpha / rank 8"),
@@ -605,6 +709,7 @@ def test_a_start_of_other_settings_is_refused(base, data, tmp_path, capsys, comm
 BAD_OPTIONS = [
     (MLX, ("--num-msa-layers", "9"), "num_msa_layers is 9 of 4 layers"),
     (MLX, ("--draft-vocab-size", "999"), "draft_vocab_size is 999 of 64 tokens"),
+    (MLX, ("--condition-rank", "4", *ALONE), "--condition-rank 4"),
     (MLX, ("--lora-modules", "query"), "no linear module query"),
     (TORCH, ("--lora-modules", "query"), "no linear module query"),
     (MLX, ("--template", "no place"), "no place"),

@@ -16,26 +16,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
 from ssmlx import __version__
 from ssmlx.errors import require
 from ssmlx.exported.api import peak_bytes
 from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, TreeTables, package_digest
-from ssmlx.loading.adapter import Adapter, BaseIdentity, load_adapter
+from ssmlx.loading.adapter import Adapter, load_adapter
 from ssmlx.loading.files import new_folder
 from ssmlx.loading.load import load_tokenizer
 from ssmlx.loading.names import CONFIG_FILE, resolve_adapter, resolve_model
-from ssmlx.model.backbone import PROBE_LENGTH
-from ssmlx.model.lora import layer_of
 from ssmlx.settings import read_json
 
 from ..base import copy_settings, load_base
-from ..reference.checkpoint import merge_weights, tensor_of
-from ..reference.format import LoraSettings
+from ..reference.checkpoint import reference_of
 from ..reference.model import StreamFusedReference
 from . import compression
 from .ane import AneProfile
@@ -219,77 +214,12 @@ def _versions() -> dict[str, str]:
 
 def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamFusedReference:
     """The reference with an adapter's weights, in float32; the first `num_streams` streams."""
-    base = load_base(folder)
-    adapter.base.require_same(
-        _base_identity(base),
-        "the adapter belongs",
-        expected=adapter.config.base_model or "the model it was converted for",
-        do="choose that model with --model, or another --adapter",
-    )
-    merge_weights(base, adapter.task_lora, Path("the adapter"))
-    vocab = adapter.streams.draft_vocab
-    model = StreamFusedReference(
-        base,
-        adapter.config,
-        lora=_lora_settings(adapter),
-        draft_vocab=None if vocab is None else tensor_of(vocab),
-    )
-    _fill(model, adapter)
+    model = reference_of(load_base(folder), adapter)
     model.config = replace(model.config, num_streams=num_streams)
     if model.stream_embeddings is not None:
-        model.stream_embeddings = nn.Parameter(model.stream_embeddings[:num_streams].detach())
-    return model.eval().requires_grad_(False)
-
-
-def _base_identity(base: Any) -> BaseIdentity:
-    """What tells a PyTorch base model from another, as MLX's side knows it."""
-    inner = getattr(base, "model", None)
-    inner = getattr(inner, "decoder", inner)
-    names = ("norm", "final_layernorm", "final_layer_norm")
-    norm = next(filter(None, (getattr(inner, name, None) for name in names)), None)
-    weight = getattr(norm, "weight", torch.zeros(0))
-    config = base.config
-    return BaseIdentity(
-        config.model_type,
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.vocab_size,
-        tuple(round(value, 6) for value in weight[:PROBE_LENGTH].float().tolist()),
-    )
-
-
-def _lora_settings(adapter: Adapter) -> LoraSettings:
-    """Of an adapter's LoRA; rank 0 where it has none."""
-    if not adapter.lora:
-        return LoraSettings()
-    sizes = {(weights.a.shape[1], weights.scale) for weights in adapter.lora.values()}
-    places = [layer_of(path) for path in adapter.lora]
-    modules, layers = sorted({m for _, m in places}), sorted({n for n, _ in places})
-    require(
-        len(sizes) == 1 and len(places) == len(modules) * len(layers),
-        "the adapter's LoRA differs from layer to layer",
-        expected="one rank and scale, on the same modules of each layer",
-        do="convert it with uniform LoRA",
-    )
-    ((rank, scale),) = sizes
-    return LoraSettings(rank, scale * rank, tuple(modules), tuple(layers))
-
-
-@torch.no_grad()
-def _fill(model: StreamFusedReference, adapter: Adapter) -> None:
-    for path, weights in adapter.lora.items():
-        layer, module = layer_of(path)
-        pair = model.adapters[f"layers.{layer}.{module}"].adapter
-        pair.lora_A.weight.copy_(tensor_of(weights.a).t())
-        pair.lora_B.weight.copy_(tensor_of(weights.b).t())
-    streams = adapter.streams
-    if model.stream_embeddings is not None:
-        assert streams.embeddings is not None
-        model.stream_embeddings.copy_(tensor_of(streams.embeddings))
-    for mine, theirs in ((model.stream_init, streams.init), (model.prune_adapter, streams.prune)):
-        if mine is not None and theirs is not None:
-            mine.lora_A.weight.copy_(tensor_of(theirs.a))
-            mine.lora_B.weight.copy_(tensor_of(theirs.b))
+        first = model.stream_embeddings[:num_streams].detach()
+        model.stream_embeddings = nn.Parameter(first, requires_grad=False)
+    return model
 
 
 def _check_context(model: StreamFusedReference, num_slots: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from ssmlx.errors import InputError
-from ssmlx.loading.adapter import LORA_FILE, read_lora, read_streams, stream_tensors
+from ssmlx.errors import InputError, require
+from ssmlx.loading.adapter import LORA_FILE, Adapter, read_lora, read_streams, stream_tensors
 from ssmlx.loading.files import account_for, read_tensors, write_whole
 from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.model.lora import LoraWeights
+from ssmlx.model.backbone import PROBE_LENGTH, BaseIdentity
+from ssmlx.model.condition import Condition
+from ssmlx.model.lora import LoraWeights, layer_of
 from ssmlx.settings import read_json
 from ssmlx.training.job import check_init, check_scale, check_shapes
 
@@ -58,6 +61,39 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
         _fill(_lora_parameters(model), tensors, path)
     _fill(_stream_parameters(model), stream_tensors(streams), folder / STREAMS_WEIGHTS)
     return model.eval()
+
+
+def reference_of(base: nn.Module, adapter: Adapter) -> StreamFusedReference:
+    """A base model with the weights of an MLX adapter, none of them trained."""
+    adapter.base.require_same(
+        _base_identity(base),
+        "the adapter belongs",
+        expected=adapter.config.base_model or "the model it was converted for",
+        do="choose that model with --model, or another --adapter",
+    )
+    source = Path("the adapter")
+    merge_weights(base, adapter.task_lora, source)
+    vocab = adapter.streams.draft_vocab
+    vocab = None if vocab is None else tensor_of(vocab)
+    model = StreamFusedReference(
+        base, adapter.config, lora=_lora_settings(adapter), draft_vocab=vocab
+    )
+    pairs = {
+        f"{PEFT_PREFIX}{path}.lora_{part}.weight": array.T
+        for path, weights in adapter.lora.items()
+        for part, array in (("A", weights.a), ("B", weights.b))
+    }
+    _fill(_lora_parameters(model), pairs, source)
+    _fill(_stream_parameters(model), stream_tensors(adapter.streams), source)
+    return model.eval().requires_grad_(False)
+
+
+def with_condition_of(adapter: Adapter, model: StreamFusedReference) -> Adapter:
+    """The adapter with the condition that the model has."""
+    assert model.condition is not None
+    weights = (getattr(model.condition, one).weight for one in ("embed", "gate", "out"))
+    arrays = [mx.array(weight.detach().cpu().float().numpy()) for weight in weights]
+    return replace(adapter, streams=replace(adapter.streams, condition=Condition(*arrays)))
 
 
 def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
@@ -175,6 +211,40 @@ def tensor_of(array: mx.array) -> torch.Tensor:
     return torch.from_numpy(np.array(whole))
 
 
+def _base_identity(base: Any) -> BaseIdentity:
+    """What tells a PyTorch base model from another, as MLX's side knows it."""
+    inner = getattr(base, "model", None)
+    inner = getattr(inner, "decoder", inner)
+    names = ("norm", "final_layernorm", "final_layer_norm")
+    norm = next(filter(None, (getattr(inner, name, None) for name in names)), None)
+    weight = getattr(norm, "weight", torch.zeros(0))
+    config = base.config
+    return BaseIdentity(
+        config.model_type,
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.vocab_size,
+        tuple(round(value, 6) for value in weight[:PROBE_LENGTH].float().tolist()),
+    )
+
+
+def _lora_settings(adapter: Adapter) -> LoraSettings:
+    """Of an adapter's LoRA; rank 0 where it has none."""
+    if not adapter.lora:
+        return LoraSettings()
+    sizes = {(weights.a.shape[1], weights.scale) for weights in adapter.lora.values()}
+    places = [layer_of(path) for path in adapter.lora]
+    modules, layers = sorted({m for _, m in places}), sorted({n for n, _ in places})
+    require(
+        len(sizes) == 1 and len(places) == len(modules) * len(layers),
+        "the adapter's LoRA differs from layer to layer",
+        expected="one rank and scale, on the same modules of each layer",
+        do="convert it with uniform LoRA",
+    )
+    ((rank, scale),) = sizes
+    return LoraSettings(rank, scale * rank, tuple(modules), tuple(layers))
+
+
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
     return {
         f"{PEFT_PREFIX}{model.decoder.path}.{path}.{name}": weight
@@ -184,7 +254,7 @@ def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
 
 
 def _stream_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
-    own = ("stream_embeddings", "stream_init.", "prune_adapter.")
+    own = ("stream_embeddings", "stream_init.", "prune_adapter.", "condition.")
     found = {name: weight for name, weight in model.named_parameters() if name.startswith(own)}
     return found if model.draft_vocab is None else {**found, _DRAFT_VOCAB: model.draft_vocab}
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from ssmlx.errors import require
 from ssmlx.loading.adapter import check_draft_vocab
+from ssmlx.model.condition import EPSILON
 from ssmlx.model.lora import select_modules
 from ssmlx.settings import StreamConfig
 
@@ -63,6 +64,21 @@ class LowRank(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lora_B(self.lora_A(x))
+
+
+class Condition(nn.Module):
+    """`ssmlx.model.condition.Condition`; zero when new."""
+
+    def __init__(self, size: int, rank: int, like: torch.Tensor) -> None:
+        super().__init__()
+        place = {"bias": False, "dtype": like.dtype, "device": like.device}
+        self.embed, self.gate = (nn.Linear(size, rank, **place) for _ in range(2))
+        self.out = nn.Linear(rank, size, **place)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        unit = nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
+        return self.out(torch.sigmoid(self.gate(normed)) * self.embed(unit))
 
 
 class LoraLinear(nn.Module):
@@ -235,6 +251,8 @@ class StreamFusedReference(nn.Module):
         layers = lora.layers or range(config.insertion_layer, config.num_layers)
         self.lora = replace(lora, layers=tuple(sorted(set(layers))))
         self.adapters: dict[str, LoraLinear] = self._wrap_linears() if lora.rank else {}
+        rank = config.condition_rank
+        self.condition = Condition(width, rank, like) if rank else None
 
     def forward(
         self,
@@ -271,6 +289,12 @@ class StreamFusedReference(nn.Module):
             return head(hidden_streams)
         bias = None if head.bias is None else head.bias[vocab]
         return nn.functional.linear(hidden_streams, head.weight[vocab], bias)
+
+    def given(self, hidden_streams: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """[..., D] streams after the norm, corrected by the tokens [...] before theirs."""
+        assert self.condition is not None
+        correction = self.condition(hidden_streams, self.decoder.module.embed_tokens(tokens))
+        return (hidden_streams + correction).to(hidden_streams.dtype)
 
     def hidden_states(
         self,

@@ -19,7 +19,7 @@ from ssmlx.settings import StreamConfig
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch
 from ssmlx.training.job import Trainer, check_gradient
-from ssmlx.training.objective import MAIN, PRUNE, STREAM, Objective, row_chunks
+from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, row_chunks
 
 from ..reference.format import LoraSettings
 from ..reference.model import HiddenStates, StreamFusedReference
@@ -89,13 +89,19 @@ class TorchObjective(Objective):
         weight, bias = head.weight.detach(), getattr(head, "bias", None)
         rows = slice(None) if draft_vocab is None else torch.from_numpy(draft_vocab).long()
         own = weight[rows].contiguous(), None if bias is None else bias[rows]
-        self._lm_heads = {MAIN: (weight, bias), STREAM: own, PRUNE: (weight, bias)}
+        self._lm_heads = {MAIN: (weight, bias), STREAM: own, GIVEN: own, PRUNE: (weight, bias)}
         self.vocab_size, self.hidden_size = weight.shape
         self.state_bytes = dtype.itemsize
 
+    @torch.no_grad()
     def lower(self, batch: Batch) -> torch.Tensor:
-        with torch.no_grad(), precision(self.device, self.dtype):
-            return self.model.lower_states(self.tensor(batch.tokens), **self.where(batch))
+        with precision(self.device, self.dtype):
+            states = self.model.lower_states(self.tensor(batch.tokens), **self.where(batch))
+        if not self.train.train_only:
+            return states
+        # Streams after the norm, in the columns of their carriers.
+        streams = self.upper(batch, states).streams.to(self.dtype)
+        return F.pad(streams.flatten(2), (0, 0, batch.prompt_width - 1, 1))
 
     def upper(self, batch: Batch, lower: torch.Tensor) -> HiddenStates:
         """From `lower` to the final norm, streams on every carrier."""
@@ -111,19 +117,28 @@ class TorchObjective(Objective):
         self, batch: Batch, lower: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """The weighted sum of eq. 5, and each of its parts in nats a token."""
-        nodes = lower.to(self.device)
-        hidden = self.upper(batch, nodes)
-        states = {MAIN: hidden.main, STREAM: hidden.streams, PRUNE: nodes}
-        found = []
+        states, found = self._states(batch, lower), []
         for term in self.terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)
             rows, targets = flat[self.tensor(term.rows)], self.tensor(term.targets)
             if term.kind == PRUNE:
                 with precision(self.device, self.dtype):
                     rows = self.model.early_exit_states(rows)
+            if term.previous is not None:
+                with precision(self.device, self.dtype):
+                    rows = self.model.given(rows, self.tensor(term.previous).clamp(min=0))
             head = self._lm_heads[term.kind]
             found.append((term.name, term.weight, rows.to(self.dtype), head, targets))
         return self.sum_of(found)
+
+    def _states(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
+        """[..., D] by the kinds of rows, before the norm where they are of layer N - Ns."""
+        nodes = lower.to(self.device)
+        if self.train.train_only:
+            streams = nodes[:, batch.prompt_width - 1 : -1]
+            return {STREAM: streams, GIVEN: streams}
+        hidden = self.upper(batch, nodes)
+        return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
 
     def sum_of(self, terms: Iterable[tuple[Any, ...]]) -> tuple[torch.Tensor, dict[str, float]]:
         """The weighted sum of mean cross-entropies, and each mean in nats a token.
@@ -146,9 +161,10 @@ class TorchObjective(Objective):
     def ranked(
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        hidden = self.upper(batch, lower.to(self.device))
+        streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
+        shape = len(batch.tokens), len(batch.carriers), self.train.num_streams, -1
         with precision(self.device, self.dtype):
-            logits = self.logits(hidden.streams, STREAM).float()
+            logits = self.logits(streams.reshape(shape), STREAM).float()
         best = logits.log_softmax(-1).topk(count)
         return best.indices.cpu().numpy(), best.values.cpu().numpy()
 

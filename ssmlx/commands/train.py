@@ -25,6 +25,10 @@ EPILOG = """examples:
   # the fine-tuned model's own answers
   python -m ssmlx.train --task-lora adapters --adapter-scope streams --data data/own --out runs/own
 
+  # what a drafted token tells of the next, added to streams that stay as they are
+  python -m ssmlx.train --init runs/chat/adapter --train-only condition --condition-rank 64 \\
+      --data data/chat --out runs/condition --epochs 1 --learning-rate 2e-3 --weight-decay 0.1
+
   # a large model on a small Mac: 4-bit base, short examples
   python -m ssmlx.train --model mlx-community/Llama-3.2-3B-Instruct-4bit --data data/sql \\
       --out runs/llama --batch-size 4 --max-length 256
@@ -72,24 +76,26 @@ def _run(args: argparse.Namespace) -> None:
     from ..model.lora import layer_of
     from ..model.ranks import launched
     from ..training.job import prepare, run_to_end
-    from ..training.mlx_model import TrainedModel, new_adapter, start_from
+    from ..training.mlx_model import TrainedModel, new_adapter, start_from, with_condition
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 
-    job, path = prepare(options, train)
+    start = with_condition(load_adapter(args.init), train) if train.train_only else None
+    job, path = prepare(options, train, start)
     backbone = load_frozen(path, args.dtype)
-    adapter = new_adapter(backbone, job.config, train, job.draft_vocab)
+    adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab)
     if args.task_lora is not None:
         adapter = replace(adapter, task_lora=read_task_lora(args.task_lora, backbone))
-    model = TrainedModel(backbone, adapter)
-    if args.init is not None:
+    model = TrainedModel(backbone, adapter, f"{train.train_only}." if start else "")
+    if args.init is not None and start is None:
         start_from(model, load_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched())
+    kept = [folder_digest(args.init)] if start else []
     frozen: list[Any] = [adapter.base.__dict__, str(backbone.dtype)]
     task = [folder_digest(args.task_lora)] if args.task_lora else []
     task_layers = {layer_of(path)[0] for path in adapter.task_lora}
     is_below = task_layers and min(task_layers) < job.config.insertion_layer
-    lower_identity = job.lower_identity(*frozen, *(task if is_below else []))
+    lower_identity = job.lower_identity(*frozen, *kept, *(task if is_below else []))
     folder = options.out / TRAINED_FOLDER
 
     def write() -> Path:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import require
-from ..loading.names import CONFIG_FILE
+from ..loading.names import CONFIG_FILE, resolve_adapter
 from ..settings import DEFAULT_MODEL, read_json
 from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
-from .options import make_parser, template_text
+from .options import make_parser, reject, template_text
 
 OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
                 "clip_norm", "max_length", "seed")  # fmt: skip
@@ -19,13 +19,16 @@ _F = {
     "what that has",
     "stream_init_rank": f"{STREAM_INIT_RANK}; 0 for identity",
 }
-_SHOWN = _F | {"draft_vocab_size": f"{DRAFT_VOCAB_SIZE}; 0 of less than twice as many tokens"}
+_SHOWN = _F | {
+    "draft_vocab_size": f"{DRAFT_VOCAB_SIZE}; 0 of less than twice as many tokens",
+    "train_only": "all of it",
+}
 _GROUPS: dict[str, tuple[str, ...]] = {
     "streams": ("num_streams", "num_msa_layers", "adapter_scope", "stream_design", "rotation_step",
-                *_F, "prune_rank", "draft_vocab_size"),
+                *_F, "prune_rank", "condition_rank", "draft_vocab_size"),
     "LoRA": ("lora_rank", "lora_alpha", "lora_modules"),
     "loss (eq. 5)": ("main_weight", "stream_weights", "prune_weight"),
-    "optimisation": (*OPTIMISATION[:3], "embedding_rate", *OPTIMISATION[3:]),
+    "optimisation": ("train_only", *OPTIMISATION[:3], "embedding_rate", *OPTIMISATION[3:]),
 }  # fmt: skip
 
 
@@ -37,7 +40,8 @@ def training_parser(
     add_run_options(parser)
     parser.add_argument(
         "--init", type=Path, metavar="FOLDER",
-        help=f"{init} whose weights this run starts from; what it lacks starts anew",
+        help=f"{init} whose weights this run starts from; what it lacks starts anew. With "
+        "--train-only an adapter, by name or folder",
     )  # fmt: skip
     for title, names in _GROUPS.items():
         add_settings(parser, title, names, shown=_SHOWN)
@@ -122,6 +126,8 @@ def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
 def train_config(args: argparse.Namespace) -> TrainConfig:
     """The settings that the options ask for; f is that of --init where they do not name one."""
     values = {f.name: getattr(args, f.name) for f in fields(TrainConfig)}
+    if args.train_only:
+        return TrainConfig.from_dict(values | _of_start(args))
     start = None if args.init is None else args.init / CONFIG_FILE
     if start and start.is_file() and all(values[name] is None for name in _F):
         found = read_json(start, "the settings of streams")
@@ -134,6 +140,36 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
         do="give that, or --init to train the task's LoRA further",
     )
     return TrainConfig.from_dict(values)
+
+
+def _of_start(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the streams of --init, a bundled adapter or a folder, which stay."""
+    folder = None if args.init is None else resolve_adapter(str(args.init))
+    require(
+        folder is not None,
+        f"--train-only {args.train_only} without --init",
+        expected="the adapter whose streams stay as they are",
+        do="give its name or its folder",
+    )
+    assert folder is not None
+    args.init = folder
+    found = read_json(folder / CONFIG_FILE, "the settings of an adapter")
+    defaults = {
+        one.name: None if one.name in _SHOWN else one.default for one in fields(TrainConfig)
+    }
+    names = {name for title in ("streams", "LoRA") for name in _GROUPS[title]} - {"condition_rank"}
+    given = (name for name in sorted(names) if getattr(args, name) != defaults[name])
+    own = [name for name in given if getattr(args, name) != found.get(name)]
+    own += ["template"] * (args.template not in ("chat", found.get("prompt_template")))
+    reject(args, ("task_lora", *own), "the settings that --init has")
+    rank = found.get("condition_rank", 0)
+    require(
+        rank in (0, args.condition_rank),
+        f"--condition-rank {args.condition_rank}",
+        expected=f"{rank}, that of the condition in {folder}",
+        do="give that",
+    )
+    return {name: found[name] for name in names if name in found}
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:

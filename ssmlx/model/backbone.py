@@ -296,6 +296,10 @@ class Backbone:
             raise ValueError("this model adds positions to its embeddings: give them to `embed`")
         return self._decoder.embed_at(tokens[None], positions[None])
 
+    def token_embeddings(self, tokens: mx.array) -> mx.array:
+        """[..., D] of `tokens` [...] alone, wherever they stand."""
+        return self._decoder.embed_tokens(tokens)
+
     def run(self, hidden: mx.array, first: int, last: int, mask: Any, views: list[Any]) -> mx.array:
         """[1, R, D] output of layers `first` to `last` - 1 for their input `hidden`.
 

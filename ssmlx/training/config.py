@@ -25,6 +25,7 @@ from ..settings import (
 )
 
 Schedule = Literal["linear", "cosine", "constant"]
+Part = Literal["condition"]
 SCHEDULES = ("linear", "cosine", "constant")
 STREAM_INIT_RANK = 32
 DRAFT_VOCAB_SIZE = 16384
@@ -72,6 +73,12 @@ class TrainConfig:
     prune_rank: int = setting(
         8, "theta, the rank of the pruning adapter; 0 for none", least=0, most=_MAX_RANK
     )
+    condition_rank: int = setting(
+        0,
+        "rank of what a drafted token tells of the next, learnt beside the streams; 0 for none",
+        least=0,
+        most=_MAX_RANK,
+    )
     draft_vocab_size: int | None = setting(
         None,
         "guess among this many of the data's most frequent tokens; 0 for all",
@@ -89,6 +96,11 @@ class TrainConfig:
     )
     # The loss of section 3.2.3, which reaches that adapter alone.
     prune_weight: float = setting(0.1, "of the pruning adapter's own loss", least=0, most=1e38)
+    train_only: Part | None = setting(
+        None,
+        "condition: leave the streams of --init, its LoRA and its settings as they are",
+        choices=("condition",),
+    )
     epochs: float = setting(3.0, "passes over the data", above=0, most=1e6)
     batch_size: int = setting(16, "examples a step", least=1, most=2**16)
     learning_rate: float = setting(5e-4, "AdamW's peak rate", above=0, most=1)
@@ -115,11 +127,16 @@ class TrainConfig:
         check_settings(self, do=_DO)
         rotated, identity = self.stream_design == "value_rotation", self.stream_init == "identity"
         weights = f"one weight, or {self.num_streams}"
+        has_condition = self.condition_rank > 0
         for name, ok, expected in (
             ("rotation_step", rotated == (self.rotation_step > 0), "0 unless streams rotate"),
             ("stream_init_rank", identity == (self.stream_init_rank == 0), "0 for identity"),
             ("num_streams", self.num_streams > 0 or self.adapter_scope == "all",
              "1 or more where LoRA acts on streams alone"),
+            ("condition_rank", self.num_streams > 0 or not has_condition,
+             "0 where there are no streams"),
+            ("condition_rank", has_condition or not self.train_only,
+             "1 or more, such as 64, where the condition is what is trained"),
             ("stream_weights", len(self.stream_weights) in (1, self.num_streams or 1), weights),
         ):  # fmt: skip
             found = f"--{name.replace('_', '-')} {getattr(self, name)}"

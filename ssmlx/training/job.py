@@ -8,7 +8,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from ..bars import bar
 from ..errors import InputError, require
+from ..loading.adapter import Adapter
 from ..loading.files import folder_digest, make_folder
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
@@ -112,7 +113,7 @@ class Job:
     ) -> Lower:
         """What gives the frozen layers' results of a batch: a store, or the layers themselves."""
         tokens = sum(len(example.tokens) for example in self.examples)
-        size = tokens * objective.hidden_size * objective.state_bytes
+        size = tokens * objective.state_size * objective.state_bytes
         if size > self.options.cache_gb * 2**30:
             return objective.lower
         store = LowerStore(self.options.out / file, self.examples, objective, identity)
@@ -140,13 +141,22 @@ def read_base(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
-    """Read the data; returns the job, and the base model's folder."""
+def prepare(
+    options: RunOptions, train: TrainConfig, start: Adapter | None = None
+) -> tuple[Job, Path]:
+    """Read the data; returns the job, and the base model's folder.
+
+    `start` is the adapter of which `train` leaves all but a part as it is, if there is one.
+    """
     path = resolve_model(options.model)
     base = read_base(path)
     train = train.sized(base["vocab_size"])
     words = load_tokenizer(path, base)
-    config = stream_config(train, base, options, [words.eos_token_id])
+    if start is None:
+        config = stream_config(train, base, options, [words.eos_token_id])
+    else:
+        config = start.config
+        options = replace(options, template=config.prompt_template)
     encoder = Encoder(words, options.template, words.eos_token_id, train.max_length)
 
     def read(name: str) -> list[Example]:
@@ -164,7 +174,9 @@ def prepare(options: RunOptions, train: TrainConfig) -> tuple[Job, Path]:
 
     examples, valid = read("train.jsonl"), read("valid.jsonl")[: options.valid_count]
     vocab = None
-    if train.draft_vocab_size:
+    if start is not None and start.streams.draft_vocab is not None:
+        vocab = np.array(start.streams.draft_vocab)
+    elif train.draft_vocab_size:
         vocab = choose_draft_vocab(examples, train.draft_vocab_size, base["vocab_size"])
     return Job(options, train, config, examples, valid, vocab), path
 

@@ -23,7 +23,8 @@ import numpy as np
 
 from ..loading.adapter import Adapter, BaseIdentity, lora_tensors, stream_tensors, streams_of
 from ..loading.attach import check_base
-from ..model.backbone import Backbone
+from ..model.backbone import Backbone, LMHead
+from ..model.condition import Condition
 from ..model.lora import (
     LoraWeights,
     RowLora,
@@ -114,10 +115,11 @@ class TrainedModel:
     """A base model whose streams, LoRA and pruning adapter are arguments.
 
     LoRA is put on the layers of the frozen `backbone` in place. It starts from the weights of
-    `adapter`, in float32; a task's LoRA among them stays as it is, and `bind` changes the others.
+    `adapter`, in float32; a task's LoRA among them stays as it is, and `bind` changes the others,
+    or those alone whose names begin with `part`.
     """
 
-    def __init__(self, backbone: Backbone, adapter: Adapter) -> None:
+    def __init__(self, backbone: Backbone, adapter: Adapter, part: str = "") -> None:
         check_base(adapter, backbone)
         self.backbone, self.config = backbone, adapter.config
         self._adapter = adapter
@@ -130,10 +132,15 @@ class TrainedModel:
         self._loras: dict[str, RowLora] = {path: modules[path] for path in adapter.lora}
         self._fused = StreamFusedModel(backbone, self.config, adapter.streams)
         self.draft_head = self._fused.draft_head
-        self.weights = trained_weights(adapter)
+        self._start, self._part = trained_weights(adapter), part
+        self.weights = {n: array for n, array in self._start.items() if n.startswith(part)}
+        self.bind(self.weights)
 
     @property
     def adapter(self) -> Adapter:
+        if self._part:  # the rest as it was given, in its own precision
+            streams = replace(self._adapter.streams, condition=self._streams.condition)
+            return replace(self._adapter, streams=streams)
         lora = {
             path: replace(old, a=self.weights[f"{path}.lora_a"], b=self.weights[f"{path}.lora_b"])
             for path, old in self._adapter.lora.items()
@@ -147,10 +154,11 @@ class TrainedModel:
 
     def bind(self, weights: Weights) -> None:
         self.weights = weights
+        every = {**self._start, **weights}
         for path, module in self._loras.items():
-            module.lora_a, module.lora_b = weights[f"{path}.lora_a"], weights[f"{path}.lora_b"]
+            module.lora_a, module.lora_b = every[f"{path}.lora_a"], every[f"{path}.lora_b"]
         vocab = self._adapter.streams.draft_vocab
-        self._fused.streams = replace(streams_of(weights), draft_vocab=vocab)
+        self._fused.streams = replace(streams_of(every), draft_vocab=vocab)
 
     def lower(self, layout: Layout) -> mx.array:
         """[B, T, D] node states before the insertion layer, which nothing trained changes."""
@@ -181,7 +189,16 @@ class TrainedModel:
 
     def logits(self, hidden: mx.array, *, drafting: bool) -> mx.array:
         """[R, V], or [R, Vd] where `drafting`, of [R, D] before the norm."""
-        return self.backbone.logits(hidden[None], self.draft_head if drafting else None)
+        return self.head(drafting)(self.backbone.final_norm(hidden))
+
+    def head(self, drafting: bool) -> LMHead:
+        return (self.draft_head if drafting else None) or self.backbone.lm_head
+
+    def given(self, normed: mx.array, tokens: mx.array) -> mx.array:
+        """[R, D] of stream rows after the norm, corrected by the tokens [R] before theirs."""
+        assert self._streams.condition is not None
+        correction = self._streams.condition(normed, self.backbone.token_embeddings(tokens))
+        return (normed + correction).astype(normed.dtype)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
         return self.backbone.run(hidden, index, index + 1, rows.mask, [view])
@@ -212,6 +229,28 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
     model.bind(weights)
 
 
+def with_condition(adapter: Adapter, train: TrainConfig) -> Adapter:
+    """The adapter with a condition, its own or one that changes nothing yet."""
+    streams, config = adapter.streams, adapter.config
+    if streams.condition is None:
+        streams = replace(streams, condition=new_condition(train, config.hidden_size))
+    config = replace(config, condition_rank=train.condition_rank, tokens_per_call=None)
+    return replace(adapter, config=config, streams=streams)
+
+
+def new_condition(train: TrainConfig, size: int) -> Condition | None:
+    rank, rng = train.condition_rank, np.random.default_rng([train.seed, 1])
+    if not rank:
+        return None
+    embed, gate = (_uniform(rng, rank, size, size) for _ in range(2))
+    return Condition(embed, gate, mx.zeros((size, rank)))
+
+
+def _uniform(rng: np.random.Generator, rows: int, columns: int, inputs: int) -> mx.array:
+    bound = inputs**-0.5
+    return mx.array(rng.uniform(-bound, bound, (rows, columns)).astype(np.float32))
+
+
 def new_adapter(
     backbone: Backbone, config: StreamConfig, train: TrainConfig, draft_vocab: np.ndarray | None
 ) -> Adapter:
@@ -221,13 +260,9 @@ def new_adapter(
     """
     rng = np.random.default_rng(train.seed)
 
-    def uniform(rows: int, columns: int, inputs: int) -> mx.array:
-        bound = inputs**-0.5
-        return mx.array(rng.uniform(-bound, bound, (rows, columns)).astype(np.float32))
-
     def low_rank(rank: int) -> LowRank | None:
         size = config.hidden_size
-        return LowRank(uniform(rank, size, size), mx.zeros((size, rank))) if rank else None
+        return LowRank(_uniform(rng, rank, size, size), mx.zeros((size, rank))) if rank else None
 
     scale = train.lora_alpha / train.lora_rank
     embeddings = None
@@ -239,6 +274,7 @@ def new_adapter(
         low_rank(config.stream_init_rank),
         low_rank(config.prune_rank),
         None if draft_vocab is None else mx.array(draft_vocab),
+        new_condition(train, config.hidden_size),
     )
     layers = range(config.insertion_layer, config.num_layers)
     modules: Mapping[str, Any] = dict(backbone.model.named_modules())
@@ -246,6 +282,6 @@ def new_adapter(
     paths = linear_paths(backbone.model, layers, train.lora_modules, "correct --lora-modules")
     for path in sorted(paths, key=layer_of):
         out_size, in_size = linear_shape(modules[path])
-        a = uniform(in_size, train.lora_rank, in_size)
+        a = _uniform(rng, in_size, train.lora_rank, in_size)
         lora[path] = LoraWeights(a, mx.zeros((train.lora_rank, out_size)), scale)
     return Adapter(config, streams, BaseIdentity.of(backbone), lora)

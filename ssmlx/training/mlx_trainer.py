@@ -24,14 +24,14 @@ from .config import TrainConfig
 from .data import Batch
 from .job import Trainer, check_gradient
 from .mlx_model import Layout, TrainedModel, Weights
-from .objective import MAIN, PRUNE, STREAM, Objective, Term, row_chunks
+from .objective import GIVEN, MAIN, PRUNE, STREAM, Objective, Term, row_chunks
 
 _BLOCK = 256
 _ROWS_AT_ONCE = 256
 _CACHE_BYTES = 1 << 31
 
 LogitsOf = Callable[[mx.array], mx.array]
-"""Hidden states [R, D] to logits [R, V]: final norm and LM head, packed or not."""
+"""Hidden states [R, D] after the final norm to logits [R, V]: the LM head, packed or not."""
 
 
 def linear_cross_entropy(
@@ -115,9 +115,14 @@ class MlxObjective(Objective):
         self.state_bytes = model.backbone.dtype.size
 
     def lower(self, batch: Batch) -> mx.array:
-        nodes = self.model.lower(self._layout(batch))
-        mx.eval(nodes)
-        return nodes
+        layout = self._layout(batch)
+        states = self.model.lower(layout)
+        if self.train.train_only:  # streams before the norm, in the columns of their carriers
+            _, streams = self.model.upper(states, layout)
+            rows = streams.reshape(len(batch.tokens), -1, self.state_size)
+            states = mx.pad(rows, [(0, 0), (batch.prompt_width - 1, 1), (0, 0)])
+        mx.eval(states)
+        return states
 
     def to_bits(self, states: mx.array) -> np.ndarray:
         return np.array(states.view(mx.int16 if self.state_bytes == 2 else mx.int32))
@@ -134,8 +139,7 @@ class MlxObjective(Objective):
         adapter. Of a part of a batch, both are what adds up to the batch's over all parts.
         """
         self.model.bind(weights)
-        nodes, streams = self.model.upper(lower, self._layout(batch))
-        states = {MAIN: nodes, STREAM: streams, PRUNE: lower}
+        states = self._states(batch, lower)
         total, means = mx.array(0.0), {}
         terms = self.terms(batch, step)
         whole = {term.name: term.num_targets for term in self.terms(batch.whole or batch, step)}
@@ -150,6 +154,14 @@ class MlxObjective(Objective):
                 means[term.name] = rows.sum() / whole[term.name]
         return total, [means.get(term.name, mx.array(0.0)) for term in terms]
 
+    def _states(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
+        """[..., D] before the norm, by the kinds of rows."""
+        if self.train.train_only:
+            streams = lower[:, batch.prompt_width - 1 : -1]
+            return {STREAM: streams, GIVEN: streams}
+        nodes, streams = self.model.upper(lower, self._layout(batch))
+        return {MAIN: nodes, STREAM: streams, GIVEN: streams, PRUNE: lower}
+
     def parts(self, batch: Batch, lower: mx.array) -> dict[str, float]:
         _, means = self.loss(self.model.weights, batch, lower, 0)
         return self.named_parts(batch, 0, means)
@@ -160,8 +172,7 @@ class MlxObjective(Objective):
         return dict(zip(names, values, strict=True))
 
     def ranked(self, batch: Batch, lower: mx.array, count: int) -> tuple[np.ndarray, np.ndarray]:
-        _, streams = self.model.upper(lower, self._layout(batch))
-        rows = streams.reshape(-1, streams.shape[-1])
+        rows = self._states(batch, lower)[STREAM].reshape(-1, self.hidden_size)
         pieces = []
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             logits = self.model.logits(rows[first : first + _ROWS_AT_ONCE], drafting=True)
@@ -176,7 +187,7 @@ class MlxObjective(Objective):
         return Layout.of(batch, self.train.num_streams)
 
     def _drafts(self, term: Term) -> bool:
-        return term.kind == STREAM and self.draft_vocab is not None
+        return term.kind in (STREAM, GIVEN) and self.draft_vocab is not None
 
     def _cross_entropy(
         self,
@@ -187,17 +198,21 @@ class MlxObjective(Objective):
     ) -> tuple[mx.array, mx.array]:
         """The weighted sum over terms that share a head, and each row's loss."""
         rows, targets, scales = [], [], []
+        model = self.model
         for term in terms:
             there = term.targets >= 0
             flat = states[term.kind].reshape(-1, self.hidden_size)
             own = flat[mx.array(term.rows[there].astype(np.int32))]
-            rows.append(self.model.early_exit(own) if term.kind == PRUNE else own)
+            own = model.backbone.final_norm(model.early_exit(own) if term.kind == PRUNE else own)
+            if term.previous is not None:
+                own = model.given(own, mx.array(term.previous[there]))
+            rows.append(own)
             targets.append(term.targets[there].astype(np.int32))
             # Of each row in the sum, so that the sum is the weighted mean.
             scale = term.weight / whole[term.name]
             scales.append(np.full(term.num_targets, scale, np.float32))
         return linear_cross_entropy(
-            partial(self.model.logits, drafting=drafting),
+            model.head(drafting),
             mx.concatenate(rows),
             mx.array(np.concatenate(targets)),
             mx.array(np.concatenate(scales)),

@@ -22,7 +22,7 @@ from ..tuning.replay import Guesses, Replay, num_candidates, replay
 from .config import TrainConfig
 from .data import Batch, Example, draft_indices, in_order
 
-MAIN, STREAM, PRUNE = "main", "stream", "prune"
+MAIN, STREAM, GIVEN, PRUNE = "main", "stream", "given", "prune"
 PRUNE_STRIDE = 4
 """One carrier in so many, a different one each step, teaches the pruning adapter."""
 
@@ -41,10 +41,13 @@ class Term:
     """One part of eq. 5: a mean of cross-entropies over some rows."""
 
     name: str  # what the log calls it, without "_loss"
-    kind: str  # which hidden states its rows are of: `MAIN`, `STREAM` or `PRUNE`
+    # which hidden states its rows are of: `MAIN`, `STREAM`, `PRUNE`, or `GIVEN`: a stream's,
+    # corrected by the token before the one that it guesses
+    kind: str
     rows: np.ndarray  # [B, k] places in these, batch and rows flattened
     targets: np.ndarray  # [B, k] ids, or places in the draft vocabulary; -1 where a row has none
     weight: float  # alpha
+    previous: np.ndarray | None = None  # [B, k] that token; None for other kinds
 
     @property
     def num_targets(self) -> int:
@@ -65,9 +68,14 @@ class Objective(ABC):
         """Vd; V where every token may be guessed."""
         return self.vocab_size if self.draft_vocab is None else len(self.draft_vocab)
 
+    @property
+    def state_size(self) -> int:
+        """Numbers of what `lower` gives of a token."""
+        return self.hidden_size * (self.train.num_streams if self.train.train_only else 1)
+
     @abstractmethod
     def lower(self, batch: Batch) -> Any:
-        """[B, T, D] what the frozen layers say."""
+        """[B, T, `state_size`] what is frozen says: layers, or streams and all below them."""
 
     @abstractmethod
     def to_bits(self, states: Any) -> np.ndarray:
@@ -91,17 +99,22 @@ class Objective(ABC):
     def terms(self, batch: Batch, step: int) -> list[Term]:
         """The parts of eq. 5; `step` decides which carriers teach the pruning adapter."""
         train, found = self.train, []
+        part = train.train_only
         node_rows = np.arange(batch.tokens.size).reshape(batch.tokens.shape)[:, batch.carriers]
         main_targets = batch.targets(0)
-        if train.adapter_scope == "all":
+        if train.adapter_scope == "all" and not part:
             found.append(Term(MAIN, MAIN, node_rows, main_targets, train.main_weight))
         shape = (*node_rows.shape, train.num_streams)
         stream_rows = np.arange(node_rows.size * train.num_streams).reshape(shape)
         for stream, alpha in enumerate(train.alphas, 1):
             targets = draft_indices(batch.targets(stream), self.draft_vocab)
             rows = stream_rows[:, :, stream - 1]
-            found.append(Term(f"stream_{stream}", STREAM, rows, targets, alpha))
-        if train.prune_rank and train.prune_weight:
+            if not part:
+                found.append(Term(f"stream_{stream}", STREAM, rows, targets, alpha))
+            if train.condition_rank:
+                before = batch.targets(stream - 1)
+                found.append(Term(f"given_{stream}", GIVEN, rows, targets, alpha, before))
+        if train.prune_rank and train.prune_weight and not part:
             some = slice(step % PRUNE_STRIDE, None, PRUNE_STRIDE)
             rows, targets = node_rows[:, some], main_targets[:, some]
             found.append(Term(PRUNE, PRUNE, rows, targets, train.prune_weight))
@@ -178,9 +191,9 @@ class LowerStore:
         self._examples, self._objective, self._identity = examples, objective, identity
         ends = np.cumsum([len(example.tokens) for example in examples])
         self._starts = np.concatenate([[0], ends[:-1]])
-        shape = int(ends[-1]), objective.hidden_size
+        shape = int(ends[-1]), objective.state_size
         self._mark = path.with_name(path.name + ".json")
-        size = int(ends[-1]) * objective.hidden_size * objective.state_bytes
+        size = int(ends[-1]) * objective.state_size * objective.state_bytes
         is_own = self._read_mark().get("identity") == identity
         if not path.exists() or path.stat().st_size != size or not is_own:
             self._mark.unlink(missing_ok=True)
@@ -212,7 +225,7 @@ class LowerStore:
 
     def get(self, batch: Batch) -> Any:
         """[B, T, D] of a batch, as the objective has them; zeros at its padding."""
-        out = np.zeros((*batch.tokens.shape, self._objective.hidden_size), self._states.dtype)
+        out = np.zeros((*batch.tokens.shape, self._objective.state_size), self._states.dtype)
         for row, (index, pad, length) in enumerate(self._rows(batch)):
             out[row, pad : pad + length] = self._states[index : index + length]
         return self._objective.from_bits(out)
