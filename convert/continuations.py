@@ -205,7 +205,7 @@ def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 
 
 class PartFile:
-    """Finished batches on disk, `done`: a line of settings, then a line a batch."""
+    """Finished batches on disk, `done`: a line of settings, which must match, then a line each."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path

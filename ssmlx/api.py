@@ -234,6 +234,7 @@ class Given(Settings, total=False):
 
 
 def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
+    """Raises InputError where a prompt of so many tokens leaves no room for an answer."""
     limit = model.backbone.context_length
     require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
     require(

@@ -28,6 +28,7 @@ def first_line(error: Exception) -> str:
 
 
 def require(ok: bool, found: str, *, expected: str, do: str) -> None:
+    """Raise the `InputError` of these three unless `ok`."""
     if not ok:
         raise InputError(found, expected=expected, do=do)
 
@@ -46,6 +47,7 @@ def not_installed(what: str, error: Exception, extra: str) -> InputError:
 
 
 def check_choice(flag: str, value: object, known: Sequence[str]) -> None:
+    """Raises InputError where the `value` of an option is none that is known."""
     if value not in known:
         raise InputError(
             f"{flag} {value}", expected="one of " + ", ".join(known), do="choose one of them"

@@ -45,6 +45,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
+        """Bytes by name, all but the peak."""
         return {field.name: getattr(self, field.name) for field in fields(self)[:-1]}
 
     @property

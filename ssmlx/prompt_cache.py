@@ -75,10 +75,12 @@ class PromptCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the prompts in memory."""
         with self._lock:
             return sum(entry.nbytes for entry in self._entries)
 
     def __len__(self) -> int:
+        """Prompts in memory."""
         return len(self._entries)
 
     def take(

@@ -27,6 +27,8 @@ from .settings import GenerateConfig
 
 @dataclass
 class ChatTotals:
+    """What a chat's answers add up to."""
+
     # answers, tokens, target_calls: counts
     answers: int = 0
     tokens: int = 0
@@ -39,6 +41,8 @@ class ChatTotals:
 
 @dataclass(frozen=True)
 class Comparison:
+    """One answer given twice, and the last response of each."""
+
     same_tokens: bool  # token for token
     streaming: GenerationResponse
     plain: GenerationResponse
@@ -137,6 +141,7 @@ class ChatSession:
 
     @property
     def cache_bytes(self) -> int:
+        """Bytes of the key/value cache."""
         return self._cache.nbytes
 
     @property
@@ -150,6 +155,7 @@ class ChatSession:
 
     @property
     def context_tokens(self) -> int:
+        """Tokens in the key/value cache."""
         return self._cache.offset
 
     def reply(self, text: str, progress: Progress | None = None) -> Answer[GenerationResponse]:

@@ -687,6 +687,7 @@ def read_text(path: Path, *, expected: str, do: str) -> str:
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The object in a file of `what`; raises InputError where there is none that can be read."""
     text = read_text(path, expected=what, do="check the path, or convert again")
     try:
         values = parse_json(text)

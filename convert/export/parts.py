@@ -36,7 +36,7 @@ class RowCount:
 
 
 class Head(nn.Module):
-    """Rows of an LM head."""
+    """Rows [V, D] of an LM head, in pieces; `channels_first` hidden states are [1, D, 1, R]."""
 
     def __init__(
         self,

@@ -107,6 +107,7 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
 def check_base_sizes(
     config: HeadConfig, vocab_size: int, hidden_size: int, source: Path | None
 ) -> None:
+    """Raises InputError where the heads were made for a model of other sizes."""
     for what, found, expected in (
         ("hidden size", hidden_size, config.base_width),
         ("vocabulary", vocab_size, config.vocab_size),

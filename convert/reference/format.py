@@ -96,6 +96,7 @@ def read_stream_config(path: Path) -> StreamConfig:
 
 
 def check_sizes(config: StreamConfig, num_layers: int, hidden_size: int) -> None:
+    """Raises InputError where the streams were made for a model of other sizes."""
     require(
         (num_layers, hidden_size) == (config.num_layers, config.hidden_size),
         f"the base model has {num_layers} layers of width {hidden_size}",

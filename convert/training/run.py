@@ -116,7 +116,7 @@ class TorchObjective(Objective):
     def loss(
         self, batch: Batch, lower: torch.Tensor, step: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The weighted sum of eq. 5, and each of its parts in nats a token."""
+        """Eq. 5's weighted sum, of `lower` [B, T, D], and each of its parts in nats a token."""
         states, found = self._states(batch, lower), []
         for term in self.terms(batch, step):
             flat = states[term.kind].reshape(-1, self.hidden_size)

@@ -59,10 +59,12 @@ class DraftModel:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its weights and its caches."""
         return sum(array.nbytes for array in arrays_of(self.model)) + self.cache_bytes
 
     @property
     def cache_bytes(self) -> int:
+        """Bytes of its caches, those that wait for a next answer included."""
         return sum(cache.nbytes for cache in self._caches)
 
     def take_cache(self, tokens: Sequence[int], drafter: object) -> "DraftCache":

@@ -91,6 +91,7 @@ def load_heads(folder: str | Path, model: StreamFusedModel | Backbone) -> Drafti
 
 
 def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
+    """Heads ready to draft, in the dtype of `backbone`; raises InputError where it is another's."""
     heads.base.require_same(
         BaseIdentity.of(backbone),
         "the heads belong",
@@ -103,6 +104,7 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
 
 
 def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Path) -> None:
+    """Raises InputError unless `tensors` are those that the settings ask for."""
     account_for(tensors, config.expected_tensors(), source)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)

@@ -66,6 +66,7 @@ class Adapter:
 def check_draft_vocab(
     found: Any, config: StreamConfig, vocab_size: int, source: str | Path
 ) -> None:
+    """Raises InputError unless `found`, of MLX or of PyTorch, is [Vd] rising int32 tokens."""
     dtype, size = str(found.dtype).rpartition(".")[2], config.draft_vocab_size
     tokens = found.tolist() if dtype == "int32" else []
     if dtype != "int32" or tuple(found.shape) != (size,):

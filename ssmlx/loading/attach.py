@@ -18,6 +18,7 @@ from .names import CONFIG_FILE, bundled_adapters, resolve_adapter
 
 
 def check_base(adapter: Adapter, backbone: Backbone) -> None:
+    """Raises InputError where the adapter was made for another model than `backbone`."""
     config, base = adapter.config, adapter.base
     base.require_same(
         BaseIdentity.of(backbone),
@@ -34,6 +35,7 @@ def check_base(adapter: Adapter, backbone: Backbone) -> None:
 
 
 def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) -> None:
+    """Raises InputError where a pair does not fit its linear layer of `model`."""
     modules = dict(model.named_modules())
     expected: dict[str, tuple[int, ...]] = {}
     for path, weights in lora.items():
@@ -56,6 +58,9 @@ def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> S
     `backbone`, alone or with another adapter, stays as it is. With `merge_lora`, LoRA that acts on
     every row is added into layers that are not quantised, whose original weights are not kept where
     the backbone can read them again.
+
+    Raises:
+        InputError: the adapter is another model's.
     """
     check_base(adapter, backbone)
     base = backbone.base()

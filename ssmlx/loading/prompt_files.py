@@ -106,7 +106,11 @@ def read_header(path: Path) -> PromptHeader:
 
 
 def read_prompt(path: Path, model: StreamFusedModel) -> tuple[Tokens, TreeCache]:
-    """The tokens of a prompt file and a cache that holds them, for `model` to go on. Runs MLX."""
+    """The tokens of a prompt file and a cache that holds them, for `model` to go on. Runs MLX.
+
+    Raises:
+        InputError: the file is damaged, or another model's; of what does not fit, the first.
+    """
     read_header(path)
     try:
         # All of one file, should another process replace it now.

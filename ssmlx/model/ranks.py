@@ -29,7 +29,11 @@ def launched() -> Group | None:
 
 
 def shard(model: nn.Module, group: Group) -> None:
-    """Keep this rank's part of a model of mlx-lm's, in place; its weights may be unread yet."""
+    """Keep this rank's part of a model of mlx-lm's, in place; its weights may be unread yet.
+
+    Raises:
+        InputError: mlx-lm cannot split such models, or this one into so many parts.
+    """
     args, size = model.args, group.size()
     require(
         hasattr(model, "shard"),

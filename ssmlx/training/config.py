@@ -183,6 +183,7 @@ class TrainConfig:
         return max(1, round(self.epochs * per_epoch))
 
     def rate(self, step: int, num_steps: int) -> float:
+        """The learning rate of `step`, counted from 0."""
         warm = max(1, round(self.warmup * num_steps))
         if step < warm:
             return self.learning_rate * (step + 1) / warm

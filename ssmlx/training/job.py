@@ -278,6 +278,7 @@ def _differences(path: Path, settings: Mapping[str, Any]) -> str:
 
 
 def check_gradient(norm: float, step: int) -> None:
+    """Raises InputError where weights are, or would become, no numbers."""
     require(
         math.isfinite(norm),
         f"the gradient of step {step} is {norm}",

@@ -169,7 +169,7 @@ class TrainedModel:
         return self.backbone.run(nodes, 0, len(views), layout.nodes.mask, views)
 
     def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
-        """Last hidden states of nodes [B, T, D] and of streams [B, K * G, D], before the norm."""
+        """Last hidden states before the norm, of `nodes` [B, T, D] and of streams [B, K * G, D]."""
         start, count = self._fused.start_streams, self.config.num_streams
         streams = [start(nodes[:, carriers], count) for carriers, _ in layout.groups]
         for index in range(self.config.insertion_layer, self.config.num_layers):

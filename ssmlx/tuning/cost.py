@@ -108,6 +108,7 @@ class Surface:
 
     @classmethod
     def of(cls, points: Mapping[tuple[int, int], float]) -> Self:
+        """Of seconds by (rows, context), every row at every context."""
         rows = tuple(sorted({row for row, _ in points}))
         contexts = tuple(sorted({context for _, context in points}))
         lines = (tuple(points[row, context] for row in rows) for context in contexts)
@@ -137,6 +138,7 @@ class StepCosts:
     overhead: Mapping[str, Surface] | None = field(default=None, metadata={"json": "beside"})
 
     def forward_seconds(self, shape: DraftShape, context: float) -> float:
+        """The forwards of a step; ValueError where it prunes and nothing was measured of that."""
         nodes, kept, streams = shape.num_nodes, shape.num_kept, shape.num_streams
         seconds = self.lower.at(nodes, context) + self.head.at(kept)
         seconds += self.draft_seconds(shape, context)
@@ -157,12 +159,14 @@ class StepCosts:
         return own + self.draft_head.at(streams)
 
     def step_seconds(self, shape: DraftShape, context: float) -> float:
+        """A whole step behind `context` tokens."""
         overhead = (self.overhead or {}).get(shape.stream_schedule)
         more = 0.0 if overhead is None else overhead.at(shape.num_nodes)
         forward = self.forward_seconds(shape, context)
         return max(forward + more, _LEAST * forward)
 
     def plain_seconds(self, context: float) -> float:
+        """A call of plain decoding behind `context` tokens."""
         return self.plain.at(1, context)
 
     def breakeven(self, shape: DraftShape, context: float) -> float:
