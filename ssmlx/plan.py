@@ -111,46 +111,44 @@ def _streams_plan(
 ) -> Plan:
     """What streams draft where nobody says: as a profile of this machine has it, or row costs."""
     tuning = None if config.deterministic else profile_of(model)
+    usual = tuning.context if tuning else USUAL_CONTEXT
+    behind = usual if context is None else context
     if tuning is None:
         costs = expected_costs(model)
-        rungs = ladder(model, costs, context)
+        rungs = ladder(model, costs, behind)
+        best = fastest(rungs)
         # Whether drafting pays, the clock tells; but not where calls are to be the same.
-        pays = not config.deterministic or fastest(rungs).speed > 1
-        chosen = fastest(rungs).shape
-        why = f"{fastest(rungs).speed:.2f} times plain decoding on {this_chip().name} by row costs"
-        decision = f"streams draft: {chosen}; {why}" if pays else f"plain decoding: drafts, {why}"
+        pays = not config.deterministic or best.speed > 1
     else:
         costs, measured = tuning.costs, tuning.best(context)
-        rungs = [priced(measured.shape, measured.tokens_per_call, costs, context or tuning.context)]
-        pays, chosen = tuning.drafting_pays(context), measured.shape
-        decision = _tuned_decision(tuning, pays or not config.leaves_all_open, context)
-    done = replace(config, **vars(chosen))
-    plan = Plan(
-        config=done,
-        kind=None,
-        drafter=None,
+        best = priced(measured.shape, measured.tokens_per_call, costs, behind)
+        rungs, pays = [best], tuning.drafting_pays(context)
+    drafts = pays or not config.leaves_all_open
+    paced = drafts and config.leaves_all_open and not config.deterministic
+    drafter, pace, experience = None, Pace(), None
+    if drafts:
+        largest = replace(config, **vars((rungs[-1] if paced else best).shape))
+        drafter = _make_drafter(model, largest, "streams", sampling)
+    if paced:
+        experience = experience_of(model)
+        assert isinstance(drafter, StreamDrafter)
+        pace = Pace(
+            [replace(one, drafter=_beside(drafter, one)) for one in rungs],
+            experience.learned,
+            plain=costs.plain_seconds(behind),
+            context=text_kind(behind),
+        )
+    return Plan(
+        config=replace(config, **vars(best.shape)),
+        kind="streams" if drafts else None,
+        drafter=drafter,
         sampling=sampling,
         loaded=loaded,
-        decision=decision,
+        decision=_streams_decision(best, tuning, drafts, context),
         is_tuned=tuning is not None,
+        pace=pace,
+        experience=experience,
     )
-    if not pays and config.leaves_all_open:
-        return plan
-    if config.deterministic or not config.leaves_all_open:
-        return replace(
-            plan, kind="streams", drafter=_make_drafter(model, done, "streams", sampling)
-        )
-    largest = replace(config, **vars(rungs[-1].shape))
-    drafter = _make_drafter(model, largest, "streams", sampling)
-    assert isinstance(drafter, StreamDrafter)
-    experience = experience_of(model)
-    pace = Pace(
-        [replace(one, drafter=_beside(drafter, one)) for one in rungs],
-        experience.learned,
-        plain=costs.plain_seconds(USUAL_CONTEXT if context is None else context),
-        context=text_kind(context),
-    )
-    return replace(plan, kind="streams", drafter=drafter, pace=pace, experience=experience)
 
 
 def _beside(drafter: StreamDrafter, rung: Rung) -> StreamDrafter:
@@ -276,8 +274,11 @@ def _shape_of(config: GenerateConfig, model: StreamFusedModel) -> DraftShape:
     )
 
 
-def _tuned_decision(tuning: Profile, drafts: bool, context: int | None) -> str:
-    choice = str(tuning.best(context).shape) if drafts else "plain decoding, which is faster"
+def _streams_decision(best: Rung, tuning: Profile | None, drafts: bool, context: int | None) -> str:
+    if tuning is None:
+        why = f"{best.speed:.2f} times plain decoding on {this_chip().name} by row costs"
+        return f"streams draft: {best.shape}; {why}" if drafts else f"plain decoding: drafts, {why}"
+    choice = str(best.shape) if drafts else "plain decoding, which is faster"
     if drafts and context is None and len(tuning.shapes) > 1:
         choice += ", other trees behind other contexts"
     return f"tuned for this machine: {choice} (ssmlx.calibrate, {tuning.made})"

@@ -337,9 +337,6 @@ def test_a_profile_that_cannot_be_written_leaves_the_old_one(model, monkeypatch)
     assert len(list(path.parent.iterdir())) == 1
 
 
-OPEN = GenerateConfig()
-
-
 def slow(model):
     """One that says that it does not."""
     return profile(model, 1.01)
@@ -352,6 +349,9 @@ def test_without_a_profile_nothing_is_tuned(model, capsys):
     assert plan.decision.startswith(f"streams draft: best tree of {config.tree.size} nodes, ")
     assert plan.decision.endswith(" times plain decoding on CPU by row costs")
     assert (config.prune, config.stream_schedule) == (PruneConfig(), "second-pass")
+    for decoding, told in ((None, "plain decoding: drafts, 0."), ("streaming", "streams draft: ")):
+        sure = make_plan(model, deterministic=True, decoding=decoding)
+        assert sure.decision.startswith(told)
     drafts = make_plan(model, drafter="lookahead", lookahead=ssmlx.LookaheadConfig(window=3))
     assert drafts.decision == "lookahead drafts: at most 32 nodes a call, 5 tokens ahead"
     assert (

@@ -36,12 +36,12 @@ def expected_costs(model: StreamFusedModel) -> StepCosts:
 _expected = lru_cache(maxsize=32)(costs)
 
 
-def text_kind(context: int | None) -> str:
+def text_kind(context: int) -> str:
     """What texts behind so many tokens have in common: how many there are at least."""
-    return str(max((one for one in _LONG if (context or 0) >= one), default=0))
+    return str(max((one for one in _LONG if context >= one), default=0))
 
 
-def ladder(model: StreamFusedModel, costs: StepCosts, context: float | None) -> list[Rung]:
+def ladder(model: StreamFusedModel, costs: StepCosts, context: float) -> list[Rung]:
     """Shapes to draft in, the smallest first, up to the largest that may turn out fastest."""
     config = model.config
     assert config is not None
@@ -67,17 +67,16 @@ def shapes(num_streams: int) -> list[DraftShape]:
     ]
 
 
-def tokens_of(shape: DraftShape, config: StreamConfig, context: float | None = None) -> float:
+def tokens_of(shape: DraftShape, config: StreamConfig, context: float = USUAL_CONTEXT) -> float:
     """Tokens per call of a shape, as the adapter tells them, behind `context` tokens."""
     known = {1: 1.0, **(config.tokens_per_call or TYPICAL)}
     nodes = sorted(known)
     found = interpolate(nodes, [known[n] for n in nodes], min(shape.num_kept, nodes[-1]))
-    is_far = (context or 0) >= _LONG[0] and config.prompt_template is not None
+    is_far = context >= _LONG[0] and config.prompt_template is not None
     return 1 + (found - 1) * (FAR if is_far else 1.0)
 
 
-def priced(shape: DraftShape, tokens: float, costs: StepCosts, context: float | None) -> Rung:
-    context = USUAL_CONTEXT if context is None else context
+def priced(shape: DraftShape, tokens: float, costs: StepCosts, context: float) -> Rung:
     plain, draft = costs.plain_seconds(context), costs.draft_seconds(shape, context)
     verify = costs.step_seconds(shape, context) - draft
     return Rung(shape=shape, verify=verify / plain, draft=draft / plain, tokens=tokens)
