@@ -2,7 +2,6 @@
 
 import os
 import platform
-import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,17 +13,16 @@ from ..blas import HINT
 
 UNKNOWN = "unknown"
 CHECKOUT = Path(__file__).parents[2]
-PROC, POWER_SUPPLY = Path("/proc"), Path("/sys/class/power_supply")
+POWER_SUPPLY = Path("/sys/class/power_supply")
 PACKAGES = ("mlx", "mlx-lm", "transformers", "numpy", "ssmlx")
 
 
 def machine() -> dict[str, str]:
     """Chip, memory, system, power, and the versions of everything that takes part."""
-    chip, size, system = _mac() if platform.system() == "Darwin" else _linux()
     return {
-        "machine": f"{platform.system()} {platform.machine()}, {chip or UNKNOWN}",
-        "memory": f"{size / 2**30:.3g} GiB" if size else UNKNOWN,
-        "os": system,
+        "machine": f"{platform.system()} {platform.machine()}, {_chip()}",
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.3g} GiB",
+        "os": _system(),
         "power": power_source(),
         "device": str(mx.default_device()),
         "python": platform.python_version(),
@@ -32,6 +30,20 @@ def machine() -> dict[str, str]:
         **{name: _package_version(name) for name in PACKAGES},
         "commit": _commit(),
     }
+
+
+def _chip() -> str:
+    return str(mx.device_info(mx.cpu).get("device_name") or UNKNOWN)
+
+
+def _system() -> str:
+    """Such as "macOS 15.1" or "Debian GNU/Linux 12 (bookworm)"."""
+    if macos := platform.mac_ver()[0]:
+        return f"macOS {macos}"
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.system()
 
 
 def output_of(*command: str) -> str:
@@ -44,29 +56,6 @@ def output_of(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-def _mac() -> tuple[str, int, str]:
-    """Such as "Apple M2 Pro", 17179869184 and "macOS 15.1 (24B83)"."""
-    size = output_of("sysctl", "-n", "hw.memsize")
-    lines = (line.partition(":") for line in output_of("sw_vers").splitlines())
-    found = {name.strip(): value.strip() for name, _, value in lines}
-    system = UNKNOWN
-    if "ProductVersion" in found:
-        build = f" ({found['BuildVersion']})" if "BuildVersion" in found else ""
-        system = f"{found.get('ProductName', 'macOS')} {found['ProductVersion']}{build}"
-    chip = output_of("sysctl", "-n", "machdep.cpu.brand_string")
-    return chip, int(size) if size.isdigit() else 0, system
-
-
-def _linux() -> tuple[str, int, str]:
-    """The same from /proc, such as "Debian GNU/Linux 12 (bookworm)"."""
-    names = set(re.findall(r"^model name\s*:\s*(.+)$", _read(PROC / "cpuinfo"), re.MULTILINE))
-    size = re.search(r"^MemTotal:\s+(\d+) kB", _read(PROC / "meminfo"), re.MULTILINE)
-    release = _read(Path("/etc/os-release"))
-    name = re.search(r'^PRETTY_NAME="?([^"\n]+)', release, re.MULTILINE)
-    chip = ", ".join(sorted(names)) or platform.processor()
-    return chip, 1024 * int(size[1]) if size else 0, name[1] if name else platform.system()
 
 
 def power_source() -> str:
