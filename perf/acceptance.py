@@ -24,6 +24,7 @@ from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.prompts import as_messages, common_prefix, encode_prompt, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, GenerateConfig, TreeConfig, read_json
+from ssmlx.tuning.ladder import SIZES
 from ssmlx.tuning.replay import Ints, advance, contenders, depths_within, needed_sizes
 
 from .run.options import check_counts
@@ -35,7 +36,6 @@ KEPT = ROOT / "perf" / "measured" / "acceptance.npz"
 CONTEXTS = (0, 512, 2000, 4000)
 LARGEST = 32
 """Nodes; what needs more is kept as one more."""
-SIZES = (2, 3, 4, 6, 8, 12, 16)
 _TURN = 160  # most tokens of an answer in the chat before, where the data has none
 _LENGTHS = "-lengths"
 
