@@ -43,23 +43,23 @@ class Trial:
         return self.agrees and self.gain >= MIN_GAIN
 
 
-def make_inputs(shape: AttentionShape, layers: int) -> tuple[mx.array, list[Side], mx.array]:
-    """Random inputs, evaluated; each cache has room in front and behind, as a real one.
+def make_inputs(shape: AttentionShape) -> tuple[mx.array, Side, mx.array]:
+    """Random inputs, evaluated; the cache has room in front and behind, as a real one.
 
     Returns:
-        [1, H, R, Dh] queries of the first layer; keys and values of each layer, slices of a cache;
-        and [R, R] bool, a random tree's rows among themselves, or [R, keys] where there are fewer.
+        [1, H, R, Dh] queries; keys and values of a layer, slices of a cache; and [R, R] bool, a
+        random tree's rows among themselves, or [R, keys] where there are fewer.
     """
     key = mx.random.key(0)
     queries = mx.random.normal((1, shape.heads, shape.rows, shape.head_size), shape.dtype, key=key)
     size = (2, shape.kv_heads, shape.keys + 64, shape.head_size)
-    caches = [mx.random.normal(size, shape.dtype, key=mx.random.key(i)) for i in range(layers)]
+    cache = mx.random.normal(size, shape.dtype, key=key)
     used = slice(32, 32 + shape.keys)
     row = mx.arange(shape.rows)
     chance = mx.random.uniform(shape=(shape.rows, shape.rows), key=key) < 0.3
     visible = ((row[:, None] == row) | ((row[:, None] > row) & chance))[:, : shape.keys]
-    mx.eval(queries, caches, visible)
-    return queries, [(cache[:1, :, used], cache[1:, :, used]) for cache in caches], visible
+    mx.eval(queries, cache, visible)
+    return queries, (cache[:1, :, used], cache[1:, :, used]), visible
 
 
 def both_ways(shape: AttentionShape, visible: mx.array, plan: Plan) -> tuple[Way, Way]:
@@ -87,7 +87,7 @@ def try_kernel(shape: AttentionShape, plan: Plan) -> Trial:
 
     Both are timed in turns, and the best of each counts. What a GPU still does is waited for.
     """
-    queries, (side,), visible = make_inputs(shape, 1)
+    queries, side, visible = make_inputs(shape)
     theirs, ours = both_ways(shape, visible, plan)
     expected = theirs(queries, *side)
     mx.eval(expected)
