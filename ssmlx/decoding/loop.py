@@ -118,8 +118,10 @@ def verify(
     if acceptance.kind == "exact":
         target_tokens = choose(model, logits, sampler, places)
         found = accept(tree, target_tokens)
-        target_tokens = settle(model, target_tokens, logits, sampler, places, found.last)
-        return target_tokens, replace(found, new_tokens=target_tokens[found.path])
+        if sampler.leaves_open:
+            target_tokens = settle(model, target_tokens, logits, sampler, places, found.last)
+            found = replace(found, new_tokens=target_tokens[found.path])
+        return target_tokens, found
     if sampler.config.temp == 0:
         raise ValueError("typical acceptance needs a temperature above 0")
     logprobs = sampler.logprobs(logits, places)
@@ -297,7 +299,6 @@ def drafting_spell(
     launched while another may still read it. Drafters that read the text, and pruning by threshold,
     have to know the tokens first. So does the prompt's call: its token is the one that somebody
     waits for, and is given out before anything else is started, drafting too.
-
     """
     verified, rung = None, pace.rung
     assert rung is not None
