@@ -9,7 +9,6 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ..decoding.pace import Learned
-from ..errors import InputError
 from ..loading.files import write_whole
 from ..model.streams import StreamFusedModel
 from ..settings import from_json, read_json, to_json
@@ -70,17 +69,15 @@ def experience_of(model: StreamFusedModel) -> Experience:
 
 def _read(path: Path) -> Learned:
     """What a file says, if it can be believed."""
-    if not path.is_file():
-        return Learned()
-    try:
-        values = read_json(path, "what answers have taught")
-        if values.get("format") != FORMAT or values.get("mlx") != MLX_VERSION:
-            return Learned()
-        learned: Learned = from_json(Learned, {name: values[name] for name in _KEPT})
-        means = [*learned.costs.values(), *learned.texts.values()]
-        numbers = [x for one in means for x in (one.value, one.weight)] + [abs(learned.saved)]
-        if len(means) <= _MOST and all(0 <= x < math.inf for x in numbers):
-            return learned
-    except (InputError, TypeError, ValueError, AttributeError, KeyError, OSError) as error:
-        _log.debug("%s is ignored: %s", path, error)
+    if path.is_file():
+        try:
+            values = read_json(path, "what answers have taught")
+            learned: Learned = from_json(Learned, {name: values[name] for name in _KEPT})
+            means = [*learned.costs.values(), *learned.texts.values()]
+            numbers = [x for one in means for x in (one.value, one.weight)] + [abs(learned.saved)]
+            is_ours = (values["format"], values["mlx"]) == (FORMAT, MLX_VERSION)
+            if is_ours and len(means) <= _MOST and all(0 <= x < math.inf for x in numbers):
+                return learned
+        except (TypeError, ValueError, AttributeError, KeyError, OSError) as error:
+            _log.debug("%s is ignored: %s", path, error)
     return Learned()
