@@ -14,18 +14,19 @@ from typing import Any
 
 from ssmlx.calibration.costs import CostPlan, forward_costs, with_whole_steps
 from ssmlx.commands.options import command, make_parser
-from ssmlx.commands.results import publish
+from ssmlx.commands.results import publish, write_result
 from ssmlx.errors import require
 from ssmlx.loading.adapter import read_lora
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.memory import MIB
+from ssmlx.prompts import read_prompts, user_text
 from ssmlx.settings import read_json
 from ssmlx.tuning.cost import DraftShape
 from ssmlx.tuning.report import Columns, table
 
 from .run.experiment import Experiment, Measured, failures, result_of, task_result
-from .run.options import add_experiment_options, check_counts, experiment_of
+from .run.options import add_experiment_options, check_counts, experiment_of, split_name
 from .run.published import METHODS, Latency, Speed, latencies, span, speeds
 from .run.results import RESULTS, reading
 from .run.show import (
@@ -48,7 +49,7 @@ from .run.show import (
     title_of,
 )
 from .run.target import MLX_LM, PLAIN, STREAMS, System, Weights
-from .run.tasks import differences
+from .run.tasks import TASKS, data_file, differences, figures, read_examples
 
 PROG = "perf.compare"
 BASELINE = "baseline"
@@ -61,6 +62,7 @@ EPILOG = """examples:
   python -m perf.compare --task sql --systems trees --repeats 1
   python -m perf.compare --task sql --systems "streams --tree-size 6" --steps 40
   python -m perf.compare --task sql --adapter adapters/sql --baseline adapters/sql-lora
+  python -m perf.compare --task sql --answers lora=lora.jsonl streams=streams.jsonl
   python -m perf.compare --from sql/compare.json e2e/compare.json --markdown
 
 A system's own options are those of python -m ssmlx.generate, with it in quotes. A system whose
@@ -71,6 +73,9 @@ target of every system is the base with its LoRA merged; for scope "streams" it 
 Exact match: the answer is a reference once every run of white space is one space. ROUGE: F1 by
 rouge_score with its stemmer, best over the references; lines are ROUGE-LSum's sentences. A system
 that is chosen by prompts and reported on them looks better than it is: choose with other --data.
+
+--answers decodes nothing: it judges files such as `convert.continuations` writes, which answers a
+whole test set in minutes, in batches, and writes score-TASK.json and .txt.
 
 Writes compare.json, .txt and .png. Every answer is kept in compare-TASK-*.part.jsonl as it comes:
 the same command goes on where a run was stopped, and another choice of systems is another run.
@@ -351,6 +356,52 @@ def _step(measured: Measured, system: System, row: Row, repeats: int) -> dict[st
     }
 
 
+def judge(args: argparse.Namespace) -> int:
+    """Metrics of answers that lie in files, each beside the first's, prompt by prompt."""
+    task = TASKS[args.task]
+    examples = read_examples(data_file(task, args.data, args.data_dir), task, args.count)
+    require(
+        all(example.references for example in examples),
+        "some prompts have no reference",
+        expected="`completion` or `references` with each",
+        do="give other --data",
+    )
+    texts: dict[str, list[str]] = {}
+    for item in args.answers:
+        name, file = split_name(item)
+        require(
+            bool(name and file) and name not in texts,
+            item, expected="NAME=FILE.jsonl, each with a name of its own", do="correct it",
+        )  # fmt: skip
+        rows = read_prompts(Path(file).expanduser(), "--answers")
+        told = {user_text(row): row.get("completion") for row in rows}
+        answers = [told.get(user_text(example.asked)) for example in examples]
+        require(
+            None not in answers,
+            f"{file} has no answer to {answers.count(None)} of {len(examples)} prompts",
+            expected="`prompt` and `completion` for each",
+            do="answer the same data",
+        )
+        texts[str(name)] = [str(text) for text in answers]
+    first, own = next(iter(texts)), list(task.figures)
+    rows = [
+        {
+            "name": name,
+            "figures": figures(task, examples, said),
+            "differences": differences(task, examples, said, texts[first]),
+        }
+        for name, said in texts.items()
+    ]
+    lines = [f"{task.name}: {len(examples)} prompts [95 % intervals]", ""]
+    lines += table({"answers": lambda row: row["name"], **metrics(own)}, rows)
+    for row in rows[1:]:
+        lines += difference_lines(row["name"], first, row["differences"])
+    make_folder(args.out)
+    result = {"task": task.name, "prompts": len(examples), "figures": own, "rows": rows}
+    write_result(result, args.out / f"score-{task.name}", "\n".join(lines))
+    return 0
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
     saved = parser.add_mutually_exclusive_group(required=True)
@@ -364,6 +415,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--baseline", type=Path, metavar="FOLDER",
         help="the same LoRA trained without streams, as mlx-lm reads it (adapters.safetensors and "
         "adapter_config.json); decoded plainly",
+    )  # fmt: skip
+    parser.add_argument(
+        "--answers", nargs="+", metavar="NAME=FILE.jsonl",
+        help="in place of systems: answers, an object a line with prompt and completion",
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=int, metavar="N",
@@ -420,6 +475,8 @@ def _settings(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _main(args: argparse.Namespace) -> int:
+    if args.task and args.answers:
+        return judge(args)
     result = measure(args) if args.task else read_results(args.saved)
     text = report(result)
     if args.out is None:

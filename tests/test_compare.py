@@ -1,4 +1,4 @@
-"""perf.compare and perf.score: every system, its tables, what stops and goes on."""
+"""perf.compare: every system, its tables, what stops and goes on."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ from real import (
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
-from perf import compare, score
+from perf import compare
 from perf.compare import draw, report
 from perf.run import experiment as figures
 from perf.run import target
@@ -466,13 +466,14 @@ def data(tmp_path):
     return tmp_path
 
 
-def score_argv(data, *files):
-    return ["--task", "sql", "--data-dir", str(data), "--out", str(data / "out"), *files]
+def score(data, *files):
+    where = ["--data-dir", str(data), "--out", str(data / "out")]
+    return compare.main(["--task", "sql", *where, "--answers", *files])
 
 
 def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
     files = [f"{name}={data / name}.jsonl" for name in ("good", "poor")]
-    assert score.main(score_argv(data, *files)) == 0
+    assert score(data, *files) == 0
     text = capsys.readouterr().out
     result = json.loads((data / "out" / "score-sql.json").read_text())
     good, poor = result["rows"]
@@ -494,6 +495,6 @@ def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
     ],
 )
 def test_bad_files_are_told_in_one_line(data, capsys, files, said):
-    assert score.main(score_argv(data, *(file.format(data) for file in files))) == 2
-    assert said in one_line(capsys.readouterr().err, score.PROG)
+    assert score(data, *(file.format(data) for file in files)) == 2
+    assert said in one_line(capsys.readouterr().err, compare.PROG)
     assert not (data / "out").exists()

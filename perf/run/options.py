@@ -29,7 +29,7 @@ from .target import (
     Weights,
     read_own_lora,
 )
-from .tasks import TASKS, add_data_options, data_file, read_examples, scorer_of
+from .tasks import TASKS, data_file, read_examples, scorer_of
 
 BASE = "smollm2-135m-q4_1"
 DEFAULT = "default"
@@ -88,7 +88,20 @@ def add_experiment_options(
     """What `experiment_of` reads. Without `tasks`, the default, --task takes one and is required,
     but for `saved`, the group of an option in place of it. With `dtypes`, the default, --dtype
     takes several."""
-    add_data_options(parser.add_argument_group("data"), saved, tasks)
+    data = parser.add_argument_group("data")
+    shown = f" (default: {' '.join(tasks)})" if tasks else ""
+    task = (saved or data).add_argument(
+        "--task", choices=tuple(TASKS), default=tasks or None, nargs="+" if tasks else None,
+        help=f"what to ask{shown}",
+    )  # fmt: skip
+    task.required = saved is None and not tasks
+    data.add_argument(
+        "--data", type=Path, metavar="FILE.jsonl",
+        help="a JSON object a line: prompt, and completion or references (default: the task's "
+        "test.jsonl in --data-dir, or without it what ships in examples/data)",
+    )  # fmt: skip
+    data.add_argument("--data-dir", type=Path, metavar="FOLDER", help="holds TASK/test.jsonl")
+    data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
     weights = parser.add_argument_group("weights")
     add_base(weights)
     weights.add_argument(

@@ -3,7 +3,6 @@
 Scores are percentages, one for each prompt.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,28 +45,6 @@ class Example:
 
     asked: Prompt
     references: tuple[str, ...] = ()
-
-
-def add_data_options(
-    data: argparse._ArgumentGroup,
-    saved: argparse._MutuallyExclusiveGroup | None = None,
-    defaults: Sequence[str] = (),
-) -> None:
-    """A task, or several where there are defaults, and its examples; `saved` is the group of an
-    option in place of --task."""
-    shown = f" (default: {' '.join(defaults)})" if defaults else ""
-    task = (saved or data).add_argument(
-        "--task", choices=tuple(TASKS), default=defaults or None, nargs="+" if defaults else None,
-        help=f"what to ask{shown}",
-    )  # fmt: skip
-    task.required = saved is None and not defaults
-    data.add_argument(
-        "--data", type=Path, metavar="FILE.jsonl",
-        help="a JSON object a line: prompt, and completion or references (default: the task's "
-        "test.jsonl in --data-dir, or without it what ships in examples/data)",
-    )  # fmt: skip
-    data.add_argument("--data-dir", type=Path, metavar="FOLDER", help="holds TASK/test.jsonl")
-    data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
 
 
 def data_file(task: Task, data: Path | None, folder: Path | None = None) -> Path:
