@@ -105,10 +105,8 @@ class Recorder:
         """The first turns of a chat of other prompts, answered by the data or by the model."""
         while len(self.chat) < count:
             row = self.others[len(self.chat) // 2]
-            asked, known = (
-                as_messages(row)[-1:],
-                [row.get("completion"), *row.get("references", [])],
-            )
+            asked = as_messages(row)[-1:]
+            known = [row.get("completion"), *row.get("references", [])]
             answer = next(filter(None, known), None) or ssmlx.generate(
                 self.model, self.tokenizer, self._encoded(asked), max_tokens=_TURN
             )

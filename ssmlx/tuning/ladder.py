@@ -13,8 +13,6 @@ from .profile import this_machine
 SIZES = (2, 3, 4, 6, 8, 12, 16)
 TYPICAL: Mapping[int, float] = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
 """Tokens per call by nodes, for adapters that do not say: about the middle of those that ship."""
-
-
 USUAL_CONTEXT = 128
 """Tokens before an answer, where nobody says."""
 _LONG = (256, 1024, 3072)
@@ -45,12 +43,9 @@ def ladder(model: StreamFusedModel, costs: StepCosts, context: float) -> list[Ru
     """Shapes to draft in, the smallest first, up to the largest that may turn out fastest."""
     config = model.config
     assert config is not None
-    return up_to_fastest(
-        [
-            priced(shape, tokens_of(shape, config, context), costs, context)
-            for shape in shapes(model.num_streams)
-        ]
-    )
+    trees = shapes(model.num_streams)
+    rungs = [priced(one, tokens_of(one, config, context), costs, context) for one in trees]
+    return up_to_fastest(rungs)
 
 
 def up_to_fastest(rungs: Sequence[Rung]) -> list[Rung]:
