@@ -18,14 +18,14 @@ import numpy as np
 import ssmlx
 from ssmlx.answers import run as on_mlx_thread
 from ssmlx.bars import bar
-from ssmlx.calibration.guesses import guesses_along
+from ssmlx.calibration.guesses import guesses_along, most_candidates
 from ssmlx.calibration.timing import ssmlx_answer
 from ssmlx.commands.options import add_counts, make_parser, run
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.prompts import as_messages, common_prefix, encode_prompt, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, GenerateConfig, TreeConfig, read_json
 from ssmlx.tuning.ladder import SIZES
-from ssmlx.tuning.replay import Ints, advance, contenders, depths_within, needed_sizes
+from ssmlx.tuning.replay import Ints, advance, depths_within, needed_sizes
 
 from .run.options import check_counts
 from .run.results import ROOT
@@ -119,7 +119,7 @@ class Recorder:
         found = ssmlx_answer(
             model, self.tokenizer, prompt[known:], self.config, cache=cache, context=prompt[:known]
         )
-        count = contenders(LARGEST, model.draft_vocab_size, streams).topology.num_candidates
+        count = most_candidates(model, LARGEST)
         guesses = on_mlx_thread(partial(guesses_along, model, prompt, found.tokens, count, cache))
         needed = np.full((streams, len(found.tokens), streams), LARGEST + 1, np.int32)
         for levels in range(1, streams + 1):

@@ -339,12 +339,18 @@ PROMPT, LENGTH, LARGEST = [3, 1, 4, 1, 5], 60, 24
 DRAFT_VOCAB = (0, 2, 3, 5, 6, 8, 9, 11, 12)
 
 
-@pytest.fixture(scope="module", params=["all", "streams", "draft vocabulary"])
+@pytest.fixture(
+    scope="module",
+    params=["all", "streams", "draft vocabulary", "condition", "condition, vocabulary"],
+)
 def guesser(request):
     """A tiny model whose streams are right often enough: few tokens, wide trees."""
-    if request.param != "draft vocabulary":
+    if request.param in ("all", "streams"):
         return make_model(scope=request.param, seed=4)
-    model = make_model(seed=4)
+    rank = 4 if request.param.startswith("condition") else 0
+    model = make_model(seed=4, adapter={"condition_rank": rank})
+    if request.param == "condition":
+        return model
     config = replace(model.config, draft_vocab_size=len(DRAFT_VOCAB))
     streams = replace(model.streams, draft_vocab=mx.array(DRAFT_VOCAB, mx.int32))
     return StreamFusedModel(model.backbone, config, streams)
@@ -369,7 +375,7 @@ CHAIN, FULL = (TreeConfig(kind="full", width=width) for width in (1, 3))
 SHAPES = [
     DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule)
     for streams, schedule, trees in (
-        (3, "second-pass", [*BEST, FULL]), (3, "fused", [BEST[1], CHAIN]),
+        (3, "second-pass", [*BEST, FULL, TreeConfig(size=9, width=2)]), (3, "fused", [BEST[1], CHAIN]),
         (2, "second-pass", [BEST[2], FULL]), (1, "fused", [BEST[1], FULL]),
     )
     for tree in trees
@@ -380,7 +386,8 @@ SHAPES = [
 def test_a_replay_takes_the_calls_that_decoding_takes(guesser, guesses, shape):
     tokens, calls = real_calls(guesser, shape)
     if shape.tree.kind == "best":
-        needed, limit = needed_sizes(guesses, shape.num_streams, LARGEST), shape.tree.size
+        needed = needed_sizes(guesses, shape.num_streams, LARGEST, shape.tree.width)
+        limit = shape.tree.size
     else:
         needed, limit = needed_widths(guesses)[:, : shape.num_streams], shape.tree.width
     replayed = advance([depths_within(needed, limit)])

@@ -13,20 +13,22 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from numpy.typing import NDArray
 
 from ..api import check_prompt
 from ..bars import bar
 from ..decoding.drafter import rank_candidates
 from ..decoding.loop import prefill
 from ..decoding.prune import transition_logprobs
+from ..drafters.streams import rank_given
 from ..errors import require
 from ..model.cache import TreeCache
+from ..model.condition import RESCORED
+from ..model.shapes import to_list
 from ..model.streams import StreamFusedModel
-from ..model.tree import Tree, clip_edges, full_topology
+from ..model.tree import Tree, clip_edges, full_topology, grow_tree, num_candidates
 from ..prompts import encode_prompt, read_prompts
 from ..settings import GenerateConfig, TreeConfig
-from ..tuning.replay import NEVER, Contenders, Floats, Guesses, Ints, contenders, true_ranks
+from ..tuning.replay import NEVER, Floats, Guesses, Ints, true_ranks
 from .timing import ssmlx_answer
 
 EXIT_TREE, EXIT_TOKENS = 32, 300
@@ -72,7 +74,7 @@ def record_answers(
 ) -> list[RecordedAnswer]:
     """Decode each prompt, and record what trees of up to `largest` nodes are made of."""
     config = GenerateConfig(decoding="streaming", max_tokens=max_tokens, tree=TreeConfig())
-    most = contenders(largest, model.draft_vocab_size, model.num_streams).topology.num_candidates
+    most = most_candidates(model, largest)
     found = []
     for prompt in bar(prompts, "answers"):
         answer = ssmlx_answer(model, tokenizer, prompt, config).tokens
@@ -87,6 +89,12 @@ def record_answers(
     return found
 
 
+def most_candidates(model: StreamFusedModel, size: int) -> int:
+    """C, the candidates of each stream that replays of best trees of up to `size` nodes need."""
+    tree = TreeConfig(size=size).no_wider_than(model.draft_vocab_size)
+    return num_candidates(tree, model.num_streams, conditional=model.is_conditional)
+
+
 def guesses_along(
     model: StreamFusedModel,
     prompt: list[int],
@@ -96,7 +104,8 @@ def guesses_along(
 ) -> Guesses:
     """What the streams guess along `answer`: [A, G, count], fewer where the vocabulary is.
 
-    A `cache` that is given holds a part of the prompt or more, and is left holding it.
+    Where they are scored given those before, of as many as when decoding. A `cache` that is given
+    holds a part of the prompt or more, and is left holding it.
     """
     cache, streams = cache or model.make_cache(), model.num_streams
     cache.trim(min(cache.offset, len(prompt) - 1))
@@ -107,22 +116,21 @@ def guesses_along(
     cache.reserve(tokens=1, scratch=tree.num_nodes * (1 + streams))
     hidden = model.insert(model.lower(tree, cache), streams)
     rows = model.upper(hidden, tree, cache, streams)[:, tree.num_nodes :]
-    tokens, logprobs = _ranked(model, rows, min(count, model.draft_vocab_size))
-    shape = (len(answer), streams, -1)
-    return Guesses(tokens.reshape(shape), logprobs.reshape(shape), np.array(answer))
-
-
-def _ranked(model: StreamFusedModel, rows: mx.array, count: int) -> tuple[Ints, Floats]:
-    """Tokens and log probabilities [R, count] of stream rows [1, R, D]."""
-    parts = []
-    for first in range(0, rows.shape[1], _LOGIT_ROWS):
-        logits = model.draft_logits(rows[:, first : first + _LOGIT_ROWS])
-        tokens, logprobs = rank_candidates(logits, count)
-        if model.draft_vocab is not None:
-            tokens = model.draft_vocab[tokens]
+    count, parts = min(count, model.draft_vocab_size), []
+    at_once = max(1, _LOGIT_ROWS // streams)
+    for first in range(0, len(answer), at_once):
+        own, roots = rows[:, first * streams :][:, : at_once * streams], answer[first:][:at_once]
+        if model.is_conditional:
+            columns, logprobs = rank_given(model, own, mx.array(roots), min(count, RESCORED))
+        else:
+            columns, logprobs = rank_candidates(model.draft_logits(own), count)
+            shape = (len(roots), streams, count)
+            columns, logprobs = columns.reshape(shape), logprobs.reshape(shape)
+        tokens = model.drafted_tokens(columns)
         mx.eval(tokens, logprobs)
         parts.append((np.array(tokens, np.int32), np.array(logprobs, np.float32)))
-    return np.concatenate([t for t, _ in parts]), np.concatenate([p for _, p in parts])
+    tokens_along, logprobs_along = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return Guesses(tokens_along, logprobs_along, np.array(answer))
 
 
 def rank_table(guesses: Iterable[Guesses], ranks: Sequence[int]) -> list[list[float]]:
@@ -187,31 +195,38 @@ def exits_along(
     The lower layers run once on each tree, from the answer's end: a cache can forget tokens, and
     need not read any of them twice.
     """
-    known = contenders(size, guesses.tokens.shape[2], levels)
-    answer, ranks = guesses.answer.tolist(), true_ranks(guesses)[:, :levels]
+    answer, config = guesses.answer.tolist(), TreeConfig(size=size, width=guesses.tokens.shape[2])
+    count = num_candidates(config, levels, conditional=model.is_conditional)
     cache = model.make_cache(size)
     prefill(model, [*prompt, *answer[:-1]], cache)
     cache.reserve(tokens=1, scratch=size)
     rows = []
     for place in reversed(range(len(answer))):
         cache.trim(len(prompt) + place)
-        scores = known.scores(guesses.logprobs[place])
-        keep = np.sort(np.argsort(-scores, kind="stable")[:size])
-        tree = _drafted(known, answer[place], guesses.tokens[place, :levels], keep)
+        tokens, logprobs = guesses.tokens[place, :levels], guesses.logprobs[place, :levels]
+        ranked = mx.array(tokens[:, :count]), mx.array(logprobs[:, :count])
+        tree = grow_tree(mx.array(answer[place : place + 1]), *ranked, config)
         logits = model.early_exit_logits(model.lower(tree, cache)[:, : tree.num_internal])
         edges = clip_edges(transition_logprobs(tree, logits))
         judged = np.array(tree.path_sums(edges), np.float32)
-        nodes = known.path(ranks[place])
-        path = [int(np.searchsorted(keep, n)) if n in keep else -1 for n in nodes]
-        rows.append((scores[keep], judged, path + [-1] * (levels - len(path))))
+        scores, path = _places_in(tree, tokens, guesses.edges[place], answer[place + 1 :])
+        rows.append((scores, judged, path + [-1] * (levels - len(path))))
     drafted, judged_rows, paths = zip(*reversed(rows), strict=True)
     return Exits(np.stack(drafted), np.stack(judged_rows), np.array(paths, np.int32))
 
 
-def _drafted(known: Contenders, root: int, tokens: Ints, keep: NDArray[np.intp]) -> Tree:
-    topology = known.topology
-    slots, width = np.array(topology.slots), topology.num_candidates
-    below = tokens[slots // width, slots % width]
-    nodes = mx.array(np.concatenate([[root], below]).astype(np.int32))
-    whole = Tree(nodes, topology.depths, topology.paths, topology.num_internal)
-    return whole.select(mx.array(keep.astype(np.int32)))
+def _places_in(
+    tree: Tree, tokens: Ints, edges: Floats, following: Sequence[int]
+) -> tuple[Floats, list[int]]:
+    """[N] draft score of each node, and the nodes where the text that follows stands, of the
+    candidates [G, C] and log probabilities [G, C or 1, C] that the tree was grown from."""
+    said, depths, parents = map(to_list, (tree.tokens, tree.depths, tree.parents))
+    scores, slots, path = np.zeros(len(said), np.float32), [0] * len(said), [0]
+    for node in range(1, len(said)):
+        above, level = parents[node], depths[node] - 1
+        slots[node] = int(np.argmax(tokens[level] == said[node]))
+        row = slots[above] if edges.shape[1] > 1 else 0
+        scores[node] = scores[above] + edges[level, row, slots[node]]
+        if above == path[-1] and level < len(following) and said[node] == following[level]:
+            path.append(node)
+    return scores, path[1:]

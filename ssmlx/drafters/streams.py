@@ -10,14 +10,15 @@ from ..decoding.drafter import Verified, rank_candidates
 from ..model.cache import StreamCache
 from ..model.shapes import expect_shape
 from ..model.streams import StreamFusedModel
-from ..model.tree import Tree, grow_conditional, grow_tree, num_candidates
+from ..model.tree import Tree, grow_tree, num_candidates
 from ..settings import StreamSchedule, TreeConfig
 
 
 def rank_given(
     model: StreamFusedModel, stream_hidden: mx.array, roots: mx.array, count: int
 ) -> tuple[mx.array, mx.array]:
-    """Tokens [A, G, K], and log probabilities [A, G, K, K] of each given each of the stream before.
+    """Columns [A, G, K] of the draft head, and log probabilities [A, G, K, K] of each given each of
+    the stream before.
 
     Of stream rows [1, A * G, D] at A places, whose `roots` are [A]: in all rows of a first stream
     its tokens are given the root. The K = `count` likeliest without that share their mass anew.
@@ -27,13 +28,13 @@ def rank_given(
     head = model.draft_head or model.backbone.lm_head
     columns, logprobs = rank_candidates(head(normed.squeeze(0)), count)
     columns, logprobs = (a.reshape(places, -1, count) for a in (columns, logprobs))
-    tokens = columns if model.draft_vocab is None else model.draft_vocab[columns]
+    tokens = model.drafted_tokens(columns)
     first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
     previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
     normed = normed.reshape(*columns.shape[:2], -1)
     scores = logprobs[:, :, None] + model.condition_logits(normed, previous, columns)
     mass = mx.logsumexp(logprobs, axis=-1)[:, :, None, None]
-    return tokens, scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
+    return columns, scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
 
 
 class StreamDrafter:
@@ -90,10 +91,11 @@ class StreamDrafter:
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
         count = self._num_candidates
         if self._model.is_conditional:
-            tokens, logprobs = rank_given(self._model, stream_hidden, verified.root, count)
-            return grow_conditional(verified.root, tokens[0], logprobs[0], self._tree)
-        logits = self._model.draft_logits(stream_hidden)
-        ranked = rank_candidates(logits, count, self._model.draft_vocab)
+            columns, logprobs = rank_given(self._model, stream_hidden, verified.root, count)
+            ranked = self._model.drafted_tokens(columns[0]), logprobs[0]
+        else:
+            logits = self._model.draft_logits(stream_hidden)
+            ranked = rank_candidates(logits, count, self._model.draft_vocab)
         return grow_tree(verified.root, *ranked, self._tree)
 
     def _second_pass(self, verified: Verified) -> mx.array:

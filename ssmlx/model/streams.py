@@ -222,6 +222,10 @@ class StreamFusedModel:
         """[R, Vd] logits of the tokens that may be drafted, of stream rows [1, R, D]."""
         return self.backbone.logits(stream_hidden, self.draft_head)
 
+    def drafted_tokens(self, columns: mx.array) -> mx.array:
+        """The tokens of `columns` of the draft logits."""
+        return columns if self.draft_vocab is None else self.draft_vocab[columns]
+
     def condition_logits(self, normed: mx.array, previous: mx.array, columns: mx.array) -> mx.array:
         """[..., K', K] what each `previous` token [..., K'] adds to draft logits of `columns`.
 

@@ -212,8 +212,11 @@ def grow_tree(root: mx.array, tokens: mx.array, logprobs: mx.array, config: Tree
 
     `tokens` and `logprobs` are [G, K], K = `draft_topology(...).num_candidates`. Streams are
     conditionally independent given the node that they belong to, so a node's score
-    is the product of its streams' probabilities along the path.
+    is the product of its streams' probabilities along the path. Of other log probabilities, [G, K,
+    K], see `grow_conditional`.
     """
+    if logprobs.ndim == 3:
+        return grow_conditional(root, tokens, logprobs, config)
     topology = draft_topology(config, tokens.shape[0])
     size = topology.num_nodes if config.kind == "full" else config.size
     return best_tree(root, tokens, logprobs, topology, size)

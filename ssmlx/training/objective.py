@@ -17,8 +17,9 @@ import numpy as np
 from ..bars import bar
 from ..errors import require
 from ..loading.files import write_whole
+from ..model.tree import num_candidates
 from ..settings import TreeConfig
-from ..tuning.replay import Guesses, Replay, num_candidates, replay
+from ..tuning.replay import Guesses, Replay, replay
 from .config import TrainConfig
 from .data import Batch, Example, draft_indices, in_order
 
@@ -73,6 +74,11 @@ class Objective(ABC):
         """Numbers of what `lower` gives of a token."""
         return self.hidden_size * (self.train.num_streams if self.train.train_only else 1)
 
+    @property
+    def is_conditional(self) -> bool:
+        """Whether what streams guess is scored given the tokens before it."""
+        return self.train.condition_rank > 0
+
     @abstractmethod
     def lower(self, batch: Batch) -> Any:
         """[B, T, `state_size`] what is frozen says: layers, or streams and all below them."""
@@ -93,7 +99,8 @@ class Objective(ABC):
     def ranked(self, batch: Batch, lower: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
         """[B, K, G, count] the likeliest draft tokens of every stream, and log probabilities.
 
-        Tokens are places in the draft vocabulary, best first.
+        Tokens are places in the draft vocabulary, best first. Beside a condition the latter are [B,
+        K, G, count, count], of each given each of the stream before, see `rank_given`.
         """
 
     def terms(self, batch: Batch, step: int) -> list[Term]:
@@ -138,7 +145,8 @@ class Objective(ABC):
             return None
         # A stream cannot rank more tokens than it may guess.
         tree = TreeConfig(kind="best", size=size, width=self.draft_vocab_size)
-        count = num_candidates(tree, self.train.num_streams)
+        count = num_candidates(tree, self.train.num_streams, conditional=self.is_conditional)
+        count = min(count, self.draft_vocab_size)
         return replay(self.guesses(batch, lower, count), tree)
 
 

@@ -9,12 +9,11 @@ from which size, or width, on a tree would have held it, and so serves every tre
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..model.tree import Topology, draft_topology
 from ..settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, TreeConfig
 
 NEVER = np.iinfo(np.int32).max
@@ -25,9 +24,17 @@ Floats = NDArray[np.float32]
 @dataclass(frozen=True, eq=False)
 class Guesses:
     tokens: np.ndarray  # [A, G, C] the C likeliest tokens of each stream, best first
-    logprobs: np.ndarray  # [A, G, C] their log probabilities
+    # [A, G, C] their log probabilities, or [A, G, C, C] given each of the stream before, those of
+    # the first stream given the root in any row
+    logprobs: np.ndarray
     # [A] the answer; the step that says answer[i] guesses tokens[i] for what follows
     answer: np.ndarray
+
+    @cached_property
+    def edges(self) -> Floats:
+        """[A, G, C or 1, C] the log probabilities as trees take them."""
+        given = self.logprobs if self.logprobs.ndim == 4 else self.logprobs[:, :, None]
+        return np.clip(given, MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -40,17 +47,13 @@ class Replay:
         return self.num_tokens / max(1, self.num_calls)
 
 
-def num_candidates(tree: TreeConfig, num_streams: int) -> int:
-    """C, the candidates of each stream that a replay of `tree` needs."""
-    return draft_topology(tree, num_streams).num_candidates
-
-
 def replay(guesses: Sequence[Guesses], tree: TreeConfig) -> Replay:
     """Decode every answer with `tree` and without pruning, the prompt's call counted."""
     if tree.kind == "full":
         depths = [depths_within(needed_widths(one), tree.full_width) for one in guesses]
     else:
-        needed = (needed_sizes(one, one.tokens.shape[1], tree.size) for one in guesses)
+        levels = guesses[0].tokens.shape[1] if guesses else 0
+        needed = (needed_sizes(one, levels, tree.size, tree.width) for one in guesses)
         depths = [depths_within(one, tree.size) for one in needed]
     after = advance(depths)
     return Replay(after.num_tokens + len(guesses), after.num_calls + len(guesses))
@@ -73,16 +76,37 @@ def depths_within(needed: Ints, limit: int) -> Ints:
     return (needed <= limit).sum(axis=1).astype(np.int32)
 
 
-def true_ranks(guesses: Guesses) -> Ints:
-    """[A, G] the rank at which each stream has the token that the answer holds; `NEVER` if none."""
+def true_slots(guesses: Guesses) -> Ints:
+    """[A, G] where each stream has the token that the answer holds; `NEVER` if nowhere."""
     length, streams, _ = guesses.tokens.shape
-    ranks = np.full((length, streams), NEVER, np.int32)
-    for place in range(length):
-        following = guesses.answer[place + 1 : place + 1 + streams]
-        hits = guesses.tokens[place, : len(following)] == following[:, None]
-        found = hits.any(axis=1)
-        ranks[place, : len(following)][found] = hits.argmax(axis=1)[found]
-    return ranks
+    places = np.arange(length)[:, None] + 1 + np.arange(streams)
+    following = guesses.answer[np.minimum(places, length - 1)]
+    hits = (guesses.tokens == following[:, :, None]) & (places < length)[:, :, None]
+    return np.where(hits.any(axis=2), hits.argmax(axis=2), NEVER).astype(np.int32)
+
+
+def true_edges(guesses: Guesses) -> tuple[Ints, Floats]:
+    """[A, G] `true_slots`, `NEVER` where the token before has none either, and [A, G, C] the log
+    probabilities of each stream's candidates there."""
+    slots, edges = true_slots(guesses), guesses.edges
+    before = np.concatenate([np.zeros_like(slots[:, :1]), slots[:, :-1]], axis=1)
+    if edges.shape[2] == 1:  # not given the one before
+        before[:] = 0
+    rows = np.where(before < NEVER, before, 0)[:, :, None, None]
+    among = np.take_along_axis(edges, rows, axis=2)[:, :, 0]
+    return np.where(before < NEVER, slots, NEVER).astype(np.int32), among
+
+
+def true_ranks(guesses: Guesses) -> Ints:
+    """[A, G] the rank at which each stream has the token that the answer holds; `NEVER` if none.
+
+    Given those before it, where streams are told of them.
+    """
+    slots, among = true_edges(guesses)
+    own = np.take_along_axis(among, np.where(slots < NEVER, slots, 0)[:, :, None], axis=2)
+    earlier = np.arange(among.shape[2]) < slots[:, :, None]
+    ranks = ((among > own) | ((among == own) & earlier)).sum(axis=2)
+    return np.where(slots < NEVER, ranks, NEVER).astype(np.int32)
 
 
 def needed_widths(guesses: Guesses) -> Ints:
@@ -91,61 +115,37 @@ def needed_widths(guesses: Guesses) -> Ints:
     return np.where(widest < NEVER, widest + 1, NEVER).astype(np.int32)
 
 
-@dataclass(frozen=True, eq=False)
-class Contenders:
-    topology: Topology  # the same on the device
-    # parents, depths, ranks: [N] of each node; the root's rank is 0
-    parents: Ints
-    depths: Ints
-    ranks: Ints
-    children: dict[tuple[int, int], int]  # a node's child of some rank
-
-    def scores(self, logprobs: Floats) -> Floats:
-        """[N] log probability of each node's path, from [G, C]."""
-        edges = np.clip(logprobs, MIN_EDGE_LOGPROB, MAX_EDGE_LOGPROB).astype(np.float32)
-        scores = np.zeros(len(self.parents), np.float32)
-        for depth in range(1, int(self.depths.max(initial=0)) + 1):
-            level = np.flatnonzero(self.depths == depth)
-            scores[level] = scores[self.parents[level]] + edges[depth - 1, self.ranks[level]]
-        return scores
-
-    def path(self, ranks: Ints) -> list[int]:
-        """The nodes below the root along `ranks` [G], as far as there are any."""
-        node, nodes = 0, []
-        for rank in ranks:
-            if (node, int(rank)) not in self.children:
-                break
-            node = self.children[node, int(rank)]
-            nodes.append(node)
-        return nodes
-
-
-@lru_cache(maxsize=16)
-def contenders(size: int, num_candidates: int, levels: int) -> Contenders:
-    """The contenders for a best tree of `size` nodes, of no more candidates than there are."""
-    config = TreeConfig(kind="best", size=size, width=num_candidates)
-    topology = draft_topology(config, levels)
-    paths, depths = np.array(topology.paths), np.array(topology.depths)
-    nodes = np.arange(len(depths))
-    parents = paths[nodes, np.maximum(depths - 1, 0)]
-    ranks = np.zeros(len(depths), np.int32)
-    ranks[1:] = np.array(topology.slots) % topology.num_candidates
-    children = {(int(parents[n]), int(ranks[n])): int(n) for n in nodes[1:]}
-    return Contenders(topology, parents, depths, ranks, children)
-
-
-def needed_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
+def needed_sizes(guesses: Guesses, levels: int, largest: int, width: int | None = None) -> Ints:
     """[A, levels] nodes of the smallest best tree that holds the answer to each depth.
 
     Best trees of one draft are nested, so one ranking of nodes serves every size up to `largest`.
+    `width` is of the trees.
     """
-    length, _, count = guesses.tokens.shape
-    known = contenders(largest, count, levels)
-    ranks, needed = true_ranks(guesses)[:, :levels], np.full((length, levels), NEVER, np.int32)
-    for place in range(length):
-        nodes = known.path(ranks[place])
-        if nodes:
-            scores = known.scores(guesses.logprobs[place])
-            better = (scores[:, None] > scores[nodes]).sum(axis=0)
-            needed[place, : len(nodes)] = better + 1
-    return needed
+    slots, among = true_edges(guesses)
+    own = np.take_along_axis(among, np.where(slots < NEVER, slots, 0)[:, :, None], axis=2)
+    is_held = slots < NEVER if width is None else true_ranks(guesses) < width
+    is_held = np.logical_and.accumulate(is_held[:, :levels], axis=1)
+    scores = np.cumsum(own[:, :levels, 0], axis=1, dtype=np.float32)
+    others = best_scores(guesses.edges[:, :levels], largest, width)
+    better = (others[:, None] > scores[:, :, None]).sum(axis=2)
+    needed = np.where(is_held, better + 2, NEVER)  # with the root and itself
+    return np.where(needed <= largest, needed, NEVER).astype(np.int32)
+
+
+def best_scores(edges: Floats, size: int, width: int | None = None) -> Floats:
+    """[A, n] log probabilities of the nodes below the root among which the best of a tree of `size`
+    nodes are, found as by `grow_conditional`, of `edges` [A, G, C or 1, C]."""
+    length, levels, _, count = edges.shape
+    if width is not None and width < count:
+        least = np.partition(edges, count - width, axis=3)[..., count - width, None]
+        edges = np.where(edges >= least, edges, -np.inf)
+    scores, slots, found = np.zeros((length, 1), np.float32), np.zeros((length, 1), int), []
+    for level in range(min(levels, size - 1)):
+        own = edges[:, level]
+        rows = own if own.shape[1] == 1 else np.take_along_axis(own, slots[:, :, None], axis=1)
+        below = (scores[:, :, None] + rows).reshape(length, -1)
+        kept = min(size - 1 - level, below.shape[1])
+        best = np.argpartition(-below, kept - 1, axis=1)[:, :kept]
+        scores, slots = np.take_along_axis(below, best, axis=1), best % count
+        found.append(scores)
+    return np.concatenate([np.zeros((length, 0), np.float32), *found], axis=1)
