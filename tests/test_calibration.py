@@ -371,11 +371,12 @@ def real_calls(guesser, shape: DraftShape) -> tuple[list[int], int]:
 
 
 BEST = [TreeConfig(size=size) for size in (2, 7, LARGEST)]
+NARROW = TreeConfig(size=9, width=2)
 CHAIN, FULL = (TreeConfig(kind="full", width=width) for width in (1, 3))
 SHAPES = [
     DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule)
     for streams, schedule, trees in (
-        (3, "second-pass", [*BEST, FULL, TreeConfig(size=9, width=2)]), (3, "fused", [BEST[1], CHAIN]),
+        (3, "second-pass", [*BEST, FULL, NARROW]), (3, "fused", [BEST[1], CHAIN]),
         (2, "second-pass", [BEST[2], FULL]), (1, "fused", [BEST[1], FULL]),
     )
     for tree in trees

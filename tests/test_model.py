@@ -235,7 +235,8 @@ def test_candidates_are_scored_given_those_before(tied, quantised, draft):
     model = make_model(base=base, adapter={"condition_rank": 3, "draft_vocab": draft})
     vocab = np.array(draft or range(VOCAB))
     hidden = mx.random.normal((1, 6, 32), key=mx.random.key(3))
-    tokens, found = rank_given(model, hidden, mx.array([7, 2]), count=4)
+    columns, found = rank_given(model, hidden, mx.array([7, 2]), count=4)
+    tokens = model.drafted_tokens(columns)
     assert (tokens.shape, found.shape) == ((2, 3, 4), (2, 3, 4, 4))
     maps = model.streams.condition
     embed, gate, out = (np.array(one) for one in (maps.embed, maps.gate, maps.out))

@@ -58,9 +58,10 @@ from convert.training.run import (
     stream_attention,
     use_stream_attention,
 )
+from ssmlx.calibration.guesses import guesses_along
 from ssmlx.commands import train as mlx_command
 from ssmlx.loading.adapter import load_adapter
-from ssmlx.loading.attach import read_task_lora
+from ssmlx.loading.attach import fuse_streams, read_task_lora
 from ssmlx.loading.files import read_tensors
 from ssmlx.loading.load import load_base
 from ssmlx.model.lora import RowLora, RowScope, attach_lora
@@ -290,7 +291,16 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(tmp_path, reduce
     rows = [
         one.objective.ranked(batch, of, 3) for one, of in ((mine, lower), (theirs, theirs_lower))
     ]
-    assert (rows[0][0] == rows[1][0]).all()
+    assert (rows[0][0] == rows[1][0]).all() and rows[0][1].shape[-2:] == (3, 3)
+    assert gap(rows[0][1], rows[1][1]) < 1e-4
+    replayed = theirs.objective.replay(batch, theirs_lower, 6)
+    assert mine.objective.replay(batch, lower, 6) == replayed
+    fused = fuse_streams(load_base(tmp_path / "base", "float32")[0], adapter, merge_lora=True)
+    for row, found in enumerate(mine.objective.guesses(batch, lower, 16)):
+        prompt = batch.tokens[row, batch.pads[row] : batch.prompt_width].tolist()
+        along = guesses_along(fused, prompt, found.answer.tolist(), 16)
+        assert (along.tokens == found.tokens).all()
+        assert gap(along.logprobs, found.logprobs) < 1e-4
     for _ in range(2):
         assert mine.advance(batch, lower) == pytest.approx(
             theirs.advance(batch, theirs_lower), rel=1e-5

@@ -77,8 +77,11 @@ class Condition(nn.Module):
         nn.init.zeros_(self.out.weight)
 
     def forward(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mix(normed, embedded))
+
+    def mix(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         unit = nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
-        return self.out(torch.sigmoid(self.gate(normed)) * self.embed(unit))
+        return torch.sigmoid(self.gate(normed)) * self.embed(unit)
 
 
 class LoraLinear(nn.Module):
@@ -295,6 +298,16 @@ class StreamFusedReference(nn.Module):
         assert self.condition is not None
         correction = self.condition(hidden_streams, self.decoder.module.embed_tokens(tokens))
         return (hidden_streams + correction).to(hidden_streams.dtype)
+
+    def pair_logits(
+        self, streams: torch.Tensor, previous: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """[..., C', C] what tokens before [..., C'] add to the logits of candidates, whose rows of
+        the head are [..., C, D], of streams [..., D] after the norm."""
+        assert self.condition is not None
+        embedded = self.decoder.module.embed_tokens(previous)
+        mixed = self.condition.mix(streams[..., None, :], embedded)
+        return mixed @ (rows @ self.condition.out.weight).mT
 
     def hidden_states(
         self,

@@ -163,10 +163,33 @@ class TorchObjective(Objective):
     ) -> tuple[np.ndarray, np.ndarray]:
         streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
         shape = len(batch.tokens), len(batch.carriers), self.train.num_streams, -1
+        streams = streams.reshape(shape)
         with precision(self.device, self.dtype):
-            logits = self.logits(streams.reshape(shape), STREAM).float()
+            logits = self.logits(streams, STREAM).float()
         best = logits.log_softmax(-1).topk(count)
-        return best.indices.cpu().numpy(), best.values.cpu().numpy()
+        columns, logprobs = best.indices, best.values
+        if self.is_conditional:
+            every = zip(streams, self.tensor(batch.targets(0)), columns, logprobs, strict=True)
+            logprobs = torch.stack([self._given(*one) for one in every])
+        return columns.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _given(
+        self,
+        streams: torch.Tensor,
+        roots: torch.Tensor,
+        columns: torch.Tensor,
+        logprobs: torch.Tensor,
+    ) -> torch.Tensor:
+        """[K, G, C, C] of one answer's carriers, as `ssmlx.drafters.streams.rank_given`."""
+        tokens = columns if self.draft_vocab is None else self.tensor(self.draft_vocab)[columns]
+        first = roots.clamp(min=0)[:, None, None].expand(-1, 1, columns.shape[-1])
+        previous = torch.cat([first, tokens[:, :-1]], dim=1)
+        with precision(self.device, self.dtype):
+            rows = self._lm_heads[STREAM][0][columns]
+            more = self.model.pair_logits(streams.to(self.dtype), previous, rows).float()
+        scores = logprobs[:, :, None] + more
+        mass = logprobs.logsumexp(-1)[:, :, None, None]
+        return scores.log_softmax(-1) + mass
 
     @torch.no_grad()
     def parts(self, batch: Batch, lower: torch.Tensor) -> dict[str, float]:

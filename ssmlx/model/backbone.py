@@ -343,10 +343,6 @@ class Backbone:
         mx.eval(rows.parameters())
         return rows.as_linear if tied else rows
 
-    def embed_tokens(self, tokens: mx.array) -> mx.array:
-        """[..., D] embeddings of `tokens` [...] alone, without positions."""
-        return self._decoder.embed_tokens(tokens)
-
     def head_rows(self, columns: mx.array, head: LMHead | None = None) -> mx.array:
         """[..., D] unpacked weights of `columns` [...] of the LM head, or of a `draft_head`."""
         # A tied head is its embedding's own method.

@@ -148,7 +148,7 @@ class StreamFusedModel:
             expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
             self.draft_head = backbone.draft_head(streams.draft_vocab)
         if streams.condition is not None:
-            width = backbone.embed_tokens(indices(1)).shape[-1]
+            width = backbone.token_embeddings(indices(1)).shape[-1]
             require(
                 width == config.hidden_size,
                 f"a condition on embeddings of width {width}, in a model of {config.hidden_size}",
@@ -232,7 +232,7 @@ class StreamFusedModel:
         Of stream rows behind the final norm, `normed` [..., D]; `columns` are [..., K].
         """
         assert self.streams is not None and self.streams.condition is not None
-        condition, embedded = self.streams.condition, self.backbone.embed_tokens(previous)
+        condition, embedded = self.streams.condition, self.backbone.token_embeddings(previous)
         rows = self.backbone.head_rows(columns, self.draft_head)
         mixed = condition.mix(normed[..., None, :], embedded)
         return mixed @ (rows @ condition.out).swapaxes(-1, -2)

@@ -21,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..drafters.streams import rank_given
 from ..loading.adapter import Adapter, BaseIdentity, lora_tensors, stream_tensors, streams_of
 from ..loading.attach import check_base
 from ..model.backbone import Backbone, LMHead
@@ -199,6 +200,12 @@ class TrainedModel:
         assert self._streams.condition is not None
         correction = self._streams.condition(normed, self.backbone.token_embeddings(tokens))
         return (normed + correction).astype(normed.dtype)
+
+    def rank_given(
+        self, streams: mx.array, roots: mx.array, count: int
+    ) -> tuple[mx.array, mx.array]:
+        """See `drafters.streams.rank_given`; `streams` are [A * G, D] before the norm."""
+        return rank_given(self._fused, streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
         return self.backbone.run(hidden, index, index + 1, rows.mask, [view])

@@ -173,15 +173,20 @@ class MlxObjective(Objective):
 
     def ranked(self, batch: Batch, lower: mx.array, count: int) -> tuple[np.ndarray, np.ndarray]:
         rows = self._states(batch, lower)[STREAM].reshape(-1, self.hidden_size)
-        pieces = []
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            logits = self.model.logits(rows[first : first + _ROWS_AT_ONCE], drafting=True)
-            piece = rank_candidates(logits, count)
+        pieces, streams = [], self.train.num_streams
+        roots = mx.array(np.maximum(batch.targets(0), 0).flatten())
+        places = max(1, _ROWS_AT_ONCE // streams)
+        for first in range(0, len(roots), places):
+            own = rows[first * streams : (first + places) * streams]
+            if self.is_conditional:
+                piece = self.model.rank_given(own, roots[first : first + places], count)
+            else:
+                piece = rank_candidates(self.model.logits(own, drafting=True), count)
             mx.eval(piece)
             pieces.append([np.array(found) for found in piece])
-        shape = len(batch.tokens), len(batch.carriers), self.train.num_streams, count
-        tokens, logprobs = zip(*pieces, strict=True)
-        return np.concatenate(tokens).reshape(shape), np.concatenate(logprobs).reshape(shape)
+        tokens, logprobs = (np.concatenate(part) for part in zip(*pieces, strict=True))
+        shape = len(batch.tokens), len(batch.carriers), streams, count
+        return tokens.reshape(shape), logprobs.reshape(*shape, *logprobs.shape[3:])
 
     def _layout(self, batch: Batch) -> Layout:
         return Layout.of(batch, self.train.num_streams)
