@@ -224,6 +224,29 @@ def chat_tokens(
         return list(tokenizer.apply_chat_template(turns, **more))
 
 
+def turn_opening(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
+    """The tokens with which a later turn of the user's begins; none without a chat template."""
+    if not tokenizer.has_chat_template:
+        return ()
+    first, answer, second = "Hello", "Welcome", "Goodbye"
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("user", first), ("assistant", answer), ("user", second))
+    ]
+    try:
+        with refusing_turns("three turns"):
+            text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except InputError:
+        return ()
+    between = text.partition(answer)[2].partition(second)[0]
+    tokens = list(tokenizer.encode(between.rstrip(), add_special_tokens=False))
+    ends = [n for n, token in enumerate(tokens, 1) if token in tokenizer.eos_token_ids]
+    opening = tokens[max(ends, default=0) :]
+    while opening and not tokenizer.decode(opening[:1]).strip():
+        del opening[0]
+    return tuple(opening)
+
+
 def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) -> None:
     """Refuse what would be ignored: Jinja is silent about names that no template reads."""
     text = getattr(tokenizer, "chat_template", None)

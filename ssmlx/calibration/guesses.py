@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..api import check_prompt
 from ..bars import bar
 from ..decoding.drafter import rank_candidates
-from ..decoding.loop import prefill
+from ..decoding.loop import own_turn, prefill
 from ..decoding.prune import transition_logprobs
 from ..drafters.streams import rank_given
 from ..errors import require
@@ -115,7 +115,10 @@ def guesses_along(
     tree = Tree(nodes, topology.depths, topology.paths, topology.num_internal, topology)
     cache.reserve(tokens=1, scratch=tree.num_nodes * (1 + streams))
     hidden = model.insert(model.lower(tree, cache), streams)
-    rows = model.upper(hidden, tree, cache, streams)[:, tree.num_nodes :]
+    cache.turn = len(prompt) - own_turn(prompt, model.backbone.turn_opening)
+    starts = [model.window_start(cache, cache.offset + place) for place in range(len(answer))]
+    rows = model.upper(hidden, tree, cache, streams, starts=mx.array(starts, mx.int32))
+    rows = rows[:, tree.num_nodes :]
     count, parts = min(count, model.draft_vocab_size), []
     at_once = max(1, _LOGIT_ROWS // streams)
     for first in range(0, len(answer), at_once):

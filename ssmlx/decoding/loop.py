@@ -56,6 +56,16 @@ def prefill(model: StreamFusedModel, tokens: list[int], cache: TreeCache) -> Non
         pass
 
 
+def own_turn(text: list[int], opening: Sequence[int]) -> int:
+    """How many of the last tokens of `text` belong to the turn that is being answered.
+
+    All of them where no other was opened before it, by the tokens `opening`.
+    """
+    wanted, size = list(opening), len(opening)
+    starts = [n for n in range(len(text)) if size and text[n : n + size] == wanted]
+    return len(text) - (starts[-1] if len(starts) > 1 else 0)
+
+
 def prefill_turns(
     model: StreamFusedModel, tokens: list[int], cache: TreeCache, step_size: int
 ) -> Iterator[list[int]]:
@@ -258,10 +268,12 @@ def streaming_decode(
     The prompt's last token is the first tree: a bare root, whose step drafts like any other.
     """
     prune, pace, watch = prune or PruneConfig(), pace or Pace(), Stopwatch()
-    drafter.start([*context, *prompt])
+    text = [*context, *prompt]
+    drafter.start(text)
     cache.trim(cache.offset)
+    cache.turn = cache.offset + len(prompt) - own_turn(text, model.backbone.turn_opening)
     root = mx.array(prompt[-1:], mx.int32)
-    tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
+    tail = last_tokens(text[:-1], sampler.context_size)
     yield from prefill_turns(model, prompt[:-1], cache, prefill_step_size)
 
     def build(tree: Tree, tail: mx.array, rung: Rung) -> StepResult:

@@ -101,7 +101,7 @@ class StreamDrafter:
     def _second_pass(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
         cache = (self._owner or self)._cache
-        cache.follow(verified.cache, self.num_levels)
+        cache.follow(verified.cache, self.num_levels, self._model.window_start(verified.cache))
         last, hidden = verified.acceptance.last, verified.insertion_hidden
         position = verified.position + verified.acceptance.num_accepted
         return self._model.second_pass(hidden, last, position, cache, self.num_levels)

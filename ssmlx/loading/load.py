@@ -17,6 +17,7 @@ from ..model import opt
 from ..model.backbone import PACKED_KINDS, Backbone
 from ..model.ranks import Group, shard
 from ..model.streams import StreamFusedModel
+from ..prompts import turn_opening
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE, read_json
 from .adapter import load_adapter
 from .attach import fuse_streams
@@ -270,6 +271,7 @@ def load(
     backbone, config = load_base(path, dtype, draft_head, group)
     backbone.cache_dir = cache_dir
     tokenizer = load_tokenizer(path, config)
+    backbone.turn_opening = turn_opening(tokenizer)
     if loaded is None:
         return StreamFusedModel(backbone), tokenizer
     return fuse_streams(backbone, loaded, merge_lora=merge_lora), tokenizer

@@ -197,9 +197,12 @@ class Backbone:
         replaced: the base model's modules that an attached adapter's LoRA stands in for, by path;
             None for those that `reload` gives.
         cache_dir: the folder that was given to keep things in; None for the user's cache folder.
+        turn_opening: the tokens with which a user's turn begins, where a chat has several; none
+            where nobody knows.
     """
 
     cache_dir: str | Path | None = None
+    turn_opening: tuple[int, ...] = ()
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from .masks import StepMasks
+from .masks import SINKS, StepMasks
 from .rope import Positions
 from .shapes import expect_shape, indices
 
@@ -166,6 +166,7 @@ class TreeCache(RowsCache):
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
         super().__init__(range(num_layers), scratch)
+        self.turn = 0  # where in the text the turn begins that is being answered
         self._step = step
         self._first_rows = [0] * num_layers
 
@@ -274,10 +275,10 @@ class TreeCache(RowsCache):
         cache.capacity = cache._offset = int(rows[0].shape[2])
         return cache
 
-    def rows(self, num_tokens: int) -> list[mx.array]:
+    def rows(self, num_tokens: int, layers: range | None = None) -> list[mx.array]:
         """[2, Hkv, L, Dh] keys and values of the first L committed tokens, by layer."""
         first, last = self.scratch, self.scratch + num_tokens
-        return [self._buffers[layer][:, :, first:last] for layer in self.layers]
+        return [self._buffers[layer][:, :, first:last] for layer in layers or self.layers]
 
     def fork(self, num_tokens: int) -> TreeCache:
         """A cache of the first `num_tokens` committed tokens alone, for someone else to go on with.
@@ -310,37 +311,49 @@ class TreeCache(RowsCache):
 class StreamCache(RowsCache):
     """Keys and values of the upper layers for a second pass, that of one node's streams.
 
-    A layer's buffer holds what these streams see, once more:
+    A layer's buffer holds what these streams see, once more, L of them committed:
 
-        [2, Hkv, S + capacity, Dh]:   | room | G streams | P paths | committed L, then free room |
+        [2, Hkv, S + capacity, Dh]:   | room | G streams | P paths | sinks | window | free room |
 
     The streams run in the same evaluation as the pass that verified the tree, whose attention
     still reads the rows of `TreeCache`. MLX would copy a whole buffer to write into it then; a
-    buffer of its own is always written in place. It costs Ns / N of the cache's memory, and one
-    copy of these layers when it begins to follow, or has not followed for a while.
+    buffer of its own is always written in place. It costs one copy of a window of these layers
+    when it begins to follow, when the window moves, or when it has not followed for a while.
     """
 
-    def follow(self, cache: TreeCache, num_streams: int) -> None:
+    _skipped = 0  # committed tokens between the sinks and the window
+
+    def follow(self, cache: TreeCache, num_streams: int, first: int = 0) -> None:
         """Take over what `cache` has committed, and its paths; the newest holds the streams' node.
 
-        `cache` is that after `commit` of a step; `num_streams` is G, the stream rows to come.
+        `cache` is that after `commit` of a step; `num_streams` is G, the stream rows to come;
+        `first` is the first token behind the sinks that they see.
         """
         known = [path for path in self._paths if path.num_tokens is not None]
-        behind = self._offset + sum(path.num_tokens or 0 for path in known) != cache.offset
+        held = self._skipped + self._offset + sum(path.num_tokens or 0 for path in known)
+        skipped = max(0, first - SINKS)
         scratch = num_streams + sum(path.length for path in cache.paths)
-        if behind or not self._buffers or scratch > self.scratch:
-            self.scratch, self.capacity = max(scratch, self.scratch), cache.capacity
-            self._offset, room = cache.offset, cache.capacity - cache.offset
-            first, last = cache.scratch, cache.scratch + cache.offset
+        as_before = held == cache.offset and skipped == self._skipped and self._buffers
+        if not as_before or scratch > self.scratch:
+            self.scratch, self.capacity = max(scratch, self.scratch), cache.capacity - skipped
+            self._skipped, self._offset = skipped, cache.offset - skipped
+            room = cache.capacity - cache.offset
             self._buffers = {
-                n: _pad(cache._buffers[n][:, :, first:last], self.scratch, room)
-                for n in self.layers
+                n: _pad(_without(rows, skipped), self.scratch, room)
+                for n, rows in zip(self.layers, cache.rows(cache.offset, self.layers), strict=True)
             }
         else:
-            self._resize(self.scratch, max(self.capacity, cache.capacity))
+            self._resize(self.scratch, max(self.capacity, cache.capacity - skipped))
             for path in known:
                 self._append_path(path)
         self._paths = list(cache.paths)
+
+
+def _without(rows: mx.array, skipped: int) -> mx.array:
+    """The sinks of `rows` [2, Hkv, L, Dh], and what comes `skipped` rows behind them."""
+    if skipped == 0:
+        return rows
+    return mx.concatenate([rows[:, :, :SINKS], rows[:, :, SINKS + skipped :]], axis=2)
 
 
 def _pad(buffer: mx.array, front: int, back: int) -> mx.array:

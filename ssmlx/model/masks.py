@@ -56,6 +56,35 @@ def earlier_streams(num_streams: int, num_nodes: int = 1) -> mx.array:
     return evaluated((owner[:, None] == owner) & (stream[:, None] >= stream))
 
 
+SINKS = 4
+"""First tokens of a text that streams always see: attention rests on them where nothing fits."""
+
+
+def window_start(position: int, turn: int, window: int) -> int:
+    """The first token behind the sinks that streams of the node at `position` see.
+
+    That is where the `turn` begins that is being answered, or, where more than `window` tokens
+    have been said in it, half a window before the last multiple of half a window: so it moves
+    seldom. Streams that were trained on single turns guess badly behind what they never saw.
+    """
+    half = window // 2
+    return max(turn, (position // half - 1) * half)
+
+
+def in_window(visible: mx.array, columns: mx.array, starts: mx.array, num_nodes: int) -> mx.array:
+    """The mask `visible` [R, C] bool, with what stream rows do not see hidden.
+
+    Args:
+        visible: of M node rows, then those of their streams.
+        columns: [C] the position of each column.
+        starts: [M] the first token behind the sinks that a node's streams see.
+        num_nodes: M.
+    """
+    num_streams = visible.shape[0] // num_nodes - 1
+    firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
+    return visible & ((columns < SINKS) | (columns >= firsts[:, None]))
+
+
 class Columns(Protocol):
     """What a mask needs to know of the cache that its rows stand in (`cache.RowsCache`)."""
 

@@ -17,7 +17,14 @@ from .backbone import Backbone, LMHead
 from .cache import StreamCache, TreeCache
 from .condition import Condition
 from .lora import RowScope
-from .masks import earlier_streams, stream_positions, stream_visibility
+from .masks import (
+    SINKS,
+    earlier_streams,
+    in_window,
+    stream_positions,
+    stream_visibility,
+    window_start,
+)
 from .metal import TreeMask
 from .rope import Positions
 from .shapes import evaluated, expect_shape, indices
@@ -268,11 +275,18 @@ class StreamFusedModel:
         cache: TreeCache,
         num_streams: int,
         nodes: NodeRows | None = None,
+        starts: mx.array | None = None,
     ) -> mx.array:
         """[1, M * (1 + G), D] last hidden states of nodes and streams (eqs. 1 and 2).
 
-        Of the M nodes that are left in `tree`, and of `rows` as `insert` gives them; `nodes` are
-        this tree's `node_rows`, where they are known.
+        Args:
+            rows: of the M nodes and their streams, as `insert` gives them.
+            tree: the nodes that are left.
+            cache: holds the tokens before them.
+            num_streams: G, at most as many as were trained.
+            nodes: this tree's `node_rows`, where they are known.
+            starts: [M] the first token behind the sinks that each node's streams see; what
+                `window_start` says of `cache` unless told.
         """
         num_nodes = tree.num_nodes
         expect_shape("upper rows", rows, 1, num_nodes * (1 + num_streams), None)
@@ -285,9 +299,27 @@ class StreamFusedModel:
         if self.rotation is not None:
             rotate = partial(self.rotation, num_nodes=num_nodes, num_streams=num_streams)
         visible = stream_visibility(tree.ancestors, num_streams)
-        mask = cache.upper_masks.step_mask(visible, cache, tree.topology, self._takes_bits)
+        if starts is None and (start := self.window_start(cache)) > SINKS:
+            starts = mx.full(num_nodes, start, mx.int32)
+        if starts is None:
+            mask = cache.upper_masks.step_mask(visible, cache, tree.topology, self._takes_bits)
+        else:
+            own, committed = positions.array, indices(cache.offset)
+            later = [mx.full(path.length, cache.offset, mx.int32) for path in cache.paths]
+            columns = mx.concatenate([own, *later, committed])
+            dense = cache.upper_masks.mask(visible, cache, tree.topology)
+            mask = in_window(dense, columns, starts, num_nodes)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         return self._run_upper(rows, mask, views, num_nodes)
+
+    def window_start(self, cache: TreeCache, position: int | None = None) -> int:
+        """The first token behind the sinks that streams of a node at `position` see.
+
+        As far as the host knows, a node stands behind what is committed.
+        """
+        assert self.config is not None
+        position = cache.offset if position is None else position
+        return window_start(position, cache.turn, self.config.stream_window)
 
     def second_pass(
         self,
@@ -306,7 +338,8 @@ class StreamFusedModel:
             hidden: [1, M, D] the nodes before the insertion layer.
             last: [1] the last accepted node.
             position: [1] its place in the text.
-            cache: of the layers from `insertion_layer` on; it followed this step's `commit`.
+            cache: of the layers from `insertion_layer` on; it followed this step's `commit`, from
+                `window_start` on.
             num_streams: G, at most as many as were trained.
         """
         rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams)
