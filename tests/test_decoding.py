@@ -30,10 +30,11 @@ from tiny import (
 
 import ssmlx
 from ssmlx.api import stream_generate, summary, token_steps
+from ssmlx.calibration.guesses import guesses_along
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
-from ssmlx.decoding.loop import plain_decode, streaming_decode
+from ssmlx.decoding.loop import own_turn, plain_decode, streaming_decode
 from ssmlx.decoding.pace import Pace, Rung
 from ssmlx.decoding.prune import (
     is_pruned,
@@ -556,15 +557,54 @@ def drafted(model, schedule, *, count=22, tree=PAIR[0], prune=PRUNINGS[0], num_s
     return tokens, lengths, trees
 
 
-@pytest.mark.parametrize("rank", [0, 4], ids=["independent", "conditional"])
+DRAFTING = {
+    "independent": {},
+    "conditional": {"condition_rank": 4},
+    "in a window": {"stream_window": 6},
+}
+
+
+@pytest.mark.parametrize("adapter", DRAFTING.values(), ids=DRAFTING)
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_both_schedules_draft_the_same_trees(architecture, scope, rank):
-    model = make_model(architecture, scope, adapter={"condition_rank": rank})
+def test_both_schedules_draft_the_same_trees(architecture, scope, adapter):
+    model = make_model(architecture, scope, adapter=adapter)
     for tree, prune in product(PAIR, PRUNINGS[:3]):
         fused = drafted(model, "fused", tree=tree, prune=prune)
         assert drafted(model, "second-pass", tree=tree, prune=prune) == fused
         assert max(fused[1]) > 1  # something was accepted
+
+
+def test_a_replay_knows_the_window_at_every_place():
+    model, chain = make_model(adapter={"stream_window": 4}), TreeConfig(kind="full", width=1)
+    model.backbone.turn_opening = (7, 7)
+    prompt = [3, 1, 7, 7, 5, 9, 2, 6, 5, 7, 7, 3, 5, 8]
+    answer = first_tokens(plain_decode(model, prompt, model.make_cache()), 12)[0]
+    guesses = guesses_along(model, prompt, answer, 2)
+    for place in range(9):
+        drafter, text = Recorder(model, chain, 3), [*prompt, *answer[:place]]
+        first_tokens(streaming_decode(model, text, model.make_cache(), drafter=drafter), 1)
+        chain_tokens = drafter.trees[0][0].tolist()
+        assert chain_tokens == [answer[place], *guesses.tokens[place, :, 0]]
+    everything = guesses_along(make_model(), prompt, answer, 2)
+    assert (everything.tokens != guesses.tokens).any()
+
+
+def test_a_second_pass_costs_the_same_memory_behind_any_context():
+    model, sizes = make_model(adapter={"stream_window": 32}), []
+    for length in (356, 1636):  # as full as each other in the cache, which grows by 256
+        drafter = StreamDrafter(model, PAIR[0], 3)
+        steps = streaming_decode(model, [5] * length, model.make_cache(), drafter=drafter)
+        first_tokens(steps, 40)
+        sizes.append(drafter.cache_bytes)
+    assert sizes[1] == sizes[0]
+
+
+def test_own_turn_is_the_last_of_several():
+    assert own_turn([1, 5, 6, 1, 7, 8], (1,)) == 3
+    assert own_turn([1, 1, 5, 1, 1, 8], (1, 1)) == 3
+    assert own_turn([0, 0, 1, 7, 8], (1,)) == 5  # what stands before a first turn belongs to it
+    assert own_turn([1, 5, 1, 6], ()) == 4
 
 
 @pytest.mark.parametrize("num_streams", [1, 2])
