@@ -9,7 +9,7 @@ from real import one_line
 pytest.importorskip("torch")
 from test_continuations import greedy, make_model, make_tokenizer
 
-from examples.recipes import chat_prompts
+from examples.recipes import chat_prompts, e2e_prompts
 from examples.recipes.e2e_prompts import PROG, main, parse_attributes, spell
 from ssmlx.errors import InputError
 
@@ -23,7 +23,16 @@ HELD_OUT = "name[Clowns], eatType[pub], area[riverside]"
 
 
 @pytest.fixture
-def task(tmp_path):
+def values(tmp_path, monkeypatch):
+    """The file of more values, which has none."""
+    file = tmp_path / "values.json"
+    file.write_text("{}")
+    monkeypatch.setattr(e2e_prompts, "VALUES", file)
+    return file
+
+
+@pytest.fixture
+def task(tmp_path, values):
     folder = tmp_path / "task"
     folder.mkdir()
     for name, texts in (("train", TRAIN), ("valid", [HELD_OUT]), ("test", [TRAIN[1]])):
@@ -74,27 +83,16 @@ def test_bad_input_is_told_in_one_line(task, tmp_path, capsys):
     assert not out.exists()
 
 
-def test_more_values_come_half_of_the_time_and_never_a_held_out_name(task, tmp_path):
+def test_more_values_come_half_of_the_time_and_never_a_held_out_name(task, values, tmp_path):
     (task / "test.jsonl").write_text(json.dumps({"prompt": "name[Zizzi], food[Thai]"}))
-    values = tmp_path / "values.json"
     names = [f"House {index}" for index in range(50)]
     values.write_text(json.dumps({"name": [*names, "Zizzi"], "food": ["Thai"]}))
-    prompts = made(task, tmp_path / "out.jsonl", "--count", "200", "--values", str(values))
+    prompts = made(task, tmp_path / "out.jsonl", "--count", "200")
     pairs = [pair for text in prompts for pair in parse_attributes(text)]
     assert ("food", "Thai") in pairs  # held out as a prompt's part, but not as a name
     assert ("name", "Zizzi") not in pairs
     assert len({value for name, value in pairs if name == "name"} & set(names)) > 30
     assert any(pair == ("name", "Aromi") for pair in pairs)  # and the known ones still
-
-
-@pytest.mark.parametrize("text", ["[]", "{", '{"name": "Thai"}', '{"name": []}', '{"a": ["x]"]}'])
-def test_values_of_another_form_are_one_line(task, tmp_path, capfd, text):
-    values = tmp_path / "values.json"
-    values.write_text(text)
-    argv = ["--data", str(task), "--out", str(tmp_path / "out"), "--values", str(values)]
-    assert main(argv) == 2
-    assert "values.json" in one_line(capfd.readouterr().err, PROG)
-    assert not (tmp_path / "out").exists()
 
 
 def test_splits_share_no_hand_written_prompt_and_no_list_item():

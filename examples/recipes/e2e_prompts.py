@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from convert.continuations import write_jsonl
 from ssmlx.commands.options import add_counts, command, make_parser
@@ -24,13 +23,14 @@ EPILOG = """examples:
   python -m convert.continuations --lora runs/e2e --prompts prompts.jsonl --out own/train.jsonl
 
 A new prompt has the attributes of one of the training file's, and for each of them a value that
-the training file has somewhere; with --values, half of the time one of that file's instead. A model
-that has seen 20 names guesses a 21st badly: examples/data/e2e_values.json has 150 more.
+the training file has somewhere; half of the time one of examples/data/e2e_values.json instead,
+which has 150 more names: a model that has seen 20 guesses a 21st badly.
 The training file's own prompts come first; none is one of valid.jsonl or test.jsonl, and no name
-or place nearby that only those have is taken from --values."""
+or place nearby that only those have is taken from the values."""
 
+VALUES = Path(__file__).parents[1] / "data" / "e2e_values.json"
 DRY_ROUNDS = 10_000  # draws without a new prompt, until there are no more
-MORE_SHARE = 0.5  # of the values, where there are more than the training file's
+MORE_SHARE = 0.5  # of `VALUES`
 _UNSEEN = ("name", "near")  # what the held-out files have to themselves
 _ATTRIBUTE = re.compile(r"([^,\[\]]+)\[([^\[\]]*)\](?:, |$)")
 
@@ -54,24 +54,12 @@ def spell(attributes: Attributes) -> str:
     return ", ".join(f"{name}[{value}]" for name, value in attributes)
 
 
-def read_values(path: Path, held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]:
-    """More values of attributes, from JSON such as {"name": ["Juniper Table"], "food": ["Thai"]}.
-
-    Names and places nearby that the prompts `held_out` have are left out.
-    """
-    found: Any = read_json(path, 'JSON such as {"name": ["Juniper Table"]}')
-    for name, values in found.items():
-        good = isinstance(values, list) and all(isinstance(one, str) and one for one in values)
-        require(
-            good and bool(values) and not set("".join(values)) & set("[]"),
-            f"{path} has bad values of {name!r}",
-            expected="a list of texts without brackets",
-            do="check --values",
-        )
+def more_values(held_out: Collection[Attributes]) -> Mapping[str, Sequence[str]]:
+    """`VALUES`, without names and places nearby that the prompts `held_out` have."""
     kept_back = {pair for one in held_out for pair in one if pair[0] in _UNSEEN}
     return {
         name: [value for value in values if (name, value) not in kept_back]
-        for name, values in found.items()
+        for name, values in read_json(VALUES, "values of attributes").items()
     }
 
 
@@ -115,9 +103,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="what to write, JSON lines"
     )
-    parser.add_argument(
-        "--values", type=Path, metavar="FILE", help="more values of attributes, JSON"
-    )
     add_counts(parser, ("count", 4000, "new prompts"), ("seed", 0, "of the draws"), metavar="N")
     return parser.parse_args(argv)
 
@@ -130,9 +115,7 @@ def _main(args: argparse.Namespace) -> None:
     )
     own, held_out = list(dict.fromkeys(own)), [text for texts in others for text in texts]
     known = [parse_attributes(text) for text in own]
-    more: Mapping[str, Sequence[str]] = {}
-    if args.values is not None:
-        more = read_values(args.values, [parse_attributes(text) for text in held_out])
+    more = more_values([parse_attributes(text) for text in held_out])
     new = recombine(known, args.count, {*own, *held_out}, args.seed, more)
     prompts = [text for text in own if text not in held_out] + new
     write_jsonl(args.out, ({"prompt": text} for text in prompts))
