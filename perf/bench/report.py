@@ -161,59 +161,48 @@ def prefill_rate(context: Row, row: Row) -> float:
 
 def line(result: Row) -> str:
     """The result in one line of flat JSON; null is what was not measured."""
-    found = result["machine"]
+    found, rows, launches = result["machine"], result["rows"], result["launches"]
     names = ("memory", "os", "power", "mlx", "mlx-lm", "ssmlx", "commit")
     values: dict[str, Any] = {
-        "bench": 1,
+        "bench": 2,
         "date": result["date"],
         "chip": found["machine"].partition(", ")[2],
         **{name: found[name] for name in names},
         "model": result["model"],
         "weights": result["weights"],
+        "row_ms": round(1e3 * rows["seconds"][0], 2),
+        "launch_us": round(1e6 * rows["launch"], 2),
+        "reads_per_step": launches["reads"],
     }
     for name in ("straight", "paused"):
-        values[f"step_ms_{name}"] = round(1e3 * result["launches"][f"{name}_seconds"], 2)
-        values[f"step_peak_mib_{name}"] = round(result["launches"][f"{name}_peak"] / MIB, 1)
-    rows = result["rows"]
+        values[f"step_ms_{name}"] = round(1e3 * launches[f"{name}_seconds"], 2)
+        values[f"step_peak_mib_{name}"] = round(launches[f"{name}_peak"] / MIB, 1)
     for row, one, expected in zip(rows["rows"], rows["ratios"], rows["predicted"], strict=True):
         values |= {f"t{row}": round(one, 3), f"t{row}_predicted": round(expected, 3)}
-    values["row_ms"] = round(1e3 * rows["seconds"][0], 2)
-    values["launch_us"] = round(1e6 * rows["launch"], 2)
-    values["reads_per_step"] = result["launches"]["reads"]
     for one in result["trials"]:
         values[f"kernel_gain_{one['rows']}x{one['keys']}"] = round(one["gain"], 2)
-    for task in result["answers"]:
-        values |= _answers_values(task)
-    for one in result["contexts"]:
-        for row in one["systems"]:
-            label = f"context{one['tokens']}_%s_{row['name'].replace('-', '_')}"
-            values[label % "tps"] = round(row["tokens_per_second"], 1)
-            values[label % "prefill"] = round(prefill_rate(one, row), 1)
+    for task in (*result["answers"], *result["contexts"]):
+        name = f"context{task['tokens']}" if "tokens" in task else task["adapter"]
+        values[f"{name}_prompts"] = task["prompts"]
+        for row in task["systems"]:
+            values |= _system_values(task, row, f"{name}_{row['name'].replace('-', '_')}")
     return json.dumps(values, separators=(",", ":"))
 
 
-def _answers_values(task: Row) -> dict[str, Any]:
-    """A task's columns."""
-    name, rows = task["adapter"], task["systems"]
-    values: dict[str, Any] = {f"{name}_prompts": task["prompts"]}
-    for row in rows:
-        key, first = row["name"].replace("-", "_"), 1e3 * row["first_token_seconds"]["value"]
-        values[f"{name}_tps_{key}"] = round(row["tokens_per_second"], 1)
-        values[f"{name}_first_ms_{key}"] = round(first, 1)
-        values[f"{name}_peak_mib_{key}"] = round(_peak(task, row) / MIB, 1)
-    shown = {
-        "speedup": rows[-1]["speedup"],
-        "plain_over_mlx_lm": rows[1]["speedup"],
-        "over_plain": rows[-1]["over_plain"],
-        "whole_over_plain": rows[-1]["latency_over_plain"],
+def _system_values(task: Row, row: Row, name: str) -> dict[str, Any]:
+    """The columns of a system's answers."""
+    values: dict[str, Any] = {
+        f"{name}_tps": round(row["tokens_per_second"], 1),
+        f"{name}_first_ms": round(1e3 * row["first_token_seconds"]["value"], 1),
+        f"{name}_peak_mib": round(_peak(task, row) / MIB, 1),
+        f"{name}_tokens_per_call": round(row["tokens_per_call"]["value"], 3),
+        f"{name}_same": row["same_as_plain"],
     }
-    for label, over in shown.items():
+    for label in ("speedup", "over_plain", "latency_over_plain"):
         for end, suffix in (("value", ""), ("low", "_low"), ("high", "_high")):
-            is_known = over and (end == "value" or task["prompts"] > 1)
-            values[f"{name}_{label}{suffix}"] = round(over[end], 3) if is_known else None
-    calls = rows[-1]["tokens_per_call"]["value"]
-    same = all(row["same_as_plain"] == task["prompts"] for row in rows)
-    return {**values, f"{name}_tokens_per_call": round(calls, 3), f"{name}_same_tokens": same}
+            is_known = row[label] and (end == "value" or task["prompts"] > 1)
+            values[f"{name}_{label}{suffix}"] = round(row[label][end], 3) if is_known else None
+    return values
 
 
 def draw(result: Row, path: Path) -> None:
