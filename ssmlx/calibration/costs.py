@@ -84,7 +84,8 @@ def forward_costs(
         calls.update(layer_calls(model, cache, context, plan))
         calls["plain", 1, context] = partial(plain_call, model, cache, clock)
     seconds, noise = medians(calls, plan.repeats, clock)
-    return surfaces(seconds, overhead(clock)), noise
+    window = model.config.stream_window if model.config else None
+    return replace(surfaces(seconds, overhead(clock)), window=window), noise
 
 
 def filled_cache(

@@ -200,6 +200,7 @@ class Decoder:
     msa_layers: int = 0  # Ns, the top layers through which streams run
     num_streams: int = 0  # G
     draft_vocab: int = 0  # tokens that streams draft from
+    window: int = 256  # tokens that streams see at most
 
     @classmethod
     def of(cls, model: StreamFusedModel) -> Self:
@@ -221,6 +222,7 @@ class Decoder:
             msa_layers=layers - model.insertion_layer,
             num_streams=model.num_streams,
             draft_vocab=model.draft_vocab_size,
+            window=model.config.stream_window if model.config else 0,
         )
 
     @property
@@ -263,4 +265,5 @@ def costs(decoder: Decoder, chip: Chip, bound: Bound = "middle") -> StepCosts:
         draft_head=head(decoder.draft_vocab, range(1, max(1, streams) + 1)),
         early_exit=whole_head,
         overhead={"second-pass": beside, "fused": beside},
+        window=decoder.window,
     )

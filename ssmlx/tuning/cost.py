@@ -136,6 +136,7 @@ class StepCosts:
     early_exit: Surface | None = None
     # what a real step took beyond these, by nodes, of each schedule
     overhead: Mapping[str, Surface] | None = field(default=None, metadata={"json": "beside"})
+    window: int | None = None  # tokens that a second pass reads at most; None for all
 
     def forward_seconds(self, shape: DraftShape, context: float) -> float:
         """The forwards of a step; ValueError where it prunes and nothing was measured of that."""
@@ -155,7 +156,8 @@ class StepCosts:
     def draft_seconds(self, shape: DraftShape, context: float) -> float:
         """What drafting the next tree takes of a step, where that is a pass of its own."""
         streams = shape.num_streams
-        own = self.upper.at(streams, context) if shape.stream_schedule == "second-pass" else 0.0
+        seen = context if self.window is None else min(context, self.window)
+        own = self.upper.at(streams, seen) if shape.stream_schedule == "second-pass" else 0.0
         return own + self.draft_head.at(streams)
 
     def step_seconds(self, shape: DraftShape, context: float) -> float:
