@@ -1,8 +1,10 @@
 """`python -m perf.first_token`: how long a prompt's first token takes, cold and warm.
 
 Cold, its keys and values are computed; warm, they are a prompt cache's, in memory or in a file that
-was just written. Cold, which takes longest, is timed once, all else in turns; the text is random,
-as times do not depend on it. Writes JSON and a table.
+was just written. Beside it, reading the file alone, and a plain call behind as many tokens: a warm
+start should take no longer than the one and three of the other. Cold, which takes longest, is timed
+once, all else in turns; the text is random, as times do not depend on it. Writes JSON and a
+table.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import mlx.core as mx
 
 import ssmlx
 from ssmlx.answers import run as on_mlx_thread
-from ssmlx.calibration.costs import Calls, medians
+from ssmlx.calibration.costs import Calls, medians, plain_call
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import write_result
@@ -34,7 +36,15 @@ PROG = "perf.first_token"
 Row = Mapping[str, Any]
 Decoding = Literal["plain", "streaming"]
 DECODINGS: tuple[Decoding, ...] = ("plain", "streaming")
-SIDES = {"cold": "cold", "memory": "warm from memory", "disk": "warm from disk"}
+SIDES = {
+    "cold": "cold",
+    "memory": "warm from memory",
+    "disk": "warm from disk",
+    "file": "reading the file",
+    "call": "a plain call",
+}
+CALLS = 3
+"""Plain calls that a warm start may take beside reading the file."""
 _ALL = 2**50  # bytes
 
 
@@ -74,11 +84,14 @@ class Prompt:
             "disk": lambda: PromptCache(_ALL, self.folder),
         }
         count = len(self.tokens)
-        return {
+        found: Any = {
             (side, n, count): partial(self.first_token, decoding, open_cache)
             for side, open_cache in opened.items()
             for n, decoding in enumerate(DECODINGS)
         }
+        call = partial(plain_call, self.model, self.cache, time.perf_counter)
+        read = partial(on_mlx_thread, lambda: mx.eval(mx.load(str(self.file))))
+        return {**found, ("file", 0, count): read, ("call", 0, count): partial(on_mlx_thread, call)}
 
 
 def measure(
@@ -89,11 +102,17 @@ def measure(
     seconds, noise = medians(prompt.calls(), repeats)
     size, same = prompt.file.stat().st_size, len(prompt.first_tokens) == 1
     more = {"context": count, "bytes": size, "same": same, "noise": noise}
+    both = {side: seconds[side, 0, count] for side in ("file", "call")}
     return [
-        {"decoding": decoding, "cold": prompt.cold[n], **more}
+        {"decoding": decoding, "cold": prompt.cold[n], **both, **more}
         | {side: seconds[side, n, count] for side in ("memory", "disk")}
         for n, decoding in enumerate(DECODINGS)
     ]
+
+
+def allowed(row: Row) -> float:
+    """Seconds that a warm start from disk should take at most."""
+    return row["file"] + CALLS * row["call"]
 
 
 def _seconds(side: str) -> Callable[[Row], str]:
@@ -106,6 +125,7 @@ def report(result: Row) -> str:
         "decoding": lambda row: row["decoding"],
         **{text: _seconds(side) for side, text in SIDES.items()},
         "MiB": lambda row: f"{row['bytes'] / 2**20:.1f}",
+        "disk / allowed": lambda row: f"{row['disk'] / allowed(row):.2f}",
         "noise": lambda row: f"{row['noise']:.0%}",
         "same token": lambda row: "yes" if row["same"] else "NO",
     }
@@ -114,7 +134,8 @@ def report(result: Row) -> str:
         [
             f"seconds to the first token; {result['model']}, adapter {result['adapter']}, "
             f"{result['dtype']}; {where['machine']}, mlx {where['mlx']}; {result['load']}",
-            f"cold once, else medians of {result['repeats']}\n",
+            f"cold once, else medians of {result['repeats']}; allowed: reading the file and "
+            f"{CALLS} plain calls\n",
             *table(columns, result["rows"]),
         ]
     )

@@ -73,7 +73,7 @@ def test_the_first_token_is_timed_cold_and_warm(folders, tmp_path, capsys):
     rows = [(row["context"], row["decoding"], row["same"]) for row in found["rows"]]
     assert rows == [(n, how, True) for n in (8, 40) for how in ("plain", "streaming")]
     assert all(row[side] > 0 for row in found["rows"] for side in first_token.SIDES)
-    assert "warm from disk" in capsys.readouterr().out
+    assert "disk / allowed" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == [
         f"first-token.{kind}" for kind in ("json", "txt")
     ]
