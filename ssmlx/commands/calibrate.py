@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         group,
         ("--data", "FILE.jsonl", "prompts such as the adapter will be asked: a JSON object with "
          f"`prompt` or `messages` a line (default: {PROMPTS_FILE} in the adapter's folder)", Path),
-        ("--out", "FOLDER", "for calibrate-ADAPTER.json and .txt (default: calibration in "
+        ("--out", "FOLDER", "for calibrate-ADAPTER.json, .txt and .png (default: calibration in "
          "the cache folder)", results_dir()),
     )  # fmt: skip
     add_counts(
@@ -118,11 +118,11 @@ def _main(args: argparse.Namespace) -> None:
     from ..calibration.choice import check, choose
     from ..calibration.costs import measure_costs
     from ..calibration.guesses import read_tokens, record_answers, split_prompts
-    from ..calibration.report import report, result_of
+    from ..calibration.report import draw, report, result_of
     from ..loading.files import make_folder
     from ..tuning.profile import store_profile
     from .machine import machine
-    from .results import write_result
+    from .results import publish
 
     plan = plan_of(args)
     make_folder(args.out)
@@ -152,7 +152,7 @@ def _main(args: argparse.Namespace) -> None:
         **result_of(model, profile, choice, checks),
         "noise": noise,
     }
-    write_result(result, args.out / f"calibrate-{adapter}", report(result))
+    publish(result, args.out / f"calibrate-{adapter}", report(result), draw)
 
 
 main = command(PROG, parse_args, _main)
