@@ -282,9 +282,8 @@ class Backbone:
 
     @property
     def final_norm_weight(self) -> mx.array:
-        """[D] weight of the final norm; where there is none, of the norm next to it."""
-        own = getattr(self._decoder, "final_norm_weight", None)
-        return self.final_norm.weight if own is None else own
+        """[D] weight of the final norm."""
+        return self.final_norm.weight
 
     @property
     def embeds_positions(self) -> bool:

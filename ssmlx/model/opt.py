@@ -1,7 +1,8 @@
 """OPT (https://arxiv.org/abs/2205.01068), as transformers has it, in the style of mlx-lm.
 
 Modules are named as in Hugging Face's checkpoints, so that PEFT's names of LoRA fit, and a folder
-that is written from this model loads in transformers.
+that is written from this model loads in transformers. It is the OPT of 125 million parameters, and
+of 1.3 billion and more: OPT-350m and Galactica, which are built otherwise, are refused.
 
 Positions are learned and added to the embedding; `backbone` says what that means for streams.
 """
@@ -16,13 +17,15 @@ from mlx_lm.models.base import BaseModelArgs, create_attention_mask, scaled_dot_
 _FIRST_POSITION = 2
 """Row of the position table that belongs to the first token."""
 
-_ACTIVATIONS = {
-    "relu": nn.relu,
-    "gelu": nn.gelu,
-    "gelu_new": nn.gelu_approx,
-    "silu": nn.silu,
-    "swish": nn.silu,
+_BUILT = {
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "activation_function": "relu",
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "tie_word_embeddings": True,
 }
+"""Settings that decide how it is built, and what they are here."""
 
 
 @dataclass
@@ -45,30 +48,28 @@ class ModelArgs(BaseModelArgs):
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
+        built = {**_BUILT, "word_embed_proj_dim": self.hidden_size}
         self.word_embed_proj_dim = self.word_embed_proj_dim or self.hidden_size
+        for name, expected in built.items():
+            if (found := getattr(self, name)) != expected:
+                raise ValueError(f"{name} is {found!r} and not {expected!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is no multiple of num_attention_heads "
                 f"{self.num_attention_heads}"
             )
-        if self.activation_function not in _ACTIVATIONS:
-            known = ", ".join(_ACTIVATIONS)
-            raise ValueError(f"activation_function {self.activation_function!r} is none of {known}")
-
-    def layer_norm(self) -> nn.LayerNorm:
-        return nn.LayerNorm(self.hidden_size, affine=self.layer_norm_elementwise_affine)
 
 
 class Attention(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        size, bias = args.hidden_size, args.enable_bias
+        size = args.hidden_size
         self.num_heads = args.num_attention_heads
         self.scale = (size // self.num_heads) ** -0.5
-        self.k_proj = nn.Linear(size, size, bias=bias)
-        self.v_proj = nn.Linear(size, size, bias=bias)
-        self.q_proj = nn.Linear(size, size, bias=bias)
-        self.out_proj = nn.Linear(size, size, bias=bias)
+        self.k_proj = nn.Linear(size, size)
+        self.v_proj = nn.Linear(size, size)
+        self.q_proj = nn.Linear(size, size)
+        self.out_proj = nn.Linear(size, size)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         batch, length, _ = x.shape
@@ -89,45 +90,30 @@ class DecoderLayer(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.self_attn = Attention(args)
-        self.self_attn_layer_norm = args.layer_norm()
-        self.fc1 = nn.Linear(args.hidden_size, args.ffn_dim, bias=args.enable_bias)
-        self.fc2 = nn.Linear(args.ffn_dim, args.hidden_size, bias=args.enable_bias)
-        self.final_layer_norm = args.layer_norm()
-        self.norm_first = args.do_layer_norm_before
-        self._activation = _ACTIVATIONS[args.activation_function]
+        self.self_attn_layer_norm = nn.LayerNorm(args.hidden_size)
+        self.fc1 = nn.Linear(args.hidden_size, args.ffn_dim)
+        self.fc2 = nn.Linear(args.ffn_dim, args.hidden_size)
+        self.final_layer_norm = nn.LayerNorm(args.hidden_size)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        if self.norm_first:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), mask, cache)
-            return x + self._mlp(self.final_layer_norm(x))
-        x = self.self_attn_layer_norm(x + self.self_attn(x, mask, cache))
-        return self.final_layer_norm(x + self._mlp(x))
-
-    def _mlp(self, x: mx.array) -> mx.array:
-        return self.fc2(self._activation(self.fc1(x)))
+        x = x + self.self_attn(self.self_attn_layer_norm(x), mask, cache)
+        return x + self.fc2(nn.relu(self.fc1(self.final_layer_norm(x))))
 
 
 class Decoder(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        size, embedded = args.hidden_size, args.word_embed_proj_dim
+        size = args.hidden_size
         self.last_position = args.max_position_embeddings - 1
-        self.embed_tokens = nn.Embedding(args.vocab_size, embedded)
+        self.embed_tokens = nn.Embedding(args.vocab_size, size)
         self.embed_positions = nn.Embedding(args.max_position_embeddings + _FIRST_POSITION, size)
-        self.projects = embedded != size
-        if self.projects:
-            self.project_in = nn.Linear(embedded, size, bias=False)
-            self.project_out = nn.Linear(size, embedded, bias=False)
         self.layers = [DecoderLayer(args) for _ in range(args.num_hidden_layers)]
-        self.has_final_norm = args.do_layer_norm_before and not args._remove_final_layer_norm
-        if self.has_final_norm:
-            self.final_layer_norm = args.layer_norm()
+        self.final_layer_norm = nn.LayerNorm(size)
 
     @property
-    def final_norm_weight(self) -> mx.array:
-        """[D] of the last norm there is; ones where norms have none."""
-        norm = (self if self.has_final_norm else self.layers[-1]).final_layer_norm
-        return norm.weight if "weight" in norm else mx.ones(self.embed_positions.weight.shape[-1])
+    def norm(self) -> nn.Module:
+        """[B, R, D] to what the head takes, under the name that other models have for it."""
+        return self.final_layer_norm
 
     def embed_at(self, tokens: mx.array, positions: mx.array) -> mx.array:
         """[B, R, D] of `tokens` [B, R] at `positions`, [B, R] or [R].
@@ -135,17 +121,8 @@ class Decoder(nn.Module):
         A draft tree may reach beyond the last position; such tokens are never part of an answer,
         and get the last one. Padding stands before the first.
         """
-        hidden = self.embed_tokens(tokens)
-        if self.projects:
-            hidden = self.project_in(hidden)
         positions = mx.clip(positions, -1, self.last_position)
-        return hidden + self.embed_positions(positions + _FIRST_POSITION)
-
-    def norm(self, hidden: mx.array) -> mx.array:
-        """[B, R, D] to what the head takes."""
-        if self.has_final_norm:
-            hidden = self.final_layer_norm(hidden)
-        return self.project_out(hidden) if self.projects else hidden
+        return self.embed_tokens(tokens) + self.embed_positions(positions + _FIRST_POSITION)
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
         cache = cache or [None] * len(self.layers)
@@ -172,24 +149,17 @@ class Model(nn.Module):
         self.args = args
         self.model_type = args.model_type
         self.model = OPTModel(args)
-        if not args.tie_word_embeddings:
-            self.lm_head = nn.Linear(args.word_embed_proj_dim, args.vocab_size, bias=False)
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        hidden = self.model(inputs, cache)
-        if self.args.tie_word_embeddings:
-            return self.model.decoder.embed_tokens.as_linear(hidden)
-        return self.lm_head(hidden)
+        return self.model.decoder.embed_tokens.as_linear(self.model(inputs, cache))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Weights under this model's names: some checkpoints are of the model without its head."""
-        named = {
+        return {
             f"model.{name}" if name.startswith("decoder.") else name: array
             for name, array in weights.items()
+            if name != "lm_head.weight"
         }
-        if self.args.tie_word_embeddings:
-            named.pop("lm_head.weight", None)
-        return named
 
     @property
     def layers(self) -> list[Any]:
