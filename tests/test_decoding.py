@@ -576,7 +576,8 @@ def test_both_schedules_draft_the_same_trees(architecture, scope, adapter):
 
 
 def test_a_replay_knows_the_window_at_every_place():
-    model, chain = make_model(adapter={"stream_window": 4}), TreeConfig(kind="full", width=1)
+    adapter = {"stream_window": 4, "prompt_template": "{prompt}"}
+    model, chain = make_model(adapter=adapter), TreeConfig(kind="full", width=1)
     model.backbone.turn_opening = (7, 7)
     prompt = [3, 1, 7, 7, 5, 9, 2, 6, 5, 7, 7, 3, 5, 8]
     answer = first_tokens(plain_decode(model, prompt, model.make_cache()), 12)[0]

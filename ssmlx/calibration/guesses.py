@@ -115,7 +115,7 @@ def guesses_along(
     tree = Tree(nodes, topology.depths, topology.paths, topology.num_internal, topology)
     cache.reserve(tokens=1, scratch=tree.num_nodes * (1 + streams))
     hidden = model.insert(model.lower(tree, cache), streams)
-    cache.turn = len(prompt) - own_turn(prompt, model.backbone.turn_opening)
+    cache.turn = len(prompt) - own_turn(prompt, model.turn_opening)
     starts = [model.window_start(cache, cache.offset + place) for place in range(len(answer))]
     rows = model.upper(hidden, tree, cache, streams, starts=mx.array(starts, mx.int32))
     rows = rows[:, tree.num_nodes :]

@@ -271,7 +271,7 @@ def streaming_decode(
     text = [*context, *prompt]
     drafter.start(text)
     cache.trim(cache.offset)
-    cache.turn = cache.offset + len(prompt) - own_turn(text, model.backbone.turn_opening)
+    cache.turn = cache.offset + len(prompt) - own_turn(text, model.turn_opening)
     root = mx.array(prompt[-1:], mx.int32)
     tail = last_tokens(text[:-1], sampler.context_size)
     yield from prefill_turns(model, prompt[:-1], cache, prefill_step_size)

@@ -312,6 +312,15 @@ class StreamFusedModel:
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         return self._run_upper(rows, mask, views, num_nodes)
 
+    @property
+    def turn_opening(self) -> tuple[int, ...]:
+        """Tokens that open turns which streams do not look beyond.
+
+        None where they were trained on chats: behind other turns, those of a template were not.
+        """
+        has_template = self.config is not None and self.config.prompt_template is not None
+        return self.backbone.turn_opening if has_template else ()
+
     def window_start(self, cache: TreeCache, position: int | None = None) -> int:
         """The first token behind the sinks that streams of a node at `position` see.
 
