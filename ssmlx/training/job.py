@@ -173,6 +173,9 @@ def prepare(
         return examples
 
     examples, valid = read("train.jsonl"), read("valid.jsonl")[: options.valid_count]
+    if start is None:
+        longest = max(len(example.tokens) for example in examples)
+        config = replace(config, stream_window=max(config.stream_window, longest))
     vocab = None
     if start is not None and start.streams.draft_vocab is not None:
         vocab = np.array(start.streams.draft_vocab)
