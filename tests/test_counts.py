@@ -266,9 +266,20 @@ def test_primitives_of_a_step(scope, is_packed, monkeypatch):
         assert all(one <= limit for one, limit in zip(found, most, strict=True)), schedule
 
 
+@pytest.mark.parametrize("schedule", ["fused", "second-pass"])
+def test_primitives_of_a_condition(schedule, monkeypatch):
+    """14 score pairs, the rest is the beam: 16 for a tree without one, 38 with it."""
+    found = [
+        counts(make_model(adapter={"condition_rank": rank}), schedule, monkeypatch, on_gpu=True)[1]
+        for rank in (0, 4)
+    ]
+    assert found[1] - found[0] <= 36
+
+
 @pytest.mark.parametrize("schedule", ["plain", "fused", "second-pass"])
-def test_the_host_reads_once_a_step(schedule, monkeypatch):
-    reads, model = [], make_model(scope="streams")
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_host_reads_once_a_step(schedule, rank, monkeypatch):
+    reads, model = [], make_model(scope="streams", adapter={"condition_rank": rank})
     for place in ("loop.to_list", "drafter.to_list", "prune.to_int"):
         module, name = place.split(".")
         read = getattr(shapes, name)

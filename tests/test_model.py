@@ -643,7 +643,7 @@ def test_a_conditional_tree_is_the_brute_force_optimum(size, width, levels):
         assert len(found) == len(set(found)) == tree.num_nodes == min(size, len(scores))
         assert [len(path) for path in found] == tree.depths.tolist() == sorted(map(len, found))
         parents = [found.index(path[:-1]) for path in found[1:]]
-        assert tree.parents.tolist() == [0, *parents] and parents == sorted(parents)
+        assert tree.parents.tolist() == [0, *parents]
         assert max(parents, default=0) < tree.num_internal
         again = conditional_tree(logprobs[::-1].copy(), config)  # Its shape follows from settings.
         assert (again.paths.shape, again.num_internal) == (tree.paths.shape, tree.num_internal)

@@ -32,9 +32,16 @@ def rank_given(
     first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
     previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
     normed = normed.reshape(*columns.shape[:2], -1)
-    scores = logprobs[:, :, None] + model.condition_logits(normed, previous, columns)
-    mass = mx.logsumexp(logprobs, axis=-1)[:, :, None, None]
-    return columns, scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
+    return columns, share_anew(logprobs, model.condition_logits(normed, previous, columns))
+
+
+@mx.compile
+def share_anew(logprobs: mx.array, more: mx.array) -> mx.array:
+    """[..., C, K] log probabilities of the mass of `logprobs` [..., K], by these and `more` logits
+    [..., C, K]."""
+    scores = logprobs[..., None, :] + more
+    mass = mx.logsumexp(logprobs, axis=-1)[..., None, None]
+    return scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
 
 
 class StreamDrafter:

@@ -8,7 +8,7 @@ device, with shapes that the settings alone decide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
@@ -251,67 +251,93 @@ def grow_conditional(
         levels, width = min(levels, config.size - 1), 1 if config.size == 2 else width
     if levels == 0:
         return root_tree(root)
-    ranked = None  # [G, K, width] the best children of each candidate, where not all may be
-    if config.kind == "full" or width < count:
-        ranked = mx.argsort(-logprobs, axis=-1)[:, :, :width].astype(mx.int32)
-        if config.kind == "full" or width == 1:
-            return _ranked_tree(root, tokens, ranked, full_topology(width, levels))
+    if config.kind == "full" or width == 1:
+        return _ranked_tree(root, tokens, _ranked(logprobs, width), full_topology(width, levels))
+    nodes, depths, paths, ancestors = _beam(root, tokens, logprobs, levels, config.size, width)
+    tree = Tree(nodes, depths, paths, nodes.size)
+    vars(tree)["ancestors"] = ancestors
+    return tree
+
+
+@mx.compile
+def _beam(
+    root: mx.array, tokens: mx.array, logprobs: mx.array, levels: int, size: int, width: int
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Tokens, depths, paths and ancestors of the best tree of `grow_conditional`."""
+    count, children = tokens.shape[1], []
+    if width < count:
+        ranked = _ranked(logprobs, width)
         logprobs = mx.take_along_axis(logprobs, ranked, axis=-1)
-    edges, slots = clip_edges(logprobs), [indices(1)]
-    chosen: list[mx.array] = []
-    scores: list[mx.array] = []
-    for level in range(levels):
+        children = _by_level(ranked)
+    edges, layout = _by_level(clip_edges(logprobs)), _layout(levels, size, count, width)
+    chosen, slots, scores = [layout.nodes[:1]], [layout.nodes[:1]], [layout.root_score]
+    for level, kept in enumerate(layout.counts):
         below = edges[level][slots[-1]]
-        below = (below if level == 0 else below + scores[-1][:, None]).flatten()
-        best = top_nodes(below, min(config.size - 1 - level, below.size))
-        own = best % width if ranked is None else take(ranked[level][slots[-1]].flatten(), best)
+        below = (below + scores[-1][:, None] if level else below).flatten()
+        best = mx.argpartition(below, below.size - kept)[-kept:]
+        own = take(children[level][slots[-1]].flatten(), best) if children else best % width
         slots.append(own)
         chosen.append(best)
         scores.append(take(below, best))
-    layout = _layout(tuple(best.size for best in chosen), count)
-    parents = mx.concatenate([indices(1), mx.concatenate(chosen) // width + layout.above])
+    parents = mx.concatenate(chosen) // width + layout.above
     below_root = take(tokens.flatten(), mx.concatenate(slots[1:]) + layout.slots)
-    trail = [indices(parents.size)]
-    for _ in chosen:
+    trail = [layout.nodes]
+    for _ in layout.counts:
         trail.append(take(parents, trail[-1]))
-    paths = mx.take_along_axis(mx.stack(trail, axis=1), layout.up, axis=1)
-    num_internal = parents.size - chosen[-1].size
-    tree = Tree(mx.concatenate([root, below_root]), layout.depths, paths, num_internal)
-    if tree.num_nodes <= config.size:
-        return tree
-    return tree.select(top_nodes(mx.concatenate([layout.root_score, *scores]), config.size))
+    paths = mx.take_along_axis(mx.stack(trail, axis=1), layout.up, axis=1).astype(mx.int32)
+    tree = Tree(mx.concatenate([root, below_root]), layout.depths, paths, parents.size)
+    if tree.num_nodes > size:
+        tree = tree.select(top_nodes(mx.concatenate(scores), size))
+    return tree.tokens, tree.depths, tree.paths, tree.ancestors
+
+
+def _ranked(logprobs: mx.array, width: int) -> mx.array:
+    """[G, K, width] every candidate's best children, of log probabilities [G, K, K]."""
+    if width == 1:
+        return mx.argmax(logprobs, axis=-1, keepdims=True)
+    return mx.argsort(-logprobs, axis=-1)[:, :, :width]
+
+
+def _by_level(array: mx.array) -> list[mx.array]:
+    """Its rows: brackets would gather them."""
+    return [one.squeeze(0) for one in mx.split(array, array.shape[0])]
 
 
 def _ranked_tree(root: mx.array, tokens: mx.array, ranked: mx.array, topology: Topology) -> Tree:
     """Of every node the best children, as a fixed topology; arrays as in `grow_conditional`."""
     slots, nodes = indices(1), [root]
-    for level in range(topology.paths.shape[1] - 1):
-        slots = ranked[level][slots].flatten()
-        nodes.append(take(tokens[level], slots))
+    rows = zip(_by_level(ranked), _by_level(tokens), strict=True)
+    for children, own_tokens in list(rows)[: topology.paths.shape[1] - 1]:
+        slots = children[slots].flatten()
+        nodes.append(take(own_tokens, slots))
     found = mx.concatenate(nodes)
     return Tree(found, topology.depths, topology.paths, topology.num_internal, topology)
 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """What is known of a beam's nodes beforehand."""
+    """What is known beforehand of a beam's nodes, the root among them."""
 
+    counts: list[int]  # of each depth below the root
     depths: mx.array  # [N]
+    root_score: mx.array  # [1]
+    nodes: mx.array  # [N] from 0 up
+    above: mx.array  # [N] the first node of each node's parent's depth
     up: mx.array  # [N, P] how far above each node the node at each depth of its path is
-    # [N - 1] of each node below the root: the first node, and candidate, of its parent's and its
-    # own depth
-    above: mx.array
-    slots: mx.array
-    # [1]
-    root_score: mx.array = field(default_factory=lambda: evaluated(mx.zeros(1)))
+    slots: mx.array  # [N - 1] the first of the candidates [G, K] of each node below the root
 
 
 @lru_cache(maxsize=64)
-def _layout(counts: tuple[int, ...], num_candidates: int) -> _Layout:
-    """Of a beam of `counts` nodes in each depth below the root."""
-    levels = np.arange(len(counts) + 1)
-    depths = np.repeat(levels, [1, *counts])
-    firsts = np.cumsum([0, 1, *counts[:-1]])
-    below = depths[1:] - 1
-    found = depths, np.maximum(depths[:, None] - levels, 0), firsts[below], below * num_candidates
-    return _Layout(*(evaluated(mx.array(one.astype(np.int32))) for one in found))
+def _layout(levels: int, size: int, num_candidates: int, width: int) -> _Layout:
+    counts = [1]
+    for level in range(levels):
+        counts.append(min(size - 1 - level, counts[-1] * width))
+    depths = np.repeat(np.arange(levels + 1), counts)
+    above = np.cumsum([0, 0, *counts])[depths]
+    up = np.maximum(depths[:, None] - np.arange(levels + 1), 0)
+    slots = (depths[1:] - 1) * num_candidates
+    found = (np.arange(len(depths)), above, up, slots)
+    arrays = [evaluated(mx.array(one.astype(np.uint32))) for one in found]
+    return _Layout(
+        counts[1:], evaluated(mx.array(depths, mx.int32)), evaluated(mx.zeros(1)), *arrays
+    )
