@@ -9,11 +9,11 @@ writes a folder that mlx-lm, `ssmlx` and transformers load. No pickled code is r
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +144,7 @@ def _dequantised(folder: Path, quantization: Mapping[str, Any]) -> dict[str, tor
 def write_safetensors(source: Path, target: Path) -> None:
     """Write a model folder of .bin files with safetensors instead; names and dtypes stay."""
     check_torch()
-    from safetensors.torch import save_file
+    from huggingface_hub import save_torch_state_dict
 
     read_json(source / "config.json", "a model folder")
     pickles = sorted(source.glob(PICKLES))
@@ -153,16 +153,8 @@ def write_safetensors(source: Path, target: Path) -> None:
     )
     require(not target.exists(), f"{target} exists", expected="a new folder", do="choose another")
     with new_folder(target) as folder:
-        weight_map: dict[str, str] = {}
-        size = 0
-        for number, pickle in enumerate(pickles, 1):
-            name = f"model-{number:05}-of-{len(pickles):05}.safetensors"
-            tensors = load_pickle(pickle)
-            save_file(tensors, folder / name, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, name)
-            size += sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        parts = (load_pickle(pickle).items() for pickle in pickles)
+        save_torch_state_dict(dict(chain.from_iterable(parts)), folder)
         copy_settings(source, folder)
 
 
