@@ -1,4 +1,4 @@
-"""perf.compare: every system, its tables, what stops and goes on."""
+"""perf.compare and perf.first_token: every system, its tables, what stops and goes on."""
 
 import copy
 import functools
@@ -15,6 +15,7 @@ from real import (
     exit_code,
     make_adapter,
     one_line,
+    without_prune,
     words,
     write_base,
     write_tiny_adapter,
@@ -22,7 +23,7 @@ from real import (
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
-from perf import compare
+from perf import compare, first_token
 from perf.compare import draw, report
 from perf.run import experiment as figures
 from perf.run import target
@@ -31,7 +32,7 @@ from perf.run.options import SYSTEMS, experiment_of, parse_systems
 from perf.run.tasks import SQL
 from ssmlx.decoding import loop as decode
 from ssmlx.drafters.heads import write_heads
-from ssmlx.loading.adapter import write_adapter
+from ssmlx.loading.adapter import Adapter, write_adapter
 from ssmlx.loading.load import load_base
 from ssmlx.settings import SamplingConfig
 
@@ -41,14 +42,28 @@ LOSSLESS = [name for name in SYSTEMS if name != "mlx-lm"]
 MEASURED = Path(__file__).parents[1] / "perf" / "measured"
 
 
+def with_rotation(adapter: Adapter) -> Adapter:
+    """The adapter with values turned in place of embeddings, and 20 tokens to draft from."""
+    config = replace(
+        adapter.config, stream_design="value_rotation", rotation_step=0.4, draft_vocab_size=20
+    )
+    vocab = mx.arange(3, 63, 3).astype(mx.int32)
+    return replace(
+        adapter, config=config, streams=replace(adapter.streams, embeddings=None, draft_vocab=vocab)
+    )
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A base, another one, a draft model, adapters of both scopes, heads, and data."""
+    """A base, another one, a draft model, adapters of all kinds, heads, and data."""
     root = tmp_path_factory.mktemp("compare")
     base = write_base(root / "base")
     write_base(root / "draft", seed=3)
     write_tiny_adapter(root / "tuned", base, template=TEMPLATE)
     write_tiny_adapter(root / "light", base, scope="streams", template=TEMPLATE)
+    turned = with_rotation(without_prune(make_adapter(base, template=TEMPLATE)))
+    (root / "turned").mkdir()
+    write_adapter(root / "turned", turned)
     other = write_base(root / "other", norm=1.5)
     write_tiny_adapter(root / "strange", other)
     backbone, _ = load_base(base, "float32")
@@ -146,11 +161,38 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_streams_alone_leave_the_target_as_it_is(command, tmp_path):
-    assert command("--systems", "streams", "lookahead", "--count", 2, adapter="light")[0] == 0
-    result = saved(tmp_path)
-    assert result["tasks"][0]["scope"] == "streams"
-    assert [row["same_as_plain"] for row in rows_of(result).values()] == [2] * 4
+PRUNED = {"tuned": 3, "light": 3, "turned": 0}
+
+
+@pytest.mark.parametrize("name", PRUNED)
+def test_every_tree_of_an_adapter_is_lossless(command, tmp_path, name):
+    more = ("--systems", "trees", "--steps", 2, "--repeats", 1, "--count", 2)
+    code, out, _ = command(*more, adapter=name)
+    (task,), trees = saved(tmp_path)["tasks"], 3 + PRUNED[name]
+    rows, step = task["systems"], task["step"]
+    assert code == 0 and [row["kind"] for row in rows] == ["mlx-lm", "plain", *["streams"] * trees]
+    assert {row["same_as_plain"] for row in rows} == {2}
+    assert list(task["left_out"].values()) == ["the adapter has no pruning adapter"] * (6 - trees)
+    assert (task["adapter"], task["data"]) == (name, "test.jsonl")
+    assert task["scope"] == ("streams" if name == "light" else "all")
+    assert step["name"] == rows[2]["name"] and step["nodes"] == 3
+    assert 0 < step["one_row"] < 1 and step["forward"] > 0 and step["allowed"] > 0
+    assert "2 of 2" in out and "a step of its 3 nodes: its forward" in out
+
+
+def test_the_first_token_is_timed_cold_and_warm(folders, tmp_path, capsys):
+    argv = ["--model", str(folders / "base"), "--adapter", str(folders / "light")]
+    argv += ["--contexts", "40", "8", "--repeats", "2", "--out", str(tmp_path)]
+    assert first_token.main(argv) == 0
+    found = saved(tmp_path, "first-token")["rows"]
+    rows = [(row["context"], row["decoding"], row["same"]) for row in found]
+    assert rows == [(n, how, True) for n in (8, 40) for how in ("plain", "streaming")]
+    assert all(row[side] > 0 for row in found for side in first_token.SIDES)
+    assert "warm from disk" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"first-token.json", "first-token.txt"}
+    assert first_token.main([*argv, "--contexts", "256"]) == 2
+    said = one_line(capsys.readouterr().err, first_token.PROG)
+    assert "less than the model's context of 256" in said
 
 
 def test_a_system_without_its_weights_is_left_out(command, folders, arguments, tmp_path):
