@@ -212,6 +212,9 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
     bare = replace(adapter, config=replace(adapter.config, prune_rank=0))
     with pytest.raises(InputError, match="no pruning adapter"):
         build_graphs(folders.base, bare, config(prune_to=PRUNED))
+    given = replace(adapter, config=replace(adapter.config, condition_rank=4))
+    with pytest.raises(InputError, match="an adapter with condition_rank 4"):
+        build_graphs(folders.base, given, config())
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):

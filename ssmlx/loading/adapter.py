@@ -1,8 +1,10 @@
 """The adapter folder's format: what the converter and the trainer write and `ssmlx.load` reads.
 
     streams_config.json          settings, LoRA's scale, and what identifies the base model
-    streams.safetensors          stream_embeddings, stream_init.*, prune_adapter.*, condition.*,
-                                 draft_vocab, each where the settings name it
+    streams.safetensors          each where the settings name it: stream_embeddings [G, D],
+                                 stream_init and prune_adapter, .lora_A.weight [r, D] and
+                                 .lora_B.weight [D, r]; condition, .embed.weight and .gate.weight
+                                 [r, D] and .out.weight [D, r]; draft_vocab [Vd]
     adapters.safetensors         LoRA of scope "all", with adapter_config.json beside it: exactly
                                  what mlx-lm's own `--adapter-path` reads
     stream_adapters.safetensors  LoRA of scope "streams"; mlx-lm, which would apply it to every

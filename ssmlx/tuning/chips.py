@@ -36,6 +36,8 @@ LAYER_KERNELS = 17
 HEAD_KERNELS = 3
 STEP_KERNELS = 90
 """Beside layers and heads: acceptance, commit, ranks, the next tree. From counts, without views."""
+CONDITION_KERNELS = 36
+"""More of them where a condition scores pairs, and a beam grows the tree."""
 MOST_ROWS = 128
 _ROWS = (*range(1, 18), 20, 24, 28, 32, 33, 48, 64, 65, 96, 97, MOST_ROWS)
 _FAR, _TILE, _NEAR = 8192, 32, 1.0
@@ -201,6 +203,7 @@ class Decoder:
     num_streams: int = 0  # G
     draft_vocab: int = 0  # tokens that streams draft from
     window: int = 256  # tokens that streams see at most
+    is_conditional: bool = False  # whether streams have a condition
 
     @classmethod
     def of(cls, model: StreamFusedModel) -> Self:
@@ -223,6 +226,7 @@ class Decoder:
             num_streams=model.num_streams,
             draft_vocab=model.draft_vocab_size,
             window=model.config.stream_window if model.config else 0,
+            is_conditional=model.is_conditional,
         )
 
     @property
@@ -241,6 +245,8 @@ def costs(decoder: Decoder, chip: Chip, bound: Bound = "middle") -> StepCosts:
     upper, streams, launch = decoder.msa_layers, decoder.num_streams, chip.launch()
     r, (attention,) = row_costs(chip, decoder.bits, bound), published()["attention"]
 
+    kernels = STEP_KERNELS + CONDITION_KERNELS * decoder.is_conditional
+
     def head(vocab: int, rows: Sequence[int]) -> Surface:
         read = chip.seconds(decoder.head_bytes(vocab))
         return Surface.of({(row, 0): HEAD_KERNELS * launch + read * r[row] for row in rows})
@@ -255,7 +261,7 @@ def costs(decoder: Decoder, chip: Chip, bound: Bound = "middle") -> StepCosts:
         points = [(row, context) for row in rows for context in (0, _FAR)]
         return Surface.of({point: layers * layer(*point) + more for point in points})
 
-    whole_head, beside = head(decoder.vocab, _ROWS), Surface.of({(1, 0): STEP_KERNELS * launch})
+    whole_head, beside = head(decoder.vocab, _ROWS), Surface.of({(1, 0): kernels * launch})
     return StepCosts(
         plain=run(decoder.layers, [1], whole_head.at(1)),
         lower=run(decoder.layers - upper, _ROWS),
