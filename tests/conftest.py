@@ -16,7 +16,7 @@ if _WORKER:
     _own.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(_own)
 
-import ssmlx  # noqa: F401  (first: it chooses the BLAS that MLX will load)
+import ssmlx  # first: it chooses the BLAS that MLX will load
 
 import mlx.core as mx  # isort: skip
 
@@ -53,6 +53,20 @@ def base(tmp_path_factory):
     from real import write_base
 
     return write_base(tmp_path_factory.mktemp("tiny") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base):
+    """The folder of an adapter of the tiny model."""
+    from real import write_tiny_adapter
+
+    return write_tiny_adapter(base.parent / "adapter", base)
+
+
+@pytest.fixture(scope="module")
+def loaded(base, adapter):
+    """The tiny model with its adapter, and the tokenizer."""
+    return ssmlx.load(str(base), adapter=adapter, dtype="float32")
 
 
 @pytest.fixture(autouse=True)

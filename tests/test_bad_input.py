@@ -11,7 +11,7 @@ import threading
 import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from real import ROOT, refusal, run_module, write_base, write_tiny_adapter
+from real import ROOT, refusal, run_module, write_base
 from tiny import make_tokenizer
 
 import ssmlx
@@ -212,11 +212,6 @@ BASES = [
     {"norm_probe": [FAR]}, {"num_layers": "four"}, {"vocab_size": 1e300}, {"hidden_size": None},
     {"vocab_size": True}, {"spare": 1},
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def adapter(base):
-    return write_tiny_adapter(base.parent / "adapter", base)
 
 
 @pytest.mark.parametrize("number", range(len(ADAPTERS) + len(BASES)))

@@ -1,19 +1,13 @@
 """Chats of many turns: the cache that is kept, and what may go wrong."""
 
 import pytest
-from real import answer, words, write_tiny_adapter
+from real import answer, words
 
 import ssmlx
 from ssmlx.errors import InputError
 from ssmlx.prompts import chat_tokens
 
 LENGTH = 12
-
-
-@pytest.fixture(scope="module")
-def loaded(base):
-    adapter = write_tiny_adapter(base.parent / "adapter", base)
-    return ssmlx.load(str(base), adapter=adapter, dtype="float32")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import (
     SPMStreamingDetokenizer,
     TokenizerWrapper,
 )
-from real import answer, write_tiny_adapter
+from real import answer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -141,12 +141,6 @@ def test_what_may_begin_a_stop_string_is_held_back():
     segments = told("bytes", [[token] for token in encoded("bytes", "aaaba")], ["aab!"])
     assert [one.text for one in segments] == ["", "", "a", "", "aab"]
     assert sum(one.finish_reason is not None for one in segments) == 0
-
-
-@pytest.fixture(scope="module")
-def loaded(base):
-    adapter = write_tiny_adapter(base.parent / "adapter", base)
-    return ssmlx.load(str(base), adapter=adapter, dtype="float32")
 
 
 HOW = ({"decoding": "plain"}, {}, {"drafter": "prompt-lookup"}, {"drafter": "lookahead"})

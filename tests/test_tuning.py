@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from real import make_adapter, write_adapter, write_tiny_adapter
+from real import make_adapter, write_adapter
 from tiny import COSTS, first_tokens, flat, make_model, make_profile, make_tokenizer, measured
 
 import ssmlx
@@ -501,11 +501,6 @@ def test_deterministic_answers_make_the_same_calls_on_every_machine(model):
         assert not plan.is_tuned and plan.pace._learned is None
     assert len(calls[True]) == 2, "one a setting"
     assert len(calls[False]) > 2
-
-
-@pytest.fixture(scope="module")
-def adapter(base):
-    return write_tiny_adapter(base.parent / "adapter", base)
 
 
 def store_for(base, adapter, make=profile):
