@@ -13,9 +13,13 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from tiny import tree_from_parents
 
+from convert.formats.adapter import read_checkpoint
+from convert.reference.checkpoint import save_reference
 from convert.reference.format import LoraSettings
 from convert.reference.model import StreamFusedReference
 from ssmlx.decoding.loop import prefill
+from ssmlx.loading.adapter import write_adapter
+from ssmlx.loading.load import load_base
 from ssmlx.settings import StreamConfig
 
 ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Phi3", "Mistral")
@@ -58,6 +62,18 @@ def make_model(architecture="Llama", *, base=None, lora=LORA, draft_vocab=None, 
             if parameter.requires_grad:
                 parameter.normal_(std=0.3)
     return model
+
+
+def convert(folder, reference):
+    """The MLX adapter folder that the converter makes of a reference, for the base in the folder
+    `base` beside it; and that base's backbone."""
+    checkpoint, adapter = folder / "checkpoint", folder / "adapter"
+    save_reference(reference, checkpoint)
+    adapter.mkdir()
+    backbone, _ = load_base(folder / "base", "float32")
+    streams = checkpoint / "streams.safetensors"
+    write_adapter(adapter, read_checkpoint(checkpoint, streams, backbone))
+    return adapter, backbone
 
 
 def some_tokens(length, *, batch=1, vocab=VOCAB, seed=1):

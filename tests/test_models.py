@@ -20,6 +20,7 @@ from oracle import (
     LAYERS,
     STREAMS,
     WIDTH,
+    convert,
     gap,
     greedy_streaming,
     make_model,
@@ -34,12 +35,12 @@ from tiny import assert_close, first_tokens, slow
 
 from convert import base as convert_base
 from convert.formats.adapter import read_checkpoint
-from convert.reference.checkpoint import load_reference, save_reference
+from convert.reference.checkpoint import load_reference
 from convert.reference.format import LoraSettings, read_stream_config, stream_settings
 from convert.reference.model import StreamFusedReference, rotate_values
 from ssmlx.api import token_steps
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import load_adapter, write_adapter
+from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.loading.load import load_base
 from ssmlx.model import opt
@@ -121,17 +122,6 @@ def make_reference(base=None, *, draft_vocab=(), lora_rank=3, **changes):
         draft_vocab_size=len(draft_vocab),
         **changes,
     )
-
-
-def convert(folder, reference):
-    """The MLX adapter folder that the converter makes of a reference, and its base's backbone."""
-    checkpoint, adapter = folder / "checkpoint", folder / "adapter"
-    save_reference(reference, checkpoint)
-    adapter.mkdir()
-    backbone, _ = load_base(folder / "base", "float32")
-    streams = checkpoint / "streams.safetensors"
-    write_adapter(adapter, read_checkpoint(checkpoint, streams, backbone))
-    return adapter, backbone
 
 
 def make_pair(folder, name="llama", **changes):

@@ -15,6 +15,7 @@ from oracle import (
     VOCAB,
     WIDTH,
     assert_close,
+    convert,
     gap,
     greedy_plain,
     greedy_streaming,
@@ -30,16 +31,14 @@ from safetensors.torch import load, save_file
 from tiny import first_tokens
 
 from convert.base import load_base
-from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import load_reference, save_reference
 from convert.reference.format import LoraSettings
 from convert.reference.model import StreamFusedReference, stream_visibility
 from ssmlx import GenerateConfig
 from ssmlx.api import token_steps
 from ssmlx.errors import InputError
-from ssmlx.loading.adapter import load_adapter, write_adapter
+from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import fuse_streams
-from ssmlx.loading.load import load_base as load_mlx_base
 from ssmlx.settings import TreeConfig
 
 
@@ -393,13 +392,7 @@ def make_pair(folder, architecture, scope, kind):
     base.save_pretrained(folder / "base")
     rank = 0 if kind == "identity" else 3
     reference = make_model(base=base, adapter_scope=scope, stream_init=kind, stream_init_rank=rank)
-    checkpoint, adapter = folder / "checkpoint", folder / "adapter"
-    save_reference(reference, checkpoint)
-    adapter.mkdir()
-    backbone, _ = load_mlx_base(folder / "base", "float32")
-    write_adapter(
-        adapter, read_checkpoint(checkpoint, checkpoint / "streams.safetensors", backbone)
-    )
+    adapter, backbone = convert(folder, reference)
     model = fuse_streams(backbone, load_adapter(adapter), merge_lora=kind != "low_rank")
     return reference, model
 

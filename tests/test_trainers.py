@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 torch = pytest.importorskip("torch")
+import oracle
 from oracle import gap
 from oracle import make_base as make_torch_base
 from real import (
@@ -38,13 +39,11 @@ from convert import train as torch_command
 from convert.__main__ import main as convert
 from convert.base import load_base as load_torch_base
 from convert.export.export import build_reference
-from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import (
     load_fine_tuned,
     load_reference,
     merge_lora,
     reference_of,
-    save_reference,
     with_condition_of,
 )
 from convert.reference.format import TASK_LORA, LoraSettings
@@ -204,13 +203,10 @@ def pair(folder, architecture, draft_vocab, changes):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.4 if name.startswith(("stream", "condition")) else 0.1)
-    checkpoint, cpu = folder / "checkpoint", torch.device("cpu")
-    save_reference(model, checkpoint)
+    cpu, (adapter, backbone) = torch.device("cpu"), oracle.convert(folder, model)
     theirs = TorchTrainer(TorchObjective(model, train, draft_vocab, cpu, torch.float32), 10)
-    backbone, _ = load_base(folder / "base", "float32")
-    adapter = read_checkpoint(checkpoint, checkpoint / "streams.safetensors", backbone)
-    mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter), train, draft_vocab), 10)
-    return mine, theirs
+    mine = MlxObjective(TrainedModel(backbone, load_adapter(adapter)), train, draft_vocab)
+    return MlxTrainer(mine, 10), theirs
 
 
 def named_as_mine(named):

@@ -4,19 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from oracle import make_base
+from oracle import convert, make_base
 from oracle import make_model as make_reference
 from real import write_tokenizer
 
 from convert.export.export import build_graphs, make_manifest
 from convert.export.graph import DECODE, Graph
 from convert.export.settings import ExportConfig
-from convert.formats.adapter import read_checkpoint
-from convert.reference.checkpoint import save_reference
 from ssmlx.api import token_steps
 from ssmlx.exported.decode import SlotCache, streaming_decode
-from ssmlx.loading.adapter import Adapter, load_adapter, write_adapter
-from ssmlx.loading.load import load, load_base
+from ssmlx.loading.adapter import Adapter, load_adapter
+from ssmlx.loading.load import load
 from ssmlx.settings import GenerateConfig, PruneConfig
 
 WORDS = 64  # the tokenizer's
@@ -49,13 +47,7 @@ def write_pair(
     write_tokenizer(folder / "base")
     settings = {"hidden_size": 64, "stream_init": "residual", "stream_init_rank": 3, **changes}
     reference = make_reference(base=base, **settings)
-    checkpoint, adapter = folder / "checkpoint", folder / "adapter"
-    save_reference(reference, checkpoint)
-    adapter.mkdir()
-    backbone, _ = load_base(folder / "base", "float32")
-    streams = checkpoint / "streams.safetensors"
-    write_adapter(adapter, read_checkpoint(checkpoint, streams, backbone))
-    return Folders(folder / "base", adapter)
+    return Folders(folder / "base", convert(folder, reference)[0])
 
 
 class TorchBackend:
