@@ -18,7 +18,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import tiny
 from mlx_lm.models.llama import Model, ModelArgs
-from mlx_lm.utils import save_config, save_model
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -88,6 +88,20 @@ def write_base(
     more = {"architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2}
     save_config({**sizes, **more}, folder / "config.json")
     write_tokenizer(folder)
+    return folder
+
+
+def write_packed(folder: Path, base: Path, *, dtype: mx.Dtype | None = None, **options) -> Path:
+    """A folder of `write_base` with weights of 4 bits, or as `options` say, as mlx-lm writes it."""
+    model, config = load_model(base)
+    if dtype is not None:
+        model.set_dtype(dtype)
+    model, config = quantize_model(model, config, **{"group_size": 32, "bits": 4, **options})
+    folder.mkdir(exist_ok=True)
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    for path in base.glob("*token*") if base != folder else ():
+        shutil.copy(path, folder)
     return folder
 
 

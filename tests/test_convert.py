@@ -9,7 +9,7 @@ import ssmlx
 
 import mlx.core as mx  # isort: skip
 from oracle import gap, make_model
-from real import STREAMS, WIDTH, answer, one_line, snapshot, write_base
+from real import STREAMS, WIDTH, answer, one_line, snapshot, write_base, write_packed
 
 torch = pytest.importorskip("torch")
 import mlx_lm
@@ -289,12 +289,7 @@ def test_stream_settings_are_checked(checkpoint, refusal, changed, said):
 def test_fusing_into_quantised_weights_is_refused(
     base, trained, refusal, convert, tmp_path, capsys
 ):
-    packed = tmp_path / "packed"
-    model, tokenizer, config = mlx_lm.load(str(base), return_config=True)
-    model, config = mlx_lm.utils.quantize_model(model, config, 32, 8)
-    mlx_lm.utils.save_model(packed, model)
-    mlx_lm.utils.save_config(config, packed / "config.json")
-    tokenizer.save_pretrained(packed)
+    packed = write_packed(tmp_path / "packed", base, bits=8)
     capsys.readouterr()
     assert "--fuse into quantised weights" in refusal(trained, "--fuse", base=packed)
     fused = convert(trained, "--fuse", "--dtype", "float32", base=packed)

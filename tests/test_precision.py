@@ -6,8 +6,7 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model, quantize_model, save_config, save_model
-from real import answer, make_adapter, words, write_base
+from real import answer, make_adapter, words, write_base, write_packed
 from tiny import make_base, make_model, make_tokenizer, slow
 
 from perf import precision
@@ -125,10 +124,7 @@ def test_a_product_is_rounded_once(dtype, bits):
 
 
 def test_a_base_that_is_stored_in_as_many_bits_keeps_them(folders, tmp_path):
-    model, config = quantize_model(*load_model(folders / "base"), 32, 4)
-    save_model(tmp_path, model)
-    save_config(config, tmp_path / "config.json")
-    stored = mx.load(str(tmp_path / "model.safetensors"))
+    stored = mx.load(str(write_packed(tmp_path, folders / "base") / "model.safetensors"))
     name = "model.layers.0.self_attn.q_proj"
     for dtype, bits in PACKED.items():
         layer = dict(load_in(dtype, tmp_path)[0].named_modules())[name]

@@ -10,8 +10,8 @@ import pytest
 from mlx.utils import tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.tuner.lora import LoRALinear
-from mlx_lm.utils import load_adapters, load_model, quantize_model, save_config, save_model
-from real import ROOT, answer
+from mlx_lm.utils import load_adapters, load_model
+from real import ROOT, answer, write_packed
 from real import write_base as write_folder
 from tiny import LAYERS, VOCAB, make_adapter, make_base, make_lora, make_model, make_tokenizer, slow
 from tiny_heads import make_heads
@@ -194,19 +194,8 @@ def folders(tmp_path_factory):
         "8": {"bits": 8, "group_size": 64},
         "mixed": {"bits": 4, "group_size": 32, "quant_predicate": mixed},
     }.items():
-        write_packed(base, root / name, **options)
+        write_packed(root / name, base, **options)
     return root
-
-
-def write_packed(base, folder, **options) -> None:
-    """As `mlx_lm.convert -q` does."""
-    model, config = load_model(base)
-    model, config = quantize_model(model, config, **options)
-    folder.mkdir()
-    save_model(folder, model)
-    save_config(config, folder / "config.json")
-    for path in base.glob("*token*"):
-        (folder / path.name).write_bytes(path.read_bytes())
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])

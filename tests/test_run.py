@@ -9,8 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model, quantize_model, save_config, save_model
-from real import make_adapter, write_base, write_tiny_adapter
+from real import make_adapter, write_base, write_packed, write_tiny_adapter
 from tiny import make_lora
 
 from perf.run.experiment import speedups
@@ -197,12 +196,7 @@ def folders(tmp_path_factory):
     """A tiny base, the same one packed, and an adapter of each scope."""
     root = tmp_path_factory.mktemp("run")
     base = write_base(root / "base", width=64)
-    model, config = quantize_model(*load_model(base), group_size=32, bits=4)
-    (root / "packed").mkdir()
-    save_model(root / "packed", model)
-    save_config(config, root / "packed" / "config.json")
-    for path in base.glob("*token*"):
-        (root / "packed" / path.name).write_bytes(path.read_bytes())
+    write_packed(root / "packed", base)
     return root
 
 

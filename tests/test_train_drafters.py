@@ -9,7 +9,7 @@ import ssmlx  # first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
 import mlx_lm
-from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+from mlx_lm.utils import load_model, save_config
 from real import (
     LAYERS,
     VOCAB,
@@ -21,6 +21,7 @@ from real import (
     words,
     write_base,
     write_data,
+    write_packed,
     write_tokenizer,
 )
 from tiny_heads import converted
@@ -340,11 +341,7 @@ def tied(folder):
 
 def packed(folder):
     """A tied base in 4 bits, as mlx-lm writes it."""
-    model, config = load_model(tied(folder))
-    model, config = quantize_model(model, config, group_size=32, bits=4)
-    save_model(folder, model)
-    save_config(config, folder / "config.json")
-    return folder
+    return write_packed(folder, tied(folder))
 
 
 def of_transformers(architecture, **changes):
@@ -363,7 +360,9 @@ BASES = {
     "packed": packed,
     "layer types": of_transformers("Qwen2"),
     "another norm": of_transformers("Phi", partial_rotary_factor=0.5),
-    "learned positions": of_transformers("OPT", ffn_dim=48, word_embed_proj_dim=32),
+    "learned positions": of_transformers(
+        "OPT", ffn_dim=48, word_embed_proj_dim=32, tie_word_embeddings=True
+    ),
 }
 
 

@@ -12,7 +12,6 @@ import ssmlx
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 torch = pytest.importorskip("torch")
 import oracle
@@ -31,7 +30,7 @@ from real import (
     write_base,
     write_data,
     write_nested_base,
-    write_tokenizer,
+    write_packed,
 )
 from torch.nn import functional as F
 
@@ -127,14 +126,7 @@ both = pytest.mark.parametrize("command", [MLX, TORCH], ids=lambda command: comm
 @pytest.fixture(scope="module")
 def packed_base(base, tmp_path_factory):
     """The base in 4 bits, its scales in float16."""
-    folder = tmp_path_factory.mktemp("train") / "packed"
-    model, config = load_model(base)
-    model.set_dtype(mx.float16)
-    model, config = quantize_model(model, config, group_size=32, bits=4)
-    save_model(folder, model)
-    save_config(config, folder / "config.json")
-    write_tokenizer(folder)
-    return folder
+    return write_packed(tmp_path_factory.mktemp("train"), base, dtype=mx.float16)
 
 
 @pytest.fixture(scope="module")
