@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -14,13 +15,19 @@ from tiny_export import CHUNK, CONTEXT, TorchBackend, mlx_steps, torch_steps, wr
 
 from convert.base import load_base
 from convert.export.ane import rms_norm
-from convert.export.export import build_graphs, build_reference, make_manifest
+from convert.export.export import (
+    adapter_for_export,
+    build_graphs,
+    build_reference,
+    make_manifest,
+)
 from convert.export.parts import Head
 from convert.export.settings import ExportConfig
 from ssmlx.errors import InputError
 from ssmlx.exported.decode import SlotCache, prefill, step_inputs
 from ssmlx.loading import load as loading
 from ssmlx.loading.adapter import write_adapter
+from ssmlx.model.condition import Condition
 from ssmlx.settings import TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7, 9]
@@ -195,6 +202,20 @@ def test_a_head_in_pieces_is_the_whole_head(channels_first):
     assert torch.allclose(found, logits[torch.arange(5), drafted], atol=1e-5)
 
 
+def test_a_condition_stays_behind(tmp_path, capsys):
+    folders = write_pair(tmp_path)
+    adapter, width = (
+        folders.load_adapter(),
+        mx.zeros((4, folders.load_adapter().config.hidden_size)),
+    )
+    config_of = replace(adapter.config, condition_rank=4)
+    streams = replace(adapter.streams, condition=Condition(width, width, width.T))
+    write_adapter(tmp_path, replace(adapter, config=config_of, streams=streams))
+    found = adapter_for_export(folders.base, str(tmp_path))
+    assert (found.config, found.streams.condition) == (adapter.config, None)
+    assert "left out: the adapter's condition" in capsys.readouterr().err
+
+
 def test_settings_that_do_not_fit_are_refused(tmp_path):
     folders = write_pair(tmp_path)
     adapter = folders.load_adapter()
@@ -212,9 +233,6 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
     bare = replace(adapter, config=replace(adapter.config, prune_rank=0))
     with pytest.raises(InputError, match="no pruning adapter"):
         build_graphs(folders.base, bare, config(prune_to=PRUNED))
-    given = replace(adapter, config=replace(adapter.config, condition_rank=4))
-    with pytest.raises(InputError, match="an adapter with condition_rank 4"):
-        build_graphs(folders.base, given, config())
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):

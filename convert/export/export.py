@@ -11,6 +11,7 @@ It is written beside its place and renamed, so that it is there whole or not at 
 import importlib.metadata
 import json
 import platform
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -95,7 +96,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
     with writing(out):
         with report.stage("load"):
             folder = resolve_model(model)
-            own = _load_adapter(folder, adapter)
+            own = adapter_for_export(folder, adapter)
             graphs = build_graphs(folder, own, config)
         manifest = replace(
             make_manifest(graphs[-1], own, config),
@@ -119,7 +120,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
     return report
 
 
-def _load_adapter(folder: Path, adapter: str | None) -> Adapter:
+def adapter_for_export(folder: Path, adapter: str | None) -> Adapter:
     found = None if adapter is None else resolve_adapter(adapter)
     require(
         found is not None or (adapter is None and (folder / CONFIG_FILE).exists()),
@@ -127,7 +128,15 @@ def _load_adapter(folder: Path, adapter: str | None) -> Adapter:
         expected="--adapter, or a fused model folder",
         do="name an adapter or its folder",
     )
-    return load_adapter(found or folder)
+    own = load_adapter(found or folder)
+    if own.config.condition_rank == 0:
+        return own
+    note = (
+        "left out: the adapter's condition; packages draft each stream's candidates by themselves"
+    )
+    print(note, file=sys.stderr)
+    config = replace(own.config, condition_rank=0)
+    return replace(own, config=config, streams=replace(own.streams, condition=None))
 
 
 def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[Graph, Graph]:

@@ -87,12 +87,6 @@ class ExportConfig:
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
         from ssmlx.model.tree import draft_topology
 
-        require(
-            config.condition_rank == 0,
-            f"an adapter with condition_rank {config.condition_rank}",
-            expected="one without: packages draft each stream's candidates by themselves",
-            do="export the adapter that the condition was added to",
-        )
         streams = config.usable_streams(self.num_streams)
         tree = self.tree.no_wider_than(config.draft_vocab_size or vocab_size)
         topology = draft_topology(tree, streams)  # as `StreamDrafter` chooses it
