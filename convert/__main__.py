@@ -39,19 +39,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
          "says)", str, ADAPTER_SCOPES),
         ("--dtype", None, "of the adapter's weights, or of the fused model's; float16 halves an "
          "adapter (default: %(default)s)", "stored", DTYPES),
+        ("--fuse", None, "write a whole model folder with the LoRA merged into its weights (scope "
+         "all)", bool),
     )  # fmt: skip
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--lora", type=Path, metavar="FOLDER", help="PEFT's folder, or an adapter")
-    source.add_argument(
-        "--heads", type=Path, metavar="FOLDER",
-        help="published drafting heads in place of streams: Medusa's (medusa_lm_head.safetensors "
-        "or .pt, or a model with medusa_head.* in its weights) or an MLP speculator",
+    add_options(
+        parser.add_mutually_exclusive_group(required=True),
+        ("--lora", "FOLDER", "PEFT's folder, or an adapter", Path),
+        ("--heads", "FOLDER", "published drafting heads in place of streams: Medusa's "
+         "(medusa_lm_head.safetensors or .pt, or a model with medusa_head.* in its weights) or an "
+         "MLP speculator", Path),
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
-    parser.add_argument(
-        "--fuse", action="store_true",
-        help="write a whole model folder with the LoRA merged into its weights (scope all)",
-    )  # fmt: skip
     return parser.parse_args(argv)
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssmlx.commands.options import add_counts, command, make_parser
+from ssmlx.commands.options import add_counts, add_options, command, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import folder_digest, hold, make_folder, unwritable, write_whole
 from ssmlx.prompts import as_messages, encode, read_prompts
@@ -344,32 +344,27 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             flag, type=Path, required=True, metavar="FILE", help=f"{text}, JSON lines"
         )
     add_generator_options(parser)
-    parser.add_argument(
-        "--lora", type=Path, metavar="FOLDER",
-        help="LoRA that the model answers with, under the template that came with it: a PyTorch "
-        "checkpoint of scope all, or what mlx-lm or ssmlx.train wrote",
+    add_options(
+        parser,
+        ("--lora", "FOLDER", "LoRA that the model answers with, under the template that came with "
+         "it: a PyTorch checkpoint of scope all, or what mlx-lm or ssmlx.train wrote", Path),
+        ("--temp", None, "sampling temperature; 0 is greedy (default: 0)", 0.0),
     )  # fmt: skip
-    parser.add_argument(
-        "--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)"
-    )
     add_counts(parser, ("max-tokens", 160, "longest answer"), ("seed", 0, "seed of the sampler"))
     return parser.parse_args(argv)
 
 
 def add_generator_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="a folder, a Hub name or an alias (default: %(default)s)",
-    )
-    add_counts(parser, ("batch-size", 64, "prompts that are answered together"), metavar="B")
-    for flag, choices, text in (
-        ("--dtype", ("bfloat16", "float32"), "what the model computes in"),
-        ("--device", ("auto", "cpu", "cuda", "mps"), "auto: a GPU where PyTorch finds one"),
-    ):
-        parser.add_argument(
-            flag, choices=choices, default=choices[0], help=f"{text} (default: %(default)s)"
-        )
+    told = "(default: %(default)s)"
+    add_options(
+        parser,
+        ("--model", None, f"a folder, a Hub name or an alias {told}", DEFAULT_MODEL),
+        ("--batch-size", "B", f"prompts that are answered together {told}", 64),
+        ("--dtype", None, f"what the model computes in {told}", "bfloat16",
+         ("bfloat16", "float32")),
+        ("--device", None, f"auto: a GPU where PyTorch finds one {told}", "auto",
+         ("auto", "cpu", "cuda", "mps")),
+    )  # fmt: skip
 
 
 def check_batch_size(batch_size: int) -> None:

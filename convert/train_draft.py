@@ -2,7 +2,7 @@
 
 import argparse
 
-from ssmlx.commands.options import alone, command, make_parser
+from ssmlx.commands.options import add_options, alone, command, make_parser
 from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
 from ssmlx.errors import require
 from ssmlx.loading.names import resolve_model
@@ -31,14 +31,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     description = "Make a small model that drafts for a model of the same vocabulary, in PyTorch."
     parser = make_parser(PROG, description, EPILOG)
     add_run_options(parser, with_trees=False)
-    group = parser.add_argument_group("draft model")
-    group.add_argument(
-        "--layers", type=int, default=4, metavar="K",
-        help="its layers, the first of the base model (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--num-draft-tokens", type=int, default=DraftModelConfig().num_draft_tokens, metavar="N",
-        help="tokens of the chains that a validation replays (default: %(default)s)",
+    add_options(
+        parser.add_argument_group("draft model"),
+        ("--layers", "K", "its layers, the first of the base model (default: %(default)s)", 4),
+        ("--num-draft-tokens", "N", "tokens of the chains that a validation replays "
+         "(default: %(default)s)", DraftModelConfig().num_draft_tokens),
     )  # fmt: skip
     add_settings(parser, "optimisation", OPTIMISATION, _DEFAULTS)
     add_machine_options(parser)

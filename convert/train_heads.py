@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmlx.commands.options import alone, command, make_parser, reject
+from ssmlx.commands.options import add_options, alone, command, make_parser, reject
 from ssmlx.commands.train_options import OPTIMISATION, add_run_options, add_settings, run_options
 from ssmlx.errors import require
 from ssmlx.loading.names import resolve_model
@@ -113,14 +113,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_run_options(parser)
     add_settings(parser, "heads", ("num_heads",), shown=_DEFAULTS, of=HeadSettings)
     add_settings(parser, "draft vocabulary", ("draft_vocab_size",), shown=_DEFAULTS)
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--lora", type=Path, metavar="FOLDER",
-        help="a checkpoint of `convert.train` (--num-streams 0): the model is the fine-tuned one",
-    )  # fmt: skip
-    group.add_argument(
-        "--init", type=Path, metavar="FOLDER",
-        help="published heads to go on from, such as those of stage 1",
+    add_options(
+        parser.add_argument_group("model"),
+        ("--lora", "FOLDER", "a checkpoint of `convert.train` (--num-streams 0): the model is the "
+         "fine-tuned one", Path),
+        ("--init", "FOLDER", "published heads to go on from, such as those of stage 1", Path),
     )  # fmt: skip
     add_settings(parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, of=HeadSettings)
     add_settings(parser, "MLP speculator", _ONLY[_SPECULATOR], shown=_DEFAULTS, of=HeadSettings)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ssmlx.calibration.costs import CostPlan, forward_costs, with_whole_steps
-from ssmlx.commands.options import command, make_parser
+from ssmlx.commands.options import add_options, command, make_parser
 from ssmlx.commands.results import publish, write_result
 from ssmlx.errors import require
 from ssmlx.loading.adapter import read_lora
@@ -25,29 +25,12 @@ from ssmlx.settings import read_json
 from ssmlx.tuning.cost import DraftShape
 from ssmlx.tuning.report import Columns, table
 
+from .run import show
 from .run.experiment import Experiment, Measured, failures, result_of, task_result
 from .run.options import add_experiment_options, check_counts, experiment_of, split_name
 from .run.published import METHODS, Latency, Speed, latencies, span, speeds
 from .run.results import RESULTS, reading
-from .run.show import (
-    TOKENS_PER_CALL,
-    Cell,
-    Panel,
-    Row,
-    difference_lines,
-    draw_tasks,
-    figure,
-    heading,
-    interval,
-    markdown_table,
-    metrics,
-    notes_of,
-    number,
-    paper_span,
-    same_text,
-    task_heading,
-    title_of,
-)
+from .run.show import Cell, Panel, Row
 from .run.target import MLX_LM, PLAIN, STREAMS, System, Weights
 from .run.tasks import TASKS, data_file, differences, figures, read_examples
 
@@ -91,17 +74,17 @@ NOTES = (
 
 
 def report(result: Row) -> str:
-    blocks = [[heading(result)]]
+    blocks = [[show.heading(result)]]
     for task in result["tasks"]:
         rows = task["systems"]
         memory: Columns = {
             "beside the target": lambda row: row["name"],
             "weights, MiB": lambda row: _mib(row["weight_bytes"]) if row["weight_bytes"] else "-",
             "peak, MiB": lambda row: _mib(row["peak_bytes"]),
-            "same tokens as plain": same_text(task["prompts"]),
+            "same tokens as plain": show.same_text(task["prompts"]),
         }
         blocks += [
-            [f"== {task_heading(task)}"],
+            [f"== {show.task_heading(task)}"],
             table(_speed_columns(task), rows, _paper_lines(task, speeds, _speed_cells)),
             table(_latency_columns(task), rows, _paper_lines(task, latencies, _latency_cells)),
             table(memory, rows),
@@ -112,7 +95,7 @@ def report(result: Row) -> str:
 
 
 def markdown(result: Row) -> str:
-    lead = f"{heading(result)}. {_timing_text(result)}."
+    lead = f"{show.heading(result)}. {_timing_text(result)}."
     return "\n\n".join([lead, *(_task_markdown(task) for task in result["tasks"])])
 
 
@@ -120,18 +103,18 @@ def _task_markdown(task: Row) -> str:
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         "speed-up over mlx-lm": _speedup_text,
-        "tokens per call": figure("tokens_per_call"),
+        "tokens per call": show.figure("tokens_per_call"),
         "latency, ms (over mlx-lm)": lambda row: (
             f"{1e3 * row['latency_seconds']['value']:.0f} ({_latency_speedup_text(task, row)})"
         ),
-        **metrics(task["figures"][:1]),
-        "extra parameters": number("extra_parameters", "0"),
+        **show.metrics(task["figures"][:1]),
+        "extra parameters": show.number("extra_parameters", "0"),
         "peak memory beside the weights, MiB": lambda row: _mib(row["peak_bytes"]),
-        "same tokens as plain": same_text(task["prompts"]),
+        "same tokens as plain": show.same_text(task["prompts"]),
     }
-    lines = markdown_table(columns, task["systems"])
+    lines = show.markdown_table(columns, task["systems"])
     missing = "; ".join(f"{name}: {why}" for name, why in task["left_out"].items())
-    blocks = [f"**{task_heading(task)}**", lines, f"Left out: {missing}." if missing else ""]
+    blocks = [f"**{show.task_heading(task)}**", lines, f"Left out: {missing}." if missing else ""]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -139,22 +122,22 @@ def _speed_columns(task: Row) -> Columns:
     return {
         "table 1": lambda row: row["name"],
         "speed-up over mlx-lm": _speedup_text,
-        "tokens/call": figure("tokens_per_call"),
-        **{name: _marked(cell) for name, cell in metrics(task["figures"]).items()},
-        "extra parameters": number("extra_parameters"),
+        "tokens/call": show.figure("tokens_per_call"),
+        **{name: _marked(cell) for name, cell in show.metrics(task["figures"]).items()},
+        "extra parameters": show.number("extra_parameters"),
     }
 
 
 def _latency_columns(task: Row) -> Columns:
-    drafts = figure("draft_calls_per_answer", 1)
+    drafts = show.figure("draft_calls_per_answer", 1)
     return {
         "table 2": lambda row: row["name"],
-        "target calls": figure("target_calls_per_answer", 1),
+        "target calls": show.figure("target_calls_per_answer", 1),
         "draft calls": lambda row: drafts(row) if row["draft_calls"] else "-",
-        "latency, ms": figure("latency_seconds", 0, 1e3),
+        "latency, ms": show.figure("latency_seconds", 0, 1e3),
         "over mlx-lm": lambda row: _latency_speedup_text(task, row),
-        "first token, ms": figure("first_token_seconds", 0, 1e3),
-        "decode, ms": figure("decode_seconds", 0, 1e3),
+        "first token, ms": show.figure("first_token_seconds", 0, 1e3),
+        "decode, ms": show.figure("decode_seconds", 0, 1e3),
         "decode tokens/s": lambda row: f"{row['tokens_per_second']:.1f}",
     }
 
@@ -171,7 +154,7 @@ def _mib(size: int) -> str:
 def _speedup_text(row: Row) -> str:
     if row["kind"] == "mlx-lm":
         return "1.00"
-    return "-" if row["speedup"] is None else interval(row["speedup"], 2)
+    return "-" if row["speedup"] is None else show.interval(row["speedup"], 2)
 
 
 def _latency_speedup_text(task: Row, row: Row) -> str:
@@ -182,7 +165,7 @@ def _latency_speedup_text(task: Row, row: Row) -> str:
     if row["kind"] == "mlx-lm":
         return "1.00"
     if "latency_speedup" in row:
-        return interval(row["latency_speedup"], 2)
+        return show.interval(row["latency_speedup"], 2)
     base = next(one for one in task["systems"] if one["kind"] == "mlx-lm")
     return f"{base['latency_seconds']['value'] / row['latency_seconds']['value']:.2f}"
 
@@ -230,17 +213,17 @@ def _task_notes(task: Row) -> list[str]:
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
     for row in rows:
         lines += [f"{row['name']}: {difference_text(one)}" for one in row["differences"]]
-    lines += difference_lines(task["adapter"], BASELINE, task.get("differences", {}))
+    lines += show.difference_lines(task["adapter"], BASELINE, task.get("differences", {}))
     lines += _step_lines(task["step"]) if "step" in task else []
     for row in rows:
         over = row.get("speedup_over_draft_model")
         if over:
-            lines.append(f"{row['name']}: {interval(over, 2)} over the draft model's tokens/s")
+            lines.append(f"{row['name']}: {show.interval(over, 2)} over the draft model's tokens/s")
     if task["draft_call_seconds"]:
         lines.append(f"draft model: {1e3 * task['draft_call_seconds']:.1f} ms a call")
     cut = next(row["cut_at_max_tokens"] for row in rows if row["name"] == "plain")
     last = f"cut at {task['max_tokens']} tokens: {cut} of plain's answers"
-    return [*lines, *notes_of(task), last]
+    return [*lines, *show.notes_of(task), last]
 
 
 def _step_lines(step: Row) -> list[str]:
@@ -275,15 +258,15 @@ def draw(result: Row, path: Path) -> None:
         Panel(
             "speed-up over mlx-lm (decode tokens/s)",
             lambda row: row["speedup"],
-            paper_span(lambda row: row.speedup),
+            show.paper_span(lambda row: row.speedup),
         ),
-        TOKENS_PER_CALL,
+        show.TOKENS_PER_CALL,
     ]
     first = result["tasks"][0]
     if "differences" in first:
-        name, paper = first["figures"][0], paper_span(lambda row: row.metrics[0])
+        name, paper = first["figures"][0], show.paper_span(lambda row: row.metrics[0])
         panels.append(Panel(f"{name}, %", lambda row: row["figures"][name], paper, 1))
-    draw_tasks(result["tasks"], panels, title_of(result), path)
+    show.draw_tasks(result["tasks"], panels, show.title_of(result), path)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -393,9 +376,9 @@ def judge(args: argparse.Namespace) -> int:
         for name, said in texts.items()
     ]
     lines = [f"{task.name}: {len(examples)} prompts [95 % intervals]", ""]
-    lines += table({"answers": lambda row: row["name"], **metrics(own)}, rows)
+    lines += table({"answers": lambda row: row["name"], **show.metrics(own)}, rows)
     for row in rows[1:]:
-        lines += difference_lines(row["name"], first, row["differences"])
+        lines += show.difference_lines(row["name"], first, row["differences"])
     make_folder(args.out)
     result = {"task": task.name, "prompts": len(examples), "figures": own, "rows": rows}
     write_result(result, args.out / f"score-{task.name}", "\n".join(lines))
@@ -412,22 +395,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add_experiment_options(parser, saved, repeats=3)
     parser.add_argument(
-        "--baseline", type=Path, metavar="FOLDER",
-        help="the same LoRA trained without streams, as mlx-lm reads it (adapters.safetensors and "
-        "adapter_config.json); decoded plainly",
-    )  # fmt: skip
-    parser.add_argument(
         "--answers", nargs="+", metavar="NAME=FILE.jsonl",
         help="in place of systems: answers, an object a line with prompt and completion",
     )  # fmt: skip
-    parser.add_argument(
-        "--steps", type=int, metavar="N",
-        help="of the first streams, that are taken apart: the model's forward, and all else",
+    add_options(
+        parser,
+        ("--baseline", "FOLDER", "the same LoRA trained without streams, as mlx-lm reads it "
+         "(adapters.safetensors and adapter_config.json); decoded plainly", Path),
+        ("--steps", "N", "of the first streams, that are taken apart: the model's forward, and all "
+         "else", int),
+        ("--out", "FOLDER", f"for the results (default: {RESULTS})", Path),
+        ("--markdown", None, "the table of perf/README.md too", bool),
     )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help=f"for the results (default: {RESULTS})"
-    )
-    parser.add_argument("--markdown", action="store_true", help="the table of perf/README.md too")
     args = parser.parse_args(argv)
     check_counts(parser, args, "repeats", "max_tokens", "steps")
     if args.task and args.out is None:
@@ -464,8 +443,8 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
 def _read_result(path: Path) -> dict[str, Any]:
     result = read_json(path, "a result of perf.compare")
     with reading(path, PROG):
-        for show in (report, markdown, failures):
-            show(result)
+        for shown in (report, markdown, failures):
+            shown(result)
     return result
 
 

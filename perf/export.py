@@ -20,7 +20,7 @@ import mlx.core as mx
 from ssmlx import exported
 from ssmlx.calibration.timing import TimedAnswer, answer_of, ssmlx_answer
 from ssmlx.commands.machine import machine
-from ssmlx.commands.options import add_counts, command, make_parser
+from ssmlx.commands.options import add_counts, add_options, command, make_parser
 from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.exported.backends import COMPUTE_UNITS, DECODE
@@ -192,20 +192,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "folders", type=Path, nargs="+", metavar="FOLDER", help="what `ssmlx.export` wrote"
     )
-    parser.add_argument(
-        "--model", default="smollm2-135m-q4_1", help="that was exported (default: %(default)s)"
-    )
-    parser.add_argument("--adapter", default="sql", help="that was exported (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32",
-        help="what MLX computes in; auto for its own speed (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prompts", type=Path, default=SQL.test, metavar="FILE",
-        help='objects with a "prompt" or "messages"',
+    add_options(
+        parser,
+        ("--model", None, "that was exported (default: %(default)s)", "smollm2-135m-q4_1"),
+        ("--adapter", None, "that was exported (default: %(default)s)", "sql"),
+        ("--dtype", None, "what MLX computes in; auto for its own speed (default: %(default)s)",
+         "float32", DTYPES),
+        ("--prompts", "FILE", 'objects with a "prompt" or "messages"', SQL.test),
+        ("--compute-units", None, "one choice only", str, COMPUTE_UNITS),
     )  # fmt: skip
     add_counts(parser, ("count", 20, "prompts"), ("max-tokens", 64, "longest answer"))
-    parser.add_argument("--compute-units", choices=COMPUTE_UNITS, help="one choice only")
     return parser.parse_args(argv)
 
 

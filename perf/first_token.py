@@ -22,7 +22,7 @@ import ssmlx
 from ssmlx.answers import run as on_mlx_thread
 from ssmlx.calibration.costs import Calls, medians, plain_call
 from ssmlx.commands.machine import machine
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
@@ -166,13 +166,18 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point: exit code 1 if a warm answer begins with another token than the cold one."""
     parser = make_parser(PROG, __doc__)
     add_base(parser)
-    parser.add_argument("--adapter", default="chat", help="what streams (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", help="as ssmlx.generate's (default: float32)")
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[64, 512, 2000, 4000], metavar="N",
-        help="tokens of a prompt (default: 64 512 2000 4000)",
-    )  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
+    add_options(
+        parser,
+        ("--adapter", None, "what streams (default: %(default)s)", "chat"),
+        ("--dtype", None, "as ssmlx.generate's (default: float32)", "float32"),
+        (
+            "--contexts",
+            "N",
+            "tokens of a prompt (default: 64 512 2000 4000)",
+            [64, 512, 2000, 4000],
+        ),
+        ("--repeats", None, "(default: %(default)s)", 3),
+    )
     add_out(parser)
     args = parser.parse_args(argv)
     check_counts(parser, args, "contexts", "repeats")

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any
 
 from ssmlx.calibration.choice import PricedShape, best
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
@@ -207,14 +207,11 @@ def _main(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    description, _, more = (__doc__ or "").partition("\n\n")
-    parser = make_parser(PROG, description, more)
-    parser.add_argument(
-        "--adapter", default="sql", metavar="NAME|FOLDER",
-        help="whose tokens per call to take (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--bits", type=int, choices=(4, 8, 16), default=4, help="of a weight (default: 4)"
+    parser = make_parser(PROG, __doc__)
+    add_options(
+        parser,
+        ("--adapter", "NAME|FOLDER", "whose tokens per call to take (default: %(default)s)", "sql"),
+        ("--bits", None, "of a weight (default: 4)", 4, (4, 8, 16)),
     )
     add_out(parser)
     args = parser.parse_args(argv)

@@ -24,7 +24,7 @@ from huggingface_hub.utils import tqdm
 from ssmlx.answers import run as on_mlx_thread
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.commands.results import publish
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
@@ -296,18 +296,13 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description.partition(": ")[2], f"{more}\n{EPILOG}")
-    parser.add_argument(
-        "--minutes", type=float, default=5.0, metavar="N", help="at most (default: %(default)g)"
-    )
     add_base(parser)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto",
-        help="as of python -m ssmlx.generate (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="N",
-        help="tokens of context (default: " + " ".join(map(str, CONTEXTS)) + ")",
-    )  # fmt: skip
+    add_options(
+        parser,
+        ("--minutes", "N", "at most (default: %(default)g)", 5.0),
+        ("--dtype", None, "as of python -m ssmlx.generate (default: %(default)s)", "auto", DTYPES),
+        ("--contexts", "N", f"tokens of context (default: {CONTEXTS[0]})", list(CONTEXTS)),
+    )
     add_out(parser)
     args = parser.parse_args(argv)
     args.contexts = sorted(set(args.contexts))

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ssmlx.commands.options import make_parser, run
+from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import TreeConfig, read_json
@@ -294,13 +294,12 @@ def _main(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(PROG, __doc__)
-    parser.add_argument(
-        "--results", type=Path, nargs="+", default=[RESULTS], metavar="FOLDER",
-        help="where results are, in these folders and below (default: perf/results)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "perf" / "figures", metavar="FOLDER",
-        help="for figure-4.png and so on (default: perf/figures)",
+    add_options(
+        parser,
+        ("--results", "FOLDER", "where results are, in these folders and below (default: "
+         "perf/results)", [RESULTS]),
+        ("--out", "FOLDER", "for figure-4.png and so on (default: perf/figures)",
+         ROOT / "perf" / "figures"),
     )  # fmt: skip
     args = parser.parse_args(argv)
     return run(lambda: _main(args), PROG)

@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from ssmlx.commands.options import Parser, add_tree_options, generate_config
+from ssmlx.commands.options import (
+    Parser,
+    add_counts,
+    add_options,
+    add_tree_options,
+    generate_config,
+)
 from ssmlx.errors import InputError, require
 from ssmlx.loading.adapter import Adapter
 from ssmlx.loading.files import make_folder
@@ -48,16 +54,12 @@ _RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attent
 
 
 def add_base(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--model", default=BASE,
-        help="the base model: a local folder, a Hub name or an alias (default: %(default)s)",
-    )  # fmt: skip
+    text = "the base model: a local folder, a Hub name or an alias (default: %(default)s)"
+    add_options(group, ("--model", None, text, BASE))
 
 
 def add_out(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: %(default)s"
-    )
+    add_options(group, ("--out", "FOLDER", "default: %(default)s", RESULTS))
 
 
 def split_name(item: str) -> tuple[str | None, str]:
@@ -95,13 +97,14 @@ def add_experiment_options(
         help=f"what to ask{shown}",
     )  # fmt: skip
     task.required = saved is None and not tasks
-    data.add_argument(
-        "--data", type=Path, metavar="FILE.jsonl",
-        help="a JSON object a line: prompt, and completion or references (default: the task's "
-        "test.jsonl in --data-dir, or without it what ships in examples/data)",
+    add_options(
+        data,
+        ("--data", "FILE.jsonl", "a JSON object a line: prompt, and completion or references "
+         "(default: the task's test.jsonl in --data-dir, or without it what ships in "
+         "examples/data)", Path),
+        ("--data-dir", "FOLDER", "holds TASK/test.jsonl", Path),
+        ("--count", "N", "the first N prompts (default: all)", int),
     )  # fmt: skip
-    data.add_argument("--data-dir", type=Path, metavar="FOLDER", help="holds TASK/test.jsonl")
-    data.add_argument("--count", type=int, metavar="N", help="the first N prompts (default: all)")
     weights = parser.add_argument_group("weights")
     add_base(weights)
     weights.add_argument(
@@ -110,35 +113,31 @@ def add_experiment_options(
         help="of all weights, packed ones with float16 activations; in 16 bits near ties may part "
         f"(default: {' '.join(dtypes) or 'float32'})",
     )  # fmt: skip
-    weights.add_argument(
-        "--adapter", metavar="NAME|FOLDER",
-        help="streams and LoRA; `none` for the base alone (default: the bundled adapter of the "
-        "task's name, where there is one)",
+    given = {kind: "MODEL" if kind == DRAFT_MODEL else "FOLDER" for kind in CHECKPOINTS}
+    add_options(
+        weights,
+        ("--adapter", "NAME|FOLDER", "streams and LoRA; `none` for the base alone (default: the "
+         "bundled adapter of the task's name, where there is one)", str),
+        *((f"--{kind}", word, f"what `{kind}` drafts with", str) for kind, word in given.items()),
     )  # fmt: skip
-    for kind in CHECKPOINTS:
-        metavar = "MODEL" if kind == DRAFT_MODEL else "FOLDER"
-        weights.add_argument(f"--{kind}", metavar=metavar, help=f"what `{kind}` drafts with")
     group = parser.add_argument_group("run")
-    group.add_argument(
-        "--systems", nargs="+", default=list(systems), metavar="SYSTEM",
-        help=f"which of {', '.join(SYSTEMS)}; or {DEFAULT}: where nothing is asked for; or trees: "
-        "streams with every kind of tree and pruning; mlx-lm and plain always take part (default: "
-        f"{'all' if systems == SYSTEMS else ', '.join(systems)})",
-    )  # fmt: skip
     most = ", ".join(f"{task.name} {task.max_tokens}" for task in TASKS.values())
-    group.add_argument("--max-tokens", type=int, help=f"longest answer (default: {most})")
-    for name, default, text in (
+    add_options(
+        group,
+        ("--systems", "SYSTEM", f"which of {', '.join(SYSTEMS)}; or {DEFAULT}: where nothing is "
+         "asked for; or trees: streams with every kind of tree and pruning; mlx-lm and plain "
+         f"always take part (default: {'all' if systems == SYSTEMS else ', '.join(systems)})",
+         list(systems)),
+        ("--max-tokens", None, f"longest answer (default: {most})", int),
+        ("--temp", None, "sampling temperature; 0 is greedy (default: 0)", 0.0),
+        ("--fresh", None, "use no answers of an earlier run", bool),
+    )  # fmt: skip
+    add_counts(
+        group,
         ("repeats", repeats, "times that every prompt is answered"),
         ("top-k", 0, "sample from the K likeliest tokens; 0 is all"),
         ("seed", 0, "of sampling"),
-    ):
-        group.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)"
-        )
-    group.add_argument(
-        "--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)"
     )
-    group.add_argument("--fresh", action="store_true", help="use no answers of an earlier run")
 
 
 def experiment_of(args: argparse.Namespace, name: str) -> Experiment:

@@ -46,7 +46,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--data", "FILE.jsonl", "prompts such as the adapter will be asked: a JSON object with "
          f"`prompt` or `messages` a line (default: {PROMPTS_FILE} in the adapter's folder)", Path),
         ("--out", "FOLDER", "for calibrate-ADAPTER.json, .txt and .png (default: calibration in "
-         "the cache folder)", results_dir()),
+         "the cache folder)", cache_dir() / "calibration"),
+        ("--contexts", "L", "committed tokens behind which forwards are timed "
+         "(default: %(default)s)", list(CONTEXTS)),
+        ("--no-store", None, "show the choice, and keep the one that is in use", bool),
+        ("--noisy", None, f"keep it even if timings varied by more than {100 * BUSY:.0f} %%", bool),
     )  # fmt: skip
     add_counts(
         group,
@@ -56,22 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("repeats", 5, "rounds in which every forward is timed"),
         ("largest-tree", 64, "nodes of the largest tree to think about"),
     )
-    group.add_argument(
-        "--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="L",
-        help="committed tokens behind which forwards are timed (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--no-store", action="store_true", help="show the choice, and keep the one that is in use"
-    )
-    group.add_argument(
-        "--noisy", action="store_true",
-        help=f"keep it even if timings varied by more than {100 * BUSY:.0f} %%",
-    )  # fmt: skip
     return parser.parse_args(argv)
-
-
-def results_dir() -> Path:
-    return cache_dir() / "calibration"
 
 
 def plan_of(args: argparse.Namespace) -> Any:

@@ -11,6 +11,7 @@ from .options import (
     PromptBar,
     add_decoding_options,
     add_model_options,
+    add_options,
     add_prompt_cache_option,
     add_prompt_options,
     command,
@@ -41,24 +42,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     group = parser.add_argument_group("prompts and answers")
     add_prompt_options(group)
-    group.add_argument(
-        "--template", type=template_text, metavar="TEXT",
-        help="the model's chat template (chat), none (raw), or a text with {prompt}, "
-        "\\n for new lines (default: the adapter's own, then chat, then raw)",
+    add_options(
+        group,
+        ("--template", "TEXT", "the model's chat template (chat), none (raw), or a text with "
+         "{prompt}, \\n for new lines (default: the adapter's own, then chat, then raw)",
+         template_text),
+        ("--logprobs", "N", "with --jsonl: log probabilities of each token and the N likeliest",
+         int),
     )  # fmt: skip
     add_prompt_cache_option(group, "the prompt, or what all prompts begin with,")
-    output = group.add_mutually_exclusive_group()
-    output.add_argument(
-        "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
+    add_options(
+        group.add_mutually_exclusive_group(),
+        ("--jsonl", None, "print one JSON object a prompt, and nothing else", bool),
+        ("--verbose", None, "say how it is decoded and why, and where the memory goes", bool),
     )
-    group.add_argument(
-        "--logprobs", type=int, metavar="N",
-        help="with --jsonl: log probabilities of each token and the N likeliest",
-    )  # fmt: skip
-    output.add_argument(
-        "--verbose", action="store_true",
-        help="say how it is decoded and why, and where the memory goes",
-    )  # fmt: skip
     add_model_options(parser)
     add_decoding_options(parser, max_tokens=256)
     return parser.parse_args(argv)

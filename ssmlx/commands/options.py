@@ -75,12 +75,11 @@ def add_counts(
 
 
 def add_prompt_options(group: argparse._ArgumentGroup) -> None:
-    source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
-    source.add_argument(
-        "--prompts", type=Path, metavar="FILE.jsonl",
-        help="a JSON object a line, field `prompt` or `messages`",
-    )  # fmt: skip
+    add_options(
+        group.add_mutually_exclusive_group(required=True),
+        ("--prompt", "TEXT", "one prompt", str),
+        ("--prompts", "FILE.jsonl", "a JSON object a line, field `prompt` or `messages`", Path),
+    )
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -92,11 +91,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> None:
     """A file to keep a processed prompt in: what is `kept`."""
-    group.add_argument(
-        "--prompt-cache", type=Path, metavar="FILE",
-        help=f"keep {kept} processed in FILE; what begins like it starts at once, under the "
-        "same model and LoRA",
-    )  # fmt: skip
+    text = "processed in FILE; what begins like it starts at once, under the same model and LoRA"
+    add_options(group, ("--prompt-cache", "FILE", f"keep {kept} {text}", Path))
 
 
 def template_text(text: str) -> str:
@@ -255,10 +251,8 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
         ("--decoding", "HOW", "streaming: verify what a drafter proposes; plain: a token a pass "
          "(default: whichever the clock finds faster, from call to call)", str, DECODINGS),
         ("--max-tokens", "N", "longest answer (default: %(default)s)", max_tokens),
-    )  # fmt: skip
-    group.add_argument(
-        "--template-args", type=_json_object, metavar="JSON",
-        help='what else the chat template reads, such as \'{"enable_thinking": false}\'',
+        ("--template-args", "JSON", "what else the chat template reads, such as "
+         '\'{"enable_thinking": false}\'', _json_object),
     )  # fmt: skip
     group.add_argument(
         "--stop", type=template_text, action="append", metavar="TEXT",
@@ -332,12 +326,16 @@ def add_tree_options(group: argparse._ArgumentGroup) -> None:
 
 def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
     """Options: (flag, a word for its value, help, default or else type, and the values if it is
-    one of a few) each."""
+    one of a few) each; `bool` takes no value, and a list several."""
     for flag, word, text, default, *choices in rows:
-        more = {"type": default, "choices": choices[0] if choices else None}
-        if not isinstance(default, type):
+        more: dict[str, Any] = {"type": default, "choices": choices[0] if choices else None}
+        if default is bool:
+            more = {"action": "store_true"}
+        elif isinstance(default, list):
+            more |= {"type": type(default[0]), "default": default, "nargs": "+"}
+        elif not callable(default):
             more |= {"type": type(default), "default": default}
-        group.add_argument(flag, metavar=word, help=text, **more)
+        group.add_argument(flag, help=text, **more, **({"metavar": word} if word else {}))
 
 
 _CHANCE_OPTIONS = ("top_p", "min_p", "top_k", "seed")

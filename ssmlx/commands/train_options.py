@@ -10,7 +10,7 @@ from ..errors import require
 from ..loading.names import CONFIG_FILE, resolve_adapter
 from ..settings import DEFAULT_MODEL, read_json
 from ..training.config import DRAFT_VOCAB_SIZE, STREAM_INIT_RANK, RunOptions, TrainConfig
-from .options import make_parser, reject, template_text
+from .options import add_options, make_parser, reject, template_text
 
 OPTIMISATION = ("epochs", "batch_size", "learning_rate", "schedule", "warmup", "weight_decay",
                 "clip_norm", "max_length", "seed")  # fmt: skip
@@ -38,18 +38,16 @@ def training_parser(
     """A parser with every option that the stream trainers share."""
     parser = make_parser(module, description, epilog)
     add_run_options(parser)
-    parser.add_argument(
-        "--init", type=Path, metavar="FOLDER",
-        help=f"{init} whose weights this run starts from; what it lacks starts anew. With "
-        "--train-only an adapter, by name or folder",
+    add_options(
+        parser,
+        ("--init", "FOLDER", f"{init} whose weights this run starts from; what it lacks starts "
+         "anew. With --train-only an adapter, by name or folder", Path),
+        ("--task-lora", "FOLDER", f"{task_lora}, which the model is to have on every row while "
+         "streams learn to draft for it (--adapter-scope streams): its answers stay exactly what "
+         "they are", Path),
     )  # fmt: skip
     for title, names in _GROUPS.items():
         add_settings(parser, title, names, shown=_SHOWN)
-    parser.add_argument(
-        "--task-lora", type=Path, metavar="FOLDER",
-        help=f"{task_lora}, which the model is to have on every row while streams learn to draft "
-        "for it (--adapter-scope streams): its answers stay exactly what they are",
-    )  # fmt: skip
     return parser
 
 
@@ -96,31 +94,26 @@ def add_run_options(parser: argparse.ArgumentParser, *, with_trees: bool = True)
         "--out", type=Path, required=True, metavar="FOLDER",
         help="where checkpoint, log and picture go; the same command again resumes a stopped run",
     )  # fmt: skip
-    group.add_argument(
-        "--model", default=DEFAULT_MODEL, help="the base model (default: %(default)s)"
-    )
-    group.add_argument(
-        "--template", default="chat",
-        help="chat, the model's chat template; raw; or a text with {prompt}, with \\n for a new "
-        "line. It travels with the adapter (default: %(default)s)",
+    add_options(
+        group,
+        ("--model", None, "the base model (default: %(default)s)", DEFAULT_MODEL),
+        ("--template", None, "chat, the model's chat template; raw; or a text with {prompt}, with "
+         "\\n for a new line. It travels with the adapter (default: %(default)s)", "chat"),
     )  # fmt: skip
     for one in fields(RunOptions):
         if one.name == "tree_size" and not with_trees:
             parser.set_defaults(tree_size=one.default)
         elif text := one.metadata.get("help"):
-            group.add_argument(
-                "--" + one.name.replace("_", "-"), type=int, default=one.default, metavar="N",
-                help=text if one.default is None else f"{text} (default: {one.default})",
-            )  # fmt: skip
+            text += "" if one.default is None else f" (default: {one.default})"
+            default = int if one.default is None else one.default
+            add_options(group, ("--" + one.name.replace("_", "-"), "N", text, default))
 
 
 def add_cache_option(group: argparse._ArgumentGroup, what: str) -> None:
     """How much of the disk `what` may take."""
-    group.add_argument(
-        "--cache-gb", type=float, default=RunOptions.cache_gb, metavar="X",
-        help=f"disk that {what} may take; beyond it they are computed anew every step "
-        "(default: %(default)s)",
-    )  # fmt: skip
+    text = f"disk that {what} may take; beyond it they are computed anew every step"
+    default = float(RunOptions.cache_gb)
+    add_options(group, ("--cache-gb", "X", f"{text} (default: %(default)s)", default))
 
 
 def train_config(args: argparse.Namespace) -> TrainConfig:

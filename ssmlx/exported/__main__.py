@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from ..commands.options import add_counts, add_prompt_options, command, make_parser
+from ..commands.options import add_counts, add_options, add_prompt_options, command, make_parser
 
 PROG = "ssmlx.exported"
 EPILOG = """examples:
@@ -23,13 +23,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add_prompt_options(parser.add_argument_group("prompts"))
     add_counts(parser, ("max-tokens", 256, "longest answer"))
-    parser.add_argument(
-        "--compute-units", choices=("all", "cpu-and-gpu", "cpu-and-ne", "cpu-only"),
-        help="of Core ML (default: those that the model was exported for)",
+    add_options(
+        parser,
+        ("--compute-units", None, "of Core ML (default: those that the model was exported for)",
+         str, ("all", "cpu-and-gpu", "cpu-and-ne", "cpu-only")),
+        ("--jsonl", None, "print one JSON object a prompt, and nothing else", bool),
     )  # fmt: skip
-    parser.add_argument(
-        "--jsonl", action="store_true", help="print one JSON object a prompt, and nothing else"
-    )
     return parser.parse_args(argv)
 
 
