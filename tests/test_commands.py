@@ -10,18 +10,8 @@ import subprocess
 import sys
 
 import pytest
+import real
 from huggingface_hub.utils import enable_progress_bars
-from real import (
-    CHAT_TEMPLATE,
-    CONTEXT,
-    ROOT,
-    exit_code,
-    one_line,
-    run_module,
-    words,
-    write_base,
-    write_tiny_adapter,
-)
 
 import ssmlx
 from ssmlx import bars
@@ -41,7 +31,9 @@ ASK, PLAIN, LENGTH = ("--prompt", "w1 w2"), ("--decoding", "plain"), 12
 
 @pytest.fixture(scope="module")
 def adapter(base):
-    return write_tiny_adapter(base.parent / "adapter", base, template="user: {prompt} | model:")
+    return real.write_tiny_adapter(
+        base.parent / "adapter", base, template="user: {prompt} | model:"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +48,16 @@ def loaded(base, adapter):
 @pytest.fixture
 def run(base, loaded, monkeypatch, capsys):
     """Run a command on the tiny model; gives (exit code, stdout, stderr)."""
-    real = loading.load
+    load_any = loading.load
 
     def load(model, *, adapter, **more):
         known = model == str(base) and adapter in loaded
-        return loaded[adapter] if known else real(model, adapter=adapter, **more)
+        return loaded[adapter] if known else load_any(model, adapter=adapter, **more)
 
     monkeypatch.setattr(loading, "load", load)
 
     def run(*args, model=str(base), command=generate):
-        return exit_code(command.main, "--model", model, *args), *capsys.readouterr()
+        return real.exit_code(command.main, "--model", model, *args), *capsys.readouterr()
 
     return run
 
@@ -73,7 +65,7 @@ def run(base, loaded, monkeypatch, capsys):
 def refusal(result, prog=PROG) -> str:
     code, out, err = result
     assert (code, out) == (2, "")
-    return one_line(err, prog)
+    return real.one_line(err, prog)
 
 
 def records(result) -> list[dict]:
@@ -95,8 +87,8 @@ BAD = {
     ),
     "empty prompt": (("--prompt", " "), "the prompt is empty"),
     "long prompt": (
-        ("--prompt", words(300), "--template", "raw"),
-        f"the prompt has 300 tokens; expected less than the model's context of {CONTEXT}",
+        ("--prompt", real.words(300), "--template", "raw"),
+        f"the prompt has 300 tokens; expected less than the model's context of {real.CONTEXT}",
     ),
     "max-tokens": ((*ASK, "--max-tokens", "0"), "--max-tokens 0; expected 1 or more"),
     "max-tokens word": ((*ASK, "--max-tokens", "many"), "invalid int value: 'many'"),
@@ -246,7 +238,7 @@ def test_options_become_settings():
         ('{"prompt": "w1"}\n\n{"question": "w2"}\n', "line 3, has no prompt"),
         ('{"prompt": "w1"}\nnot JSON\n', "line 2, is not JSON"),
         ("\n", "holds no prompts"),
-        (json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"prompt": words(300)}), "has 30"),
+        (json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"prompt": real.words(300)}), "has 30"),
     ],
 )
 def test_a_bad_line_is_told_before_anything_is_answered(run, tmp_path, text, said):
@@ -256,7 +248,7 @@ def test_a_bad_line_is_told_before_anything_is_answered(run, tmp_path, text, sai
 
 
 def test_a_model_without_chat_template_or_tokenizer(run, tmp_path):
-    folder = write_base(tmp_path / "base")
+    folder = real.write_base(tmp_path / "base")
     (folder / "chat_template.jinja").unlink()
     message = refusal(run(*ASK, "--template", "chat", model=str(folder)))
     assert "the model's tokenizer has no chat template" in message
@@ -303,7 +295,7 @@ def test_text_goes_to_stdout_and_the_quiet_line_to_stderr(run, adapter):
 
 
 def test_an_answer_ends_where_the_context_does(run):
-    args = ("--prompt", words(CONTEXT - 5), "--template", "raw", "--jsonl")
+    args = ("--prompt", real.words(real.CONTEXT - 5), "--template", "raw", "--jsonl")
     (record,) = records(run(*args))
     assert (record["finish_reason"], record["generation_tokens"]) == ("context", 5)
 
@@ -332,7 +324,7 @@ def test_templates(run, loaded, adapter, template, whole, with_adapter):
 def test_the_adapters_template_comes_before_the_models(run, base, tmp_path):
     args = generate.parse_args([*ASK, "--template", r"Q: {prompt}\nA:"])
     assert args.template == "Q: {prompt}\nA:", "a new line as the trainers take it"
-    own = write_tiny_adapter(tmp_path / "own", base, template="w5 {prompt}")
+    own = real.write_tiny_adapter(tmp_path / "own", base, template="w5 {prompt}")
     (record,) = records(run(*ASK, "--jsonl", "--max-tokens", 1, "--adapter", own))
     assert record["prompt_tokens"] == 3
 
@@ -433,7 +425,7 @@ def test_slash_commands(talk):
 
 
 def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded):
-    code, out, err = talk(f"{words(300)}\nw1\n")
+    code, out, err = talk(f"{real.words(300)}\nw1\n")
     assert (code, out) == (0, replies(loaded, "w1"))
     first = err.splitlines()[0]
     assert "expected less than the model's context of 256" in first
@@ -450,7 +442,7 @@ def test_a_stray_byte_spoils_its_message_alone(talk, loaded):
 
 def test_a_template_without_a_system_role_is_told(talk, loaded, monkeypatch):
     refusal = "{{ raise_exception('System role not supported') }}"
-    template = f"{{% if messages[0].role == 'system' %}}{refusal}{{% endif %}}{CHAT_TEMPLATE}"
+    template = f"{{% if messages[0].role == 'system' %}}{refusal}{{% endif %}}{real.CHAT_TEMPLATE}"
     for _, tokenizer in loaded.values():
         monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
     code, out, err = talk("w1\n/system\nw1\n", "--system", "w9")
@@ -473,7 +465,7 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
 def test_help_does_not_wait_for_mlx_and_fits_two_screens(module):
     done = subprocess.run(
         [sys.executable, "-c", HELP.format(module=module)], capture_output=True, text=True,
-        cwd=ROOT, env={**os.environ, "COLUMNS": "100"},
+        cwd=real.ROOT, env={**os.environ, "COLUMNS": "100"},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     name, lines = module.removesuffix(".__main__"), done.stdout.splitlines()
@@ -484,14 +476,14 @@ def test_help_does_not_wait_for_mlx_and_fits_two_screens(module):
 
 def test_a_real_process_prints_json_lines_alone(base, adapter):
     more = ("--jsonl", "--max-tokens", "5")
-    done = run_module(PROG, "--model", str(base), "--adapter", str(adapter), *ASK, *more)
+    done = real.run_module(PROG, "--model", str(base), "--adapter", str(adapter), *ASK, *more)
     assert done.stderr == ""
     (record,) = records((done.returncode, done.stdout, done.stderr))
     assert list(record) == KEYS and len(record["tokens"]) == 5
 
 
 def test_a_real_process_fails_in_one_line(base):
-    done = run_module("ssmlx.chat", "--model", str(base), "--decoding", "streaming")
+    done = real.run_module("ssmlx.chat", "--model", str(base), "--decoding", "streaming")
     said = refusal((done.returncode, done.stdout, done.stderr), "ssmlx.chat")
     assert "the model has no streams" in said
 
@@ -499,7 +491,7 @@ def test_a_real_process_fails_in_one_line(base):
 def test_a_chat_is_piped_and_a_stray_byte_does_not_end_it(base):
     command = [sys.executable, "-m", "ssmlx.chat", "--model", str(base), *PLAIN]
     done = subprocess.run(
-        [*command, "--max-tokens", "8"], input=b"w1 \xff\nw1\n/stats\n/quit\n", cwd=ROOT,
+        [*command, "--max-tokens", "8"], input=b"w1 \xff\nw1\n/stats\n/quit\n", cwd=real.ROOT,
         capture_output=True, env={**os.environ, "LC_ALL": "C"}, check=False,
     )  # fmt: skip
     assert (done.returncode, len(done.stdout.split()), done.stdout.count(b"\n")) == (0, 8, 1)
@@ -512,12 +504,12 @@ def test_a_chat_is_piped_and_a_stray_byte_does_not_end_it(base):
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_stops_the_reply_and_not_the_chat(tmp_path):
-    endless = write_base(tmp_path / "base", context=10**6)
+    endless = real.write_base(tmp_path / "base", context=10**6)
     command = [sys.executable, "-m", "ssmlx.chat", "--model", str(endless), "--adapter", "none"]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [*command, "--max-tokens", "1000000"],
-        stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT, bufsize=0,
+        stdin=pipe, stdout=pipe, stderr=pipe, cwd=real.ROOT, bufsize=0,
     ) as process:  # fmt: skip
         try:
             process.stdin.write(b"w1 w2\n")

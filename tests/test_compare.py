@@ -8,18 +8,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+import real
 from mlx.utils import tree_flatten
-from real import (
-    VOCAB,
-    WIDTH,
-    exit_code,
-    make_adapter,
-    one_line,
-    without_prune,
-    words,
-    write_base,
-    write_tiny_adapter,
-)
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
@@ -37,7 +27,7 @@ from ssmlx.loading.load import load_base
 from ssmlx.settings import SamplingConfig
 
 TEMPLATE = "user: {prompt} | model:"
-PROMPTS = [words(4, first) for first in (1, 9, 17, 25)]
+PROMPTS = [real.words(4, first) for first in (1, 9, 17, 25)]
 LOSSLESS = [name for name in SYSTEMS if name != "mlx-lm"]
 MEASURED = Path(__file__).parents[1] / "perf" / "measured"
 
@@ -57,15 +47,15 @@ def with_rotation(adapter: Adapter) -> Adapter:
 def folders(tmp_path_factory):
     """A base, another one, a draft model, adapters of all kinds, heads, and data."""
     root = tmp_path_factory.mktemp("compare")
-    base = write_base(root / "base")
-    write_base(root / "draft", seed=3)
-    write_tiny_adapter(root / "tuned", base, template=TEMPLATE)
-    write_tiny_adapter(root / "light", base, scope="streams", template=TEMPLATE)
-    turned = with_rotation(without_prune(make_adapter(base, template=TEMPLATE)))
+    base = real.write_base(root / "base")
+    real.write_base(root / "draft", seed=3)
+    real.write_tiny_adapter(root / "tuned", base, template=TEMPLATE)
+    real.write_tiny_adapter(root / "light", base, scope="streams", template=TEMPLATE)
+    turned = with_rotation(real.without_prune(real.make_adapter(base, template=TEMPLATE)))
     (root / "turned").mkdir()
     write_adapter(root / "turned", turned)
-    other = write_base(root / "other", norm=1.5)
-    write_tiny_adapter(root / "strange", other)
+    other = real.write_base(root / "other", norm=1.5)
+    real.write_tiny_adapter(root / "strange", other)
     backbone, _ = load_base(base, "float32")
     for kind in HEAD_KINDS:
         (root / kind).mkdir()
@@ -98,7 +88,7 @@ def command(arguments, capsys, monkeypatch):
     monkeypatch.setattr(compare, "draw", lambda result, path: None)
 
     def run(*more, **settings):
-        return exit_code(compare.main, *arguments(*more, **settings)), *capsys.readouterr()
+        return real.exit_code(compare.main, *arguments(*more, **settings)), *capsys.readouterr()
 
     return run
 
@@ -143,11 +133,13 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     # What systems need beside the target.
     drafts = load_base(Path(weights[-1]), "float32")[0].model.parameters()
     size = sum(array.size for _, array in tree_flatten(drafts))
-    streams = 2 * WIDTH + 2 * 4 * WIDTH
+    streams = 2 * real.WIDTH + 2 * 4 * real.WIDTH
     extra = {name: row["extra_parameters"] for name, row in rows.items()}
     assert extra["mlx-lm"] == extra["plain"] == extra["lookahead"] == 0
     assert (extra["streams"], extra["draft-model"]) == (streams, size)
-    assert extra["medusa"] == LEVELS * (WIDTH * WIDTH + WIDTH + VOCAB * WIDTH)
+    assert extra["medusa"] == LEVELS * (
+        real.WIDTH * real.WIDTH + real.WIDTH + real.VOCAB * real.WIDTH
+    )
     assert draft["weight_bytes"] >= 4 * size and rows["streams"]["weight_bytes"] >= 4 * streams
     assert rows["plain"]["weight_bytes"] == 0 < rows["plain"]["peak_bytes"]
     assert all(row["peak_bytes"] > row["weight_bytes"] for row in rows.values())
@@ -191,7 +183,7 @@ def test_the_first_token_is_timed_cold_and_warm(folders, tmp_path, capsys):
     assert "warm from disk" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"first-token.json", "first-token.txt"}
     assert first_token.main([*argv, "--contexts", "256"]) == 2
-    said = one_line(capsys.readouterr().err, first_token.PROG)
+    said = real.one_line(capsys.readouterr().err, first_token.PROG)
     assert "less than the model's context of 256" in said
 
 
@@ -204,7 +196,7 @@ def test_a_system_without_its_weights_is_left_out(command, folders, arguments, t
     plan = experiment([*arguments(), "--adapter", "none"])
     assert plan.left_out["streams"] == "no --adapter FOLDER"
     assert plan.weights.scope is None
-    adapter = make_adapter(folders / "base")
+    adapter = real.make_adapter(folders / "base")
     streams = replace(adapter.streams, embeddings=None, prune=None)
     config = replace(adapter.config, num_streams=0, prune_rank=0)
     (tmp_path / "lora").mkdir()
@@ -240,13 +232,13 @@ def test_sampling_writes_one_text_whatever_drafts(command, weights, tmp_path):
 def asked(monkeypatch):
     """Who was asked, in order; raises Ctrl-C at the answer whose number is in `stop`."""
     names: list[str] = []
-    real = target.Target.answer
+    answered = target.Target.answer
 
     def answer(self, system, prompt):
         names.append(system.name)
         if len(names) == stop[0]:
             raise KeyboardInterrupt
-        return real(self, system, prompt)
+        return answered(self, system, prompt)
 
     stop = [-1]
     monkeypatch.setattr(target.Target, "answer", answer)
@@ -317,7 +309,7 @@ def test_a_draft_model_starts_every_answer_from_nothing(command, folders, tmp_pa
 
 def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
     def lossy(model, tree, logits, sampler, places, acceptance):
-        tokens = (decode.choose(model, logits, sampler, places) + 1) % VOCAB
+        tokens = (decode.choose(model, logits, sampler, places) + 1) % real.VOCAB
         return tokens, decode.accept(tree, tokens)
 
     monkeypatch.setattr(decode, "verify", lossy)
@@ -331,11 +323,11 @@ def test_a_lossy_drafter_is_a_failure(command, monkeypatch, tmp_path):
 
 
 def test_mlx_lm_that_differs_is_told_and_no_failure(command, monkeypatch, tmp_path):
-    real = target.mlx_lm_answer
+    answered = target.mlx_lm_answer
 
     def other(*args):
-        answer = real(*args)
-        return replace(answer, tokens=[*answer.tokens[:-1], (answer.tokens[-1] + 1) % VOCAB])
+        answer = answered(*args)
+        return replace(answer, tokens=[*answer.tokens[:-1], (answer.tokens[-1] + 1) % real.VOCAB])
 
     monkeypatch.setattr(target, "mlx_lm_answer", other)
     code, out, _ = command("--systems", "streams")
@@ -352,7 +344,7 @@ def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
     measured = Measured(plan, loaded, prompts, {}, "")
     logits = loaded.mlx_model(mx.array([prompts[0]]))[0, -1].astype(mx.float32)
     order = [int(token) for token in mx.argsort(-logits)]
-    close = min(range(VOCAB - 1), key=lambda i: float(logits[order[i]] - logits[order[i + 1]]))
+    close = min(range(real.VOCAB - 1), key=lambda i: float(logits[order[i]] - logits[order[i + 1]]))
     for pair, tie in (((order[close], order[close + 1]), True), ((order[0], order[-1]), False)):
         found = figures.difference(measured, 0, [pair[0]], [pair[1]])
         assert (found["token"], found["near_tie"]) == (0, tie)
@@ -386,11 +378,11 @@ def test_results_of_several_tasks_are_shown_as_one(tmp_path, capsys):
     assert json.loads((joined / "compare.json").read_text()) == whole
     assert capsys.readouterr().out == report(whole) + "\n"
     assert compare.main(["--from", *files, files[0]]) == 2
-    assert "holds sql, and so does" in one_line(capsys.readouterr().err, "perf.compare")
+    assert "holds sql, and so does" in real.one_line(capsys.readouterr().err, "perf.compare")
     for settings in ({"dtype": "float16"}, {"machine": {**whole["machine"], "memory": "1 GiB"}}):
         parts[1].write_text(json.dumps({**whole, "tasks": whole["tasks"][1:], **settings}))
         assert compare.main(["--from", *files]) == 2
-        said = one_line(capsys.readouterr().err, "perf.compare")
+        said = real.one_line(capsys.readouterr().err, "perf.compare")
         assert f" in {files[0]} and " in said and "measured in the same way" in said
 
 
@@ -405,10 +397,12 @@ def test_an_incomplete_result_is_told_in_one_line(tmp_path, capsys):
         cut.write_text(json.dumps(broken))
         assert compare.main(["--from", str(cut)]) == 2
         out, err = capsys.readouterr()
-        assert out == "" and f"{cut} is incomplete (no '{last}')" in one_line(err, "perf.compare")
+        assert out == "" and f"{cut} is incomplete (no '{last}')" in real.one_line(
+            err, "perf.compare"
+        )
     cut.write_text("[")
     assert compare.main(["--from", str(cut)]) == 2
-    assert "is not valid JSON" in one_line(capsys.readouterr().err, "perf.compare")
+    assert "is not valid JSON" in real.one_line(capsys.readouterr().err, "perf.compare")
 
 
 def test_trees_beside_plain_decoding_and_a_baseline(command, folders, tmp_path):
@@ -469,7 +463,7 @@ def test_bad_input_is_one_line(command, args, message):
     code, out, err = command(*args)
     err = "".join(line for line in err.splitlines(True) if "is left out" not in line)
     assert (code, out) == (2, "")
-    assert message in one_line(err, "perf.compare")
+    assert message in real.one_line(err, "perf.compare")
 
 
 @pytest.mark.parametrize(
@@ -479,7 +473,7 @@ def test_bad_input_is_one_line(command, args, message):
 def test_a_baseline_that_is_none_is_refused(command, folders, folder, said):
     folder = folders / folder if folder == "light" else folder
     code, _, err = command("--baseline", folder, "--systems", "streams")
-    assert code == 2 and said in one_line(err, "perf.compare")
+    assert code == 2 and said in real.one_line(err, "perf.compare")
 
 
 def test_weights_of_another_model_are_refused(command, folders):
@@ -492,7 +486,7 @@ def test_weights_of_another_model_are_refused(command, folders):
     ):
         code, _, err = command(*more, adapter=adapter)
         err = "".join(line for line in err.splitlines(True) if "is left out" not in line)
-        assert code == 2 and said in one_line(err, "perf.compare"), said
+        assert code == 2 and said in real.one_line(err, "perf.compare"), said
 
 
 @pytest.fixture
@@ -538,5 +532,5 @@ def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
 )
 def test_bad_files_are_told_in_one_line(data, capsys, files, said):
     assert score(data, *(file.format(data) for file in files)) == 2
-    assert said in one_line(capsys.readouterr().err, compare.PROG)
+    assert said in real.one_line(capsys.readouterr().err, compare.PROG)
     assert not (data / "out").exists()

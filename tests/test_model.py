@@ -8,22 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+import tiny
 from mlx_lm.models import gpt2, mamba
 from mlx_lm.models.rope_utils import initialize_rope
 from real import refusal
-from tiny import (
-    ARCHITECTURES,
-    VOCAB,
-    assert_close,
-    best_rank_paths,
-    first_tokens,
-    make_base,
-    make_model,
-    make_packed_base,
-    random_tree,
-    slow,
-    tree_from_parents,
-)
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import plain_decode
@@ -46,11 +34,11 @@ PROMPT = [5, 2, 3, 11, 7]
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 DYNAMIC = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
 IRREGULAR = {
-    "differ by": lambda: make_base("gemma2"),
-    "layer 0 keeps a RotatingKVCache": lambda: make_base(num_hidden_layers=2, **SLIDING),
+    "differ by": lambda: tiny.make_base("gemma2"),
+    "layer 0 keeps a RotatingKVCache": lambda: tiny.make_base(num_hidden_layers=2, **SLIDING),
     "embed_tokens": lambda: gpt2.Model(gpt2.ModelArgs("gpt2", 32, 16, 2, 2, 32, 1e-5, 13)),
     "'mamba'": lambda: mamba.Model(mamba.ModelArgs("mamba", 13, 16, 32, 4, 2, 4, False, True, 2)),
-    "DynamicNTKScalingRoPE": lambda: make_base(**DYNAMIC),
+    "DynamicNTKScalingRoPE": lambda: tiny.make_base(**DYNAMIC),
 }
 
 
@@ -61,9 +49,9 @@ def test_irregular_models_are_refused(told):
     assert "cannot draft for itself" in error.value.found
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_regular_models_are_wrapped_once(architecture):
-    model = make_base(architecture)
+    model = tiny.make_base(architecture)
     tokens = mx.array([[4, 2, 9, 7]])
     before = model(tokens)
     Backbone(model)
@@ -102,14 +90,14 @@ def test_positions_equal_offsets(kind, traditional, monkeypatch):
     found = wrapped(x, offset=mx.array(positions))
     for row, position in enumerate(positions):
         expected = rope(x[:, :, row : row + 1], offset=position)
-        assert_close(found[:, :, row : row + 1], expected)
+        tiny.assert_close(found[:, :, row : row + 1], expected)
     whole = wrapped(x, offset=mx.arange(6) + 7)
-    assert_close(whole, rope(x, offset=7))
+    tiny.assert_close(whole, rope(x, offset=7))
     assert mx.array_equal(wrapped(x, offset=7), rope(x, offset=7))
     for is_one_kernel in (False, True):  # tables of angles, or none
         monkeypatch.setattr("ssmlx.model.rope.is_one_kernel", lambda one=is_one_kernel: one)
         assert mx.array_equal(wrapped(x, offset=Positions(mx.array(positions))), found)
-        assert_close(wrapped(x, offset=Positions(mx.array([7]))), whole)
+        tiny.assert_close(wrapped(x, offset=Positions(mx.array([7]))), whole)
 
 
 def random_lora(seed=0):
@@ -131,24 +119,24 @@ def test_row_lora_acts_on_its_rows_alone(quantised):
     with scope.starting_at(3):
         found = layer(x)
         assert mx.array_equal(found[:, :3], plain[:, :3])  # bit for bit
-        assert_close(found[:, 3:], added[:, 3:])
+        tiny.assert_close(found[:, 3:], added[:, 3:])
         with scope.starting_at(0):
-            assert_close(layer(x), added)
+            tiny.assert_close(layer(x), added)
         assert scope.first == 3
     assert mx.array_equal(layer(x), plain)
     if not quantised:
-        assert_close(merged(linear, lora)(x), added)
+        tiny.assert_close(merged(linear, lora)(x), added)
 
 
 @pytest.mark.parametrize("quantised", [False, True])
 def test_scope_streams_leaves_node_rows_untouched(quantised):
     """The same rows through the upper layers, with this LoRA and with another: equal bits."""
     hidden = mx.random.normal((1, 3, 32), key=mx.random.key(3))
-    tree = tree_from_parents([1, 2, 3], [0, 0, 0])
+    tree = tiny.tree_from_parents([1, 2, 3], [0, 0, 0])
     rows = []
     for factor in (0.0, 5.0):
-        base = make_packed_base() if quantised else make_base()
-        model = make_model(scope="streams", base=base)
+        base = tiny.make_packed_base() if quantised else tiny.make_base()
+        model = tiny.make_model(scope="streams", base=base)
         for module in model.backbone.model.modules():
             if isinstance(module, RowLora):
                 module.scale = factor
@@ -163,12 +151,12 @@ def test_scope_streams_leaves_node_rows_untouched(quantised):
 DRAFT_VOCAB = [1, 4, 5, 8, 12]
 
 
-@pytest.mark.parametrize("draft", [[2, 5, 7, 9], *slow([3], [0, 12])])
+@pytest.mark.parametrize("draft", [[2, 5, 7, 9], *tiny.slow([3], [0, 12])])
 @pytest.mark.parametrize("scope", ["all", "streams"])
 def test_drafts_from_few_tokens_lose_nothing(scope, draft):
     """Every tree here wants more candidates than there are tokens to draft."""
-    model = make_model("llama", scope, adapter={"draft_vocab": draft})
-    expected, _ = first_tokens(plain_decode(model, PROMPT, model.make_cache()), 24)
+    model = tiny.make_model("llama", scope, adapter={"draft_vocab": draft})
+    expected, _ = tiny.first_tokens(plain_decode(model, PROMPT, model.make_cache()), 24)
     for tree in (
         TreeConfig(kind="full", width=5),
         TreeConfig(kind="best", size=16),
@@ -176,7 +164,7 @@ def test_drafts_from_few_tokens_lose_nothing(scope, draft):
         TreeConfig(kind="best", size=1),
     ):
         steps = token_steps(model, PROMPT, model.make_cache(), GenerateConfig(tree=tree))
-        tokens, lengths = first_tokens(steps, 24)
+        tokens, lengths = tiny.first_tokens(steps, 24)
         assert tokens == expected
         if tree.kind == "full" and len(draft) == 4:
             assert len(lengths) < 24  # something was drafted, and accepted
@@ -188,33 +176,33 @@ def test_drafts_from_few_tokens_lose_nothing(scope, draft):
 def test_draft_head_is_rows_of_the_head(bias, tied, quantised):
     if bias and tied:
         return
-    base = make_base(tie_word_embeddings=tied, intermediate_size=64)
+    base = tiny.make_base(tie_word_embeddings=tied, intermediate_size=64)
     if bias:
-        base.lm_head.bias = mx.random.normal((VOCAB,), key=mx.random.key(4))
+        base.lm_head.bias = mx.random.normal((tiny.VOCAB,), key=mx.random.key(4))
     if quantised:
         nn.quantize(base, group_size=32, bits=4)
     backbone, rows = Backbone(base), mx.array(DRAFT_VOCAB)
     hidden = mx.random.normal((1, 6, 32), key=mx.random.key(3))
     found = backbone.logits(hidden, backbone.draft_head(rows))
     assert found.shape == (6, len(DRAFT_VOCAB))
-    assert_close(found, backbone.logits(hidden)[:, rows])
+    tiny.assert_close(found, backbone.logits(hidden)[:, rows])
     head = base.model.embed_tokens if tied else base.lm_head
-    assert head.weight.shape[0] == VOCAB  # the model's own stays whole
+    assert head.weight.shape[0] == tiny.VOCAB  # the model's own stays whole
     if quantised:
         packed = (head[name][rows] for name in ("weight", "scales", "biases"))
         weight = mx.dequantize(*packed, group_size=32, bits=4)
         expected = base.model.norm(hidden)[0] @ weight.T + (head.bias[rows] if bias else 0)
-        assert_close(found, expected)
+        tiny.assert_close(found, expected)
 
 
 def test_a_head_without_rows_is_refused():
     class Head(nn.Module):
         def __call__(self, x):
-            return x[..., :VOCAB]
+            return x[..., : tiny.VOCAB]
 
-    base = make_base()
+    base = tiny.make_base()
     base.lm_head = Head()
-    message = refusal(make_model, base=base, adapter={"draft_vocab": DRAFT_VOCAB})
+    message = refusal(tiny.make_model, base=base, adapter={"draft_vocab": DRAFT_VOCAB})
     assert "its LM head is a Head" in message
 
 
@@ -226,14 +214,14 @@ def log_softmax(logits):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("quantised", [False, True])
 def test_candidates_are_scored_given_those_before(tied, quantised, draft):
-    base = make_base(tie_word_embeddings=tied, intermediate_size=64)
+    base = tiny.make_base(tie_word_embeddings=tied, intermediate_size=64)
     if quantised:
         nn.quantize(base, group_size=32, bits=4)
-    embeddings = head = np.array(base.model.embed_tokens(mx.arange(VOCAB)))
+    embeddings = head = np.array(base.model.embed_tokens(mx.arange(tiny.VOCAB)))
     if not tied:
         head = np.array(base.lm_head(mx.eye(32))).T
-    model = make_model(base=base, adapter={"condition_rank": 3, "draft_vocab": draft})
-    vocab = np.array(draft or range(VOCAB))
+    model = tiny.make_model(base=base, adapter={"condition_rank": 3, "draft_vocab": draft})
+    vocab = np.array(draft or range(tiny.VOCAB))
     hidden = mx.random.normal((1, 6, 32), key=mx.random.key(3))
     columns, found = rank_given(model, hidden, mx.array([7, 2]), count=4)
     tokens = model.drafted_tokens(columns)
@@ -252,21 +240,23 @@ def test_candidates_are_scored_given_those_before(tied, quantised, draft):
             mixed = embed @ unit / (1 + np.exp(-gate @ own))
             scores = before[best] + head[vocab[best]] @ out @ mixed
             expected = log_softmax(scores) + np.log(np.exp(before[best]).sum())
-            assert_close(found[place, stream, row], expected)
+            tiny.assert_close(found[place, stream, row], expected)
             if row == 0:
                 corrected = model.streams.condition(mx.array(own), mx.array(embeddings[token]))
-                assert_close(corrected, out @ mixed)
+                tiny.assert_close(corrected, out @ mixed)
 
 
 def test_an_untrained_condition_changes_nothing():
-    model = make_model(adapter={"condition_rank": 3, "draft_vocab": range(1, 12)})
+    model = tiny.make_model(adapter={"condition_rank": 3, "draft_vocab": range(1, 12)})
     streams = model.streams
     blank = replace(streams.condition, out=mx.zeros((32, 3)))
     blank = StreamFusedModel(model.backbone, model.config, replace(streams, condition=blank))
     plain = StreamFusedModel(model.backbone, model.config, replace(streams, condition=None))
     for tree in (TreeConfig(size=6), TreeConfig(kind="full", width=2), TreeConfig(size=4, width=1)):
         steps = [
-            first_tokens(token_steps(one, PROMPT, one.make_cache(), GenerateConfig(tree=tree)), 24)
+            tiny.first_tokens(
+                token_steps(one, PROMPT, one.make_cache(), GenerateConfig(tree=tree)), 24
+            )
             for one in (plain, blank)
         ]
         assert steps[0] == steps[1]
@@ -455,7 +445,7 @@ def naive_visibility(tree, num_streams):
 
 
 def test_golden_visibility():
-    chain = tree_from_parents([1, 2], [0, 0])
+    chain = tiny.tree_from_parents([1, 2], [0, 0])
     expected = ["x.....", "xx....", "x.x...", "x.xx..", "xx..x.", "xx..xx"]
     found = np.array(stream_visibility(chain.ancestors, 2))
     assert ["".join(".x"[int(cell)] for cell in row) for row in found] == expected
@@ -465,7 +455,7 @@ def test_golden_visibility():
 def test_visibility_equals_the_naive_one(num_streams):
     rng = random.Random(0)
     for num_nodes in (1, 2, 5, 9):
-        tree = random_tree(rng, num_nodes, 4)
+        tree = tiny.random_tree(rng, num_nodes, 4)
         found = np.array(stream_visibility(tree.ancestors, num_streams))
         assert np.array_equal(found, naive_visibility(tree, num_streams))
 
@@ -592,7 +582,7 @@ def test_best_tree_is_the_brute_force_optimum(size, width, levels):
     for seed in range(4):
         rng = np.random.default_rng(seed)
         probs = random_probs(rng, levels, ranks, sharpness=[0.3, 1, 2, 3][seed])
-        best = best_rank_paths(probs, size, ranks) if ranks**levels < 3000 else None
+        best = tiny.best_rank_paths(probs, size, ranks) if ranks**levels < 3000 else None
         if best:
             assert best <= contenders
         tree = grow_tree(mx.array([1]), candidates, mx.array(np.log(probs)), config)
@@ -691,7 +681,7 @@ def test_certain_streams_keep_the_tree_closed_under_ancestors(size):
 
 
 def test_select_renumbers_paths():
-    tree = tree_from_parents([5, 6, 7, 8, 9, 10], [0, 0, 0, 1, 2, 4])
+    tree = tiny.tree_from_parents([5, 6, 7, 8, 9, 10], [0, 0, 0, 1, 2, 4])
     kept = tree.select(mx.array([0, 2, 4, 5]))
     assert kept.tokens.tolist() == [5, 7, 9, 10]
     assert kept.depths.tolist() == [0, 1, 2, 3]

@@ -16,19 +16,6 @@ transformers = pytest.importorskip("transformers")
 import oracle
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model, save_config, save_model
-from oracle import (
-    LAYERS,
-    STREAMS,
-    WIDTH,
-    convert,
-    gap,
-    greedy_streaming,
-    make_model,
-    mlx_step,
-    reference_step,
-    some_tokens,
-    stream_config,
-)
 from real import EXAMPLE, answer, one_line, refusal, snapshot, write_tokenizer
 from safetensors.torch import load, save_file
 from tiny import assert_close, first_tokens, slow
@@ -51,7 +38,7 @@ VOCAB, CONTEXT = 64, 48
 PROMPT = [5, 2, 3, 11, 7]
 TREE_TOKENS, TREE_PARENTS = [11, 1, 6, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 2, 4]
 COMMON = {
-    "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "hidden_size": 32, "num_hidden_layers": oracle.LAYERS, "num_attention_heads": 4,
     "max_position_embeddings": CONTEXT, "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
@@ -114,7 +101,7 @@ def write_base(folder, name, **changes):
 def make_reference(base=None, *, draft_vocab=(), lora_rank=3, **changes):
     """Streams, LoRA and a pruning adapter that all do something."""
     base = make_base("llama") if base is None else base
-    return make_model(
+    return oracle.make_model(
         base=base,
         lora=LoraSettings(lora_rank, 6),
         draft_vocab=torch.tensor(draft_vocab, dtype=torch.int32) if draft_vocab else None,
@@ -127,7 +114,7 @@ def make_reference(base=None, *, draft_vocab=(), lora_rank=3, **changes):
 def make_pair(folder, name="llama", **changes):
     """A reference, the folder of an MLX adapter with its weights, and their base in MLX."""
     reference = make_reference(write_base(folder / "base", name), **changes)
-    return reference, *convert(folder, reference)
+    return reference, *oracle.convert(folder, reference)
 
 
 def load_pair(folder, name="llama", merge_lora=True, **changes):
@@ -195,7 +182,7 @@ def test_opt_folders_that_cannot_be(changes, told, tmp_path):
 def test_parity(name, changes, scope, tmp_path):
     reference, model = load_pair(tmp_path, name, adapter_scope=scope, **changes)
     for step in ((PROMPT[:-1], PROMPT[-1:], [-1]), (PROMPT, TREE_TOKENS, TREE_PARENTS)):
-        oracle.assert_close(mlx_step(model, *step), reference_step(reference, *step))
+        oracle.assert_close(oracle.mlx_step(model, *step), oracle.reference_step(reference, *step))
     whole = model.backbone.logits(model.backbone.append(mx.array(PROMPT), model.make_cache()))
     assert_close(whole, torch_logits(reference.base, PROMPT), 1e-4)
     if scope == "all":
@@ -208,7 +195,7 @@ def test_parity(name, changes, scope, tmp_path):
 def test_oracle_takes_the_same_steps(name, changes, tmp_path):
     reference, model = load_pair(tmp_path, name, merge_lora=False, **changes)
     for width in (1, 3, 7):  # 7 children of a stream that may know 5 tokens
-        tokens, calls = greedy_streaming(reference, PROMPT, width=width, max_tokens=14)
+        tokens, calls = oracle.greedy_streaming(reference, PROMPT, width=width, max_tokens=14)
         config = GenerateConfig(tree=TreeConfig(kind="full", width=width))
         steps = token_steps(model, PROMPT, model.make_cache(), config)
         found, lengths = first_tokens(steps, 14)
@@ -346,7 +333,7 @@ def test_bin_files_that_cannot_be_read(fault, pickled, tmp_path, capsys):
 
 
 def test_draft_logits_of_the_reference_follow_the_model():
-    model, ids = make_reference(draft_vocab=DRAFT_VOCAB), some_tokens(6, vocab=VOCAB)
+    model, ids = make_reference(draft_vocab=DRAFT_VOCAB), oracle.some_tokens(6, vocab=VOCAB)
     whole = make_reference()
     whole.load_state_dict({k: v for k, v in model.state_dict().items() if k != "draft_vocab"})
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -357,7 +344,7 @@ def test_draft_logits_of_the_reference_follow_the_model():
         assert found.stream_logits.dtype == dtype
         columns = expected.stream_logits[..., DRAFT_VOCAB]
         bound = 1e-5 if dtype != torch.bfloat16 else 0.02
-        assert gap(found.stream_logits.float(), columns.float()) < bound
+        assert oracle.gap(found.stream_logits.float(), columns.float()) < bound
         assert found.early_exit_logits.shape[-1] == VOCAB
 
 
@@ -372,23 +359,23 @@ def test_values_turn_as_complex_numbers(num_streams):
     rotation = ValueRotation(3, step)
     found = np.array(rotation(mx.array(values), 4, num_streams))
     assert np.array_equal(found[:, :, :4], values[:, :, :4])
-    assert gap(found[:, :, 4:], expected) < 1e-6
+    assert oracle.gap(found[:, :, 4:], expected) < 1e-6
     theirs = rotate_values(torch.tensor(streams), num_streams, step)
-    assert gap(theirs, expected) < 1e-6
+    assert oracle.gap(theirs, expected) < 1e-6
     half = rotation(mx.array(values).astype(mx.float16), 4, num_streams)
-    assert half.dtype == mx.float16 and gap(half, found) < 2e-3
+    assert half.dtype == mx.float16 and oracle.gap(half, found) < 2e-3
     assert rotation(mx.ones((1, 2, 4, 6)), 4, 0).shape == (1, 2, 4, 6)
 
 
 def test_first_stream_hardly_turned_is_a_row_of_the_base_one_place_on():
     """Keys and queries stand at p + 1 whatever becomes of the values."""
-    base, ids = make_base("llama"), some_tokens(5, vocab=VOCAB)
-    config = {**ROTATION, "rotation_step": 1e-6, "num_msa_layers": LAYERS, "num_streams": 1}
+    base, ids = make_base("llama"), oracle.some_tokens(5, vocab=VOCAB)
+    config = {**ROTATION, "rotation_step": 1e-6, "num_msa_layers": oracle.LAYERS, "num_streams": 1}
     model = make_reference(base, lora_rank=0, **config)
     expected = base(torch.cat([ids, ids[:, -1:]], dim=1)).logits[:, -1]
-    assert gap(model(ids).stream_logits[:, -1, 0], expected) < 1e-4
+    assert oracle.gap(model(ids).stream_logits[:, -1, 0], expected) < 1e-4
     model.config = replace(model.config, rotation_step=0.5)
-    assert gap(model(ids).stream_logits[:, -1, 0], expected) > 1e-2
+    assert oracle.gap(model(ids).stream_logits[:, -1, 0], expected) > 1e-2
 
 
 @pytest.mark.parametrize("config", [{}, ROTATION])
@@ -398,12 +385,12 @@ def test_a_narrow_base_under_wider_adapters(config):
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    ids = some_tokens(6, vocab=VOCAB)
+    ids = oracle.some_tokens(6, vocab=VOCAB)
     with torch.autocast("cpu", torch.bfloat16):
-        nodes = torch.randn(1, 3, WIDTH, dtype=torch.bfloat16)
+        nodes = torch.randn(1, 3, oracle.WIDTH, dtype=torch.bfloat16)
         assert model.insert_streams(nodes).dtype == torch.bfloat16
         logits = model(ids).stream_logits
-    assert logits.shape == (1, 6, STREAMS, len(DRAFT_VOCAB)) and logits.isfinite().all()
+    assert logits.shape == (1, 6, oracle.STREAMS, len(DRAFT_VOCAB)) and logits.isfinite().all()
     logits.float().square().mean().backward()
     trained = [p for n, p in model.named_parameters() if "layers.2." in n and p.requires_grad]
     assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in trained)
@@ -430,20 +417,22 @@ def test_a_narrow_base_under_wider_adapters(config):
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, said):
-    assert said in refusal(stream_config, **changes)
+    assert said in refusal(oracle.stream_config, **changes)
 
 
 def test_settings_survive_both_files(tmp_path):
     curve = {2: 1.5, 16: 3.0}
-    config = stream_config(**ROTATION, draft_vocab_size=5, prune_rank=2, tokens_per_call=curve)
+    config = oracle.stream_config(
+        **ROTATION, draft_vocab_size=5, prune_rank=2, tokens_per_call=curve
+    )
     read = StreamConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert (read, read.tokens_per_call) == (config, curve)
     path = tmp_path / "streams_config.json"
     path.write_text(json.dumps(stream_settings(config)))
     assert read_stream_config(path) == config
     assert read_stream_config(path).tokens_per_call == curve
-    assert "tokens_per_call" not in stream_config(**ROTATION).to_dict()
-    assert stream_config(**{**ROTATION, "rotation_step": math.pi / 2}).rotation_step > 1.57
+    assert "tokens_per_call" not in oracle.stream_config(**ROTATION).to_dict()
+    assert oracle.stream_config(**{**ROTATION, "rotation_step": math.pi / 2}).rotation_step > 1.57
 
 
 def test_settings_from_before_still_load(tmp_path):
@@ -481,7 +470,7 @@ def test_round_trip(design, tmp_path):
     assert load_adapter(adapter).streams.num_parameters == numbers
     again = load_reference(make_base("llama"), tmp_path / "checkpoint")
     assert again.config == reference.config
-    ids = some_tokens(6, vocab=VOCAB)
+    ids = oracle.some_tokens(6, vocab=VOCAB)
     assert torch.equal(again(ids).stream_logits, reference(ids).stream_logits)
     backbone, _ = load_base(tmp_path / "base", "float16")
     half = fuse_streams(backbone, load_adapter(adapter), merge_lora=True)
@@ -498,7 +487,7 @@ def test_streams_without_any_tensor(tmp_path):
     assert tensors_of(adapter) == {}
     loaded = load_adapter(adapter)
     assert loaded.streams.num_parameters == 0
-    assert fuse_streams(backbone, loaded, merge_lora=True).num_streams == STREAMS
+    assert fuse_streams(backbone, loaded, merge_lora=True).num_streams == oracle.STREAMS
     assert load_reference(make_base("llama"), tmp_path / "checkpoint").config.num_streams == 2
 
 
@@ -557,5 +546,5 @@ def test_a_draft_vocabulary_must_come_with_its_size():
         (0, ids, "has a draft_vocab"),
         (5, ids.long(), "draft_vocab of int64 [5]"),
     ):
-        config = stream_config(draft_vocab_size=size)
+        config = oracle.stream_config(draft_vocab_size=size)
         assert said in refusal(StreamFusedReference, make_base("llama"), config, draft_vocab=given)

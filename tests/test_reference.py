@@ -7,26 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from oracle import (
-    ARCHITECTURES,
-    LAYERS,
-    LORA,
-    STREAMS,
-    VOCAB,
-    WIDTH,
-    assert_close,
-    convert,
-    gap,
-    greedy_plain,
-    greedy_streaming,
-    make_base,
-    make_model,
-    mlx_step,
-    reference_step,
-    some_tokens,
-    stream_config,
-    tree_inputs,
-)
+import oracle
 from safetensors.torch import load, save_file
 from tiny import first_tokens
 
@@ -48,65 +29,65 @@ def read_tensors(path):
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
 def test_streaming_writes_what_plain_decoding_writes(architecture, scope):
-    model = make_model(base=make_base(architecture, vocab=7), adapter_scope=scope)
-    plain = greedy_plain(model, [3, 1, 4], 20)
+    model = oracle.make_model(base=oracle.make_base(architecture, vocab=7), adapter_scope=scope)
+    plain = oracle.greedy_plain(model, [3, 1, 4], 20)
     calls = {}
     for width in (1, 2, 4, 7):
-        tokens, calls[width] = greedy_streaming(model, [3, 1, 4], width=width, max_tokens=20)
+        tokens, calls[width] = oracle.greedy_streaming(model, [3, 1, 4], width=width, max_tokens=20)
         assert tokens == plain
     # With every token a candidate, each call after the prompt's advances G + 1 tokens.
-    assert calls[7] == 1 + -(-19 // (STREAMS + 1))
+    assert calls[7] == 1 + -(-19 // (oracle.STREAMS + 1))
     assert calls[7] <= calls[4] <= calls[1] <= 20
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
 def test_scope_streams_leaves_the_base_bit_for_bit(architecture, attention):
-    base, ids = make_base(architecture, attention=attention), some_tokens(11, batch=2)
+    base, ids = oracle.make_base(architecture, attention=attention), oracle.some_tokens(11, batch=2)
     causal = torch.full((11, 11), torch.finfo(torch.float32).min).triu(1).expand(2, 1, 11, 11)
     expected = base(ids, attention_mask=causal).logits
     own = base(ids).logits
-    model = make_model(base=base, adapter_scope="streams")
+    model = oracle.make_model(base=base, adapter_scope="streams")
     output = model(ids)
     assert torch.equal(output.main_logits, expected)
-    assert gap(output.main_logits, own) < 5e-5
+    assert oracle.gap(output.main_logits, own) < 5e-5
     assert attention != "eager" or torch.equal(output.main_logits, own)
     # Not for want of an adapter: the streams do feel it.
     with torch.no_grad():
         for adapter in model.adapters.values():
             adapter.scale = 0.0
-    assert gap(model(ids).stream_logits, output.stream_logits) > 1e-3
+    assert oracle.gap(model(ids).stream_logits, output.stream_logits) > 1e-3
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
 @pytest.mark.parametrize("rank_stabilised", [False, True])
 def test_scope_all_is_what_peft_computes(architecture, rank_stabilised, tmp_path):
     peft = pytest.importorskip("peft")
     lora = LoraSettings(3, 5, layers=(1, 3), rank_stabilised=rank_stabilised)
-    model = make_model(architecture, lora=lora)
+    model = oracle.make_model(architecture, lora=lora)
     save_reference(model, tmp_path)
-    adapted = peft.PeftModel.from_pretrained(make_base(architecture), tmp_path)
-    ids = some_tokens(9, batch=2)
-    plain = make_base(architecture)(ids).logits
+    adapted = peft.PeftModel.from_pretrained(oracle.make_base(architecture), tmp_path)
+    ids = oracle.some_tokens(9, batch=2)
+    plain = oracle.make_base(architecture)(ids).logits
     expected = adapted(ids).logits
-    assert gap(model(ids).main_logits, expected) < 5e-5
-    assert gap(model.base(ids).logits, expected) < 5e-5
-    assert gap(plain, expected) > 1e-3
+    assert oracle.gap(model(ids).main_logits, expected) < 5e-5
+    assert oracle.gap(model.base(ids).logits, expected) < 5e-5
+    assert oracle.gap(plain, expected) > 1e-3
 
 
 @pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Phi3"])
 def test_sliding_window(architecture):
     window = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4}
-    base, ids = make_base(architecture, **window), some_tokens(14)
+    base, ids = oracle.make_base(architecture, **window), oracle.some_tokens(14)
     expected = base(ids).logits
-    model = make_model(base=base, adapter_scope="streams")
+    model = oracle.make_model(base=base, adapter_scope="streams")
     assert torch.equal(model(ids).main_logits, expected)
     if architecture == "Qwen2":  # there the first layer sees everything
         return
     # Four layers of window 4 reach 12 tokens back; stream j, j places ahead, j tokens less.
-    moved = torch.cat([(ids[:, :1] + 1) % VOCAB, ids[:, 1:]], dim=1)
+    moved = torch.cat([(ids[:, :1] + 1) % oracle.VOCAB, ids[:, 1:]], dim=1)
     before, after = model(ids), model(moved)
     main = (before.main_logits != after.main_logits).any(-1)[0]
     streams = (before.stream_logits != after.stream_logits).any(-1)[0]
@@ -116,14 +97,14 @@ def test_sliding_window(architecture):
 
 
 def test_early_exit_is_the_head_on_the_insertion_layer():
-    base, ids = make_base(), some_tokens(6)
+    base, ids = oracle.make_base(), oracle.some_tokens(6)
     states = base(ids, output_hidden_states=True).hidden_states[2]
-    model = make_model(base=base, adapter_scope="streams")
+    model = oracle.make_model(base=base, adapter_scope="streams")
     pair = model.prune_adapter
     adapted = states + states @ (pair.lora_B.weight @ pair.lora_A.weight).T
     expected = base.lm_head(base.model.norm(adapted))
-    assert gap(model(ids).early_exit_logits, expected) < 5e-5
-    assert make_model(prune_rank=0)(ids).early_exit_logits is None
+    assert oracle.gap(model(ids).early_exit_logits, expected) < 5e-5
+    assert oracle.make_model(prune_rank=0)(ids).early_exit_logits is None
 
 
 def test_stream_visibility_golden():
@@ -136,7 +117,7 @@ def test_stream_visibility_golden():
 
 @pytest.mark.parametrize("stream", [0, 1, 2])
 def test_stream_sees_only_earlier_streams(stream):
-    model, ids = make_model(num_streams=3), some_tokens(7)
+    model, ids = oracle.make_model(num_streams=3), oracle.some_tokens(7)
     before = model(ids)
     with torch.no_grad():
         model.stream_embeddings[stream] += 0.5
@@ -150,49 +131,51 @@ def test_stream_sees_only_earlier_streams(stream):
 
 
 def test_stream_sees_no_other_nodes_streams():
-    model, ids = make_model(), some_tokens(7)
+    model, ids = oracle.make_model(), oracle.some_tokens(7)
     everywhere = model(ids)
     for row in range(7):
         alone = model(ids, stream_rows=torch.tensor([row])).stream_logits
-        assert gap(alone[:, 0], everywhere.stream_logits[:, row]) < 5e-5
+        assert oracle.gap(alone[:, 0], everywhere.stream_logits[:, row]) < 5e-5
     none = model(ids, stream_rows=torch.zeros(0, dtype=torch.long))
-    assert none.stream_logits.shape == (1, 0, STREAMS, VOCAB)
+    assert none.stream_logits.shape == (1, 0, oracle.STREAMS, oracle.VOCAB)
     assert torch.equal(none.main_logits, everywhere.main_logits)
 
 
 def test_first_stream_is_a_row_of_the_base_one_place_on():
     """With f = identity, P_1 = 0 and no LoRA, stream 1 equals the same token placed at p + 1."""
-    base, ids = make_base(), some_tokens(5)
-    model = make_model(base=base, lora=LoraSettings(), num_msa_layers=LAYERS, num_streams=1)
+    base, ids = oracle.make_base(), oracle.some_tokens(5)
+    model = oracle.make_model(
+        base=base, lora=LoraSettings(), num_msa_layers=oracle.LAYERS, num_streams=1
+    )
     with torch.no_grad():
         model.stream_embeddings.zero_()
     expected = base(torch.cat([ids, ids[:, -1:]], dim=1)).logits[:, -1]
-    assert gap(model(ids).stream_logits[:, -1, 0], expected) < 5e-5
+    assert oracle.gap(model(ids).stream_logits[:, -1, 0], expected) < 5e-5
 
 
 @pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
 def test_stream_start(kind):
     rank = 0 if kind == "identity" else 3
-    model = make_model(stream_init=kind, stream_init_rank=rank)
-    nodes = torch.randn(2, 3, WIDTH)
+    model = oracle.make_model(stream_init=kind, stream_init_rank=rank)
+    nodes = torch.randn(2, 3, oracle.WIDTH)
     started = nodes
     if kind != "identity":
         pair = model.stream_init
         low_rank = nodes @ (pair.lora_B.weight @ pair.lora_A.weight).T
         started = low_rank if kind == "low_rank" else nodes + low_rank
-    found = model.insert_streams(nodes).unflatten(1, (3, STREAMS))
-    for stream in range(STREAMS):
+    found = model.insert_streams(nodes).unflatten(1, (3, oracle.STREAMS))
+    for stream in range(oracle.STREAMS):
         expected = started + model.stream_embeddings[stream]
-        assert gap(found[:, :, stream], expected) < 5e-5
+        assert oracle.gap(found[:, :, stream], expected) < 5e-5
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
 @pytest.mark.parametrize("scope", ["all", "streams"])
 def test_training_forward_equals_tree_step(architecture, scope):
     """Every path through a branching tree is a causal sequence of its own."""
-    model = make_model(architecture, adapter_scope=scope)
+    model = oracle.make_model(architecture, adapter_scope=scope)
     prompt, tokens, parents = [5, 17, 3], [11, 20, 30, 40, 50, 60], [-1, 0, 0, 1, 2, 2]
-    input_ids, positions, visible = tree_inputs(prompt, tokens, parents)
+    input_ids, positions, visible = oracle.tree_inputs(prompt, tokens, parents)
     rows = torch.arange(3, 9)
     step = model(input_ids, positions=positions, visible=visible, stream_rows=rows)
     for path in ([0, 1, 3], [0, 2, 4], [0, 2, 5]):
@@ -203,14 +186,14 @@ def test_training_forward_equals_tree_step(architecture, scope):
             (step.stream_logits[:, nodes], sequence.stream_logits[:, 3:]),
             (step.early_exit_logits[:, 3 + nodes], sequence.early_exit_logits[:, 3:]),
         ):
-            assert gap(found, expected) < 5e-5
+            assert oracle.gap(found, expected) < 5e-5
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("kind", ["low_rank", "residual"])
 def test_gradients_reach_what_is_trained_and_nothing_else(kind, scope):
-    model = make_model(stream_init=kind, stream_init_rank=3, adapter_scope=scope).train()
-    ids = some_tokens(8)
+    model = oracle.make_model(stream_init=kind, stream_init_rank=3, adapter_scope=scope).train()
+    ids = oracle.some_tokens(8)
     output = model(ids)
     logits = output.main_logits, output.stream_logits, output.early_exit_logits
     sum(found.sin().sum() for found in logits).backward()
@@ -222,9 +205,9 @@ def test_gradients_reach_what_is_trained_and_nothing_else(kind, scope):
 
 
 def test_new_model_starts_as_the_base():
-    base, ids = make_base(), some_tokens(6)
+    base, ids = oracle.make_base(), oracle.some_tokens(6)
     expected = base(ids).logits
-    model = StreamFusedReference(base, stream_config(), lora=LORA)
+    model = StreamFusedReference(base, oracle.stream_config(), lora=oracle.LORA)
     assert torch.equal(model(ids).main_logits, expected)
     assert model.lora.layers == (2, 3)
     assert 0.005 < model.stream_embeddings.std().item() < 0.05
@@ -232,28 +215,32 @@ def test_new_model_starts_as_the_base():
 
 def test_gradient_checkpointing_is_refused():
     """It would drop the node keys, so that streams see nothing of the text."""
-    model = make_model().train()
+    model = oracle.make_model().train()
     model.base.gradient_checkpointing_enable()
     with pytest.raises(InputError, match="gradient checkpointing"):
-        model(some_tokens(4))
+        model(oracle.some_tokens(4))
 
 
 @pytest.mark.parametrize(
     ("architecture", "scope", "lora"),
-    [("Llama", "all", LORA), ("Phi3", "streams", LORA), ("Llama", "all", LoraSettings())],
+    [
+        ("Llama", "all", oracle.LORA),
+        ("Phi3", "streams", oracle.LORA),
+        ("Llama", "all", LoraSettings()),
+    ],
 )
 def test_save_load_round_trip(architecture, scope, lora, tmp_path):
-    model = make_model(
+    model = oracle.make_model(
         architecture, lora=lora, adapter_scope=scope, stream_init="residual", stream_init_rank=2,
         prompt_template="say {prompt}", end_token_ids=(2, 5), base_model="tiny",
     )  # fmt: skip
     save_reference(model, tmp_path / "saved")
-    again = load_reference(make_base(architecture), tmp_path / "saved")
+    again = load_reference(oracle.make_base(architecture), tmp_path / "saved")
     assert again.config == model.config
-    assert (tmp_path / "saved" / "adapter_config.json").exists() == (lora is LORA)
+    assert (tmp_path / "saved" / "adapter_config.json").exists() == (lora is oracle.LORA)
     assert again.adapters.keys() == model.adapters.keys()
     assert again.lora.alpha == model.lora.alpha
-    ids = some_tokens(6)
+    ids = oracle.some_tokens(6)
     for name in ("main_logits", "stream_logits", "early_exit_logits"):
         assert torch.equal(getattr(again(ids), name), getattr(model(ids), name))
     save_reference(again, tmp_path / "again")
@@ -266,7 +253,7 @@ def test_save_load_round_trip(architecture, scope, lora, tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    save_reference(make_model(stream_init="low_rank", stream_init_rank=2), tmp_path)
+    save_reference(oracle.make_model(stream_init="low_rank", stream_init_rank=2), tmp_path)
     return tmp_path
 
 
@@ -277,26 +264,26 @@ def test_a_faulty_or_missing_file_is_named(checkpoint, file):
     for changed in ({name: tensors[name][:-1].clone()}, {"spare": torch.zeros(2)}):
         save_file({**tensors, **changed}, checkpoint / file)
         with pytest.raises(InputError, match=f"{file} has tensors .*{next(iter(changed))}"):
-            load_reference(make_base(), checkpoint)
+            load_reference(oracle.make_base(), checkpoint)
     (checkpoint / file).unlink()
     with pytest.raises(InputError, match=f"{file} does not exist"):
-        load_reference(make_base(), checkpoint)
+        load_reference(oracle.make_base(), checkpoint)
 
 
 def test_bases_that_cannot_be_driven_are_refused():
     for changes in ({"embedding_multiplier": 3.0}, {"logits_scaling": 2.0}):
         with pytest.raises(InputError, match="computes more"):
-            StreamFusedReference(make_base("Granite", **changes), stream_config())
+            StreamFusedReference(oracle.make_base("Granite", **changes), oracle.stream_config())
     with pytest.raises(InputError, match="has no model"):
-        StreamFusedReference(torch.nn.Linear(2, 2), stream_config())
+        StreamFusedReference(torch.nn.Linear(2, 2), oracle.stream_config())
     with pytest.raises(InputError, match="already carries"):
-        StreamFusedReference(make_model().base, stream_config())
+        StreamFusedReference(oracle.make_model().base, oracle.stream_config())
     with pytest.raises(InputError, match="layer 1"):
-        make_model(lora=LoraSettings(2, layers=(1, 2)), adapter_scope="streams")
+        oracle.make_model(lora=LoraSettings(2, layers=(1, 2)), adapter_scope="streams")
 
 
 def test_wrong_shapes_are_refused():
-    model, ids = make_model(), some_tokens(4)
+    model, ids = oracle.make_model(), oracle.some_tokens(4)
     with pytest.raises(ValueError, match="positions"):
         model(ids, positions=torch.arange(4))
     with pytest.raises(ValueError, match="visible"):
@@ -305,7 +292,7 @@ def test_wrong_shapes_are_refused():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_load_base_of_hugging_face(tied, tmp_path):
-    base, ids = make_base(tie_word_embeddings=tied), some_tokens(5)
+    base, ids = oracle.make_base(tie_word_embeddings=tied), oracle.some_tokens(5)
     base.save_pretrained(tmp_path)
     assert torch.equal(load_base(tmp_path)(ids).logits, base(ids).logits)
 
@@ -337,7 +324,7 @@ def write_mlx_folder(folder, base):
 @pytest.mark.parametrize("tied", [False, True])
 def test_load_base_of_mlx(tied, tmp_path):
     changes = {"tie_word_embeddings": tied, "intermediate_size": 64}
-    base, ids = make_base(**changes), some_tokens(5)
+    base, ids = oracle.make_base(**changes), oracle.some_tokens(5)
     expected = write_mlx_folder(tmp_path, base)
     loaded = load_base(tmp_path, attn_implementation="sdpa")
     state = loaded.state_dict()
@@ -345,12 +332,12 @@ def test_load_base_of_mlx(tied, tmp_path):
     if tied:
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     base.load_state_dict(expected, strict=False)
-    assert gap(loaded(ids).logits, base(ids).logits) < 5e-5
+    assert oracle.gap(loaded(ids).logits, base(ids).logits) < 5e-5
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_load_base_draws_no_weights_of_its_own(packed, tmp_path):
-    base, file = make_base(intermediate_size=64), tmp_path / "model.safetensors"
+    base, file = oracle.make_base(intermediate_size=64), tmp_path / "model.safetensors"
     base.save_pretrained(tmp_path)
     if packed:
         write_mlx_folder(tmp_path, base)
@@ -366,7 +353,7 @@ def test_load_base_draws_no_weights_of_its_own(packed, tmp_path):
 def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         load_base(tmp_path / "nowhere")
-    make_base().save_pretrained(tmp_path)
+    oracle.make_base().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-20])
     kinds = {
@@ -388,28 +375,30 @@ TINY_VOCAB = 13
 
 def make_pair(folder, architecture, scope, kind):
     """A reference, and the MLX model that the converter makes of its checkpoint."""
-    base = make_base(architecture, vocab=TINY_VOCAB)
+    base = oracle.make_base(architecture, vocab=TINY_VOCAB)
     base.save_pretrained(folder / "base")
     rank = 0 if kind == "identity" else 3
-    reference = make_model(base=base, adapter_scope=scope, stream_init=kind, stream_init_rank=rank)
-    adapter, backbone = convert(folder, reference)
+    reference = oracle.make_model(
+        base=base, adapter_scope=scope, stream_init=kind, stream_init_rank=rank
+    )
+    adapter, backbone = oracle.convert(folder, reference)
     model = fuse_streams(backbone, load_adapter(adapter), merge_lora=kind != "low_rank")
     return reference, model
 
 
 @pytest.mark.parametrize("kind", ["identity", "low_rank", "residual"])
 @pytest.mark.parametrize("scope", ["all", "streams"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", oracle.ARCHITECTURES)
 def test_mlx_computes_the_same_and_takes_the_same_steps(architecture, scope, kind, tmp_path):
     reference, model = make_pair(tmp_path, architecture, scope, kind)
     for step in ((PROMPT[:-1], [PROMPT[-1]], [-1]), (PROMPT, TREE_TOKENS, TREE_PARENTS)):
-        assert_close(mlx_step(model, *step), reference_step(reference, *step))
+        oracle.assert_close(oracle.mlx_step(model, *step), oracle.reference_step(reference, *step))
     whole = model.backbone.logits(model.backbone.append(mx.array(PROMPT), model.make_cache()))
     with torch.no_grad():
         expected = reference(torch.tensor([PROMPT]), stream_rows=torch.zeros(0, dtype=torch.long))
-    assert_close([whole], [expected.main_logits[0]])
+    oracle.assert_close([whole], [expected.main_logits[0]])
     for width in (1, 3):
-        tokens, calls = greedy_streaming(reference, PROMPT, width=width, max_tokens=14)
+        tokens, calls = oracle.greedy_streaming(reference, PROMPT, width=width, max_tokens=14)
         config = GenerateConfig(tree=TreeConfig(kind="full", width=width))
         steps = token_steps(model, PROMPT, model.make_cache(), config)
         found, lengths = first_tokens(steps, 14)

@@ -9,21 +9,9 @@ import ssmlx  # first: it prefers OpenBLAS
 
 import mlx.core as mx  # isort: skip
 import mlx_lm
+import real
 from mlx_lm.utils import load_model, save_config
-from real import (
-    LAYERS,
-    VOCAB,
-    WIDTH,
-    answer,
-    one_line,
-    questions,
-    random_examples,
-    words,
-    write_base,
-    write_data,
-    write_packed,
-    write_tokenizer,
-)
+from real import answer
 from tiny_heads import converted
 
 torch = pytest.importorskip("torch")
@@ -71,14 +59,14 @@ OWN = {
     "draft": ("--layers", str(KEPT), "--valid-count", "16"),
 }
 KINDS = ("medusa", "mlp_speculator")
-PROMPTS = [words(1 + i % 3, first=3 * i) for i in range(16)]
+PROMPTS = [real.words(1 + i % 3, first=3 * i) for i in range(16)]
 UNSEEN = 4
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Four questions, each answered by the five words after it, six times over."""
-    return write_data(tmp_path_factory.mktemp("data"), questions([0, 1, 2, 3] * 6))
+    return real.write_data(tmp_path_factory.mktemp("data"), real.questions([0, 1, 2, 3] * 6))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +77,7 @@ def own_answers(base, tmp_path_factory):
     for prompt in map(tokenizer.encode, PROMPTS):
         tokens, _ = answer(model, tokenizer, prompt, decoding="plain", max_tokens=10)
         lines.append({"prompt_tokens": prompt, "completion_tokens": tokens})
-    return write_data(tmp_path_factory.mktemp("own"), lines[:-UNSEEN], lines)
+    return real.write_data(tmp_path_factory.mktemp("own"), lines[:-UNSEEN], lines)
 
 
 def command_of(kind):
@@ -119,7 +107,7 @@ def refused(capsys):
     def refused(kind, *where_and_more):
         capsys.readouterr()
         assert run_trainer(kind, *where_and_more) == 2
-        return one_line(capsys.readouterr().err, command_of(kind).PROG)
+        return real.one_line(capsys.readouterr().err, command_of(kind).PROG)
 
     return refused
 
@@ -142,7 +130,7 @@ def near(found, expected, rel=1e-5):
 
 
 def take_steps(objective, count=4):
-    trainer, plan = TorchTrainer(objective, 20), BatchPlan(random_examples(16), 8, 0)
+    trainer, plan = TorchTrainer(objective, 20), BatchPlan(real.random_examples(16), 8, 0)
     for step in range(count):
         trainer.advance(plan.batch(step), objective.lower(plan.batch(step)))
     return trainer
@@ -153,7 +141,7 @@ def head_objective(base, kind, vocab=None, alphas=(1.0, 0.5, 0.25), dtype=torch.
     settings = HeadSettings(kind=kind, num_heads=3, **shape)
     train = TrainConfig(num_streams=3, prune_rank=0, stream_weights=alphas, learning_rate=0.01)
     frozen = load_frozen(base, None)
-    config = head_config(settings, VOCAB, WIDTH, 0 if vocab is None else len(vocab))
+    config = head_config(settings, real.VOCAB, real.WIDTH, 0 if vocab is None else len(vocab))
     model = build_heads(config, vocab, 0, frozen.base.lm_head.weight)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -185,10 +173,10 @@ SHAPES = [
 @pytest.mark.parametrize("reduced", [False, True])
 def test_a_batch_costs_what_each_example_costs(base, kind, shape, reduced):
     """Padded and bucketed, the sum is what the plain forward gives example by example."""
-    vocab = np.arange(0, VOCAB, 2, dtype=np.int32) if reduced else None
+    vocab = np.arange(0, real.VOCAB, 2, dtype=np.int32) if reduced else None
     alphas = (1.0, 0.5, 0.25)
     objective = head_objective(base, kind, vocab, alphas, **shape)
-    examples, own = random_examples(5), load_base(base)
+    examples, own = real.random_examples(5), load_base(base)
     batch = collate(examples, np.arange(5))
     with torch.no_grad():
         total, parts = objective.loss(batch, objective.lower(batch))
@@ -221,7 +209,7 @@ def test_a_batch_costs_what_each_example_costs(base, kind, shape, reduced):
 def test_the_heads_learn_and_nothing_else_does(base, kind, shape):
     objective = head_objective(base, kind, **shape)
     before = {name: p.detach().clone() for name, p in objective.model.named_parameters()}
-    batch = BatchPlan(random_examples(16), 8, 0).batch(0)
+    batch = BatchPlan(real.random_examples(16), 8, 0).batch(0)
     first = objective.parts(batch, objective.lower(batch))
     trained = take_steps(objective).named
     assert trained.keys() == before.keys()
@@ -236,9 +224,9 @@ def test_the_heads_learn_and_nothing_else_does(base, kind, shape):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_is_what_mlx_would_draft(base, tmp_path, kind, reduced):
     """Answer by answer, with the trees that the converted heads propose."""
-    vocab = np.arange(0, VOCAB, 3, dtype=np.int32) if reduced else None
+    vocab = np.arange(0, real.VOCAB, 3, dtype=np.int32) if reduced else None
     objective = head_objective(base, kind, vocab)
-    examples = random_examples(4, seed=2)
+    examples = real.random_examples(4, seed=2)
     for example in examples:
         example.tokens[:] = example.tokens // 8 * 3  # likely enough to be guessed
     batch = collate(examples, np.arange(4))
@@ -277,7 +265,7 @@ def longest(tree, following):
 
 def test_a_draft_model_costs_what_its_first_layers_cost(base):
     """Padded and bucketed, the loss is that of the first layers run by transformers."""
-    objective, examples = draft_objective(base), random_examples(5)
+    objective, examples = draft_objective(base), real.random_examples(5)
     batch = collate(examples, np.arange(5))
     with torch.no_grad():
         total, parts = objective.loss(batch, objective.lower(batch), 0)
@@ -302,7 +290,7 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, kind):
         return head_objective(base, kind, dtype=dtype)
 
     fine, rough = map(objective, (torch.float32, torch.bfloat16))
-    batch = collate(random_examples(5), np.arange(5))
+    batch = collate(real.random_examples(5), np.arange(5))
     exact = fine.parts(batch, fine.lower(batch))
     for name, value in rough.parts(batch, rough.lower(batch)).items():
         assert value == pytest.approx(exact[name], rel=0.05)
@@ -329,7 +317,7 @@ def test_calls_of_a_chain(agrees, length, calls):
 
 def tied(folder):
     """A base whose LM head is its embedding."""
-    _, config = load_model(write_base(folder))
+    _, config = load_model(real.write_base(folder))
     config |= {"tie_word_embeddings": True}
     save_config(config, folder / "config.json")
     weights = {
@@ -341,21 +329,21 @@ def tied(folder):
 
 def packed(folder):
     """A tied base in 4 bits, as mlx-lm writes it."""
-    return write_packed(folder, tied(folder))
+    return real.write_packed(folder, tied(folder))
 
 
 def of_transformers(architecture, **changes):
     def write(folder):
-        model = make_base(architecture, vocab=VOCAB, **changes)
+        model = make_base(architecture, vocab=real.VOCAB, **changes)
         model.save_pretrained(folder)
-        write_tokenizer(folder)
+        real.write_tokenizer(folder)
         return folder
 
     return write
 
 
 BASES = {
-    "untied": write_base,
+    "untied": real.write_base,
     "tied": tied,
     "packed": packed,
     "layer types": of_transformers("Qwen2"),
@@ -433,7 +421,7 @@ def test_what_heads_learn_shows_when_they_draft(base, data, tmp_path, kind, more
     assert convert(["--base", str(base), "--heads", str(run), "--out", str(folder)]) == 0
     backbone, _ = load_mlx_base(base, "float32")
     heads = load_heads(folder, backbone)
-    assert heads.config.num_guessed == (60 if "--draft-vocab-size" in more else VOCAB)
+    assert heads.config.num_guessed == (60 if "--draft-vocab-size" in more else real.VOCAB)
 
 
 @pytest.mark.slow
@@ -448,7 +436,7 @@ def test_what_a_draft_model_learns_shows_when_it_drafts(base, own_answers, tmp_p
     assert log[-1]["tokens_per_call"] > 2
     assert (run / "curves.png").stat().st_size > 10_000
     model, tokenizer = ssmlx.load(str(base), dtype="float32")
-    draft = ssmlx.load_draft_model(str(run / MODEL_FOLDER), tokenizer, VOCAB, dtype="float32")
+    draft = ssmlx.load_draft_model(str(run / MODEL_FOLDER), tokenizer, real.VOCAB, dtype="float32")
     chain = DraftModelConfig(num_draft_tokens=4)
     settings = {"max_tokens": 10, "draft_model": draft, "draft": chain}
     tokens = calls = 0
@@ -469,10 +457,10 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
     frozen = load_frozen(base, lora)
     settings = HeadSettings(kind="medusa", num_heads=3)
     train = TrainConfig(num_streams=3, prune_rank=0)
-    config = head_config(settings, VOCAB, WIDTH, 0)
+    config = head_config(settings, real.VOCAB, real.WIDTH, 0)
     model = build_heads(config, None, 0, frozen.base.lm_head.weight)
     objective = HeadObjective(model, frozen, train, (), torch.device("cpu"), torch.float32)
-    batch = collate(random_examples(1), np.arange(1))
+    batch = collate(real.random_examples(1), np.arange(1))
     tokens = torch.from_numpy(batch.tokens).long()
     with torch.no_grad():
         expected = load_reference(load_base(base), lora).hidden_states(tokens).main
@@ -492,11 +480,11 @@ def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_
     assert run_trainer(kind, base, data, one, *shape, "--epochs", "2") == 0
     rng = np.random.default_rng(0)
     lines = [
-        {"prompt_tokens": rng.integers(7, VOCAB, 3).tolist(),
-         "completion_tokens": rng.integers(7, VOCAB, 6).tolist()}
+        {"prompt_tokens": rng.integers(7, real.VOCAB, 3).tolist(),
+         "completion_tokens": rng.integers(7, real.VOCAB, 6).tolist()}
         for _ in range(12)
     ]  # fmt: skip
-    own = write_data(tmp_path / "own", lines)
+    own = real.write_data(tmp_path / "own", lines)
     start = ["--kind", kind, "--model", str(base), "--out", str(two), "--device", "cpu",
              "--template", "{prompt}", "--valid-count", "4", "--epochs", "1",
              "--stage", "2"]  # fmt: skip
@@ -508,7 +496,7 @@ def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_
         ([*init, "--data", str(own), "--inner-dim", "8"], "--inner-dim would do nothing here"),
     ):
         assert train_heads.main([*start, *more]) == 2
-        assert said in one_line(capsys.readouterr().err, train_heads.PROG)
+        assert said in real.one_line(capsys.readouterr().err, train_heads.PROG)
     assert train_heads.main([*start, *init, "--data", str(own)]) == 0
     settings = json.loads((two / "training.json").read_text())["train"]
     assert (settings["learning_rate"], settings["batch_size"]) == (1e-4, 64)
@@ -534,8 +522,8 @@ def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_
         ("mlp_speculator", ("--widths", "3"), "2 numbers of 1 or more"),
         ("medusa", ("--init", "nowhere"), "holds no drafting heads"),
         ("medusa", ("--draft-vocab-size", "65"), "draft_vocab_size is 65 of 64 tokens"),
-        ("draft", ("--layers", "9"), f"--layers 9; expected 1 to {LAYERS}"),
-        ("draft", ("--layers", "0"), f"--layers 0; expected 1 to {LAYERS}"),
+        ("draft", ("--layers", "9"), f"--layers 9; expected 1 to {real.LAYERS}"),
+        ("draft", ("--layers", "0"), f"--layers 0; expected 1 to {real.LAYERS}"),
         ("draft", ("--num-draft-tokens", "0"), "--num-draft-tokens 0"),
         ("draft", ("--model", "./nowhere"), "nowhere"),
     ],

@@ -15,23 +15,9 @@ from mlx.utils import tree_flatten
 
 torch = pytest.importorskip("torch")
 import oracle
+import real
 from oracle import gap
 from oracle import make_base as make_torch_base
-from real import (
-    LAYERS,
-    VOCAB,
-    WIDTH,
-    answer,
-    kill_once_there,
-    one_line,
-    questions,
-    random_examples,
-    words,
-    write_base,
-    write_data,
-    write_nested_base,
-    write_packed,
-)
 from torch.nn import functional as F
 
 from convert import train as torch_command
@@ -107,7 +93,7 @@ class Command:
         """The one line that a run is refused with."""
         capsys.readouterr()
         assert self.main(self.argv(base, data, out, *more)) == 2
-        return one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], self.prog)
+        return real.one_line(capsys.readouterr().err.splitlines(keepends=True)[-1], self.prog)
 
     def weights(self, out):
         """The bytes of what was trained, by name."""
@@ -126,13 +112,13 @@ both = pytest.mark.parametrize("command", [MLX, TORCH], ids=lambda command: comm
 @pytest.fixture(scope="module")
 def packed_base(base, tmp_path_factory):
     """The base in 4 bits, its scales in float16."""
-    return write_packed(tmp_path_factory.mktemp("train"), base, dtype=mx.float16)
+    return real.write_packed(tmp_path_factory.mktemp("train"), base, dtype=mx.float16)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Questions, each answered by the five words after it."""
-    return write_data(tmp_path_factory.mktemp("data"), questions(range(24)))
+    return real.write_data(tmp_path_factory.mktemp("data"), real.questions(range(24)))
 
 
 def settings(num_layers, width, draft_vocab=None, **changes):
@@ -148,8 +134,8 @@ def settings(num_layers, width, draft_vocab=None, **changes):
     return train, config
 
 
-def some_batch(count=5, vocab=VOCAB):
-    return collate(random_examples(count, vocab), np.arange(count))
+def some_batch(count=5, vocab=real.VOCAB):
+    return collate(real.random_examples(count, vocab), np.arange(count))
 
 
 def mlx_objective(base=None, draft_vocab=None, backbone=None, task_lora=None, **changes):
@@ -166,7 +152,7 @@ def mlx_objective(base=None, draft_vocab=None, backbone=None, task_lora=None, **
 
 def torch_objective(base, draft_vocab=None, dtype=torch.float32, **changes):
     """An objective whose LoRA does something."""
-    train, config = settings(LAYERS, WIDTH, draft_vocab, **changes)
+    train, config = settings(real.LAYERS, real.WIDTH, draft_vocab, **changes)
     loaded = load_torch_base(base, attn_implementation="sdpa")
     model = build_model(loaded, config, train, draft_vocab)
     with torch.no_grad():
@@ -341,12 +327,12 @@ def test_small_probabilities_count(vocab_size):
 @pytest.mark.parametrize("reduced", [False, True])
 def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
     """Padded and bucketed, the sum is what the plain forward gives example by example."""
-    vocab = np.arange(0, VOCAB, 2, dtype=np.int32) if reduced else None
+    vocab = np.arange(0, real.VOCAB, 2, dtype=np.int32) if reduced else None
     alphas = (0.5, 0.25, 0.125)
     objective = torch_objective(
         base, vocab, adapter_scope=scope, stream_weights=alphas, prune_weight=0.0
     )
-    examples, batch = random_examples(5), some_batch()
+    examples, batch = real.random_examples(5), some_batch()
     losses = {stream: [] for stream in range(4)}
     with torch.no_grad():
         total, parts = objective.loss(batch, objective.lower(batch), 0)
@@ -465,7 +451,7 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, command):
 @both
 def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch, command):
     monkeypatch.setattr("ssmlx.training.objective._BATCHES_PER_MARK", 1)
-    objective, examples = trainer_of(base, command).objective, random_examples(70)
+    objective, examples = trainer_of(base, command).objective, real.random_examples(70)
     calls, lower = [], objective.lower
 
     def counted(batch):
@@ -510,7 +496,7 @@ def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, comma
 def test_a_killed_run_goes_on_to_the_same_result(base, data, tmp_path, command):
     out, more = tmp_path / "killed", ("--epochs", "20", "--save-every", "2")
     arguments = command.argv(base, data, out, *more)
-    kill_once_there(out / command.state, command.prog, arguments)
+    real.kill_once_there(out / command.state, command.prog, arguments)
     assert 0 < len(read_record(out / LOG_FILE)) < 120
     assert command.main(arguments) == 0
     command.train(base, data, tmp_path / "whole", *more)
@@ -521,8 +507,8 @@ def own_answers(base, folder):
     """Twelve prompts with the base model's own answers."""
     model, tokenizer = ssmlx.load(str(base), adapter="none")
     prompts = [[first, first + 1] for first in range(7, 19)]
-    found = [(p, answer(model, tokenizer, p, max_tokens=8)[0]) for p in prompts]
-    return write_data(folder, [{"prompt_tokens": p, "completion_tokens": t} for p, t in found])
+    found = [(p, real.answer(model, tokenizer, p, max_tokens=8)[0]) for p in prompts]
+    return real.write_data(folder, [{"prompt_tokens": p, "completion_tokens": t} for p, t in found])
 
 
 def adapter_of(command, base, run, tmp_path):
@@ -538,7 +524,7 @@ def answer_of(base, adapter, prompt, decoding):
     """(tokens, target calls) of at most 8 tokens."""
     model, tokenizer = ssmlx.load(str(base), adapter=adapter, dtype="float32")
     prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    tokens, last = answer(model, tokenizer, prompt, decoding=decoding, max_tokens=8)
+    tokens, last = real.answer(model, tokenizer, prompt, decoding=decoding, max_tokens=8)
     return tokens, last.target_calls
 
 
@@ -585,10 +571,10 @@ def test_every_kind_of_adapter_loads(base, data, tmp_path, command, more):
     result = command.train(base, data, run, *more, "--epochs", "1")
     assert any(run.glob("lower.states*")) == ("--cache-gb" not in more)
     adapter = adapter_of(command, base, result, tmp_path)
-    plain, calls = answer_of(base, adapter, words(3), "plain")
+    plain, calls = answer_of(base, adapter, real.words(3), "plain")
     assert len(plain) == calls == 8
     if more is not ALONE:
-        assert answer_of(base, adapter, words(3), "streaming")[0] == plain
+        assert answer_of(base, adapter, real.words(3), "streaming")[0] == plain
     if command is TORCH:
         streams = load_reference(load_torch_base(base), run).config.num_streams
         assert streams == (0 if more is ALONE else 2)
@@ -597,7 +583,7 @@ def test_every_kind_of_adapter_loads(base, data, tmp_path, command, more):
 def test_a_packed_model_trains_and_decodes(packed_base, data, tmp_path):
     adapter = MLX.train(packed_base, data, tmp_path, "--dtype", "stored", "--max-steps", "3")
     model, tokenizer = ssmlx.load(str(packed_base), adapter=adapter, dtype="stored")
-    assert ssmlx.generate(model, tokenizer, words(3), max_tokens=3)
+    assert ssmlx.generate(model, tokenizer, real.words(3), max_tokens=3)
 
 
 @both
@@ -652,8 +638,8 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
     log = read_record(whole / LOG_FILE)
     assert [name for name in log[0] if "loss" in name] == ["given_1_loss", "given_2_loss"]
     assert log[-1]["given_2_loss"] < log[0]["given_2_loss"]
-    assert answer_of(base, whole, words(3), "streaming")[0] == answer_of(
-        base, "none", words(3), "plain"
+    assert answer_of(base, whole, real.words(3), "streaming")[0] == answer_of(
+        base, "none", real.words(3), "plain"
     )[0]  # fmt: skip
     assert add_condition(command, base, data, whole, tmp_path / "on", "--max-steps", "1") == 0
     first = command.train(base, data, tmp_path / "first", "--max-steps", "1")
@@ -680,7 +666,7 @@ def test_what_a_condition_cannot_be_trained_with_is_told(
     base, data, streams, tmp_path, capsys, more, said
 ):
     assert add_condition(MLX, base, data, streams, tmp_path / "run", *more) == 2
-    assert said in one_line(capsys.readouterr().err, MLX.prog)
+    assert said in real.one_line(capsys.readouterr().err, MLX.prog)
 
 
 STARTS = [
@@ -734,7 +720,7 @@ def test_bad_options_are_told_in_one_line(base, data, tmp_path, capsys, command,
 
 
 def test_what_cannot_be_read_or_written_is_told(base, data, tmp_path, capsys):
-    run, nested = tmp_path / "run", write_nested_base(tmp_path / "nested", base)
+    run, nested = tmp_path / "run", real.write_nested_base(tmp_path / "nested", base)
     (tmp_path / "file").write_text("")
     assert "cannot write" in MLX.refusal(capsys, base, data, tmp_path / "file")
     assert "None for " in MLX.refusal(capsys, nested, data, run)
@@ -782,7 +768,7 @@ def task(base, data, tmp_path_factory):
 
 @pytest.mark.parametrize(("count", "ranks"), [(5, 2), (2, 3)])  # the third has no example
 def test_parts_of_a_batch_add_up_to_it(base, count, ranks):
-    batch, vocab = some_batch(count), np.arange(0, VOCAB, 2, dtype=np.int32)
+    batch, vocab = some_batch(count), np.arange(0, real.VOCAB, 2, dtype=np.int32)
     trainer = MlxTrainer(mlx_objective(base, vocab), 10)
 
     def flat(of: Batch) -> mx.array:
@@ -825,7 +811,7 @@ def test_streams_learn_to_draft_for_a_fine_tuned_model(
         assert mx.array_equal(adapter.task_lora[path].a, weights.a)
         assert mx.array_equal(adapter.task_lora[path].b, weights.b)
     assert any(mx.abs(weights.b).max() > 0 for weights in adapter.lora.values())
-    prompt = words(2, first=3)
+    prompt = real.words(2, first=3)
     expected, _ = answer_of(folder, task, prompt, "plain")
     assert answer_of(folder, result, prompt, "plain")[0] == expected
     assert answer_of(folder, result, prompt, "streaming")[0] == expected
@@ -839,7 +825,7 @@ def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_p
     own = (*OWN, "--task-lora")
     assert "--task-lora with --adapter-scope all" in refused("--task-lora", task)
     assert "no folder" in refused(*own, tmp_path / "none")
-    other = write_base(tmp_path / "other", norm=0.5)
+    other = real.write_base(tmp_path / "other", norm=0.5)
     others = MLX.train(other, data, tmp_path / "others", *ALONE, "--max-steps", "1")
     assert "belongs to another base model" in refused(*own, others)
     (tmp_path / "mlx").mkdir()
