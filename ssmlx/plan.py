@@ -23,17 +23,9 @@ from .settings import (
     GenerateConfig,
     Settings,
 )
+from .tuning import ladder
 from .tuning.cost import DraftShape
 from .tuning.experience import Experience, experience_of
-from .tuning.ladder import (
-    USUAL_CONTEXT,
-    expected_costs,
-    fastest,
-    ladder,
-    priced,
-    text_kind,
-    this_chip,
-)
 from .tuning.profile import Profile, profile_of
 
 
@@ -111,17 +103,17 @@ def _streams_plan(
 ) -> Plan:
     """What streams draft where nobody says: as a profile of this machine has it, or row costs."""
     tuning = None if config.deterministic else profile_of(model)
-    usual = tuning.context if tuning else USUAL_CONTEXT
+    usual = tuning.context if tuning else ladder.USUAL_CONTEXT
     behind = usual if context is None else context
     if tuning is None:
-        costs = expected_costs(model)
-        rungs = ladder(model, costs, behind)
-        best = fastest(rungs)
+        costs = ladder.expected_costs(model)
+        rungs = ladder.ladder(model, costs, behind)
+        best = ladder.fastest(rungs)
         # Whether drafting pays, the clock tells; but not where calls are to be the same.
         pays = not config.deterministic or best.speed > 1
     else:
         costs, measured = tuning.costs, tuning.best(context)
-        best = priced(measured.shape, measured.tokens_per_call, costs, behind)
+        best = ladder.priced(measured.shape, measured.tokens_per_call, costs, behind)
         rungs, pays = [best], tuning.drafting_pays(context)
     drafts = pays or not config.leaves_all_open
     paced = drafts and config.leaves_all_open and not config.deterministic
@@ -136,7 +128,7 @@ def _streams_plan(
             [replace(one, drafter=_beside(drafter, one)) for one in rungs],
             experience.learned,
             plain=costs.plain_seconds(behind),
-            context=text_kind(behind),
+            context=ladder.text_kind(behind),
         )
     return Plan(
         config=replace(config, **vars(best.shape)),
@@ -276,7 +268,7 @@ def _shape_of(config: GenerateConfig, model: StreamFusedModel) -> DraftShape:
 
 def _streams_decision(best: Rung, tuning: Profile | None, drafts: bool, context: int | None) -> str:
     if tuning is None:
-        why = f"{best.speed:.2f} times plain decoding on {this_chip().name} by row costs"
+        why = f"{best.speed:.2f} times plain decoding on {ladder.this_chip().name} by row costs"
         return f"streams draft: {best.shape}; {why}" if drafts else f"plain decoding: drafts, {why}"
     choice = str(best.shape) if drafts else "plain decoding, which is faster"
     if drafts and context is None and len(tuning.shapes) > 1:

@@ -12,17 +12,9 @@ from real import exit_code, one_line, write_base, write_tiny_adapter
 from tiny import COSTS, FakeClock, first_tokens, flat, make_model
 
 from ssmlx.api import token_steps
+from ssmlx.calibration import choice
 from ssmlx.calibration import choice as calibrate_choice
 from ssmlx.calibration import costs as calibrate_costs
-from ssmlx.calibration.choice import (
-    CHOSEN,
-    PricedShape,
-    best,
-    best_by_context,
-    pruned,
-    shapes_to_check,
-    unpruned,
-)
 from ssmlx.calibration.costs import (
     CostPlan,
     config_of,
@@ -40,14 +32,8 @@ from ssmlx.errors import InputError
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
+from ssmlx.tuning import replay
 from ssmlx.tuning.cost import DraftShape, Surface
-from ssmlx.tuning.replay import (
-    Guesses,
-    advance,
-    depths_within,
-    needed_sizes,
-    needed_widths,
-)
 
 PLAN = CostPlan(rows=(1, 2, 5), fused_nodes=(1, 3), contexts=(8, 20), repeats=2)
 PROG = "ssmlx.calibrate"
@@ -134,25 +120,27 @@ def test_what_lies_beside_the_forwards_is_what_steps_take_beyond_them(model):
     assert costs.overhead["fused"].rows == (2, 6)
 
 
-def candidate(size, tokens, seconds, **changes) -> PricedShape:
+def candidate(size, tokens, seconds, **changes) -> choice.PricedShape:
     shape = DraftShape(tree=TreeConfig(size=size), num_streams=3, **changes)
-    return PricedShape(shape=shape, tokens_per_call=tokens, step_seconds=seconds, plain_seconds=1.0)
+    return choice.PricedShape(
+        shape=shape, tokens_per_call=tokens, step_seconds=seconds, plain_seconds=1.0
+    )
 
 
 def test_the_fastest_is_chosen_and_of_equals_the_cheapest_step():
     slow, fast = candidate(4, 1.5, 1.2), candidate(16, 3.0, 1.5)
     almost, less = candidate(8, 2.39, 1.2), candidate(6, 1.9, 1.0)
-    assert best([slow, fast]) == fast
+    assert choice.best([slow, fast]) == fast
     assert fast.speedup == 2.0
-    assert best([slow, fast, almost, less]) == almost, "within a hundredth, at less a call"
+    assert choice.best([slow, fast, almost, less]) == almost, "within a hundredth, at less a call"
 
 
 def at(costs, context):
     """Prices behind a context."""
-    return partial(PricedShape.of, costs=costs, context=context)
+    return partial(choice.PricedShape.of, costs=costs, context=context)
 
 
-def certain(tokens: list[int], rank: list[list[int]]) -> Guesses:
+def certain(tokens: list[int], rank: list[list[int]]) -> replay.Guesses:
     """Streams that have the answer's token at the rank given for each place; -1 is nowhere."""
     length, streams, count = len(tokens), 2, 4
     guesses = np.full((length, streams, count), 99, np.int32)
@@ -162,13 +150,13 @@ def certain(tokens: list[int], rank: list[list[int]]) -> Guesses:
             if at >= 0 and following < length:
                 guesses[place, stream, at] = tokens[following]
     logprobs = np.broadcast_to(-np.arange(1.0, count + 1), guesses.shape)
-    return Guesses(guesses, logprobs.astype(np.float32), np.array(tokens))
+    return replay.Guesses(guesses, logprobs.astype(np.float32), np.array(tokens))
 
 
 def test_more_streams_and_larger_trees_are_worth_what_they_say():
     """Both streams are right first: a chain takes three tokens a call."""
     guesses = certain(list(range(10, 20)), [[0, 0]] * 10)
-    found = {one.shape: one for one in unpruned([guesses], [2, 3, 4], at(COSTS, 50))}
+    found = {one.shape: one for one in choice.unpruned([guesses], [2, 3, 4], at(COSTS, 50))}
     chain = DraftShape(tree=TreeConfig(kind="full", width=1), num_streams=2)
     assert found[chain].tokens_per_call == 3.0
     assert found[chain].step_seconds == COSTS.step_seconds(chain, 50)
@@ -180,7 +168,10 @@ def test_more_streams_and_larger_trees_are_worth_what_they_say():
     rows_cheap = replace(COSTS, fused=flat(2.0, 0.0, rows=(2, 400)))
     reads_cheap = replace(COSTS, upper=flat(0.1, 0.0))
     for costs, schedule in ((rows_cheap, "fused"), (reads_cheap, "second-pass")):
-        assert best(unpruned([guesses], [4], at(costs, 50))).shape.stream_schedule == schedule
+        assert (
+            choice.best(choice.unpruned([guesses], [4], at(costs, 50))).shape.stream_schedule
+            == schedule
+        )
 
 
 def test_rows_that_grow_dearer_with_the_context_make_trees_smaller():
@@ -191,11 +182,11 @@ def test_rows_that_grow_dearer_with_the_context_make_trees_smaller():
     )
     costs = replace(COSTS, lower=lower)
     guesses = certain(list(range(100, 160)), ranks)
-    candidates = unpruned([guesses], [2, 3, 4, 6, 8, 12], at(costs, 0))
-    found = best_by_context(candidates, costs, [0, 500, 4000])
+    candidates = choice.unpruned([guesses], [2, 3, 4, 6, 8, 12], at(costs, 0))
+    found = choice.best_by_context(candidates, costs, [0, 500, 4000])
     sizes = [one.shape.num_nodes for one in found.values()]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2]
-    assert found[0] == best(candidates)
+    assert found[0] == choice.best(candidates)
     assert found[500].step_seconds == costs.step_seconds(found[500].shape, 500)
 
 
@@ -204,7 +195,7 @@ def test_pruning_keeps_the_share_of_tokens_that_it_kept_where_it_was_replayed():
     drafted = np.array([[0, -1, -2]] * 5, np.float32)
     judged = np.array([[0, -2, -1]] * 5, np.float32)
     exits = Exits(drafted, judged, np.array([[1, -1, -1]] * 5, np.int32))
-    found = pruned(trees, [exits], 3, [2, 3], at(COSTS, 0))
+    found = choice.pruned(trees, [exits], 3, [2, 3], at(COSTS, 0))
     (one,) = found
     assert one.shape == replace(trees[0].shape, prune=PruneConfig(kind="budget", keep=2))
     # Held to depth 1 everywhere, two tokens a call: without it one.
@@ -218,14 +209,18 @@ def test_the_choice_is_checked_against_the_default_a_small_tree_and_the_other_sc
         for size in (4, 16, 24)
         for schedule in ("fused", "second-pass")
     ]
-    found = {name: str(one.shape) for name, one in shapes_to_check(trees[-1], trees).items()}
+    found = {name: str(one.shape) for name, one in choice.shapes_to_check(trees[-1], trees).items()}
     assert found == {
-        CHOSEN: "best tree of 24 nodes, 3 streams, second pass",
+        choice.CHOSEN: "best tree of 24 nodes, 3 streams, second pass",
         "default": "best tree of 16 nodes, 3 streams, second pass",
         "small": "best tree of 4 nodes, 3 streams, second pass",
         "other schedule": "best tree of 24 nodes, 3 streams, fused",
     }
-    assert set(shapes_to_check(trees[3], trees)) == {CHOSEN, "small", "other schedule"}
+    assert set(choice.shapes_to_check(trees[3], trees)) == {
+        choice.CHOSEN,
+        "small",
+        "other schedule",
+    }
 
 
 def test_prompts_to_learn_from_are_the_last_and_those_to_check_on_before_them():
@@ -388,11 +383,11 @@ SHAPES = [
 def test_a_replay_takes_the_calls_that_decoding_takes(guesser, guesses, shape):
     tokens, calls = real_calls(guesser, shape)
     if shape.tree.kind == "best":
-        needed = needed_sizes(guesses, shape.num_streams, LARGEST, shape.tree.width)
+        needed = replay.needed_sizes(guesses, shape.num_streams, LARGEST, shape.tree.width)
         limit = shape.tree.size
     else:
-        needed, limit = needed_widths(guesses)[:, : shape.num_streams], shape.tree.width
-    replayed = advance([depths_within(needed, limit)])
+        needed, limit = replay.needed_widths(guesses)[:, : shape.num_streams], shape.tree.width
+    replayed = replay.advance([replay.depths_within(needed, limit)])
     assert tokens == guesses.answer.tolist()
     assert (replayed.num_tokens, replayed.num_calls) == (LENGTH - 1, calls)
 
@@ -402,7 +397,7 @@ def test_a_pruned_replay_takes_the_calls_that_decoding_takes(guesser, guesses):
     for size, keep in ((16, 2), (16, 6), (LARGEST, 15)):
         prune = PruneConfig(kind="budget", keep=keep)
         shape = DraftShape(tree=TreeConfig(size=size), num_streams=3, prune=prune)
-        assert advance([exits.depths(size, keep)]).num_calls == real_calls(guesser, shape)[1]
-    needed = needed_sizes(guesses, 3, LARGEST)
+        assert replay.advance([exits.depths(size, keep)]).num_calls == real_calls(guesser, shape)[1]
+    needed = replay.needed_sizes(guesses, 3, LARGEST)
     for size in (3, 9, LARGEST):
-        assert (exits.depths(size, LARGEST) == depths_within(needed, size)).all()
+        assert (exits.depths(size, LARGEST) == replay.depths_within(needed, size)).all()

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from real import make_adapter, write_base, write_packed, write_tiny_adapter
 from tiny import make_lora
 
+from perf.run import tasks
 from perf.run.experiment import speedups
 from perf.run.results import AnswerStore, Kept, files_version
 from perf.run.statistics import Estimate, mean, median_ratio, paired_difference, ratio, speedup
@@ -25,15 +26,6 @@ from perf.run.target import (
     added_parameters,
     read_own_lora,
 )
-from perf.run.tasks import (
-    SQL,
-    TASKS,
-    data_file,
-    exact_match,
-    normalise_sql,
-    read_examples,
-    rouge_scorer,
-)
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
@@ -44,12 +36,12 @@ from ssmlx.settings import GenerateConfig
 
 
 def test_sql_is_matched_up_to_white_space():
-    assert normalise_sql("  SELECT a\n\tFROM  t ") == "SELECT a FROM t"
-    assert exact_match("SELECT  a\nFROM t ", ["SELECT a FROM t"]) == (100, 100)
-    assert exact_match("select a from T", ["SELECT a FROM t"]) == (0, 100)
-    assert exact_match("SELECT a FROM t;", ["SELECT a FROM t"]) == (0, 0)
-    assert exact_match("SELECT a,b", ["SELECT a, b"]) == (0, 0)
-    assert exact_match("B", ["a", "B"]) == (100, 100)
+    assert tasks.normalise_sql("  SELECT a\n\tFROM  t ") == "SELECT a FROM t"
+    assert tasks.exact_match("SELECT  a\nFROM t ", ["SELECT a FROM t"]) == (100, 100)
+    assert tasks.exact_match("select a from T", ["SELECT a FROM t"]) == (0, 100)
+    assert tasks.exact_match("SELECT a FROM t;", ["SELECT a FROM t"]) == (0, 0)
+    assert tasks.exact_match("SELECT a,b", ["SELECT a, b"]) == (0, 0)
+    assert tasks.exact_match("B", ["a", "B"]) == (100, 100)
 
 
 @pytest.mark.parametrize(
@@ -71,16 +63,16 @@ def test_sql_is_matched_up_to_white_space():
     ],
 )
 def test_rouge_against_figures_worked_by_hand(answer, references, found):
-    assert rouge_scorer()(answer, references) == pytest.approx(found)
+    assert tasks.rouge_scorer()(answer, references) == pytest.approx(found)
 
 
 def test_what_ships_is_asked_and_is_not_what_calibration_asks():
     def turns(path: Path) -> set[str]:
         return {json.dumps(as_messages(row)) for row in read_prompts(path)}
 
-    for name, task in TASKS.items():
+    for name, task in tasks.TASKS.items():
         if task.test:
-            assert len(read_examples(data_file(task, None), task, 2)) == 2
+            assert len(tasks.read_examples(tasks.data_file(task, None), task, 2)) == 2
             path = calibrate.prompts_of(Namespace(adapter=name, model=""))
             assert path.parent.name == name and len(turns(path)) > 30
             assert name != "chat" or not turns(path) & turns(task.test)
@@ -88,22 +80,22 @@ def test_what_ships_is_asked_and_is_not_what_calibration_asks():
 
 def test_a_folder_that_is_named_must_have_the_data(tmp_path):
     with pytest.raises(InputError, match=r"no data file .*test\.jsonl"):
-        data_file(SQL, None, tmp_path)
+        tasks.data_file(tasks.SQL, None, tmp_path)
     with pytest.raises(InputError, match="no data ships for the task dialogsum"):
-        data_file(TASKS["dialogsum"], None)
+        tasks.data_file(tasks.TASKS["dialogsum"], None)
 
 
 def test_examples_take_references_before_the_completion(tmp_path):
     path = tmp_path / "d.jsonl"
     rows = [{"prompt": "p", "completion": "c"}, {"prompt": "q", "references": ["r", "s"]}]
     path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
-    examples = read_examples(path, TASKS["e2e"])
+    examples = tasks.read_examples(path, tasks.TASKS["e2e"])
     assert [example.references for example in examples] == [("c",), ("r", "s")]
-    assert len(read_examples(path, TASKS["e2e"], 1)) == 1
+    assert len(tasks.read_examples(path, tasks.TASKS["e2e"], 1)) == 1
     path.write_text('{"prompt": "p"}\n')
-    assert read_examples(path, TASKS["chat"])[0].references == ()
+    assert tasks.read_examples(path, tasks.TASKS["chat"])[0].references == ()
     with pytest.raises(InputError, match="object 1, has no answer to compare with"):
-        read_examples(path, TASKS["e2e"])
+        tasks.read_examples(path, tasks.TASKS["e2e"])
 
 
 def test_an_interval_has_the_width_that_theory_gives_and_is_the_same_in_every_run():

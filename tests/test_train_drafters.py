@@ -29,16 +29,7 @@ from convert.reference.heads import MlpSpeculatorReference
 from convert.train import main as train_streams
 from convert.train_draft import MODEL_FOLDER
 from convert.train_heads import HeadSettings, head_config
-from convert.training.drafters import (
-    DraftObjective,
-    HeadObjective,
-    build_draft,
-    build_heads,
-    chain_calls,
-    load_frozen,
-    trained_weights,
-    write_draft,
-)
+from convert.training import drafters
 from convert.training.run import TorchTrainer, freeze_base
 from ssmlx.drafters.heads import load_heads
 from ssmlx.loading.load import load_base as load_mlx_base
@@ -140,13 +131,13 @@ def head_objective(base, kind, vocab=None, alphas=(1.0, 0.5, 0.25), dtype=torch.
     """Heads of which every number does something, on the tiny base."""
     settings = HeadSettings(kind=kind, num_heads=3, **shape)
     train = TrainConfig(num_streams=3, prune_rank=0, stream_weights=alphas, learning_rate=0.01)
-    frozen = load_frozen(base, None)
+    frozen = drafters.load_frozen(base, None)
     config = head_config(settings, real.VOCAB, real.WIDTH, 0 if vocab is None else len(vocab))
-    model = build_heads(config, vocab, 0, frozen.base.lm_head.weight)
+    model = drafters.build_heads(config, vocab, 0, frozen.base.lm_head.weight)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
-    return HeadObjective(model, frozen, train, (4, 3, 2), torch.device("cpu"), dtype)
+    return drafters.HeadObjective(model, frozen, train, (4, 3, 2), torch.device("cpu"), dtype)
 
 
 def draft_objective(base, num_layers=KEPT, dtype=torch.float32):
@@ -156,9 +147,9 @@ def draft_objective(base, num_layers=KEPT, dtype=torch.float32):
         num_streams=0, num_msa_layers=num_layers, num_layers=sizes["num_hidden_layers"],
         hidden_size=sizes["hidden_size"],
     )  # fmt: skip
-    model = build_draft(base, config, num_layers)
+    model = drafters.build_draft(base, config, num_layers)
     freeze_base(model, dtype)
-    return DraftObjective(model, train, None, torch.device("cpu"), dtype)
+    return drafters.DraftObjective(model, train, None, torch.device("cpu"), dtype)
 
 
 SHAPES = [
@@ -312,7 +303,7 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, kind):
     ],
 )
 def test_calls_of_a_chain(agrees, length, calls):
-    assert chain_calls(np.array(agrees, bool), length) == calls
+    assert drafters.chain_calls(np.array(agrees, bool), length) == calls
 
 
 def tied(folder):
@@ -361,7 +352,7 @@ def test_what_is_written_is_what_was_trained(kind, tmp_path):
     objective = draft_objective(base)
     run = take_steps(objective)
     assert any("norm" in name and "layers" not in name for name in run.named)
-    write_draft(trained_weights(objective.model), base, KEPT, out)
+    drafters.write_draft(drafters.trained_weights(objective.model), base, KEPT, out)
     tokens = torch.arange(9)[None] + 7
     with torch.no_grad():
         expected = objective.model(tokens, stream_rows=tokens[0, :0]).main_logits
@@ -375,7 +366,7 @@ def test_what_is_written_is_what_was_trained(kind, tmp_path):
     assert json.loads((out / "config.json").read_text())["num_hidden_layers"] == KEPT
     assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
     before, after = load_base(base).state_dict(), load_file(out / "model.safetensors")
-    for name in after.keys() - trained_weights(objective.model).keys():
+    for name in after.keys() - drafters.trained_weights(objective.model).keys():
         assert torch.equal(before[name], after[name])
 
 
@@ -454,12 +445,12 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
     lora, out = tmp_path / "lora", tmp_path / "run"
     train_lora(base, data, lora, "--num-streams", 0, "--prune-rank", 0, "--epochs", 2,
                "--learning-rate", 0.01, "--lora-rank", 4)  # fmt: skip
-    frozen = load_frozen(base, lora)
+    frozen = drafters.load_frozen(base, lora)
     settings = HeadSettings(kind="medusa", num_heads=3)
     train = TrainConfig(num_streams=3, prune_rank=0)
     config = head_config(settings, real.VOCAB, real.WIDTH, 0)
-    model = build_heads(config, None, 0, frozen.base.lm_head.weight)
-    objective = HeadObjective(model, frozen, train, (), torch.device("cpu"), torch.float32)
+    model = drafters.build_heads(config, None, 0, frozen.base.lm_head.weight)
+    objective = drafters.HeadObjective(model, frozen, train, (), torch.device("cpu"), torch.float32)
     batch = collate(real.random_examples(1), np.arange(1))
     tokens = torch.from_numpy(batch.tokens).long()
     with torch.no_grad():

@@ -8,18 +8,8 @@ import pytest
 from ssmlx.commands.train_options import train_config, training_parser
 from ssmlx.errors import InputError
 from ssmlx.loading.names import CONFIG_FILE
+from ssmlx.training import data
 from ssmlx.training.config import DRAFT_VOCAB_SIZE, TrainConfig
-from ssmlx.training.data import (
-    BatchPlan,
-    Encoder,
-    Example,
-    choose_draft_vocab,
-    collate,
-    coverage,
-    draft_indices,
-    epoch_order,
-    read_examples,
-)
 from ssmlx.training.record import LOG_FILE, Record, read_record
 
 from tiny import make_tokenizer  # isort: skip
@@ -27,12 +17,12 @@ from tiny import make_tokenizer  # isort: skip
 END = 12
 
 
-def example(*tokens: int, start: int) -> Example:
-    return Example(np.array(tokens, np.int32), start)
+def example(*tokens: int, start: int) -> data.Example:
+    return data.Example(np.array(tokens, np.int32), start)
 
 
-def encoder(template: str | None = "w9 {prompt} w8", max_length: int = 50) -> Encoder:
-    return Encoder(make_tokenizer(eos=END), template, END, max_length)
+def encoder(template: str | None = "w9 {prompt} w8", max_length: int = 50) -> data.Encoder:
+    return data.Encoder(make_tokenizer(eos=END), template, END, max_length)
 
 
 def write(path, *lines) -> None:
@@ -47,7 +37,7 @@ def test_each_form_of_line_gives_its_tokens(tmp_path):
         {"prompt_tokens": [1, 2], "completion_tokens": [3, END]},
         {"prompt": "w1", "completion": ""},  # the end token alone is an answer too
     )
-    found = read_examples(tmp_path / "train.jsonl", encoder())
+    found = data.read_examples(tmp_path / "train.jsonl", encoder())
     assert [(e.tokens.tolist(), e.start) for e in found] == [
         ([9, 1, 2, 8, 3, 4, END], 4), ([5, 6, 7, END], 1), ([1, 2, 3, END], 2), ([9, 1, 8, END], 3),
     ]  # fmt: skip
@@ -62,7 +52,7 @@ def test_a_chat_is_learnt_under_the_models_template(tmp_path):
     turns = [("user", "w1"), ("assistant", "w2"), ("user", "w3"), ("assistant", "w4 w5")]
     messages = [{"role": role, "content": content} for role, content in turns]
     write(tmp_path / "x.jsonl", {"messages": messages}, {"prompt": "w1", "completion": "w2"})
-    found = read_examples(tmp_path / "x.jsonl", Encoder(tokenizer, None, END, 50))
+    found = data.read_examples(tmp_path / "x.jsonl", data.Encoder(tokenizer, None, END, 50))
     assert found[0].tokens.tolist() == [9, 1, 9, 2, 9, 3, 8, 4, 5, END]
     assert found[0].start == 7
     assert found[1].tokens.tolist() == [9, 1, 8, 2, END]
@@ -74,7 +64,7 @@ def test_long_answers_are_cut_and_long_prompts_left_out(tmp_path):
         {"prompt": "w1", "completion": "w2 w3 w4 w5"},
         {"prompt": "w1 w1 w1 w1", "completion": "w2"},
     )
-    (found,) = read_examples(tmp_path / "x.jsonl", encoder(max_length=5))
+    (found,) = data.read_examples(tmp_path / "x.jsonl", encoder(max_length=5))
     assert found.tokens.tolist() == [9, 1, 8, 2, 3]
 
 
@@ -84,12 +74,14 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path):
     tokenizer.has_chat_template = True
     write(tmp_path / "x.jsonl", {"text": "w1 w2"}, {"prompt": "w1", "completion": "w2"})
     with pytest.raises(InputError, match=r"x\.jsonl, line 2: .* \(no chats\)") as error:
-        read_examples(tmp_path / "x.jsonl", Encoder(tokenizer, None, END, 50))
+        data.read_examples(tmp_path / "x.jsonl", data.Encoder(tokenizer, None, END, 50))
     assert str(error.value).count("expected") == 1
 
 
 def test_answers_of_a_batch_start_in_one_column():
-    batch = collate([example(1, 2, 3, 4, END, start=2), example(5, 6, END, start=1)], np.arange(2))
+    batch = data.collate(
+        [example(1, 2, 3, 4, END, start=2), example(5, 6, END, start=1)], np.arange(2)
+    )
     assert batch.prompt_width == 2
     assert batch.tokens.tolist() == [[1, 2, 3, 4, END], [0, 5, 6, END, 0]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
@@ -100,7 +92,7 @@ def test_answers_of_a_batch_start_in_one_column():
 
 
 def test_a_row_sees_what_comes_before_it_but_no_padding():
-    batch = collate([example(1, 2, 3, start=2), example(5, 6, start=1)], np.arange(2))
+    batch = data.collate([example(1, 2, 3, start=2), example(5, 6, start=1)], np.arange(2))
     assert batch.visible[0].tolist() == np.tril(np.ones((3, 3), bool)).tolist()
     assert batch.visible[1].tolist() == [
         [True, False, False],
@@ -109,7 +101,7 @@ def test_a_row_sees_what_comes_before_it_but_no_padding():
     ]
 
 
-def random_examples(count: int, seed: int = 0) -> list[Example]:
+def random_examples(count: int, seed: int = 0) -> list[data.Example]:
     rng = np.random.default_rng(seed)
     return [
         example(*rng.integers(0, 9, rng.integers(4, 30)), start=int(rng.integers(1, 4)))
@@ -119,42 +111,42 @@ def random_examples(count: int, seed: int = 0) -> list[Example]:
 
 def test_an_epoch_has_every_example_once_and_depends_on_the_seed_alone():
     examples = random_examples(101)
-    first = epoch_order(examples, 8, seed=1, epoch=0)
+    first = data.epoch_order(examples, 8, seed=1, epoch=0)
     assert sorted(np.concatenate(first).tolist()) == list(range(101))
-    again = epoch_order(examples, 8, seed=1, epoch=0)
+    again = data.epoch_order(examples, 8, seed=1, epoch=0)
     assert [b.tolist() for b in first] == [b.tolist() for b in again]
-    other = epoch_order(examples, 8, seed=1, epoch=1)
+    other = data.epoch_order(examples, 8, seed=1, epoch=1)
     assert [b.tolist() for b in first] != [b.tolist() for b in other]
 
 
 def test_buckets_save_padding():
     examples = random_examples(256)
-    rows = sum(collate(examples, b).tokens.size for b in epoch_order(examples, 8, 0, 0))
+    rows = sum(data.collate(examples, b).tokens.size for b in data.epoch_order(examples, 8, 0, 0))
     real = sum(len(e.tokens) for e in examples)
     assert real <= rows < 1.35 * real
 
 
 def test_a_plan_gives_any_step_without_those_before_it():
     examples = random_examples(20)
-    walked = BatchPlan(examples, 8, seed=3)
+    walked = data.BatchPlan(examples, 8, seed=3)
     batches = [walked.batch(step).indices.tolist() for step in range(7)]
-    assert BatchPlan(examples, 8, seed=3).batch(5).indices.tolist() == batches[5]
+    assert data.BatchPlan(examples, 8, seed=3).batch(5).indices.tolist() == batches[5]
     assert sorted(index for batch in batches[3:6] for index in batch) == list(range(20))
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_answer_tokens():
     examples = [example(7, 7, 7, 3, 3, 5, start=3), example(8, 3, 9, 5, start=1)]
-    assert choose_draft_vocab(examples, 2, 20).tolist() == [3, 5]
-    assert choose_draft_vocab(examples, 4, 20).tolist() == [3, 5, 7, 9]
-    assert choose_draft_vocab(examples, 6, 20).tolist() == [0, 3, 5, 7, 8, 9]
-    assert len(choose_draft_vocab(examples, 50, 20)) == 20
-    assert coverage(examples, np.array([3, 5])) == pytest.approx(5 / 6)
+    assert data.choose_draft_vocab(examples, 2, 20).tolist() == [3, 5]
+    assert data.choose_draft_vocab(examples, 4, 20).tolist() == [3, 5, 7, 9]
+    assert data.choose_draft_vocab(examples, 6, 20).tolist() == [0, 3, 5, 7, 8, 9]
+    assert len(data.choose_draft_vocab(examples, 50, 20)) == 20
+    assert data.coverage(examples, np.array([3, 5])) == pytest.approx(5 / 6)
 
 
 def test_targets_become_places_in_the_draft_vocabulary():
     targets = np.array([[3, 9, -1], [4, 0, 20]])
-    assert draft_indices(targets, np.array([0, 3, 9])).tolist() == [[1, 2, -1], [-1, 0, -1]]
-    assert draft_indices(targets, None).tolist() == targets.tolist()
+    assert data.draft_indices(targets, np.array([0, 3, 9])).tolist() == [[1, 2, -1], [-1, 0, -1]]
+    assert data.draft_indices(targets, None).tolist() == targets.tolist()
 
 
 def test_the_rate_rises_then_falls_to_nothing():

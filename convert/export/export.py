@@ -33,19 +33,10 @@ from ssmlx.settings import read_json
 from ..base import copy_settings, load_base
 from ..reference.checkpoint import reference_of
 from ..reference.model import StreamFusedReference
-from . import compression
+from . import compression, packages
 from .ane import AneProfile
 from .gpu import GpuProfile
 from .graph import DECODE, DecodeGraph, Graph, PrefillGraph
-from .packages import (
-    convert_graph,
-    import_coreai,
-    import_coremltools,
-    merge_functions,
-    write_coreai,
-    write_metadata,
-    writing,
-)
 from .settings import ExportConfig
 
 _PACKAGES = ("coremltools", "coreai-core", "coreai-torch", "numpy", "torch", "transformers")
@@ -84,7 +75,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
 
     Without an adapter's name or folder, the streams are those of a fused model.
     """
-    (import_coreai if config.target == "coreai" else import_coremltools)()
+    (packages.import_coreai if config.target == "coreai" else packages.import_coremltools)()
     ours = all((out / name).is_file() for name in (MANIFEST, REPORT))
     require(
         not out.exists() or (out.is_dir() and (ours or not any(out.iterdir()))),
@@ -93,7 +84,7 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
         do="choose another --out",
     )
     report = Report()
-    with writing(out):
+    with packages.writing(out):
         with report.stage("load"):
             folder = resolve_model(model)
             own = adapter_for_export(folder, adapter)
@@ -194,20 +185,20 @@ def _write_package(
 ) -> None:
     if config.target == "coreai":
         with report.stage("convert"):
-            write_coreai(graphs, config, package, texts)
+            packages.write_coreai(graphs, config, package, texts)
         return
     models, expected = {}, {}
     for graph in graphs:
         with report.stage(f"convert {graph.name}"):
-            models[graph.name] = convert_graph(graph, config)
+            models[graph.name] = packages.convert_graph(graph, config)
         if graph.name == DECODE:
             expected = compression.expected_matrices(models[DECODE], graph)
         if config.compression != "none":
             with report.stage(f"compress {graph.name}"):
                 models[graph.name] = compression.compress(models[graph.name], config.compression)
     with report.stage("write"):
-        merge_functions(models, package)
-        write_metadata(package, texts)
+        packages.merge_functions(models, package)
+        packages.write_metadata(package, texts)
     models.clear()
     with report.stage("compare weights"):
         report.weight_error = compression.weight_error(package, expected)

@@ -14,18 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from convert import check_torch
-from convert.continuations import (
-    Sampling,
-    add_generator_options,
-    check_batch_size,
-    encode_prompts,
-    end_tokens,
-    generate_batch,
-    load_generator,
-    plan_batches,
-    write_jsonl,
-)
+from convert import check_torch, continuations
+from convert.continuations import Sampling
 from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
@@ -155,13 +145,16 @@ def two_turn_chats(
     model: Any, tokenizer: Any, firsts: Sequence[str], follow_ups: Sequence[str], batch_size: int
 ) -> list[dict[str, Any]]:
     """Chats of a prompt, the model's own greedy answer, and a follow-up (one for each prompt)."""
-    encoded = encode_prompts(
+    encoded = continuations.encode_prompts(
         [{"prompt": text} for text in firsts], tokenizer, model.config.max_position_embeddings
     )
-    sampling, stop = Sampling(max_tokens=FIRST_ANSWER_TOKENS), end_tokens(model, tokenizer)
+    sampling = Sampling(max_tokens=FIRST_ANSWER_TOKENS)
+    stop = continuations.end_tokens(model, tokenizer)
     chats: list[dict[str, Any]] = [{}] * len(firsts)
-    for batch in plan_batches([len(tokens) for tokens in encoded], batch_size):
-        answers = generate_batch(model, [encoded[index] for index in batch], sampling, stop)
+    for batch in continuations.plan_batches([len(tokens) for tokens in encoded], batch_size):
+        answers = continuations.generate_batch(
+            model, [encoded[index] for index in batch], sampling, stop
+        )
         for index, answer in zip(batch, answers, strict=True):
             said = whole_sentences(tokenizer.decode(answer.tokens, skip_special_tokens=True))
             turns = (("user", firsts[index]), ("assistant", said), ("user", follow_ups[index]))
@@ -244,11 +237,13 @@ def sample_prompts(
     from huggingface_hub.utils import tqdm
 
     sampling = Sampling(seed=seed, **SAMPLING)
-    prefix, stop = user_prefix(tokenizer), end_tokens(model, tokenizer)
+    prefix, stop = user_prefix(tokenizer), continuations.end_tokens(model, tokenizer)
     found: dict[str, str] = {}
     with tqdm(total=count, unit="prompt", desc="sampling", disable=None, leave=False) as bar:
         for batch in itertools.count():
-            for answer in generate_batch(model, [prefix] * batch_size, sampling, stop, batch):
+            for answer in continuations.generate_batch(
+                model, [prefix] * batch_size, sampling, stop, batch
+            ):
                 text = tokenizer.decode(answer.tokens[:-1]).strip()
                 # One that came to its own end.
                 if answer.finish_reason == "stop" and is_good_prompt(text):
@@ -264,7 +259,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="where to write the files"
     )
-    add_generator_options(parser)
+    continuations.add_generator_options(parser)
     add_counts(parser, ("seed", 0, "another one, other prompts"))
     return parser.parse_args(argv)
 
@@ -273,10 +268,12 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.loading.names import resolve_model
 
     check_torch()
-    check_batch_size(args.batch_size)
+    continuations.check_batch_size(args.batch_size)
     written = written_prompts(args.seed)
     make_folder(args.out)
-    model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device)
+    model, tokenizer = continuations.load_generator(
+        resolve_model(args.model), args.dtype, args.device
+    )
     sampled = sampled_prompts(_sample(args, model, tokenizer), written)
     for split, lists in split_lists(args.seed).items():
         rng = random.Random(f"{args.seed} {split} chats")
@@ -287,7 +284,7 @@ def _main(args: argparse.Namespace) -> None:
         rows += two_turn_chats(model, tokenizer, firsts, follow_ups, args.batch_size)
         if split != "train":
             rows = rng.sample(rows, len(rows))
-        write_jsonl(args.out / f"chat_{split}.jsonl", rows)
+        continuations.write_jsonl(args.out / f"chat_{split}.jsonl", rows)
         print(f"{args.out}/chat_{split}.jsonl: {len(rows):,} prompts", file=sys.stderr)
 
 
@@ -297,7 +294,7 @@ def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
     if kept.is_file():
         return [prompt["prompt"] for prompt in read_prompts(kept)]
     found = sample_prompts(model, tokenizer, SAMPLED, batch_size=args.batch_size, seed=args.seed)
-    write_jsonl(kept, ({"prompt": text} for text in found))
+    continuations.write_jsonl(kept, ({"prompt": text} for text in found))
     return found
 
 

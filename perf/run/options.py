@@ -20,21 +20,10 @@ from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import bundled_adapters, resolve_adapter, resolve_model
 from ssmlx.settings import GenerateConfig, SamplingConfig
 
+from . import target
 from .experiment import Experiment
 from .results import RESULTS
-from .target import (
-    CHECKPOINTS,
-    DRAFT_ALONE,
-    DRAFT_MODEL,
-    FLOATS,
-    MLX_LM,
-    PACKED,
-    PLAIN,
-    STREAMS,
-    System,
-    Weights,
-    read_own_lora,
-)
+from .target import DRAFT_MODEL, MLX_LM, PLAIN, STREAMS, System, Weights
 from .tasks import TASKS, data_file, read_examples, scorer_of
 
 BASE = "smollm2-135m-q4_1"
@@ -49,7 +38,7 @@ TREES = (
     "streams --tree best --tree-size 16 --prune budget --prune-to 8",
 )
 """What `trees` stands for."""
-SYSTEMS = (MLX_LM, PLAIN, STREAMS, *CHECKPOINTS, "lookahead", "prompt-lookup")
+SYSTEMS = (MLX_LM, PLAIN, STREAMS, *target.CHECKPOINTS, "lookahead", "prompt-lookup")
 _RESERVED = ("model", "heads", "head", "acceptance", "epsilon", "delta", "attention")
 
 
@@ -108,12 +97,12 @@ def add_experiment_options(
     weights = parser.add_argument_group("weights")
     add_base(weights)
     weights.add_argument(
-        "--dtype", choices=(*FLOATS, *PACKED), nargs="+" if dtypes else None,
+        "--dtype", choices=(*target.FLOATS, *target.PACKED), nargs="+" if dtypes else None,
         default=dtypes or "float32",
         help="of all weights, packed ones with float16 activations; in 16 bits near ties may part "
         f"(default: {' '.join(dtypes) or 'float32'})",
     )  # fmt: skip
-    given = {kind: "MODEL" if kind == DRAFT_MODEL else "FOLDER" for kind in CHECKPOINTS}
+    given = {kind: "MODEL" if kind == DRAFT_MODEL else "FOLDER" for kind in target.CHECKPOINTS}
     add_options(
         weights,
         ("--adapter", "NAME|FOLDER", "streams and LoRA; `none` for the base alone (default: the "
@@ -158,7 +147,9 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
     weights = _weights_of(args)
     # Which kinds of systems lack their weights, and how to give them.
     lacking = {
-        kind: f"no --{kind} FOLDER" for kind in CHECKPOINTS if kind not in weights.checkpoints
+        kind: f"no --{kind} FOLDER"
+        for kind in target.CHECKPOINTS
+        if kind not in weights.checkpoints
     }
     if weights.adapter is None:
         lacking[STREAMS] = "no --adapter FOLDER"
@@ -172,7 +163,7 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
         print(f"{task.name}: {system} is left out, {why}", file=sys.stderr)
     taking_part = [system for system in systems if system.name not in left_out]
     drafts = [system for system in taking_part if system.kind == DRAFT_MODEL]
-    alone = [System(DRAFT_ALONE, DRAFT_ALONE, one.config) for one in drafts[:1]]
+    alone = [System(target.DRAFT_ALONE, target.DRAFT_ALONE, one.config) for one in drafts[:1]]
     make_folder(args.out)
     return Experiment(
         name=f"{name}-{task.name}",
@@ -255,20 +246,20 @@ def _weights_of(args: argparse.Namespace) -> Weights:
     folder = bundled_adapters().get(args.task)
     if args.adapter is not None:
         folder = resolve_adapter(args.adapter)
-    given = {kind: getattr(args, kind.replace("-", "_")) for kind in CHECKPOINTS}
+    given = {kind: getattr(args, kind.replace("-", "_")) for kind in target.CHECKPOINTS}
     checkpoints = {
         kind: resolve_model(value) if kind == DRAFT_MODEL else Path(value).expanduser()
         for kind, value in given.items()
         if value is not None
     }
-    adapter = None if folder is None else read_own_lora(folder)
+    adapter = None if folder is None else target.read_own_lora(folder)
     base = resolve_model(args.model)
     return Weights(base, args.dtype, adapter=adapter, folder=folder, checkpoints=checkpoints)
 
 
 def adapter_with_streams(name: str) -> tuple[Path, Adapter]:
     folder = resolve_adapter(name)
-    adapter = None if folder is None else read_own_lora(folder)
+    adapter = None if folder is None else target.read_own_lora(folder)
     if folder is None or adapter is None or not adapter.config.num_streams:
         raise InputError(
             f"--adapter {name} has no streams",

@@ -17,17 +17,8 @@ from .. import has_fast_blas
 from ..blas import HINT
 from ..errors import InputError
 from ..loading.names import bundled_adapters
+from . import options
 from .caches import PromptFile
-from .options import (
-    PromptBar,
-    add_decoding_options,
-    add_model_options,
-    add_prompt_cache_option,
-    command,
-    generate_config,
-    load_all,
-    make_parser,
-)
 
 if TYPE_CHECKING:
     from ..session import ChatSession
@@ -55,11 +46,13 @@ HELP = """/help            this list
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(PROG, "Chat with a model that drafts for itself.", EPILOG, "[options]")
+    parser = options.make_parser(
+        PROG, "Chat with a model that drafts for itself.", EPILOG, "[options]"
+    )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    add_prompt_cache_option(parser, "the conversation")
-    add_model_options(parser, DEFAULT_ADAPTER)
-    add_decoding_options(parser, max_tokens=1024)
+    options.add_prompt_cache_option(parser, "the conversation")
+    options.add_model_options(parser, DEFAULT_ADAPTER)
+    options.add_decoding_options(parser, max_tokens=1024)
     return parser.parse_args(argv)
 
 
@@ -130,7 +123,7 @@ def answer(session: ChatSession, text: str, screen: Screen) -> None:
     from ..api import summary
 
     last = None
-    responses = session.reply(text, progress=PromptBar())
+    responses = session.reply(text, progress=options.PromptBar())
     # Ranks would stop at different calls, and wait for each other: there, Ctrl-C ends them all.
     is_split = session.model.backbone.group is not None
     with nullcontext() if is_split else stopping(responses.cancel), responses:
@@ -260,14 +253,14 @@ def turn(line: str, chat: Chat) -> bool:
 
 
 def _main(args: argparse.Namespace) -> None:
-    generate_config(args)  # a bad option is told before anything else is
+    options.generate_config(args)  # a bad option is told before anything else is
     kept = PromptFile(args.prompt_cache)
     screen = Screen()
     if not has_fast_blas:
         screen.note(HINT)
     if screen.interactive:
         screen.note(f"loading {args.model} ...")
-    model, tokenizer, config, drafts = load_all(args, DEFAULT_ADAPTER)
+    model, tokenizer, config, drafts = options.load_all(args, DEFAULT_ADAPTER)
 
     import mlx.core as mx
 
@@ -308,4 +301,4 @@ def _note_tuning(chat: Chat) -> None:
         chat.screen.note(f"[{plan.decision}]")
 
 
-main = command(PROG, parse_args, _main)
+main = options.command(PROG, parse_args, _main)

@@ -6,20 +6,8 @@ import sys
 from typing import Any
 
 from .. import bars
+from . import options
 from .caches import PromptFile
-from .options import (
-    PromptBar,
-    add_decoding_options,
-    add_model_options,
-    add_options,
-    add_prompt_cache_option,
-    add_prompt_options,
-    command,
-    load_all,
-    make_parser,
-    reject,
-    template_text,
-)
 
 PROG = "ssmlx.generate"
 EPILOG = """examples:
@@ -34,30 +22,30 @@ prefill_seconds, decode_seconds, draft_calls (of a draft model), and memory (byt
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(
+    parser = options.make_parser(
         PROG,
         "Answer prompts with a model that drafts for itself.",
         EPILOG,
         "(--prompt TEXT | --prompts FILE.jsonl) [options]",
     )
     group = parser.add_argument_group("prompts and answers")
-    add_prompt_options(group)
-    add_options(
+    options.add_prompt_options(group)
+    options.add_options(
         group,
         ("--template", "TEXT", "the model's chat template (chat), none (raw), or a text with "
          "{prompt}, \\n for new lines (default: the adapter's own, then chat, then raw)",
-         template_text),
+         options.template_text),
         ("--logprobs", "N", "with --jsonl: log probabilities of each token and the N likeliest",
          int),
     )  # fmt: skip
-    add_prompt_cache_option(group, "the prompt, or what all prompts begin with,")
-    add_options(
+    options.add_prompt_cache_option(group, "the prompt, or what all prompts begin with,")
+    options.add_options(
         group.add_mutually_exclusive_group(),
         ("--jsonl", None, "print one JSON object a prompt, and nothing else", bool),
         ("--verbose", None, "say how it is decoded and why, and where the memory goes", bool),
     )
-    add_model_options(parser)
-    add_decoding_options(parser, max_tokens=256)
+    options.add_model_options(parser)
+    options.add_decoding_options(parser, max_tokens=256)
     return parser.parse_args(argv)
 
 
@@ -65,10 +53,10 @@ def _main(args: argparse.Namespace) -> None:
     from ..prompts import common_prefix, encode_prompt, read_prompts, user_text
 
     if not args.jsonl:
-        reject(args, ("logprobs",), "--jsonl")
+        options.reject(args, ("logprobs",), "--jsonl")
     prompts = [{"prompt": args.prompt}] if args.prompts is None else read_prompts(args.prompts)
     kept = PromptFile(args.prompt_cache)
-    model, tokenizer, config, drafts = load_all(args)
+    model, tokenizer, config, drafts = options.load_all(args)
 
     import mlx.core as mx
 
@@ -89,7 +77,7 @@ def _main(args: argparse.Namespace) -> None:
     show_bar = args.jsonl and len(prompts) > 1
     pairs: Any = zip(prompts, encoded, strict=True)
     for prompt, tokens in bars.bar(list(pairs), "prompts") if show_bar else pairs:
-        answer, bar = [], PromptBar()
+        answer, bar = [], options.PromptBar()
         cache, known = kept.take(model, tokens)
         started = {"cache": cache, "context": tokens[:known], "progress": bar}
         for one in stream_generate(model, tokenizer, tokens[known:], config, **drafts, **started):
@@ -108,4 +96,4 @@ def _main(args: argparse.Namespace) -> None:
     kept.write(model)
 
 
-main = command(PROG, parse_args, _main)
+main = options.command(PROG, parse_args, _main)
