@@ -61,10 +61,7 @@ class PromptCache:
     """
 
     def __init__(
-        self,
-        max_bytes: int = 2**30,
-        folder: str | Path | None = None,
-        max_disk_bytes: int = 2**32,
+        self, max_bytes: int = 2**30, folder: str | Path | None = None, max_disk_bytes: int = 2**32
     ) -> None:
         self.max_bytes = max_bytes
         self._folder = (

@@ -15,12 +15,7 @@ from tiny_export import CHUNK, CONTEXT, TorchBackend, mlx_steps, torch_steps, wr
 
 from convert.base import load_base
 from convert.export.ane import rms_norm
-from convert.export.export import (
-    adapter_for_export,
-    build_graphs,
-    build_reference,
-    make_manifest,
-)
+from convert.export.export import adapter_for_export, build_graphs, build_reference, make_manifest
 from convert.export.parts import Head
 from convert.export.settings import ExportConfig
 from ssmlx.errors import InputError

@@ -11,11 +11,7 @@ from real import one_line
 from convert.train import parse_args
 from perf import compare
 from perf.paper import figures, training
-from perf.paper.figures import (
-    parity_points,
-    theoretical_speedup,
-    tree_curves,
-)
+from perf.paper.figures import parity_points, theoretical_speedup, tree_curves
 from perf.paper.training import read_runs
 from perf.run.options import parse_systems
 from perf.run.published import TABLE_1, TABLE_2, speeds

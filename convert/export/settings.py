@@ -4,13 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ssmlx.errors import require
-from ssmlx.settings import (
-    MAX_TREE_NODES,
-    StreamConfig,
-    TreeConfig,
-    check_settings,
-    setting,
-)
+from ssmlx.settings import MAX_TREE_NODES, StreamConfig, TreeConfig, check_settings, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -204,11 +204,7 @@ def experiment_of(part: Part, base: Path, dtype: str) -> Experiment:
 
 
 def figures_of(
-    experiment: Experiment,
-    target: Target,
-    prompts: Sequence[list[int]],
-    found: Rounds,
-    **more: Any,
+    experiment: Experiment, target: Target, prompts: Sequence[list[int]], found: Rounds, **more: Any
 ) -> dict[str, Any]:
     """What rounds of answers come to."""
     answers = {

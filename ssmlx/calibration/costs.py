@@ -70,10 +70,7 @@ def measure_costs(
 
 
 def forward_costs(
-    model: StreamFusedModel,
-    tokens: Sequence[int],
-    plan: CostPlan,
-    clock: Clock = time.perf_counter,
+    model: StreamFusedModel, tokens: Sequence[int], plan: CostPlan, clock: Clock = time.perf_counter
 ) -> tuple[StepCosts, float]:
     """Time the forwards that `plan` names behind `tokens`, over and over; and the noise in it."""
     plan = plan.within(model.backbone.context_length)

@@ -112,11 +112,7 @@ _KEYS = {
     **{kind: _own_keys(kind.replace("-", "_")) for kind in FREE_DRAFTERS},
     "draft-model": {"model": "draft_model", **_own_keys("draft")},
     "medusa": {"heads": "heads", "lookup": "lookup_nodes"},
-    "mlp-speculator": {
-        "heads": "heads",
-        **_own_keys("speculator_tree"),
-        "lookup": "lookup_nodes",
-    },
+    "mlp-speculator": {"heads": "heads", **_own_keys("speculator_tree"), "lookup": "lookup_nodes"},
 }
 """Each drafter's own keys, and where their values go: in `GenerateConfig`, or what is loaded."""
 

@@ -19,15 +19,7 @@ from .accept import Acceptance, accept, accept_typical
 from .drafter import Drafter, Verified
 from .pace import Pace, Rung
 from .prune import is_pruned, surviving_nodes, transition_logprobs
-from .sampling import (
-    GREEDY,
-    Places,
-    Sampling,
-    TokenLogprobs,
-    last_tokens,
-    places_of,
-    tell_logprobs,
-)
+from .sampling import GREEDY, Places, Sampling, TokenLogprobs, last_tokens, places_of, tell_logprobs
 from .stopwatch import Launch, Stopwatch
 
 Ends = Callable[[list[int]], bool]

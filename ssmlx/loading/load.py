@@ -180,11 +180,7 @@ def load_modules(
 
 
 def load_weights(
-    path: Path,
-    dtype: str,
-    failure: str,
-    names: Collection[str] = ("",),
-    group: Group | None = None,
+    path: Path, dtype: str, failure: str, names: Collection[str] = ("",), group: Group | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A model by mlx-lm's loader, its weights of `dtype`, and its config.json.
 
