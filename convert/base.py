@@ -88,13 +88,9 @@ def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str
     from transformers import AutoModelForCausalLM
 
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # told below
-        **options,
-    )
+        folder, local_files_only=True, trust_remote_code=False, output_loading_info=True,
+        ignore_mismatched_sizes=True, **options,  # told below
+    )  # fmt: skip
     faults = [f"lacks {name}" for name in sorted(report["missing_keys"])]
     misshapen = sorted(str(name) for name, *_ in report["mismatched_keys"])
     return model, [*faults, *(f"holds {name} in another shape" for name in misshapen)]

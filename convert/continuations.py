@@ -93,13 +93,9 @@ def generate_batch(
     for _ in range(sampling.max_tokens):
         with torch.inference_mode():
             output = model(
-                input_ids=tokens,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+                input_ids=tokens, attention_mask=mask, position_ids=positions,
+                past_key_values=cache, use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
         chosen = choose_tokens(output.logits[:, -1].float(), sampling, generator)  # [B]
         for row, token, done in zip(rows, chosen.tolist(), ended.tolist(), strict=True):
             if not done:
@@ -408,11 +404,9 @@ def _main(args: argparse.Namespace) -> None:
         },
     )
     answers = generate_all(
-        encoded,
-        lambda batch, number: generate_batch(model, batch, sampling, stop, number),
-        args.batch_size,
-        part,
-    )
+        encoded, lambda batch, number: generate_batch(model, batch, sampling, stop, number),
+        args.batch_size, part,
+    )  # fmt: skip
     part.close()
     rows = [
         {
@@ -428,11 +422,8 @@ def _main(args: argparse.Namespace) -> None:
     part.path.unlink()
     count = sum(len(answer.tokens) for answer in answers)
     cut = sum(answer.finish_reason == "length" for answer in answers)
-    print(
-        f"{args.out}: {len(answers):,} answers of {count:,} tokens, {cut:,} of them cut at the "
-        "limit",
-        file=sys.stderr,
-    )
+    told = f"{len(answers):,} answers of {count:,} tokens, {cut:,} of them cut at the limit"
+    print(f"{args.out}: {told}", file=sys.stderr)
 
 
 main = command(PROG, parse_args, _main)

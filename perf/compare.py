@@ -20,9 +20,9 @@ from ssmlx.loading.adapter import read_lora
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.memory import MIB
+from ssmlx.plan import shape_of
 from ssmlx.prompts import read_prompts, user_text
 from ssmlx.settings import read_json
-from ssmlx.tuning.cost import DraftShape
 from ssmlx.tuning.report import Columns, table
 
 from .run import show
@@ -315,13 +315,7 @@ def _step(measured: Measured, system: System, row: Row, repeats: int) -> dict[st
     through the model; of a step's "forward", its layers and heads; of the "rest", all else."""
     model, prompt = measured.target.drafting(STREAMS).model, measured.prompts[0]
     config, context = system.config.with_default_shape(), len(prompt)
-    assert config.tree and config.prune and config.stream_schedule
-    shape = DraftShape(
-        tree=config.tree,
-        num_streams=config.num_streams or model.num_streams,
-        prune=config.prune,
-        stream_schedule=config.stream_schedule,
-    )
+    shape = shape_of(config, model)
     rows = tuple(sorted({1, shape.num_streams, shape.num_kept, shape.num_nodes}))
     plan = CostPlan(rows=rows, fused_nodes=(shape.num_kept,), contexts=(context,), repeats=repeats)
     costs, _ = forward_costs(model, prompt, plan)

@@ -170,17 +170,15 @@ def token_steps(
     cache: TreeCache,
     config: GenerateConfig | None = None,
     *,
-    draft_model: DraftModel | None = None,
-    heads: DraftingHeads | None = None,
     context: Sequence[int] = (),
-    **settings: Unpack[Settings],
+    **more: Any,
 ) -> Iterator[list[int]]:
-    """The tokens of each call of the endless decoding loop that `config` and `settings` ask for.
+    """The tokens of each call of the endless decoding loop that `make_plan` makes of `config` and
+    `more`: what is loaded to draft with, and single settings.
 
     On the thread that reads them, and no other.
     """
-    drafts: Any = {"draft_model": draft_model, "heads": heads}
-    plan = make_plan(model, config, context=cache.offset + len(prompt), **drafts, **settings)
+    plan = make_plan(model, config, context=cache.offset + len(prompt), **more)
     return filter(None, planned_steps(plan, model, prompt, cache, context=context))
 
 
@@ -211,16 +209,10 @@ def planned_steps(
     # Now, while the cache may be empty: its buffers would be copied as trees grow.
     cache.reserve(tokens=0, scratch=plan.scratch)
     return streaming_decode(
-        model,
-        prompt,
-        cache,
-        drafter=plan.drafter,
-        prune=plan.config.prune or PruneConfig(),
-        acceptance=plan.config.acceptance,
-        ends=ends,
-        pace=plan.pace,
-        **shared,
-    )
+        model, prompt, cache,
+        drafter=plan.drafter, prune=plan.config.prune or PruneConfig(),
+        acceptance=plan.config.acceptance, ends=ends, pace=plan.pace, **shared,
+    )  # fmt: skip
 
 
 class Given(Settings, total=False):
@@ -311,10 +303,9 @@ def segments_of(
     prompt: str | Sequence[int],
     config: GenerateConfig,
     *,
-    draft_model: DraftModel | None = None,
-    heads: DraftingHeads | None = None,
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
+    **drafts: Any,
 ) -> Iterator[GenerationResponse | Prefilled]:
     """The turns of an answer, for the thread that runs MLX; the arguments are
     `stream_generate`'s."""
@@ -327,7 +318,7 @@ def segments_of(
     room = None if limit is None else limit - num_prompt
     text = Text(tokenizer.detokenizer, config.stop)
     budget = Budget(text, end_token_ids(model, tokenizer), config.max_tokens, room)
-    plan = make_plan(model, config, draft_model=draft_model, heads=heads, context=num_prompt)
+    plan = make_plan(model, config, context=num_prompt, **drafts)
     told: list[TokenLogprobs] | None = None if config.logprobs is None else []
     steps = planned_steps(plan, model, tokens, cache, context=context, ends=budget.ends, told=told)
 

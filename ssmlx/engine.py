@@ -204,16 +204,10 @@ class Engine:
             InputError: the adapter or the settings cannot be followed.
         """
         chat = ChatSession(
-            self.model(adapter),
-            self.tokenizer,
-            replace(config or GenerateConfig(), **settings),
-            system=system,
-            tools=tools,
-            template_args=template_args,
-            prompts=self.prompt_cache,
-            swap=self._swap,
-            **(drafts or {}),
-        )
+            self.model(adapter), self.tokenizer, replace(config or GenerateConfig(), **settings),
+            system=system, tools=tools, template_args=template_args, prompts=self.prompt_cache,
+            swap=self._swap, **(drafts or {}),
+        )  # fmt: skip
         self._chats.add(chat)
         return chat
 

@@ -250,13 +250,14 @@ def _decision(
         return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
     if kind == "streams" and not config.lookup_nodes:
         dropped = config.prune is not None and config.prune.kind == "threshold"
-        shape = _shape_of(config, model)
+        shape = shape_of(config, model)
         return f"streams draft: {shape}" + (", unlikely nodes dropped" if dropped else "")
     nodes, levels = drafter.max_nodes, drafter.num_levels
     return f"{kind} drafts: at most {nodes} nodes a call, {levels} tokens ahead"
 
 
-def _shape_of(config: GenerateConfig, model: StreamFusedModel) -> DraftShape:
+def shape_of(config: GenerateConfig, model: StreamFusedModel) -> DraftShape:
+    """What streams draft by settings that leave nothing of it open."""
     assert config.tree and config.prune and config.stream_schedule
     return DraftShape(
         tree=config.tree,

@@ -211,14 +211,9 @@ class ChatSession:
         self._cache.trim(reused)
         del self._cached_tokens[reused:]
         segments = segments_of(
-            self.model,
-            self.tokenizer,
-            prompt[reused:],
-            config,
-            cache=self._cache,
-            context=prompt[:reused],
-            **self._drafts,
-        )
+            self.model, self.tokenizer, prompt[reused:], config,
+            cache=self._cache, context=prompt[:reused], **self._drafts,
+        )  # fmt: skip
         return self._kept(question, prompt, reused, segments)
 
     def _kept(

@@ -436,6 +436,9 @@ class AcceptanceConfig:
         check_settings(self, found="--drafter {option}")
 
 
+_RECENT: Any = {"least": 1, "most": MAX_CONTEXT, "option": "--penalty context={}"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How the target decides on a token; the names are mlx-lm's, and so is the order of steps.
@@ -469,21 +472,15 @@ class SamplingConfig:
     repetition_penalty: float | None = setting(
         None, above=0, most=MAX_PENALTY, option="--penalty repetition={}"
     )
-    repetition_context_size: int = setting(
-        20, least=1, most=MAX_CONTEXT, option="--penalty context={}"
-    )
+    repetition_context_size: int = setting(20, **_RECENT)
     presence_penalty: float | None = setting(
         None, least=-MAX_PENALTY, most=MAX_PENALTY, option="--penalty presence={}"
     )
-    presence_context_size: int = setting(
-        20, least=1, most=MAX_CONTEXT, option="--penalty context={}"
-    )
+    presence_context_size: int = setting(20, **_RECENT)
     frequency_penalty: float | None = setting(
         None, least=-MAX_PENALTY, most=MAX_PENALTY, option="--penalty frequency={}"
     )
-    frequency_context_size: int = setting(
-        20, least=1, most=MAX_CONTEXT, option="--penalty context={}"
-    )
+    frequency_context_size: int = setting(20, **_RECENT)
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = setting(None, least=0, most=MAX_LOGPROBS)
 

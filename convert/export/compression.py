@@ -51,21 +51,16 @@ def compress(model: Any, kind: str) -> Any:
         if kind == "palettised":
             apply = optimize.palettize_weights
             change = optimize.OpPalettizerConfig(
-                mode="kmeans",
-                nbits=4,
-                granularity="per_grouped_channel",
-                group_size=32,
+                mode="kmeans", nbits=4, granularity="per_grouped_channel", group_size=32,
                 weight_threshold=MIN_WEIGHTS,
-            )
+            )  # fmt: skip
         else:
             apply = optimize.linear_quantize_weights
+            granularity = "per_channel" if kind == "int8" else "per_block"
             change = optimize.OpLinearQuantizerConfig(
-                mode="linear_symmetric",
-                dtype=kind,
-                granularity="per_channel" if kind == "int8" else "per_block",
-                block_size=32,
+                mode="linear_symmetric", dtype=kind, granularity=granularity, block_size=32,
                 weight_threshold=MIN_WEIGHTS,
-            )
+            )  # fmt: skip
         each = dict.fromkeys(weight_names(model), change)
         return apply(model, optimize.OptimizationConfig(op_name_configs=each))
 

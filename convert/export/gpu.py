@@ -98,12 +98,8 @@ class GpuProfile(Profile):
             keys, values = rows.caches[2 * layer : 2 * layer + 2]
             slots = _SlotKeys(keys, values, rows, self.config.rotation_step)
             found = self.decoder.layers[layer](
-                hidden,
-                attention_mask=mask,
-                position_ids=rows.positions[None],
-                past_key_values=slots,
-                use_cache=True,
-                **rotary,
-            )
+                hidden, attention_mask=mask, position_ids=rows.positions[None],
+                past_key_values=slots, use_cache=True, **rotary,
+            )  # fmt: skip
             hidden = found[0] if isinstance(found, tuple) else found
         return hidden

@@ -20,33 +20,24 @@ from ssmlx.settings import AdapterScope, StreamConfig
 from ssmlx.training.config import DRAFT_VOCAB_SIZE
 from ssmlx.training.data import Encoder, choose_draft_vocab, read_examples
 
-from ..reference.format import (
-    ADAPTER_CONFIG,
-    CHECK_MODULES,
-    PEFT_PREFIX,
-    STREAMS_CONFIG,
-    check_sizes,
-    read_lora_settings,
-    read_peft_tensors,
-    read_stream_config,
-)
+from ..reference import format as layout
 
 
 def read_lora(folder: Path, config: StreamConfig, model: nn.Module) -> dict[str, LoraWeights]:
     """A PEFT adapter as LoRA weights by module path, every tensor accounted for."""
-    settings = read_lora_settings(folder / ADAPTER_CONFIG, config)
-    path, tensors = read_peft_tensors(folder)
+    settings = layout.read_lora_settings(folder / layout.ADAPTER_CONFIG, config)
+    path, tensors = layout.read_peft_tensors(folder)
     modules = dict(model.named_modules())
-    paths = linear_paths(model, settings.layers, settings.modules, CHECK_MODULES)
+    paths = linear_paths(model, settings.layers, settings.modules, layout.CHECK_MODULES)
     expected: dict[str, tuple[int, ...]] = {}
     for module in paths:
         out_size, in_size = linear_shape(modules[module])
-        expected[f"{PEFT_PREFIX}{module}.lora_A.weight"] = (settings.rank, in_size)
-        expected[f"{PEFT_PREFIX}{module}.lora_B.weight"] = (out_size, settings.rank)
+        expected[f"{layout.PEFT_PREFIX}{module}.lora_A.weight"] = (settings.rank, in_size)
+        expected[f"{layout.PEFT_PREFIX}{module}.lora_B.weight"] = (out_size, settings.rank)
     account_for(tensors, expected, path)
     found = {}
     for module in paths:
-        a, b = (tensors[f"{PEFT_PREFIX}{module}.lora_{part}.weight"].T for part in "AB")
+        a, b = (tensors[f"{layout.PEFT_PREFIX}{module}.lora_{part}.weight"].T for part in "AB")
         found[module] = LoraWeights(mx.contiguous(a), mx.contiguous(b), settings.scale)
     return found
 
@@ -65,8 +56,8 @@ def read_checkpoint(
     `scope` takes the place of the checkpoint's, `base_model` that of a name it lacks; `task_folder`
     has the LoRA that every row has beside streams of scope "streams".
     """
-    config = read_stream_config(streams_file.parent / STREAMS_CONFIG)
-    check_sizes(config, len(backbone.layers), backbone.hidden_size)
+    config = layout.read_stream_config(streams_file.parent / layout.STREAMS_CONFIG)
+    layout.check_sizes(config, len(backbone.layers), backbone.hidden_size)
     config = replace(
         config,
         adapter_scope=scope or config.adapter_scope,
@@ -82,8 +73,8 @@ def read_checkpoint(
             expected="streams of scope 'streams'",
             do="drop --task-lora, or train with --adapter-scope streams",
         )
-        own = task_folder / STREAMS_CONFIG
-        task_config = read_stream_config(own) if own.is_file() else config
+        own = task_folder / layout.STREAMS_CONFIG
+        task_config = layout.read_stream_config(own) if own.is_file() else config
         task = read_lora(task_folder, task_config, backbone.model)
     return Adapter(config, streams, BaseIdentity.of(backbone), lora, task)
 

@@ -148,7 +148,7 @@ class _Decoder:
         for name in cls.path.split("."):
             module = getattr(module, name, None)
         for names in cls.parts:
-            if not any(hasattr(module, name) for name in names):
+            if all(getattr(module, name, None) is None for name in names):
                 return f"{cls.path}.{names[0]}"
         return None if hasattr(base, "lm_head") else "lm_head"
 
@@ -187,17 +187,13 @@ class _LearnedPositions(_Decoder):
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         embedded, table = self.module.embed_tokens(tokens), self.module.embed_positions
-        if self.module.project_in is not None:
-            embedded = self.module.project_in(embedded)
         return embedded + nn.functional.embedding(positions + table.offset, table.weight)
 
     def rotary(self, positions: torch.Tensor) -> None:
         return None
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        for part in (self.module.final_layer_norm, self.module.project_out):
-            hidden = hidden if part is None else part(hidden)
-        return hidden
+        return self.module.final_layer_norm(hidden)
 
 
 def _decoder_kind(base: nn.Module) -> type[_Decoder]:
@@ -427,13 +423,9 @@ class StreamFusedReference(nn.Module):
         """[B, R, D] -> [B, R, D] through one of transformers' own layers."""
         rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
         found = self.decoder.layers[index](
-            hidden,
-            attention_mask=rows.masks[self.windows[index]],
-            position_ids=rows.positions,
-            past_key_values=keys,
-            use_cache=keys is not None,
-            **rotary,
-        )
+            hidden, attention_mask=rows.masks[self.windows[index]], position_ids=rows.positions,
+            past_key_values=keys, use_cache=keys is not None, **rotary,
+        )  # fmt: skip
         return found[0] if isinstance(found, tuple) else found  # a tuple before transformers 5
 
     @contextmanager

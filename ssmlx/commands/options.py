@@ -68,10 +68,7 @@ def add_counts(
 ) -> None:
     """Options that are whole numbers: (name without dashes, default, what it is) each."""
     for name, default, text in rows:
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar=metavar,
-            help=f"{text} (default: %(default)s)",
-        )  # fmt: skip
+        add_options(parser, (f"--{name}", metavar, f"{text} (default: %(default)s)", default))
 
 
 def add_prompt_options(group: argparse._ArgumentGroup) -> None:
@@ -434,12 +431,9 @@ def load_all(
         _refuse("--prompt-cache", "a model that is not split over processes")
     wants_streams = drafter.kind in (None, "streams")
     model, tokenizer = load_target(
-        args,
-        default_adapter if wants_streams else None,
-        draft_head=drafter.draft_head,
-        attention=drafter.attention,
-        group=group,
-    )
+        args, default_adapter if wants_streams else None,
+        draft_head=drafter.draft_head, attention=drafter.attention, group=group,
+    )  # fmt: skip
     if model.num_streams == 0:
         streams = "a model with streams, that is an --adapter"
         reject(args, ("num_streams", *_PRUNE_OPTIONS), streams)
@@ -479,13 +473,9 @@ def load_target(
 
     metal.use(attention)
     model, tokenizer = load(
-        args.model,
-        adapter=args.adapter,
-        dtype=args.dtype,
-        draft_head=draft_head,
-        progress=DownloadBar(),
-        group=group,
-    )
+        args.model, adapter=args.adapter, dtype=args.dtype, draft_head=draft_head,
+        progress=DownloadBar(), group=group,
+    )  # fmt: skip
     if args.adapter is None and default_adapter and model.num_streams == 0:
         folder = adapters_for(model).get(default_adapter)
         if folder is not None:

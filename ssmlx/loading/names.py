@@ -26,15 +26,9 @@ ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 
 # mlx-lm's own list, but for code.
 ALLOW_PATTERNS = [
-    "*.json",
-    "model*.safetensors",
-    "tokenizer.model",
-    "*.tiktoken",
-    "tiktoken.model",
-    "*.txt",
-    "*.jsonl",
-    "*.jinja",
-]
+    "*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt",
+    "*.jsonl", "*.jinja",
+]  # fmt: skip
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 NO_ROOM = "free some space, or set SSMLX_CACHE to another folder"
 _HUB_TIMEOUT = 5  # seconds until a Hub that does not answer counts as out of reach

@@ -17,15 +17,11 @@ from mlx_lm.models.base import BaseModelArgs, create_attention_mask, scaled_dot_
 _FIRST_POSITION = 2
 """Row of the position table that belongs to the first token."""
 
-_BUILT = {
-    "do_layer_norm_before": True,
-    "_remove_final_layer_norm": False,
-    "activation_function": "relu",
-    "enable_bias": True,
-    "layer_norm_elementwise_affine": True,
-    "tie_word_embeddings": True,
-}
-"""Settings that decide how it is built, and what they are here."""
+_BUILT = (
+    "do_layer_norm_before", "_remove_final_layer_norm", "activation_function", "enable_bias",
+    "layer_norm_elementwise_affine", "tie_word_embeddings",
+)  # fmt: skip
+"""Settings that decide how it is built, which is as their defaults say."""
 
 
 @dataclass
@@ -48,9 +44,9 @@ class ModelArgs(BaseModelArgs):
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        built = {**_BUILT, "word_embed_proj_dim": self.hidden_size}
         self.word_embed_proj_dim = self.word_embed_proj_dim or self.hidden_size
-        for name, expected in built.items():
+        built = {name: getattr(ModelArgs, name) for name in _BUILT}
+        for name, expected in {**built, "word_embed_proj_dim": self.hidden_size}.items():
             if (found := getattr(self, name)) != expected:
                 raise ValueError(f"{name} is {found!r} and not {expected!r}")
         if self.hidden_size % self.num_attention_heads:
