@@ -23,6 +23,7 @@ from ssmlx.settings import read_json
 from ssmlx.training.job import check_init, check_scale, check_shapes
 
 from . import format as layout
+from .format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS, LoraSettings
 from .model import StreamFusedReference, check_base
 
 _DRAFT_VOCAB = "draft_vocab"
@@ -35,24 +36,20 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
     Without either of PEFT's files the model has no LoRA.
     """
     folder = Path(checkpoint_dir)
-    config = layout.read_stream_config(folder / layout.STREAMS_CONFIG)
-    has_lora = any(
-        (folder / name).is_file() for name in (layout.ADAPTER_CONFIG, layout.ADAPTER_WEIGHTS)
-    )
+    config = layout.read_stream_config(folder / STREAMS_CONFIG)
+    has_lora = any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
     lora = (
-        layout.read_lora_settings(folder / layout.ADAPTER_CONFIG, config)
-        if has_lora
-        else layout.LoraSettings()
+        layout.read_lora_settings(folder / ADAPTER_CONFIG, config) if has_lora else LoraSettings()
     )
     check_base(base, config)
     vocab_size: Any = base.config.vocab_size
-    streams = read_streams(folder / layout.STREAMS_WEIGHTS, config, vocab_size)
+    streams = read_streams(folder / STREAMS_WEIGHTS, config, vocab_size)
     vocab = None if streams.draft_vocab is None else tensor_of(streams.draft_vocab)
     model = StreamFusedReference(base, config, draft_vocab=vocab, lora=lora)
     if has_lora:
         path, tensors = layout.read_peft_tensors(folder)
         _fill(_lora_parameters(model), tensors, path)
-    _fill(_stream_parameters(model), stream_tensors(streams), folder / layout.STREAMS_WEIGHTS)
+    _fill(_stream_parameters(model), stream_tensors(streams), folder / STREAMS_WEIGHTS)
     return model.eval()
 
 
@@ -105,25 +102,20 @@ def save_reference(model: StreamFusedReference, checkpoint_dir: str | Path) -> N
     """Write what `load_reference` reads; PEFT can load the LoRA part."""
     folder = Path(checkpoint_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    _save(_stream_parameters(model), folder / layout.STREAMS_WEIGHTS)
-    _write_json(layout.stream_settings(model.config), folder / layout.STREAMS_CONFIG)
+    _save(_stream_parameters(model), folder / STREAMS_WEIGHTS)
+    _write_json(layout.stream_settings(model.config), folder / STREAMS_CONFIG)
     if model.adapters:
-        _save(_lora_parameters(model), folder / layout.ADAPTER_WEIGHTS)
+        _save(_lora_parameters(model), folder / ADAPTER_WEIGHTS)
         modules = model.lora.modules or {path.split(".", 2)[2] for path in model.adapters}
         settings = layout.peft_settings(model.lora, modules, model.config.base_model)
-        _write_json(settings, folder / layout.ADAPTER_CONFIG)
+        _write_json(settings, folder / ADAPTER_CONFIG)
 
 
 def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
     """Lay the LoRA of a task beside streams that draft for it, where the converter finds it."""
     target = Path(checkpoint_dir) / layout.TASK_LORA
     target.mkdir(parents=True, exist_ok=True)
-    for name in (
-        layout.ADAPTER_CONFIG,
-        layout.ADAPTER_WEIGHTS,
-        layout.STREAMS_CONFIG,
-        layout.STREAMS_WEIGHTS,
-    ):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS):
         if (Path(source) / name).is_file():
             write_whole(target / name, (Path(source) / name).read_bytes())
 
@@ -132,12 +124,12 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
     """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them."""
     folder = Path(checkpoint_dir)
-    config = layout.read_stream_config(folder / layout.STREAMS_CONFIG)
+    config = layout.read_stream_config(folder / STREAMS_CONFIG)
     check_init(folder, config, model.config)
-    if (folder / layout.ADAPTER_CONFIG).is_file() and model.adapters:
-        lora = layout.read_lora_settings(folder / layout.ADAPTER_CONFIG, config)
+    if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
+        lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config)
         check_scale(folder, lora.scale, model.lora.scale)
-    files = {layout.ADAPTER_WEIGHTS: _LORA, layout.STREAMS_WEIGHTS: _STREAMS}
+    files = {ADAPTER_WEIGHTS: _LORA, STREAMS_WEIGHTS: _STREAMS}
     there = [(folder / name, what) for name, what in files.items() if (folder / name).is_file()]
     found = {name: a for path, what in there for name, a in read_tensors(path, what).items()}
     found.pop(_DRAFT_VOCAB, None)
@@ -155,7 +147,7 @@ def fine_tuned(base: Any, folder: Path) -> Any:
     The folder is a checkpoint of `convert.train` of scope "all", or LoRA as mlx-lm's training and
     `ssmlx.train` write it.
     """
-    if (folder / LORA_FILE).is_file() and not (folder / layout.ADAPTER_WEIGHTS).is_file():
+    if (folder / LORA_FILE).is_file() and not (folder / ADAPTER_WEIGHTS).is_file():
         merge_weights(base, read_lora(folder, "--lora"), folder)
         return base
     return merge_lora(load_fine_tuned(base, folder))
@@ -226,10 +218,10 @@ def _base_identity(base: Any) -> BaseIdentity:
     )
 
 
-def _lora_settings(adapter: Adapter) -> layout.LoraSettings:
+def _lora_settings(adapter: Adapter) -> LoraSettings:
     """Of an adapter's LoRA; rank 0 where it has none."""
     if not adapter.lora:
-        return layout.LoraSettings()
+        return LoraSettings()
     sizes = {(weights.a.shape[1], weights.scale) for weights in adapter.lora.values()}
     places = [layer_of(path) for path in adapter.lora]
     modules, layers = sorted({m for _, m in places}), sorted({n for n, _ in places})
@@ -240,7 +232,7 @@ def _lora_settings(adapter: Adapter) -> layout.LoraSettings:
         do="convert it with uniform LoRA",
     )
     ((rank, scale),) = sizes
-    return layout.LoraSettings(rank, scale * rank, tuple(modules), tuple(layers))
+    return LoraSettings(rank, scale * rank, tuple(modules), tuple(layers))
 
 
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:
