@@ -41,13 +41,10 @@ class FakeTarget:
         return prompt
 
 
-@pytest.mark.parametrize(
-    ("seconds", "limit", "found"),
-    [
-        ((4, 3), 16, "abc"),  # four rounds in 13 s, and another might take 4
-        ((1, 1, 6), 13, "ab"),  # rounds grew slower: a third might end too late
-    ],
-)
+@pytest.mark.parametrize(("seconds", "limit", "found"), [
+    ((4, 3), 16, "abc"),  # four rounds in 13 s, and another might take 4
+    ((1, 1, 6), 13, "ab"),  # rounds grew slower: a third might end too late
+])  # fmt: skip
 def test_as_many_rounds_as_fit_after_a_warm_up(time, seconds, limit, found):
     target, limit = FakeTarget(time, *seconds), time() + limit
     measured = rounds(target, bench.systems(1)[:1], "abcdefgh", limit, label="", now=time)
@@ -182,15 +179,12 @@ def test_where_the_attention_kernel_is_taken(folders, tmp_path, monkeypatch, cap
     assert json.loads((tmp_path / "bench.jsonl").read_text())["kernel_gain_4x256"] == 1.5
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--minutes", "0"], "--minutes 0: expected more than 0"),
-        (["--contexts", "64", "0"], "--contexts 0: expected 1 or more"),
-        (["--dtype", "int3"], "--dtype"),
-        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--minutes", "0"], "--minutes 0: expected more than 0"),
+    (["--contexts", "64", "0"], "--contexts 0: expected 1 or more"),
+    (["--dtype", "int3"], "--dtype"),
+    (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+])  # fmt: skip
 def test_bad_input_is_one_line(argv, said, tmp_path, capsys):
     assert exit_code(bench.main, *argv, "--out", tmp_path / "out") == 2
     assert said in one_line(capsys.readouterr().err, "perf.bench")

@@ -232,15 +232,12 @@ def test_options_become_settings():
     assert (config.prune.kind, config.prune.threshold) == ("threshold", 0.1)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"prompt": "w1"}\n\n{"question": "w2"}\n', "line 3, has no prompt"),
-        ('{"prompt": "w1"}\nnot JSON\n', "line 2, is not JSON"),
-        ("\n", "holds no prompts"),
-        (json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"prompt": real.words(300)}), "has 30"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ('{"prompt": "w1"}\n\n{"question": "w2"}\n', "line 3, has no prompt"),
+    ('{"prompt": "w1"}\nnot JSON\n', "line 2, is not JSON"),
+    ("\n", "holds no prompts"),
+    (json.dumps({"prompt": "w1"}) + "\n" + json.dumps({"prompt": real.words(300)}), "has 30"),
+])  # fmt: skip
 def test_a_bad_line_is_told_before_anything_is_answered(run, tmp_path, text, said):
     path = tmp_path / "p.jsonl"
     path.write_text(text)

@@ -521,15 +521,12 @@ def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
     assert set(good["differences"]["exact match"].values()) == {0}
 
 
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        (["good"], "expected NAME=FILE.jsonl"),
-        (["a={}/good.jsonl", "a={}/poor.jsonl"], "a name of its own"),
-        (["a={}/none.jsonl"], "does not exist"),
-        (["a={}/few.jsonl"], "no answer to 39 of 40"),
-    ],
-)
+@pytest.mark.parametrize(("files", "said"), [
+    (["good"], "expected NAME=FILE.jsonl"),
+    (["a={}/good.jsonl", "a={}/poor.jsonl"], "a name of its own"),
+    (["a={}/none.jsonl"], "does not exist"),
+    (["a={}/few.jsonl"], "no answer to 39 of 40"),
+])  # fmt: skip
 def test_bad_files_are_told_in_one_line(data, capsys, files, said):
     assert score(data, *(file.format(data) for file in files)) == 2
     assert said in real.one_line(capsys.readouterr().err, compare.PROG)

@@ -261,18 +261,15 @@ def test_a_part_of_other_prompts_or_of_something_else_is_refused(tmp_path):
         PartFile(part, {"prompts": "a"})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"prompt": "w1"}\n\n{"prompt": \n', "line 3, is not JSON"),
-        ('{"prompt": "w1", "messages": []}\n', "line 1, has both"),
-        ('{"prompt": 3}\n', 'line 1, has a bad "prompt"'),
-        ('{"messages": []}\n', 'line 1, has a bad "messages"'),
-        ('{"messages": [{"role": "assistant", "content": "w1"}]}\n', 'bad "messages"'),
-        ('{"messages": [{"role": "system", "content": "w1"}]}\n', 'bad "messages"'),
-        ('{"prompt": "w1"}\n{"prompt": "' + "w2 " * 60 + '"}\n', "prompt 2 has 67 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ('{"prompt": "w1"}\n\n{"prompt": \n', "line 3, is not JSON"),
+    ('{"prompt": "w1", "messages": []}\n', "line 1, has both"),
+    ('{"prompt": 3}\n', 'line 1, has a bad "prompt"'),
+    ('{"messages": []}\n', 'line 1, has a bad "messages"'),
+    ('{"messages": [{"role": "assistant", "content": "w1"}]}\n', 'bad "messages"'),
+    ('{"messages": [{"role": "system", "content": "w1"}]}\n', 'bad "messages"'),
+    ('{"prompt": "w1"}\n{"prompt": "' + "w2 " * 60 + '"}\n', "prompt 2 has 67 tokens"),
+])  # fmt: skip
 def test_bad_prompts_are_one_line(folder, tmp_path, capsys, text, message):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(text)
@@ -292,18 +289,15 @@ def test_a_prompt_that_the_template_refuses_is_named():
         encode_prompts(PROMPTS, tokenizer, 64)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max-tokens": 0}, "--max-tokens 0"),
-        ({"max-tokens": 64}, "--max-tokens 64; expected less than the model's context, 64"),
-        ({"temp": -1}, "--temp -1"),
-        ({"temp": "nan"}, "--temp nan"),
-        ({"batch-size": 0}, "--batch-size 0"),
-        ({"seed": -1}, "--seed -1"),
-        ({"device": "cuda"}, "--device cuda"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"max-tokens": 0}, "--max-tokens 0"),
+    ({"max-tokens": 64}, "--max-tokens 64; expected less than the model's context, 64"),
+    ({"temp": -1}, "--temp -1"),
+    ({"temp": "nan"}, "--temp nan"),
+    ({"batch-size": 0}, "--batch-size 0"),
+    ({"seed": -1}, "--seed -1"),
+    ({"device": "cuda"}, "--device cuda"),
+])  # fmt: skip
 def test_bad_options_are_one_line(folder, prompts, tmp_path, capsys, changes, message):
     if "device" in changes and torch.cuda.is_available():
         pytest.skip("there is one")

@@ -237,50 +237,44 @@ def test_a_truncated_or_missing_file_is_told(checkpoint, refusal, name):
     assert f"{name} does not exist" in refusal(checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"use_dora": True}, "use_dora is True"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
-        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"r": 0}, "r is 0"),
-        ({"r": True}, "r is True"),
-        ({"r": 5}, "misshapen: "),
-        ({"lora_alpha": "16"}, "lora_alpha is '16'"),
-        ({"use_rslora": "no"}, "use_rslora is 'no'"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-        ({"target_modules": [1]}, "target_modules is [1]"),
-        ({"target_modules": []}, "target_modules is []"),
-        ({"target_modules": "q_.*"}, "target_modules is 'q_.*'"),
-        ({"target_modules": ["w_proj"]}, "layer 2 has no linear module w_proj; expected one of"),
-        ({"target_modules": ["q_proj"]}, "spare: "),
-        ({"layers_to_transform": [9]}, "layers_to_transform is [9]"),
-        ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1']"),
-        ({"layers_to_transform": []}, "layers_to_transform is []"),
-        ({"layers_to_transform": None}, "missing: "),
-    ],
-)
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"use_dora": True}, "use_dora is True"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
+    ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+    ({"bias": "all"}, "bias is 'all'"),
+    ({"r": 0}, "r is 0"),
+    ({"r": True}, "r is True"),
+    ({"r": 5}, "misshapen: "),
+    ({"lora_alpha": "16"}, "lora_alpha is '16'"),
+    ({"use_rslora": "no"}, "use_rslora is 'no'"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+    ({"target_modules": [1]}, "target_modules is [1]"),
+    ({"target_modules": []}, "target_modules is []"),
+    ({"target_modules": "q_.*"}, "target_modules is 'q_.*'"),
+    ({"target_modules": ["w_proj"]}, "layer 2 has no linear module w_proj; expected one of"),
+    ({"target_modules": ["q_proj"]}, "spare: "),
+    ({"layers_to_transform": [9]}, "layers_to_transform is [9]"),
+    ({"layers_to_transform": ["1"]}, "layers_to_transform is ['1']"),
+    ({"layers_to_transform": []}, "layers_to_transform is []"),
+    ({"layers_to_transform": None}, "missing: "),
+])  # fmt: skip
 def test_lora_that_is_not_plain_is_refused(checkpoint, refusal, changed, said):
     settings(checkpoint, **changed)
     assert said in refusal(checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"format": "other/2"}, "format is 'other/2'"),
-        ({"stream_position": "node"}, "stream_position is 'node'"),
-        ({"prune_adapter": {"rank": 4, "layer": 1}}, "prune_adapter.layer is 1"),
-        ({"prune_adapter": 8}, "prune_adapter is 8"),
-        ({"prune_adapter": None}, "spare: prune_adapter"),
-        ({"num_msa_layers": 9}, "num_msa_layers is 9 of 4 layers"),
-        ({"num_streams": -1}, "num_streams is -1"),
-        ({"stream_init": "cubic"}, "stream_init is 'cubic'"),
-        ({"stream_init": "identity"}, "stream_init 'identity' has rank 3"),
-        ({"adapter_scope": "none"}, "adapter_scope is 'none'"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"format": "other/2"}, "format is 'other/2'"),
+    ({"stream_position": "node"}, "stream_position is 'node'"),
+    ({"prune_adapter": {"rank": 4, "layer": 1}}, "prune_adapter.layer is 1"),
+    ({"prune_adapter": 8}, "prune_adapter is 8"),
+    ({"prune_adapter": None}, "spare: prune_adapter"),
+    ({"num_msa_layers": 9}, "num_msa_layers is 9 of 4 layers"),
+    ({"num_streams": -1}, "num_streams is -1"),
+    ({"stream_init": "cubic"}, "stream_init is 'cubic'"),
+    ({"stream_init": "identity"}, "stream_init 'identity' has rank 3"),
+    ({"adapter_scope": "none"}, "adapter_scope is 'none'"),
+])  # fmt: skip
 def test_stream_settings_are_checked(checkpoint, refusal, changed, said):
     settings(checkpoint, "streams_config.json", **changed)
     assert said in refusal(checkpoint)

@@ -116,15 +116,11 @@ def written(model, prompt, count, config=None, **settings):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"temp": 1.0, "seed": 3},
-        {"temp": 0.8, "top_k": 6, "seed": 1, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
-    ],
-    ids=["greedy", "sampled", "penalised"],
-)
+@pytest.mark.parametrize("sampling", [
+    {},
+    {"temp": 1.0, "seed": 3},
+    {"temp": 0.8, "top_k": 6, "seed": 1, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+], ids=["greedy", "sampled", "penalised"])  # fmt: skip
 def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
     """Greedy, and sampled under the same seed: token for token."""
     rng = random.Random(name)
@@ -374,16 +370,13 @@ def own_tree(heads, model, text):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3"])
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("medusa", {}),
-        ("medusa", {"num_layers": 2, "shared_heads": (0, 2)}),
-        ("medusa", {"shared_heads": (0, 1, 2), "vocab": FEW_TOKENS}),
-        ("mlp-speculator", {"scale_input": True}),
-        ("mlp-speculator", {"tie_weights": True, "vocab": FEW_TOKENS}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("medusa", {}),
+    ("medusa", {"num_layers": 2, "shared_heads": (0, 2)}),
+    ("medusa", {"shared_heads": (0, 1, 2), "vocab": FEW_TOKENS}),
+    ("mlp-speculator", {"scale_input": True}),
+    ("mlp-speculator", {"tie_weights": True, "vocab": FEW_TOKENS}),
+])  # fmt: skip
 def test_every_tree_is_the_heads_own(architecture, kind, settings):
     """At every call, from mlx-lm's own hidden state of the text so far."""
     model = bare_model(architecture)

@@ -119,14 +119,11 @@ def test_a_float32_package_writes_what_mlx_writes_in_as_many_calls(scope, change
     assert exported_answers(model) == mlx_answers(made)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"profile": "gpu"},
-        pytest.param({"profile": "ane"}, marks=pytest.mark.long),
-        {"profile": "gpu", "prune_to": 4, "compression": "int8"},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {"profile": "gpu"},
+    pytest.param({"profile": "ane"}, marks=pytest.mark.long),
+    {"profile": "gpu", "prune_to": 4, "compression": "int8"},
+])  # fmt: skip
 def test_a_float16_package_keeps_the_cache_as_state(changes, make_export):
     made = make_export(**changes)
     model = exported.load(made.out, backend=interpreted_backend)
@@ -254,13 +251,10 @@ def test_operations_and_cost_are_counted_by_device():
     assert perf_export.placement(plan, costs) == expected
 
 
-@pytest.mark.parametrize(
-    ("profile", "kinds"),
-    [
-        ("gpu", {"int8": (0.6, 1e-3, 2e-2), "int4": (0.4, 5e-2, 0.2)}),
-        pytest.param("ane", {"palettised": (0.4, 2e-2, 0.2)}, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("profile", "kinds"), [
+    ("gpu", {"int8": (0.6, 1e-3, 2e-2), "int4": (0.4, 5e-2, 0.2)}),
+    pytest.param("ane", {"palettised": (0.4, 2e-2, 0.2)}, marks=pytest.mark.long),
+])  # fmt: skip
 def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kinds, tmp_path):
     """On matrices of some size, of "decode" alone. Each kind: share of the size, error's range."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -426,17 +426,14 @@ def test_every_tensor_is_accounted_for(published, refusal, kind, spoil, said):
     assert said in refusal(folder)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"n_predict": None}, "lacks n_predict"),
-        ({"n_predict": 4, "top_k_tokens_per_head": None}, "missing: emb.3.weight"),
-        ({"inner_dim": -1}, "inner_dim is -1"),
-        ({"scale_input": "yes"}, "scale_input is 'yes'"),
-        ({"top_k_tokens_per_head": [5, 4]}, "3 numbers of 1 or more"),
-        ({"vocab_size": 63}, "misshapen: emb.0.weight"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"n_predict": None}, "lacks n_predict"),
+    ({"n_predict": 4, "top_k_tokens_per_head": None}, "missing: emb.3.weight"),
+    ({"inner_dim": -1}, "inner_dim is -1"),
+    ({"scale_input": "yes"}, "scale_input is 'yes'"),
+    ({"top_k_tokens_per_head": [5, 4]}, "3 numbers of 1 or more"),
+    ({"vocab_size": 63}, "misshapen: emb.0.weight"),
+])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(published, refusal, settings, said):
     config = published("mlp-speculator") / "config.json"
     values = json.loads(config.read_text()) | settings

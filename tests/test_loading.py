@@ -589,16 +589,13 @@ def test_a_condition_is_read_as_it_was_written(base, tmp_path):
     assert half.embed.dtype == half.gate.dtype == half.out.dtype == mx.float16
 
 
-@pytest.mark.parametrize(
-    ("rank", "said"),
-    [
-        (4, "misshapen: condition.embed.weight (5, 32) instead of (4, 32)"),
-        (0, "spare: condition."),
-        (-1, "condition_rank is -1"),
-        (2**25, "condition_rank is 33554432"),
-        ("5", "condition_rank is '5'"),
-    ],
-)
+@pytest.mark.parametrize(("rank", "said"), [
+    (4, "misshapen: condition.embed.weight (5, 32) instead of (4, 32)"),
+    (0, "spare: condition."),
+    (-1, "condition_rank is -1"),
+    (2**25, "condition_rank is 33554432"),
+    ("5", "condition_rank is '5'"),
+])  # fmt: skip
 def test_a_condition_of_another_rank_is_told(base, tmp_path, rank, said):
     write_adapter(tmp_path, make_adapter(base, condition_rank=5))
     path = tmp_path / "streams_config.json"
@@ -624,19 +621,16 @@ def test_a_truncated_file_is_told(base, folder, file):
     assert f"{path} does not exist" in refusal(load, base, folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"format": "ssmlx-adapter/9"}, "has the format 'ssmlx-adapter/9'"),
-        ({"num_streams": 3}, "misshapen: stream_embeddings (2, 32) instead of (3, 32)"),
-        ({"num_streams": "2"}, "num_streams is '2'"),
-        ({"prune_rank": 0}, "spare: prune_adapter.lora_"),
-        ({"lora_scale": None}, "has lora_scale None"),
-        ({"base": {}}, "does not say which base model"),
-        ({"base": None}, "does not say which base model"),
-        ({"prompt_template": "no place"}, "prompt_template is"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"format": "ssmlx-adapter/9"}, "has the format 'ssmlx-adapter/9'"),
+    ({"num_streams": 3}, "misshapen: stream_embeddings (2, 32) instead of (3, 32)"),
+    ({"num_streams": "2"}, "num_streams is '2'"),
+    ({"prune_rank": 0}, "spare: prune_adapter.lora_"),
+    ({"lora_scale": None}, "has lora_scale None"),
+    ({"base": {}}, "does not say which base model"),
+    ({"base": None}, "does not say which base model"),
+    ({"prompt_template": "no place"}, "prompt_template is"),
+])  # fmt: skip
 def test_settings_that_do_not_fit_are_told(base, folder, change, said):
     path = folder / "streams_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

@@ -153,14 +153,10 @@ def test_kernel_agrees_on_random_sizes(seed, programs):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(rows=33, committed=31, heads=3, kv_heads=3, order=1),
-        Case(rows=24, extra=3, committed=100, splits=2, dtype=mx.float16, order=2),
-    ],
-    ids=["whole", "split"],
-)
+@pytest.mark.parametrize("case", [
+    Case(rows=33, committed=31, heads=3, kv_heads=3, order=1),
+    Case(rows=24, extra=3, committed=100, splits=2, dtype=mx.float16, order=2),
+], ids=["whole", "split"])  # fmt: skip
 def test_kernel_stays_within_its_buffers(case, programs):
     assert error_of(case, programs, flags=shim.SANITISE) < 1
 

@@ -160,15 +160,12 @@ def test_batches_of_opt_have_positions_of_their_own(tmp_path):
         assert text.split() == tokenizer.decode(tokens[len(prompt) :]).split()
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"activation_function": "gelu"}, "activation_function is 'gelu' and not 'relu'"),
-        ({"do_layer_norm_before": False}, "do_layer_norm_before is False and not True"),
-        ({"num_attention_heads": 5}, "hidden_size 32 is no multiple"),
-        ({"word_embed_proj_dim": 24}, "word_embed_proj_dim is 24 and not 32"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"activation_function": "gelu"}, "activation_function is 'gelu' and not 'relu'"),
+    ({"do_layer_norm_before": False}, "do_layer_norm_before is False and not True"),
+    ({"num_attention_heads": 5}, "hidden_size 32 is no multiple"),
+    ({"word_embed_proj_dim": 24}, "word_embed_proj_dim is 24 and not 32"),
+])  # fmt: skip
 def test_opt_folders_that_cannot_be(changes, told, tmp_path):
     write_base(tmp_path, "opt")
     config = tmp_path / "config.json"
@@ -396,26 +393,23 @@ def test_a_narrow_base_under_wider_adapters(config):
     assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in trained)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"stream_design": "rotation"}, "stream_design is 'rotation'; expected one of embeddings"),
-        ({"stream_design": "value_rotation"}, "has rotation_step 0.0; expected more than 0"),
-        ({**ROTATION, "rotation_step": -0.1}, "rotation_step is -0.1; expected 0 to 1.57"),
-        ({**ROTATION, "rotation_step": 1.6}, "rotation_step is 1.6; expected 0 to 1.57"),
-        ({**ROTATION, "rotation_step": math.nan}, "rotation_step is nan"),
-        ({**ROTATION, "rotation_step": True}, "rotation_step is True"),
-        ({**ROTATION, "rotation_step": "0.1"}, "rotation_step is '0.1'"),
-        ({"rotation_step": 0.1}, "'embeddings' has rotation_step 0.1; expected 0"),
-        ({"draft_vocab_size": -1}, "draft_vocab_size is -1; expected 0 to 16777216"),
-        ({"draft_vocab_size": 2.0}, "draft_vocab_size is 2.0"),
-        ({"tokens_per_call": {"1": 1.5}}, "tokens_per_call is {'1': 1.5}"),
-        ({"tokens_per_call": {"2": 0.5}}, "expected tokens per call of 1 or more by nodes"),
-        ({"tokens_per_call": {"x": 2.0}}, "tokens_per_call is {'x': 2.0}"),
-        ({"tokens_per_call": [2.0]}, "tokens_per_call is [2.0]"),
-        ({"tokens_per_call": {}}, "tokens_per_call is {}"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"stream_design": "rotation"}, "stream_design is 'rotation'; expected one of embeddings"),
+    ({"stream_design": "value_rotation"}, "has rotation_step 0.0; expected more than 0"),
+    ({**ROTATION, "rotation_step": -0.1}, "rotation_step is -0.1; expected 0 to 1.57"),
+    ({**ROTATION, "rotation_step": 1.6}, "rotation_step is 1.6; expected 0 to 1.57"),
+    ({**ROTATION, "rotation_step": math.nan}, "rotation_step is nan"),
+    ({**ROTATION, "rotation_step": True}, "rotation_step is True"),
+    ({**ROTATION, "rotation_step": "0.1"}, "rotation_step is '0.1'"),
+    ({"rotation_step": 0.1}, "'embeddings' has rotation_step 0.1; expected 0"),
+    ({"draft_vocab_size": -1}, "draft_vocab_size is -1; expected 0 to 16777216"),
+    ({"draft_vocab_size": 2.0}, "draft_vocab_size is 2.0"),
+    ({"tokens_per_call": {"1": 1.5}}, "tokens_per_call is {'1': 1.5}"),
+    ({"tokens_per_call": {"2": 0.5}}, "expected tokens per call of 1 or more by nodes"),
+    ({"tokens_per_call": {"x": 2.0}}, "tokens_per_call is {'x': 2.0}"),
+    ({"tokens_per_call": [2.0]}, "tokens_per_call is [2.0]"),
+    ({"tokens_per_call": {}}, "tokens_per_call is {}"),
+])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(changes, said):
     assert said in refusal(oracle.stream_config, **changes)
 
@@ -494,20 +488,17 @@ def test_streams_without_any_tensor(tmp_path):
 RULE = "expected int32 [5], token ids strictly ascending from 0 to 63"
 
 
-@pytest.mark.parametrize(
-    ("draft", "said"),
-    [
-        ([1, 4, 8, 5, 12], "a draft_vocab that is not strictly ascending"),
-        ([1, 4, 4, 8, 12], "a draft_vocab that is not strictly ascending"),
-        ([1, 4, 5, 8, 64], "tokens 1 to 64 in draft_vocab"),
-        ([-1, 4, 5, 8, 12], "tokens -1 to 12 in draft_vocab"),
-        (torch.tensor([1.0, 4, 5, 8, 12]), "a draft_vocab of float32 [5]"),
-        (torch.tensor([1, 4, 5, 8, 12]), "a draft_vocab of int64 [5]"),
-        ([[1, 4, 5, 8, 12]], "draft_vocab"),
-        ([1, 4, 5, 8], "draft_vocab"),
-        (None, "draft_vocab"),
-    ],
-)
+@pytest.mark.parametrize(("draft", "said"), [
+    ([1, 4, 8, 5, 12], "a draft_vocab that is not strictly ascending"),
+    ([1, 4, 4, 8, 12], "a draft_vocab that is not strictly ascending"),
+    ([1, 4, 5, 8, 64], "tokens 1 to 64 in draft_vocab"),
+    ([-1, 4, 5, 8, 12], "tokens -1 to 12 in draft_vocab"),
+    (torch.tensor([1.0, 4, 5, 8, 12]), "a draft_vocab of float32 [5]"),
+    (torch.tensor([1, 4, 5, 8, 12]), "a draft_vocab of int64 [5]"),
+    ([[1, 4, 5, 8, 12]], "draft_vocab"),
+    ([1, 4, 5, 8], "draft_vocab"),
+    (None, "draft_vocab"),
+])  # fmt: skip
 def test_a_faulty_draft_vocabulary_is_told(draft, said, tmp_path):
     _, adapter, backbone = make_pair(tmp_path, **DRAFTING)
     draft = torch.tensor(draft, dtype=torch.int32) if isinstance(draft, list) else draft

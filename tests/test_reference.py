@@ -221,14 +221,11 @@ def test_gradient_checkpointing_is_refused():
         model(oracle.some_tokens(4))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "scope", "lora"),
-    [
-        ("Llama", "all", oracle.LORA),
-        ("Phi3", "streams", oracle.LORA),
-        ("Llama", "all", LoraSettings()),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "scope", "lora"), [
+    ("Llama", "all", oracle.LORA),
+    ("Phi3", "streams", oracle.LORA),
+    ("Llama", "all", LoraSettings()),
+])  # fmt: skip
 def test_save_load_round_trip(architecture, scope, lora, tmp_path):
     model = oracle.make_model(
         architecture, lora=lora, adapter_scope=scope, stream_init="residual", stream_init_rank=2,

@@ -44,24 +44,21 @@ def test_sql_is_matched_up_to_white_space():
     assert tasks.exact_match("B", ["a", "B"]) == (100, 100)
 
 
-@pytest.mark.parametrize(
-    ("answer", "references", "found"),
-    [
-        # 3 of 3 words right, 3 of 4 found: F1 = 2 * 1 * 0.75 / 1.75.
-        ("the cat sat", ["the cat sat down"], (600 / 7, 600 / 7)),
-        # The longest common subsequence is "the cat": 2 of 3 and 2 of 4.
-        ("sat the cat", ["the cat sat down"], (600 / 7, 400 / 7)),
-        ("dog", ["cat"], (0, 0)),
-        ("", ["cat"], (0, 0)),
-        # Stemmed, and without case or punctuation.
-        ("Dogs, running!", ["dog runs"], (100, 100)),
-        # ROUGE-LSum takes lines for sentences.
-        ("three four\none two", ["one two\nthree four"], (100, 100)),
-        ("three four one two", ["one two three four"], (100, 50)),
-        # The best over references, figure by figure.
-        ("one two three four", ["four three two one", "one two three six"], (100, 75)),
-    ],
-)
+@pytest.mark.parametrize(("answer", "references", "found"), [
+    # 3 of 3 words right, 3 of 4 found: F1 = 2 * 1 * 0.75 / 1.75.
+    ("the cat sat", ["the cat sat down"], (600 / 7, 600 / 7)),
+    # The longest common subsequence is "the cat": 2 of 3 and 2 of 4.
+    ("sat the cat", ["the cat sat down"], (600 / 7, 400 / 7)),
+    ("dog", ["cat"], (0, 0)),
+    ("", ["cat"], (0, 0)),
+    # Stemmed, and without case or punctuation.
+    ("Dogs, running!", ["dog runs"], (100, 100)),
+    # ROUGE-LSum takes lines for sentences.
+    ("three four\none two", ["one two\nthree four"], (100, 100)),
+    ("three four one two", ["one two three four"], (100, 50)),
+    # The best over references, figure by figure.
+    ("one two three four", ["four three two one", "one two three six"], (100, 75)),
+])  # fmt: skip
 def test_rouge_against_figures_worked_by_hand(answer, references, found):
     assert tasks.rouge_scorer()(answer, references) == pytest.approx(found)
 

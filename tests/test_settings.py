@@ -29,15 +29,12 @@ def test_typed_settings_are_the_fields_of_the_configuration():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "wrong"),
-    [
-        ("temp=3, tree=None, max_tokens=4", None),
-        ("temperatur=3", 'Unexpected keyword argument "temperatur"'),
-        ("temp='hot'", 'has incompatible type "str"; expected "float"'),
-        ("drafter='oak'", "expected \"Literal['streams'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "wrong"), [
+    ("temp=3, tree=None, max_tokens=4", None),
+    ("temperatur=3", 'Unexpected keyword argument "temperatur"'),
+    ("temp='hot'", 'has incompatible type "str"; expected "float"'),
+    ("drafter='oak'", "expected \"Literal['streams'"),
+])  # fmt: skip
 def test_a_type_check_finds_settings_that_are_none(tmp_path, settings, wrong):
     from mypy import api
 

@@ -97,14 +97,11 @@ def expected():
 
 
 @pytest.mark.parametrize("kind", [MERGED, APART, PACKED])
-@pytest.mark.parametrize(
-    "order",
-    [
-        ("all", "streams", "all", "none", "streams", "none"),
-        ("streams", "all 2", "all", "all", "none", "none", "all 2"),
-        ("none", "streams 2", "streams", "all"),
-    ],
-)
+@pytest.mark.parametrize("order", [
+    ("all", "streams", "all", "none", "streams", "none"),
+    ("streams", "all 2", "all", "all", "none", "none", "all 2"),
+    ("none", "streams 2", "streams", "all"),
+])  # fmt: skip
 def test_every_swap_answers_as_a_fresh_load(expected, kind, order):
     backbone = make_backbone(kind)
     adapters, before = make_adapters(backbone), leaves(backbone)

@@ -290,18 +290,15 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, kind):
     assert frozen == ({torch.bfloat16} if kind == "draft" else set())
 
 
-@pytest.mark.parametrize(
-    ("agrees", "length", "calls"),
-    [
-        ([0], 3, 1),
-        ([1, 1, 1, 1, 1], 3, 2),  # the prompt's call gives one, the next one three and its own
-        ([1, 1, 1, 1, 1, 1], 3, 3),
-        ([1, 0, 0, 0], 3, 4),
-        ([0, 1, 0, 1, 1, 0], 3, 3),
-        ([1, 1, 1, 1, 1], 1, 3),
-        ([1, 1, 1, 1], 9, 2),
-    ],
-)
+@pytest.mark.parametrize(("agrees", "length", "calls"), [
+    ([0], 3, 1),
+    ([1, 1, 1, 1, 1], 3, 2),  # the prompt's call gives one, the next one three and its own
+    ([1, 1, 1, 1, 1, 1], 3, 3),
+    ([1, 0, 0, 0], 3, 4),
+    ([0, 1, 0, 1, 1, 0], 3, 3),
+    ([1, 1, 1, 1, 1], 1, 3),
+    ([1, 1, 1, 1], 9, 2),
+])  # fmt: skip
 def test_calls_of_a_chain(agrees, length, calls):
     assert drafters.chain_calls(np.array(agrees, bool), length) == calls
 
@@ -370,14 +367,11 @@ def test_what_is_written_is_what_was_trained(kind, tmp_path):
         assert torch.equal(before[name], after[name])
 
 
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [
-        ("medusa", ("--draft-vocab-size", "20")),
-        ("mlp_speculator", ("--tie-weights", "--inner-dim", "16")),
-        ("draft", ()),
-    ],
-)
+@pytest.mark.parametrize(("kind", "more"), [
+    ("medusa", ("--draft-vocab-size", "20")),
+    ("mlp_speculator", ("--tie-weights", "--inner-dim", "16")),
+    ("draft", ()),
+])  # fmt: skip
 def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, kind, more):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     more = (*more, "--epochs", "2")
@@ -501,24 +495,21 @@ def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_
     assert 0 < max(gaps) < 0.01  # one step at stage 2's rate
 
 
-@pytest.mark.parametrize(
-    ("kind", "more", "said"),
-    [
-        ("medusa", ("--stage", "2"), "--stage would do nothing here; expected --kind mlp_s"),
-        ("medusa", ("--tie-weights",), "--tie-weights would do nothing"),
-        ("mlp_speculator", ("--decay", "0.5"), "--decay would do nothing"),
-        ("medusa", ("--decay", "0"), "--decay 0"),
-        ("medusa", ("--num-heads", "0"), "--num-heads 0"),
-        ("medusa", ("--share-lm-head", "--num-layers", "0"), "nothing would be trained"),
-        ("mlp_speculator", ("--widths", "3"), "2 numbers of 1 or more"),
-        ("medusa", ("--init", "nowhere"), "holds no drafting heads"),
-        ("medusa", ("--draft-vocab-size", "65"), "draft_vocab_size is 65 of 64 tokens"),
-        ("draft", ("--layers", "9"), f"--layers 9; expected 1 to {real.LAYERS}"),
-        ("draft", ("--layers", "0"), f"--layers 0; expected 1 to {real.LAYERS}"),
-        ("draft", ("--num-draft-tokens", "0"), "--num-draft-tokens 0"),
-        ("draft", ("--model", "./nowhere"), "nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "more", "said"), [
+    ("medusa", ("--stage", "2"), "--stage would do nothing here; expected --kind mlp_s"),
+    ("medusa", ("--tie-weights",), "--tie-weights would do nothing"),
+    ("mlp_speculator", ("--decay", "0.5"), "--decay would do nothing"),
+    ("medusa", ("--decay", "0"), "--decay 0"),
+    ("medusa", ("--num-heads", "0"), "--num-heads 0"),
+    ("medusa", ("--share-lm-head", "--num-layers", "0"), "nothing would be trained"),
+    ("mlp_speculator", ("--widths", "3"), "2 numbers of 1 or more"),
+    ("medusa", ("--init", "nowhere"), "holds no drafting heads"),
+    ("medusa", ("--draft-vocab-size", "65"), "draft_vocab_size is 65 of 64 tokens"),
+    ("draft", ("--layers", "9"), f"--layers 9; expected 1 to {real.LAYERS}"),
+    ("draft", ("--layers", "0"), f"--layers 0; expected 1 to {real.LAYERS}"),
+    ("draft", ("--num-draft-tokens", "0"), "--num-draft-tokens 0"),
+    ("draft", ("--model", "./nowhere"), "nowhere"),
+])  # fmt: skip
 def test_bad_options_are_told_in_one_line(base, data, tmp_path, refused, kind, more, said):
     assert said in refused(kind, base, data, tmp_path / "run", *more)
     assert not (tmp_path / "run" / TorchTrainer.STATE_FILE).exists()

@@ -556,16 +556,13 @@ def test_what_it_learns_shows_when_it_decodes(base, data, tmp_path, command, sco
     assert calls <= 5 < plain_calls
 
 
-@pytest.mark.parametrize(
-    ("command", "more"),
-    [
-        (MLX, ALONE),
-        (TORCH, ALONE),
-        (MLX, ("--stream-design", "value_rotation", "--rotation-step", "0.3")),
-        (TORCH, ("--lora-modules", "q_proj", *OWN)),
-        (MLX, ("--stream-init", "residual", "--stream-init-rank", "3", "--cache-gb", "0")),
-    ],
-)
+@pytest.mark.parametrize(("command", "more"), [
+    (MLX, ALONE),
+    (TORCH, ALONE),
+    (MLX, ("--stream-design", "value_rotation", "--rotation-step", "0.3")),
+    (TORCH, ("--lora-modules", "q_proj", *OWN)),
+    (MLX, ("--stream-init", "residual", "--stream-init-rank", "3", "--cache-gb", "0")),
+])  # fmt: skip
 def test_every_kind_of_adapter_loads(base, data, tmp_path, command, more):
     run = tmp_path / "run"
     result = command.train(base, data, run, *more, "--epochs", "1")
