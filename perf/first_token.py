@@ -170,14 +170,10 @@ def main(argv: list[str] | None = None) -> int:
         parser,
         ("--adapter", None, "what streams (default: %(default)s)", "chat"),
         ("--dtype", None, "as ssmlx.generate's (default: float32)", "float32"),
-        (
-            "--contexts",
-            "N",
-            "tokens of a prompt (default: 64 512 2000 4000)",
-            [64, 512, 2000, 4000],
-        ),
+        ("--contexts", "N", "tokens of a prompt (default: 64 512 2000 4000)",
+         [64, 512, 2000, 4000]),
         ("--repeats", None, "(default: %(default)s)", 3),
-    )
+    )  # fmt: skip
     add_out(parser)
     args = parser.parse_args(argv)
     check_counts(parser, args, "contexts", "repeats")

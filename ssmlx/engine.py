@@ -96,10 +96,8 @@ class Engine:
         with self._loading:
             require(
                 bool(self._models),
-                "the engine is closed",
-                expected="an open one",
-                do="make a new `ssmlx.Engine`",
-            )
+                "the engine is closed", expected="an open one", do="make a new `ssmlx.Engine`",
+            )  # fmt: skip
             if name not in self._models:
                 folder = resolve_adapter(name if adapter is None else adapter)
                 assert folder is not None

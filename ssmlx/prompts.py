@@ -48,10 +48,8 @@ def read_prompts(path: Path, option: str = "--prompts") -> list[dict[str, Any]]:
     lines = read_lines(path, option)
     require(
         bool(lines),
-        f"{path} holds no prompts",
-        expected="a JSON object a line",
-        do=f"check {option}",
-    )
+        f"{path} holds no prompts", expected="a JSON object a line", do=f"check {option}",
+    )  # fmt: skip
     return [_checked_prompt(line, f"{path}, line {number},") for number, line in lines]
 
 
@@ -210,10 +208,8 @@ def chat_tokens(
     )
     require(
         tools is None or isinstance(tools, list | tuple),
-        f"tools are {tools!r}"[:80],
-        expected="a list of JSON schemas",
-        do="correct or drop them",
-    )
+        f"tools are {tools!r}"[:80], expected="a list of JSON schemas", do="correct or drop them",
+    )  # fmt: skip
     turns = plain_turns(messages)
     for turn in turns:
         check_text(turn["content"])

@@ -186,10 +186,8 @@ class ChatSession:
         reply = self._reply()
         require(
             not self._is_closed,
-            "this chat is closed",
-            expected="an open one",
-            do="make a new session",
-        )
+            "this chat is closed", expected="an open one", do="make a new session",
+        )  # fmt: skip
         require(
             reply is None or reply.is_over,
             "a reply of this session is still open",

@@ -127,10 +127,8 @@ def check_settings(config: Any, *, found: str = "{option}", do: str | None = Non
             default = "choose one of them" if allowed.choices else f"choose {number} in that range"
             require(
                 allowed.holds(value, whole=whole),
-                found.format(**told),
-                expected=allowed.text(),
-                do=do or default,
-            )
+                found.format(**told), expected=allowed.text(), do=do or default,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

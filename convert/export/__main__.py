@@ -45,12 +45,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         allowed, default = one.metadata["allowed"], one.default
         text = one.metadata["help"] + ("" if default is None else f" (default: {default})")
         flag = allowed.option or "--" + one.name.replace("_", "-")
+        named: dict[str, Any] = {"dest": one.name, "default": default, "help": text}
         if allowed.choices:
-            asset.add_argument(
-                flag, dest=one.name, choices=allowed.choices, default=default, help=text
-            )
+            asset.add_argument(flag, choices=allowed.choices, **named)
         else:
-            shapes.add_argument(flag, type=int, default=default, metavar="N", help=text)
+            shapes.add_argument(flag, type=int, metavar="N", **named)
     add_options(
         shapes,
         ("--tree", None, "full: every combination of K children a level; best: the N likeliest "

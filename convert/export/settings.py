@@ -101,11 +101,7 @@ class ExportConfig:
             do="choose a larger one",
         )
         return GraphSizes(
-            num_nodes=count,
-            num_kept=kept,
+            num_nodes=count, num_kept=kept, num_streams=streams, topology=topology,
             num_parents=count if chosen else topology.num_internal,
-            num_streams=streams,
-            topology=topology,
-            num_slots=self.context,
-            chunk=self.chunk,
-        )
+            num_slots=self.context, chunk=self.chunk,
+        )  # fmt: skip

@@ -536,10 +536,8 @@ def check_base(base: nn.Module, config: StreamConfig) -> None:
     lacking = _decoder_kind(base).lacking(base)
     require(
         lacking is None,
-        f"{type(base).__name__} has no {lacking}",
-        expected=_PLAIN,
-        do="choose another base model",
-    )
+        f"{type(base).__name__} has no {lacking}", expected=_PLAIN, do="choose another base model",
+    )  # fmt: skip
     require(
         not any(isinstance(module, LoraLinear) for module in base.modules()),
         "the base model already carries a reference's LoRA",

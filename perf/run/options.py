@@ -166,17 +166,10 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
     alone = [System(target.DRAFT_ALONE, target.DRAFT_ALONE, one.config) for one in drafts[:1]]
     make_folder(args.out)
     return Experiment(
-        name=f"{name}-{task.name}",
-        weights=weights,
-        systems=[*taking_part, *alone],
-        examples=examples,
-        task=task,
-        repeats=args.repeats,
-        out=args.out,
-        fresh=args.fresh,
-        data=data.name,
-        left_out=left_out,
-    )
+        name=f"{name}-{task.name}", weights=weights, systems=[*taking_part, *alone],
+        examples=examples, task=task, repeats=args.repeats, out=args.out, fresh=args.fresh,
+        data=data.name, left_out=left_out,
+    )  # fmt: skip
 
 
 def _prunes(config: GenerateConfig) -> bool:

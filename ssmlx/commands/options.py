@@ -380,10 +380,8 @@ def _penalties(texts: Iterable[str]) -> dict[str, Any]:
         for name, value in given.items():
             require(
                 f"{name}_penalty" not in settings,
-                f"--penalty {name}= twice",
-                expected="each once",
-                do="drop one",
-            )
+                f"--penalty {name}= twice", expected="each once", do="drop one",
+            )  # fmt: skip
             settings[f"{name}_penalty"] = value
             if context is not None:
                 settings[f"{name}_context_size"] = context

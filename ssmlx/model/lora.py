@@ -16,11 +16,8 @@ from .ranks import LINEARS, SPLIT_INPUTS, SPLIT_OUTPUTS, UNPACKED_LINEARS, own_p
 
 # Modules of one part of a layer that are called on the same rows.
 _SAME_INPUT = {
-    "q_proj": "qkv",
-    "k_proj": "qkv",
-    "v_proj": "qkv",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "mlp"),
 }
 
 
@@ -73,10 +70,8 @@ def select_modules(paths: Sequence[str], names: Sequence[str], where: str, do: s
     for name in names:
         require(
             any(is_named(path, name) for path in paths),
-            f"{where} has no linear module {name}",
-            expected="one of " + ", ".join(paths),
-            do=do,
-        )
+            f"{where} has no linear module {name}", expected="one of " + ", ".join(paths), do=do,
+        )  # fmt: skip
     return [path for path in paths if not names or any(is_named(path, name) for name in names)]
 
 

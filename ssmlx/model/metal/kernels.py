@@ -104,14 +104,11 @@ class Kernel:
     @lru_cache(maxsize=8)  # noqa: B019 (there are three kernels, for good)
     def build(self) -> Callable[..., list[mx.array]]:
         """MLX's callable; keys and values are read where they lie, without a copy."""
-        return mx.fast.metal_kernel(
-            name=self.name,
-            input_names=self.inputs,
-            output_names=self.outputs,
-            source=self.source,
-            header=FUNCTIONS.read_text(encoding="utf-8"),
-            ensure_row_contiguous=False,
-        )  # type: ignore[return-value]
+        built: Any = mx.fast.metal_kernel(
+            name=self.name, input_names=self.inputs, output_names=self.outputs, source=self.source,
+            header=FUNCTIONS.read_text(encoding="utf-8"), ensure_row_contiguous=False,
+        )  # fmt: skip
+        return built  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
