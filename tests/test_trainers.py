@@ -257,6 +257,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(tmp_path, reduce
     mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition."), train, vocab), 10)
     theirs = TorchTrainer(TorchObjective(model, train, vocab, cpu, torch.float32), 10)
     every, losses = whole.gradients(batch, whole.objective.lower(batch))
+    assert theirs.objective._states(batch, theirs.objective.lower(batch))["stream"].is_contiguous()
     lower, theirs_lower = mine.objective.lower(batch), theirs.objective.lower(batch)
     own, means = mine.gradients(batch, lower)
     assert own.keys() == theirs.named.keys() == {n for n in every if n.startswith("condition.")}

@@ -135,7 +135,8 @@ class TorchObjective(Objective):
         """[..., D] by the kinds of rows, before the norm where they are of layer N - Ns."""
         nodes = lower.to(self.device)
         if self.train.train_only:
-            streams = nodes[:, batch.prompt_width - 1 : -1]
+            # With gaps, PyTorch would multiply by a copy of the LM head for every carrier.
+            streams = nodes[:, batch.prompt_width - 1 : -1].contiguous()
             return {STREAM: streams, GIVEN: streams}
         hidden = self.upper(batch, nodes)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
