@@ -216,11 +216,8 @@ def test_the_choice_is_checked_against_the_default_a_small_tree_and_the_other_sc
         "small": "best tree of 4 nodes, 3 streams, second pass",
         "other schedule": "best tree of 24 nodes, 3 streams, fused",
     }
-    assert set(choice.shapes_to_check(trees[3], trees)) == {
-        choice.CHOSEN,
-        "small",
-        "other schedule",
-    }
+    found = choice.shapes_to_check(trees[3], trees)
+    assert set(found) == {choice.CHOSEN, "small", "other schedule"}
 
 
 def test_prompts_to_learn_from_are_the_last_and_those_to_check_on_before_them():

@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OTHERS = {
-    "--dist",
-    "--allow-existing",
-    "--random-source",
-    "--adhoc-sign",
-    "--backend",
-    "--hosts",
-}  # of other programs
+# Of other programs.
+OTHERS = {"--dist", "--allow-existing", "--random-source", "--adhoc-sign", "--backend", "--hosts"}
 PAST = {"--speculator-size"}  # in names of systems that were measured
 
 

@@ -22,20 +22,12 @@ STREAMS, NODES, SLOTS, CHUNK, VOCAB = 3, 6, 40, 4, 50
 
 def make_manifest(**changes) -> Manifest:
     values = {
-        "target": "coreml",
-        "profile": "gpu",
-        "dtype": "float32",
-        "cache": "arrays",
-        "cache_names": ("keys_00", "values_00"),
-        "cache_shape": (1, 1, SLOTS, 1),
-        "num_slots": SLOTS,
-        "chunk": CHUNK,
-        "num_nodes": NODES,
-        "num_kept": NODES,
-        "num_streams": STREAMS,
+        "target": "coreml", "profile": "gpu", "dtype": "float32", "prompt_template": None,
+        "cache": "arrays", "cache_names": ("keys_00", "values_00"),
+        "cache_shape": (1, 1, SLOTS, 1), "num_slots": SLOTS, "chunk": CHUNK,
+        "num_nodes": NODES, "num_kept": NODES, "num_streams": STREAMS,
         "tree": TreeTables.of(draft_topology(TreeConfig(size=NODES), STREAMS), NODES),
-        "prompt_template": None,
-    }
+    }  # fmt: skip
     return Manifest(**{**values, **changes})
 
 

@@ -71,10 +71,8 @@ ROPES = {
     },
     "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "longrope": {
-        "type": "longrope",
-        "original_max_position_embeddings": 64,
-        "short_factor": [1.0] * 4,
-        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "type": "longrope", "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0],
     },
     "proportional": {"type": "proportional", "partial_rotary_factor": 0.5},
 }  # fmt: skip

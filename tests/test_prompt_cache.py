@@ -139,16 +139,8 @@ def test_a_full_context_is_warm_too():
             cache, found = prompts.take(model, tokens)
             assert found == known
             settings = {"decoding": decoding, "max_tokens": 100}
-            responses = list(
-                ssmlx.stream_generate(
-                    model,
-                    tokenizer,
-                    tokens[known:],
-                    cache=cache,
-                    context=tokens[:known],
-                    **settings,
-                )
-            )
+            settings |= {"cache": cache, "context": tokens[:known]}
+            responses = list(ssmlx.stream_generate(model, tokenizer, tokens[known:], **settings))
             assert responses[-1].finish_reason == "context"
             assert responses[-1].cached_tokens == known
             prompts.put(model, tokens, cache)

@@ -42,15 +42,10 @@ CASES = {
     ("all", "merged", "whole"): ["plain", "streams", "lookahead"],
     ("all", "apart", "whole"): ["streams"],
     ("streams", "apart", "whole"): [
-        "fused",
-        "sampled",
-        "budget",
-        "threshold",
-        "typical",
-        "prompt-lookup",
+        "fused", "sampled", "budget", "threshold", "typical", "prompt-lookup",
     ],
     ("streams", "apart", "packed"): ["streams"],
-}
+}  # fmt: skip
 SETTINGS = {
     "plain": {"decoding": "plain"},
     "streams": {},
