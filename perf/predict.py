@@ -54,6 +54,8 @@ def drafting(decoder: Decoder, streams: StreamConfig) -> Decoder:
         msa_layers=max(1, round(decoder.layers * streams.num_msa_layers / streams.num_layers)),
         num_streams=streams.num_streams,
         draft_vocab=min(streams.draft_vocab_size or decoder.vocab, decoder.vocab),
+        window=streams.stream_window,
+        is_conditional=streams.condition_rank > 0,
     )
 
 
