@@ -171,7 +171,7 @@ def test_weights_are_wired_while_an_answer_is_written(monkeypatch, closed_early)
     """What mlx-lm does on macOS: the recommended limit, and the old one again afterwards."""
     limits = [5]
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda _: {"max_recommended_working_set_size": 7})
+    monkeypatch.setattr(mx, "device_info", lambda *_: {"max_recommended_working_set_size": 7})
     monkeypatch.setattr(mx, "set_wired_limit", lambda new: limits.append(new) or limits[-2])
     model = make_model()
     responses, others = (
