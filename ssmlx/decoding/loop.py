@@ -53,8 +53,10 @@ def own_turn(text: list[int], opening: Sequence[int]) -> int:
 
     All of them where no other was opened before it, by the tokens `opening`.
     """
+    if not opening:
+        return len(text)
     wanted, size = list(opening), len(opening)
-    starts = [n for n in range(len(text)) if size and text[n : n + size] == wanted]
+    starts = [n for n in range(len(text)) if text[n : n + size] == wanted]
     return len(text) - (starts[-1] if len(starts) > 1 else 0)
 
 
