@@ -60,7 +60,7 @@ from ssmlx.errors import InputError
 from ssmlx.model import shapes
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
-from ssmlx.model.masks import earlier_streams, stream_visibility
+from ssmlx.model.masks import earlier_streams, stream_visibility, window_start
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN
 from ssmlx.settings import (
@@ -599,6 +599,11 @@ def test_a_second_pass_costs_the_same_memory_behind_any_context():
         first_tokens(steps, 40)
         sizes.append(drafter.cache_bytes)
     assert sizes[1] == sizes[0]
+
+
+def test_a_window_begins_at_its_turn_or_half_a_window_back():
+    starts = [window_start(position, 20, 16) for position in (0, 20, 36, 39, 40, 48, 55, 56)]
+    assert starts == [20, 20, 24, 24, 32, 40, 40, 48]
 
 
 def test_own_turn_is_the_last_of_several():

@@ -631,6 +631,7 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
     }
     assert found.keys() - old.keys() == {f"condition.{n}.weight" for n in ("embed", "gate", "out")}
     assert all(found[name] == np.array(array).tobytes() for name, array in old.items())
+    assert np.frombuffer(found["condition.out.weight"], np.float32).any()  # zero when new
     before, after = load_adapter(streams), load_adapter(whole / MLX.result)
     assert after.config == replace(before.config, condition_rank=4)
     log = read_record(whole / LOG_FILE)
