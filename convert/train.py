@@ -90,7 +90,8 @@ def _main(args: argparse.Namespace) -> None:
         reference_of,
         save_reference,
         start_from,
-        with_condition_of,
+        train_part,
+        with_weights_of,
     )
     from .training.run import (
         TorchObjective,
@@ -115,7 +116,7 @@ def _main(args: argparse.Namespace) -> None:
         model = build_model(base, job.config, train, job.draft_vocab).to(device)
     else:
         model, task = reference_of(base, start).to(device), [folder_digest(args.init)]
-        model.get_submodule(str(train.train_only)).requires_grad_(True)
+        train_part(model, train.train_only)
     if args.init is not None and start is None:
         start_from(model, args.init)
     freeze_base(model, dtype)
@@ -129,7 +130,7 @@ def _main(args: argparse.Namespace) -> None:
         if start is not None:
             folder = options.out / TRAINED_FOLDER
             with new_folder(folder) as work:
-                write_adapter(work, with_condition_of(start, model))
+                write_adapter(work, with_weights_of(start, model))
             return folder
         save_reference(model, options.out)
         if args.task_lora is not None:

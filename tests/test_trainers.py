@@ -29,7 +29,8 @@ from convert.reference.checkpoint import (
     load_reference,
     merge_lora,
     reference_of,
-    with_condition_of,
+    train_part,
+    with_weights_of,
 )
 from convert.reference.format import TASK_LORA, LoraSettings
 from convert.reference.model import StreamFusedReference
@@ -54,7 +55,7 @@ from ssmlx.training import mlx_trainer
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, collate
 from ssmlx.training.job import SETTINGS_FILE, Trainer
-from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter
+from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trained_weights
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 from ssmlx.training.objective import LowerStore
 from ssmlx.training.record import LOG_FILE, read_record
@@ -252,9 +253,9 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(tmp_path, reduce
     train = replace(whole.objective.train, train_only="condition")
     adapter, batch = whole.objective.model.adapter, some_batch(vocab=97)
     model = reference_of(make_torch_base("Llama", attention="sdpa"), adapter)
-    model.condition.requires_grad_(True)
+    train_part(model, "condition")
     cpu, backbone = torch.device("cpu"), load_base(tmp_path / "base", "float32")[0]
-    mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition."), train, vocab), 10)
+    mine = MlxTrainer(MlxObjective(TrainedModel(backbone, adapter, "condition"), train, vocab), 10)
     theirs = TorchTrainer(TorchObjective(model, train, vocab, cpu, torch.float32), 10)
     every, losses = whole.gradients(batch, whole.objective.lower(batch))
     assert theirs.objective._states(batch, theirs.objective.lower(batch))["stream"].is_contiguous()
@@ -281,9 +282,10 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(tmp_path, reduce
             theirs.advance(batch, theirs_lower), rel=1e-5
         )
     assert max(gap(mine.weights[n], p) for n, p in theirs.named.items()) < 1e-4
-    written = with_condition_of(adapter, model)
+    written = with_weights_of(adapter, model)
     assert gap(written.streams.condition.out, mine.weights["condition.out.weight"]) < 1e-4
-    assert mine.objective.model.adapter.lora is adapter.lora
+    own = mine.objective.model.adapter.lora
+    assert all(own[path].a is old.a and own[path].b is old.b for path, old in adapter.lora.items())
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -657,6 +659,8 @@ CONDITIONS = [
     (("--lora-rank", "3"), "--lora-rank would do nothing here"),
     (("--template", "{prompt} ."), "--template would do nothing here"),
     (("--task-lora", "folder"), "--task-lora would do nothing here"),
+    (("--train-only", "streams", "--num-streams", "3"), "--num-streams would do nothing here"),
+    (("--train-only", "streams", "--init", "none"), "--train-only streams without --init"),
 ]
 
 
@@ -815,6 +819,31 @@ def test_streams_learn_to_draft_for_a_fine_tuned_model(
     assert answer_of(folder, result, prompt, "plain")[0] == expected
     assert answer_of(folder, result, prompt, "streaming")[0] == expected
     assert answer_of(folder, "none", prompt, "plain")[0] != expected
+
+
+@both
+def test_streams_of_an_adapter_go_on_as_in_a_run_with_its_settings(
+    base, data, task, tmp_path, command
+):
+    own = (*OWN, "--task-lora", task, "--condition-rank", "4")
+    first = MLX.train(base, data, tmp_path / "first", *own, "--max-steps", "3")
+    expected = MLX.train(base, data, tmp_path / "on", *own, "--init", first)
+    parts = tmp_path / "parts"
+    more = ("--train-only", "streams", "--condition-rank", "0", "--learning-rate", "0.01")
+    for stop in (("--max-steps", "5"), ()):
+        assert add_condition(command, base, data, first, parts, *more, *stop) == 0
+    whole, found = (load_adapter(one) for one in (expected, parts / MLX.result))
+    assert found.config == load_adapter(first).config
+    assert found.task_lora.keys() == whole.task_lora.keys()
+    for path, weights in whole.task_lora.items():
+        assert mx.array_equal(found.task_lora[path].a, weights.a)
+        assert mx.array_equal(found.task_lora[path].b, weights.b)
+    assert found.lora.keys() == whole.lora.keys()
+    trained, wanted = (trained_weights(one) for one in (found, whole))
+    started = trained_weights(load_adapter(first))
+    assert trained.keys() == wanted.keys() == started.keys()
+    for name, array in wanted.items():
+        assert gap(trained[name], array) < 1e-3 and not mx.array_equal(trained[name], started[name])
 
 
 def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,22 @@ from safetensors.torch import save
 from torch import nn
 
 from ssmlx.errors import InputError, require
-from ssmlx.loading.adapter import LORA_FILE, Adapter, read_lora, read_streams, stream_tensors
+from ssmlx.loading.adapter import (
+    LORA_FILE,
+    Adapter,
+    lora_tensors,
+    read_lora,
+    read_streams,
+    stream_tensors,
+)
 from ssmlx.loading.files import account_for, read_tensors, write_whole
 from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.model.backbone import PROBE_LENGTH, BaseIdentity
-from ssmlx.model.condition import Condition
 from ssmlx.model.lora import LoraWeights, layer_of
 from ssmlx.settings import read_json
+from ssmlx.training.config import Part
 from ssmlx.training.job import check_init, check_scale, check_shapes
+from ssmlx.training.mlx_model import with_weights
 
 from . import format as layout
 from .format import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STREAMS_CONFIG, STREAMS_WEIGHTS, LoraSettings
@@ -68,22 +75,36 @@ def reference_of(base: nn.Module, adapter: Adapter) -> StreamFusedReference:
     model = StreamFusedReference(
         base, adapter.config, lora=_lora_settings(adapter), draft_vocab=vocab
     )
-    pairs = {
-        f"{layout.PEFT_PREFIX}{path}.lora_{part}.weight": array.T
-        for path, weights in adapter.lora.items()
-        for part, array in (("A", weights.a), ("B", weights.b))
-    }
+    pairs = {_peft_name(name): array.T for name, array in lora_tensors(adapter.lora).items()}
     _fill(_lora_parameters(model), pairs, source)
     _fill(_stream_parameters(model), stream_tensors(adapter.streams), source)
     return model.eval().requires_grad_(False)
 
 
-def with_condition_of(adapter: Adapter, model: StreamFusedReference) -> Adapter:
-    """The adapter with the condition that the model has."""
-    assert model.condition is not None
-    weights = (getattr(model.condition, one).weight for one in ("embed", "gate", "out"))
-    arrays = [mx.array(weight.detach().cpu().float().numpy()) for weight in weights]
-    return replace(adapter, streams=replace(adapter.streams, condition=Condition(*arrays)))
+def train_part(model: StreamFusedReference, part: Part | None) -> None:
+    """Let training reach these of a model's parameters, see `trained_weights`."""
+    parameters = dict(_stream_parameters(model))
+    parameters.pop(_DRAFT_VOCAB, None)
+    if model.config.adapter_scope == "streams":
+        parameters |= _lora_parameters(model)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(part != "condition" or name.startswith("condition."))
+
+
+def with_weights_of(adapter: Adapter, model: StreamFusedReference) -> Adapter:
+    """The adapter of `reference_of` with what was trained of the model in the place of its own."""
+    parameters = {**_stream_parameters(model), **_lora_parameters(model)}
+    trained = {
+        name: mx.array(parameter.detach().cpu().numpy())
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    }
+    lora = {
+        name: trained.pop(_peft_name(name)).T
+        for name in lora_tensors(adapter.lora)
+        if _peft_name(name) in trained
+    }
+    return with_weights(adapter, {**trained, **lora})
 
 
 def load_fine_tuned(base: nn.Module, lora: str | Path) -> StreamFusedReference:
@@ -233,6 +254,12 @@ def _lora_settings(adapter: Adapter) -> LoraSettings:
     )
     ((rank, scale),) = sizes
     return LoraSettings(rank, scale * rank, tuple(modules), tuple(layers))
+
+
+def _peft_name(name: str) -> str:
+    """What PEFT calls a tensor of `lora_tensors`, which is transposed there."""
+    path, _, part = name.rpartition(".lora_")
+    return f"{layout.PEFT_PREFIX}{path}.lora_{part.upper()}.weight"
 
 
 def _lora_parameters(model: StreamFusedReference) -> dict[str, torch.Tensor]:

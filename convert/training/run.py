@@ -97,7 +97,7 @@ class TorchObjective(Objective):
     def lower(self, batch: Batch) -> torch.Tensor:
         with precision(self.device, self.dtype):
             states = self.model.lower_states(self.tensor(batch.tokens), **self.where(batch))
-        if not self.train.train_only:
+        if not self.train.keeps_streams:
             return states
         # Streams after the norm, in the columns of their carriers.
         streams = self.upper(batch, states).streams.to(self.dtype)
@@ -134,7 +134,7 @@ class TorchObjective(Objective):
     def _states(self, batch: Batch, lower: torch.Tensor) -> dict[str, torch.Tensor]:
         """[..., D] by the kinds of rows, before the norm where they are of layer N - Ns."""
         nodes = lower.to(self.device)
-        if self.train.train_only:
+        if self.train.keeps_streams:
             # With gaps, PyTorch would multiply by a copy of the LM head for every carrier.
             streams = nodes[:, batch.prompt_width - 1 : -1].contiguous()
             return {STREAM: streams, GIVEN: streams}

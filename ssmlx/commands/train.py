@@ -29,6 +29,9 @@ EPILOG = """examples:
   python -m ssmlx.train --init runs/chat/adapter --train-only condition --condition-rank 64 \\
       --data data/chat --out runs/condition --epochs 1 --learning-rate 2e-3 --weight-decay 0.1
 
+  # on with an adapter's streams, its answers and its settings as they are
+  python -m ssmlx.train --init sql --train-only streams --data data/own --out runs/further
+
   # a large model on a small Mac: 4-bit base, short examples
   python -m ssmlx.train --model mlx-community/Llama-3.2-3B-Instruct-4bit --data data/sql \\
       --out runs/llama --batch-size 4 --max-length 256
@@ -85,7 +88,7 @@ def _run(args: argparse.Namespace) -> None:
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab)
     if args.task_lora is not None:
         adapter = replace(adapter, task_lora=read_task_lora(args.task_lora, backbone))
-    model = TrainedModel(backbone, adapter, f"{train.train_only}." if start else "")
+    model = TrainedModel(backbone, adapter, train.train_only)
     if args.init is not None and start is None:
         start_from(model, load_adapter(args.init), args.init)
     objective = MlxObjective(model, train, job.draft_vocab)

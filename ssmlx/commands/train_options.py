@@ -136,12 +136,12 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def _of_start(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the streams of --init, a bundled adapter or a folder, which stay."""
+    """The settings of --init, a bundled adapter or a folder, which stay."""
     folder = None if args.init is None else resolve_adapter(str(args.init))
     require(
         folder is not None,
         f"--train-only {args.train_only} without --init",
-        expected="the adapter whose streams stay as they are",
+        expected="an adapter with streams",
         do="give its name or its folder",
     )
     assert folder is not None
@@ -155,14 +155,14 @@ def _of_start(args: argparse.Namespace) -> dict[str, Any]:
     own = [name for name in given if getattr(args, name) != found.get(name)]
     own += ["template"] * (args.template not in ("chat", found.get("prompt_template")))
     reject(args, ("task_lora", *own), "the settings that --init has")
-    rank = found.get("condition_rank", 0)
+    rank = found.get("condition_rank", 0) or args.condition_rank
     require(
-        rank in (0, args.condition_rank),
+        args.condition_rank in (0, rank),
         f"--condition-rank {args.condition_rank}",
         expected=f"{rank}, that of the condition in {folder}",
         do="give that",
     )
-    return {name: found[name] for name in names if name in found}
+    return {name: found[name] for name in names if name in found} | {"condition_rank": rank}
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:

@@ -25,7 +25,8 @@ from ..settings import (
 )
 
 Schedule = Literal["linear", "cosine", "constant"]
-Part = Literal["condition"]
+Part = Literal["streams", "condition"]
+PARTS = ("streams", "condition")
 SCHEDULES = ("linear", "cosine", "constant")
 STREAM_INIT_RANK = 32
 DRAFT_VOCAB_SIZE = 16384
@@ -98,8 +99,9 @@ class TrainConfig:
     prune_weight: float = setting(0.1, "of the pruning adapter's own loss", least=0, most=1e38)
     train_only: Part | None = setting(
         None,
-        "condition: leave the streams of --init, its LoRA and its settings as they are",
-        choices=("condition",),
+        "streams: go on with those of --init, their LoRA and their condition, and leave its "
+        "settings and a task's LoRA as they are; condition: leave its streams as they are too",
+        choices=PARTS,
     )
     epochs: float = setting(3.0, "passes over the data", above=0, most=1e6)
     batch_size: int = setting(16, "examples a step", least=1, most=2**16)
@@ -133,9 +135,11 @@ class TrainConfig:
             ("stream_init_rank", identity == (self.stream_init_rank == 0), "0 for identity"),
             ("num_streams", self.num_streams > 0 or self.adapter_scope == "all",
              "1 or more where LoRA acts on streams alone"),
+            ("num_streams", self.num_streams > 0 or not self.train_only,
+             "1 or more where streams are what is trained"),
             ("condition_rank", self.num_streams > 0 or not has_condition,
              "0 where there are no streams"),
-            ("condition_rank", has_condition or not self.train_only,
+            ("condition_rank", has_condition or not self.keeps_streams,
              "1 or more, such as 64, where the condition is what is trained"),
             ("stream_weights", len(self.stream_weights) in (1, self.num_streams or 1), weights),
         ):  # fmt: skip
@@ -158,6 +162,11 @@ class TrainConfig:
             return self
         pays = self.num_streams > 0 and vocab_size >= 2 * DRAFT_VOCAB_SIZE
         return replace(self, draft_vocab_size=DRAFT_VOCAB_SIZE if pays else 0)
+
+    @property
+    def keeps_streams(self) -> bool:
+        """Whether what streams say stays as it is, and is what `Objective.lower` gives."""
+        return self.train_only == "condition"
 
     @property
     def alphas(self) -> tuple[float, ...]:

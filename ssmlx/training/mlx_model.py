@@ -37,7 +37,7 @@ from ..model.lora import (
 )
 from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotation
 from ..settings import StreamConfig
-from .config import TrainConfig
+from .config import Part, TrainConfig
 from .data import Batch
 from .job import check_init, check_scale, check_shapes
 
@@ -117,10 +117,10 @@ class TrainedModel:
 
     LoRA is put on the layers of the frozen `backbone` in place. It starts from the weights of
     `adapter`, in float32; a task's LoRA among them stays as it is, and `bind` changes the others,
-    or those alone whose names begin with `part`.
+    or those of `part` alone.
     """
 
-    def __init__(self, backbone: Backbone, adapter: Adapter, part: str = "") -> None:
+    def __init__(self, backbone: Backbone, adapter: Adapter, part: Part | None = None) -> None:
         check_base(adapter, backbone)
         self.backbone, self.config = backbone, adapter.config
         self._adapter = adapter
@@ -133,20 +133,13 @@ class TrainedModel:
         self._loras: dict[str, RowLora] = {path: modules[path] for path in adapter.lora}
         self._fused = StreamFusedModel(backbone, self.config, adapter.streams)
         self.draft_head = self._fused.draft_head
-        self._start, self._part = trained_weights(adapter), part
-        self.weights = {n: array for n, array in self._start.items() if n.startswith(part)}
+        self._start = trained_weights(adapter)
+        self.weights = trained_weights(adapter, part)
         self.bind(self.weights)
 
     @property
     def adapter(self) -> Adapter:
-        if self._part:  # the rest as it was given, in its own precision
-            streams = replace(self._adapter.streams, condition=self._streams.condition)
-            return replace(self._adapter, streams=streams)
-        lora = {
-            path: replace(old, a=self.weights[f"{path}.lora_a"], b=self.weights[f"{path}.lora_b"])
-            for path, old in self._adapter.lora.items()
-        }
-        return replace(self._adapter, streams=self._streams, lora=lora)
+        return with_weights(self._adapter, self.weights)
 
     @property
     def _streams(self) -> StreamWeights:
@@ -211,11 +204,23 @@ class TrainedModel:
         return self.backbone.run(hidden, index, index + 1, rows.mask, [view])
 
 
-def trained_weights(adapter: Adapter) -> Weights:
-    """What of an adapter is trained: all but the draft vocabulary."""
-    weights = {**stream_tensors(adapter.streams), **lora_tensors(adapter.lora)}
+def trained_weights(adapter: Adapter, part: Part | None = None) -> Weights:
+    """What of an adapter, or of a part of it, is trained: never the draft vocabulary."""
+    lora = adapter.stream_lora if part else adapter.lora
+    weights = {**stream_tensors(adapter.streams), **lora_tensors(lora)}
     weights.pop("draft_vocab", None)
-    return {name: array.astype(mx.float32) for name, array in weights.items()}
+    first = "condition." if part == "condition" else ""
+    return {n: array.astype(mx.float32) for n, array in weights.items() if n.startswith(first)}
+
+
+def with_weights(adapter: Adapter, weights: Weights) -> Adapter:
+    """The adapter with these in the place of its own; others stay, each in its own precision."""
+    every = {**stream_tensors(adapter.streams), **lora_tensors(adapter.lora), **weights}
+    lora = {
+        path: replace(old, a=every[f"{path}.lora_a"], b=every[f"{path}.lora_b"])
+        for path, old in adapter.lora.items()
+    }
+    return replace(adapter, streams=streams_of(every), lora=lora)
 
 
 def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
@@ -237,7 +242,7 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
 
 
 def with_condition(adapter: Adapter, train: TrainConfig) -> Adapter:
-    """The adapter with a condition, its own or one that changes nothing yet."""
+    """The adapter with a condition, its own or one that changes nothing yet, if there is to be."""
     streams, config = adapter.streams, adapter.config
     if streams.condition is None:
         streams = replace(streams, condition=new_condition(train, config.hidden_size))

@@ -117,7 +117,7 @@ class MlxObjective(Objective):
     def lower(self, batch: Batch) -> mx.array:
         layout = self._layout(batch)
         states = self.model.lower(layout)
-        if self.train.train_only:  # streams before the norm, in the columns of their carriers
+        if self.train.keeps_streams:  # streams before the norm, in the columns of their carriers
             _, streams = self.model.upper(states, layout)
             rows = streams.reshape(len(batch.tokens), -1, self.state_size)
             states = mx.pad(rows, [(0, 0), (batch.prompt_width - 1, 1), (0, 0)])
@@ -156,7 +156,7 @@ class MlxObjective(Objective):
 
     def _states(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
         """[..., D] before the norm, by the kinds of rows."""
-        if self.train.train_only:
+        if self.train.keeps_streams:
             streams = lower[:, batch.prompt_width - 1 : -1]
             return {STREAM: streams, GIVEN: streams}
         nodes, streams = self.model.upper(lower, self._layout(batch))

@@ -72,7 +72,7 @@ class Objective(ABC):
     @property
     def state_size(self) -> int:
         """Numbers of what `lower` gives of a token."""
-        return self.hidden_size * (self.train.num_streams if self.train.train_only else 1)
+        return self.hidden_size * (self.train.num_streams if self.train.keeps_streams else 1)
 
     @property
     def is_conditional(self) -> bool:
@@ -106,22 +106,21 @@ class Objective(ABC):
     def terms(self, batch: Batch, step: int) -> list[Term]:
         """The parts of eq. 5; `step` decides which carriers teach the pruning adapter."""
         train, found = self.train, []
-        part = train.train_only
         node_rows = np.arange(batch.tokens.size).reshape(batch.tokens.shape)[:, batch.carriers]
         main_targets = batch.targets(0)
-        if train.adapter_scope == "all" and not part:
+        if train.adapter_scope == "all" and not train.train_only:
             found.append(Term(MAIN, MAIN, node_rows, main_targets, train.main_weight))
         shape = (*node_rows.shape, train.num_streams)
         stream_rows = np.arange(node_rows.size * train.num_streams).reshape(shape)
         for stream, alpha in enumerate(train.alphas, 1):
             targets = draft_indices(batch.targets(stream), self.draft_vocab)
             rows = stream_rows[:, :, stream - 1]
-            if not part:
+            if not train.keeps_streams:
                 found.append(Term(f"stream_{stream}", STREAM, rows, targets, alpha))
             if train.condition_rank:
                 before = batch.targets(stream - 1)
                 found.append(Term(f"given_{stream}", GIVEN, rows, targets, alpha, before))
-        if train.prune_rank and train.prune_weight and not part:
+        if train.prune_rank and train.prune_weight and not train.keeps_streams:
             some = slice(step % PRUNE_STRIDE, None, PRUNE_STRIDE)
             rows, targets = node_rows[:, some], main_targets[:, some]
             found.append(Term(PRUNE, PRUNE, rows, targets, train.prune_weight))
