@@ -25,12 +25,12 @@ from ssmlx.calibration.costs import (
     spread,
     with_whole_steps,
 )
-from ssmlx.calibration.guesses import Exits, exits_along, guesses_along, split_prompts
+from ssmlx.calibration.guesses import guesses_along, split_prompts
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning import replay
 from ssmlx.tuning.cost import DraftShape, Surface
@@ -156,20 +156,19 @@ def certain(tokens: list[int], rank: list[list[int]]) -> replay.Guesses:
 def test_more_streams_and_larger_trees_are_worth_what_they_say():
     """Both streams are right first: a chain takes three tokens a call."""
     guesses = certain(list(range(10, 20)), [[0, 0]] * 10)
-    found = {one.shape: one for one in choice.unpruned([guesses], [2, 3, 4], at(COSTS, 50))}
-    chain = DraftShape(tree=TreeConfig(kind="full", width=1), num_streams=2)
+    found = {one.shape: one for one in choice.priced_trees([guesses], [2, 3, 4], at(COSTS, 50))}
+    chain = DraftShape(tree=TreeConfig(size=3), num_streams=2)
     assert found[chain].tokens_per_call == 3.0
     assert found[chain].step_seconds == COSTS.step_seconds(chain, 50)
     one = DraftShape(tree=TreeConfig(size=4), num_streams=1)
     assert found[one].tokens_per_call == pytest.approx(9 / 5)
-    assert DraftShape(tree=TreeConfig(kind="full", width=4), num_streams=2) not in found
     assert max(found.values(), key=lambda one: one.tokens_per_second).shape.num_streams == 2
     # Fused pays where reading the upper layers again costs more than rows do.
     rows_cheap = replace(COSTS, fused=flat(2.0, 0.0, rows=(2, 400)))
     reads_cheap = replace(COSTS, upper=flat(0.1, 0.0))
     for costs, schedule in ((rows_cheap, "fused"), (reads_cheap, "second-pass")):
         assert (
-            choice.best(choice.unpruned([guesses], [4], at(costs, 50))).shape.stream_schedule
+            choice.best(choice.priced_trees([guesses], [4], at(costs, 50))).shape.stream_schedule
             == schedule
         )
 
@@ -182,25 +181,12 @@ def test_rows_that_grow_dearer_with_the_context_make_trees_smaller():
     )
     costs = replace(COSTS, lower=lower)
     guesses = certain(list(range(100, 160)), ranks)
-    candidates = choice.unpruned([guesses], [2, 3, 4, 6, 8, 12], at(costs, 0))
+    candidates = choice.priced_trees([guesses], [2, 3, 4, 6, 8, 12], at(costs, 0))
     found = choice.best_by_context(candidates, costs, [0, 500, 4000])
     sizes = [one.shape.num_nodes for one in found.values()]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2]
     assert found[0] == choice.best(candidates)
     assert found[500].step_seconds == costs.step_seconds(found[500].shape, 500)
-
-
-def test_pruning_keeps_the_share_of_tokens_that_it_kept_where_it_was_replayed():
-    trees = [candidate(3, 2.5, 1.0, stream_schedule="fused"), candidate(2, 2.0, 1.0)]
-    drafted = np.array([[0, -1, -2]] * 5, np.float32)
-    judged = np.array([[0, -2, -1]] * 5, np.float32)
-    exits = Exits(drafted, judged, np.array([[1, -1, -1]] * 5, np.int32))
-    found = choice.pruned(trees, [exits], 3, [2, 3], at(COSTS, 0))
-    (one,) = found
-    assert one.shape == replace(trees[0].shape, prune=PruneConfig(kind="budget", keep=2))
-    # Held to depth 1 everywhere, two tokens a call: without it one.
-    assert one.tokens_per_call == pytest.approx(2.5 / 2)
-    assert one.step_seconds == COSTS.step_seconds(one.shape, 0)
 
 
 def test_the_choice_is_checked_against_the_default_a_small_tree_and_the_other_schedule():
@@ -269,7 +255,6 @@ def test_the_command_measures_chooses_checks_and_keeps(calibrated, tmp_path):
     assert "the fastest way behind other contexts" in out
     speeds = [one["tokens_per_second"] for one in result["candidates"]]
     assert result["chosen"]["tokens_per_second"] >= 0.99 * max(speeds)
-    assert {one["shape"]["prune"]["kind"] for one in result["candidates"]} == {"off", "budget"}
     assert {one["name"] for one in result["checks"]} >= {"chosen", "plain"}
     assert all(one["same_tokens"] and one["measured"] > 0 for one in result["checks"])
     assert f"kept {kept}" in out and "all ways gave the same tokens" in out
@@ -387,14 +372,3 @@ def test_a_replay_takes_the_calls_that_decoding_takes(guesser, guesses, shape):
     replayed = replay.advance([replay.depths_within(needed, limit)])
     assert tokens == guesses.answer.tolist()
     assert (replayed.num_tokens, replayed.num_calls) == (LENGTH - 1, calls)
-
-
-def test_a_pruned_replay_takes_the_calls_that_decoding_takes(guesser, guesses):
-    exits = exits_along(guesser, PROMPT, guesses, 3, LARGEST)
-    for size, keep in ((16, 2), (16, 6), (LARGEST, 15)):
-        prune = PruneConfig(kind="budget", keep=keep)
-        shape = DraftShape(tree=TreeConfig(size=size), num_streams=3, prune=prune)
-        assert replay.advance([exits.depths(size, keep)]).num_calls == real_calls(guesser, shape)[1]
-    needed = replay.needed_sizes(guesses, 3, LARGEST)
-    for size in (3, 9, LARGEST):
-        assert (exits.depths(size, LARGEST) == replay.depths_within(needed, size)).all()

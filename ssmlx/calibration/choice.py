@@ -4,24 +4,24 @@ Whether that was the truth is checked: some ways of decoding, timed on other pro
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, Self
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import bar
 from ..model.streams import StreamFusedModel
-from ..settings import GenerateConfig, PruneConfig, TreeConfig
+from ..settings import GenerateConfig, TreeConfig
 from ..tuning.cost import DraftShape, MeasuredShape, StepCosts
 from ..tuning.profile import MLX_VERSION, SLACK, Profile, ProfileKey
-from ..tuning.replay import Guesses, advance, depths_within, needed_sizes, needed_widths
+from ..tuning.replay import Guesses, advance, depths_within, needed_sizes
 from .costs import SCHEDULES, config_of
-from .guesses import EXIT_TREE, Exits, RecordedAnswer, record_exits
+from .guesses import RecordedAnswer
 from .timing import TimedAnswer, in_turns, ssmlx_answer
 
-FULL_WIDTHS = (1, 2, 3, 4)
 PLAIN, CHOSEN = "plain", "chosen"
 
 
@@ -90,17 +90,16 @@ def choose(
     costs: StepCosts,
     sizes: Sequence[int],
 ) -> Choice:
-    """The fastest way to draft these answers: trees first, then what pruning adds to them."""
+    """The fastest way to draft these answers with best trees of `sizes`, pruned by nothing.
+
+    A full tree holds an answer no further than the best one of as many nodes, and early exit keeps
+    no better nodes than a smaller best tree has, for the price of the LM head on all of them.
+    """
     guesses = [one.guesses for one in answers]
     middles = [len(one.prompt) + len(one.guesses.answer) / 2 for one in answers]
     context = round(sum(middles) / len(middles))
     price = partial(PricedShape.of, costs=costs, context=context)
-    candidates = unpruned(guesses, sizes, price)
-    if costs.early_exit is not None:
-        streams = best(candidates).shape.num_streams
-        small = [size for size in sizes if size <= EXIT_TREE]
-        exits = record_exits(model, answers, streams)
-        candidates += pruned(candidates, exits, streams, small, price)
+    candidates = priced_trees(guesses, sizes, price)
     return Choice(
         costs=costs,
         context=context,
@@ -130,57 +129,18 @@ def best_by_context(
     }
 
 
-def unpruned(guesses: Sequence[Guesses], sizes: Sequence[int], price: Price) -> list[PricedShape]:
-    """Best trees of `sizes` and full trees no larger, with every number of streams."""
-    return [
-        price(DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule), per_call)
-        for streams in range(1, guesses[0].tokens.shape[1] + 1)
-        for tree, per_call in _trees(guesses, streams, sizes)
-        for schedule in SCHEDULES
-    ]
-
-
-def _trees(
-    guesses: Sequence[Guesses], streams: int, sizes: Sequence[int]
-) -> Iterator[tuple[TreeConfig, float]]:
-    needed = [needed_sizes(one, streams, max(sizes)) for one in guesses]
-    for size in sizes:
-        held = advance([depths_within(one, size) for one in needed])
-        yield TreeConfig(kind="best", size=size), held.tokens_per_call
-    needed = [needed_widths(one)[:, :streams] for one in guesses]
-    for width in FULL_WIDTHS:
-        if sum(width**level for level in range(streams + 1)) <= max(sizes):
-            held = advance([depths_within(one, width) for one in needed])
-            yield TreeConfig(kind="full", width=width), held.tokens_per_call
-
-
-def pruned(
-    candidates: Sequence[PricedShape],
-    exits: Sequence[Exits],
-    streams: int,
-    sizes: Sequence[int],
-    price: Price,
+def priced_trees(
+    guesses: Sequence[Guesses], sizes: Sequence[int], price: Price
 ) -> list[PricedShape]:
-    """The best trees among `candidates` of `streams` streams, pruned by early exit to a budget.
-
-    Early exit may have been replayed for fewer answers than drafts were: what pruning loses of
-    the tokens per call is taken from those, and applied to what all answers say. N and M are of
-    `sizes`, no larger than the trees in `exits`.
-    """
-
-    def advanced(nodes: int, keep: int) -> float:
-        return advance([one.depths(nodes, keep) for one in exits]).tokens_per_call
-
+    """Trees of `sizes`, with every number of streams and in both schedules."""
     found = []
-    for one in candidates:
-        shape, nodes = one.shape, one.shape.num_nodes
-        if (shape.tree.kind, shape.num_streams) != ("best", streams) or nodes not in sizes:
-            continue
-        whole = advanced(nodes, nodes)
-        for keep in (size for size in sizes if size < nodes):
-            budget = replace(shape, prune=PruneConfig(kind="budget", keep=keep))
-            left = advanced(nodes, keep) / whole
-            found.append(price(budget, one.tokens_per_call * left))
+    for streams in range(1, guesses[0].tokens.shape[1] + 1):
+        needed = [needed_sizes(one, streams, max(sizes)) for one in guesses]
+        for size, schedule in product(sizes, SCHEDULES):
+            held = advance([depths_within(one, size) for one in needed])
+            tree = TreeConfig(size=size)
+            shape = DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule)
+            found.append(price(shape, held.tokens_per_call))
     return found
 
 

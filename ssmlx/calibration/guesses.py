@@ -18,20 +18,17 @@ from ..api import check_prompt
 from ..bars import bar
 from ..decoding.drafter import rank_candidates
 from ..decoding.loop import own_turn, prefill
-from ..decoding.prune import transition_logprobs
 from ..drafters.streams import rank_given
 from ..errors import require
 from ..model.cache import TreeCache
 from ..model.condition import RESCORED
-from ..model.shapes import to_list
 from ..model.streams import StreamFusedModel
-from ..model.tree import Tree, clip_edges, full_topology, grow_tree, num_candidates
+from ..model.tree import Tree, full_topology, num_candidates
 from ..prompts import encode_prompt, read_prompts
 from ..settings import GenerateConfig, TreeConfig
-from ..tuning.replay import NEVER, Floats, Guesses, Ints, true_ranks
+from ..tuning.replay import NEVER, Guesses, true_ranks
 from .timing import ssmlx_answer
 
-EXIT_TREE, EXIT_TOKENS = 32, 300
 _LEAST_TOKENS = 50
 _LOGIT_ROWS = 64  # rows of logits at a time: a vocabulary of 150,000 makes 40 MB of them
 
@@ -148,88 +145,3 @@ def rank_table(guesses: Iterable[Guesses], ranks: Sequence[int]) -> list[list[fl
         table.append([float((own < rank).mean()) if len(own) else 0.0 for rank in ranks])
         reached &= column < NEVER
     return table
-
-
-@dataclass(frozen=True, eq=False)
-class Exits:
-    """Best trees of an answer's places, and what early exit says of their nodes (section 3.2.3)."""
-
-    drafted: Floats  # [A, N] draft score of each node
-    judged: Floats  # [A, N] early-exit score of each node's path
-    path: Ints  # [A, G] the node at which the answer stands at each depth; -1 where there is none
-
-    def depths(self, size: int, keep: int) -> Ints:
-        """[A] how far the answer holds in the best `size` nodes, pruned to `keep`."""
-        held = np.ones(len(self.path), bool)
-        depths = np.zeros(len(self.path), np.int32)
-        inside = _order_of(self.drafted) < size
-        kept = _order_of(np.where(inside, self.judged, -np.inf)) < keep
-        for node in self.path.T:
-            places = np.arange(len(node))
-            held &= (node >= 0) & inside[places, node] & kept[places, node]
-            depths += held
-        return depths
-
-
-def _order_of(scores: Floats) -> Ints:
-    """[A, N] where each node comes by score, 0 for the best."""
-    return np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1).astype(np.int32)
-
-
-def record_exits(
-    model: StreamFusedModel, answers: Sequence[RecordedAnswer], streams: int
-) -> list[Exits]:
-    taken, tokens = [], 0
-    for one in answers:
-        if tokens < EXIT_TOKENS:
-            taken.append(one)
-            tokens += len(one.guesses.answer)
-    return [
-        exits_along(model, one.prompt, one.guesses, streams, EXIT_TREE)
-        for one in bar(taken, "early exits")
-    ]
-
-
-def exits_along(
-    model: StreamFusedModel, prompt: list[int], guesses: Guesses, levels: int, size: int
-) -> Exits:
-    """What early exit says of the best tree of `size` nodes at every place of an answer.
-
-    The lower layers run once on each tree, from the answer's end: a cache can forget tokens, and
-    need not read any of them twice.
-    """
-    answer, config = guesses.answer.tolist(), TreeConfig(size=size, width=guesses.tokens.shape[2])
-    count = num_candidates(config, levels, conditional=model.is_conditional)
-    cache = model.make_cache(size)
-    prefill(model, [*prompt, *answer[:-1]], cache)
-    cache.reserve(tokens=1, scratch=size)
-    rows = []
-    for place in reversed(range(len(answer))):
-        cache.trim(len(prompt) + place)
-        tokens, logprobs = guesses.tokens[place, :levels], guesses.logprobs[place, :levels]
-        ranked = mx.array(tokens[:, :count]), mx.array(logprobs[:, :count])
-        tree = grow_tree(mx.array(answer[place : place + 1]), *ranked, config)
-        logits = model.early_exit_logits(model.lower(tree, cache)[:, : tree.num_internal])
-        edges = clip_edges(transition_logprobs(tree, logits))
-        judged = np.array(tree.path_sums(edges), np.float32)
-        scores, path = _places_in(tree, tokens, guesses.edges[place], answer[place + 1 :])
-        rows.append((scores, judged, path + [-1] * (levels - len(path))))
-    drafted, judged_rows, paths = zip(*reversed(rows), strict=True)
-    return Exits(np.stack(drafted), np.stack(judged_rows), np.array(paths, np.int32))
-
-
-def _places_in(
-    tree: Tree, tokens: Ints, edges: Floats, following: Sequence[int]
-) -> tuple[Floats, list[int]]:
-    """[N] draft score of each node, and the nodes where the text that follows stands, of the
-    candidates [G, C] and log probabilities [G, C or 1, C] that the tree was grown from."""
-    said, depths, parents = map(to_list, (tree.tokens, tree.depths, tree.parents))
-    scores, slots, path = np.zeros(len(said), np.float32), [0] * len(said), [0]
-    for node in range(1, len(said)):
-        above, level = parents[node], depths[node] - 1
-        slots[node] = int(np.argmax(tokens[level] == said[node]))
-        row = slots[above] if edges.shape[1] > 1 else 0
-        scores[node] = scores[above] + edges[level, row, slots[node]]
-        if above == path[-1] and level < len(following) and said[node] == following[level]:
-            path.append(node)
-    return scores, path[1:]

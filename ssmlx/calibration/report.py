@@ -142,8 +142,7 @@ def draw(result: Result, path: Path) -> None:
     points: dict[str, dict[int, float]] = {}
     for one in result["candidates"]:
         shape = one["shape"]
-        whole = shape["tree"]["kind"] == "best" and shape["prune"]["kind"] == "off"
-        if whole and shape["num_streams"] == chosen["shape"]["num_streams"]:
+        if shape["num_streams"] == chosen["shape"]["num_streams"]:
             own = points.setdefault(shape["stream_schedule"], {})
             own[shape["tree"]["size"]] = one["tokens_per_second"]
     for schedule, found in points.items():

@@ -2,9 +2,9 @@
 
 Seconds of a model's forwards are measured against rows and context, and what an adapter's streams
 guess is recorded along some answers. From the two follow the expected tokens/s of every way to
-draft: kind and size of the tree, number of streams, schedule, pruning budget. The fastest is kept
-for this machine, model and adapter (in the cache folder, see `SSMLX_CACHE`), and with it those
-that are faster behind shorter or longer contexts, where a row costs less or more. `ssmlx.generate`,
+draft: size of the tree, number of streams, schedule. The fastest is kept for this machine, model
+and adapter (in the cache folder, see `SSMLX_CACHE`), and with it those that are faster behind
+shorter or longer contexts, where a row costs less or more. `ssmlx.generate`,
 `ssmlx.chat` and the Python API use them from then on where none of these is asked for, and decode
 plainly where nothing pays. At the end the choice and others are timed on prompts that were not
 used for it. Takes a few minutes; nothing else should run.
