@@ -80,7 +80,7 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.loading.files import folder_digest, new_folder
     from ssmlx.loading.names import TRAINED_FOLDER
     from ssmlx.training.job import prepare, run_to_end
-    from ssmlx.training.mlx_model import with_condition
+    from ssmlx.training.mlx_model import with_new_parts
 
     from .base import load_base
     from .reference.checkpoint import (
@@ -103,7 +103,7 @@ def _main(args: argparse.Namespace) -> None:
     )
 
     device, dtype = choose_device(args.device), getattr(torch, args.dtype)
-    start = with_condition(load_adapter(args.init), train) if train.train_only else None
+    start = with_new_parts(load_adapter(args.init), train) if train.train_only else None
     job, path = prepare(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
     task: list[str] = []

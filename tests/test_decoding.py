@@ -314,11 +314,18 @@ def streamed(model, count, *, tree=TREES[2], prune=PRUNINGS[0], prompt=PROMPT, s
     return first_tokens(steps, count)
 
 
-@pytest.mark.parametrize("rank", [0, 4], ids=["independent", "conditional"])
+KINDS = {
+    "independent": {},
+    "conditional": {"condition_rank": 4},
+    "rooted": {"condition_rank": 4, "root_init_rank": 3},
+}
+
+
+@pytest.mark.parametrize("adapter", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("scope", ["all", "streams"])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_streaming_equals_plain_and_mlx_lm(architecture, scope, rank):
-    model = make_model(architecture, scope, adapter={"condition_rank": rank})
+def test_streaming_equals_plain_and_mlx_lm(architecture, scope, adapter):
+    model = make_model(architecture, scope, adapter=adapter)
     expected = mlx_lm_tokens(target_of(architecture, scope), PROMPT, 24)
     assert first_tokens(plain_decode(model, PROMPT, model.make_cache()), 24)[0] == expected
     fewest = 24
@@ -575,8 +582,9 @@ def test_both_schedules_draft_the_same_trees(architecture, scope, adapter):
         assert max(fused[1]) > 1  # something was accepted
 
 
-def test_a_replay_knows_the_window_at_every_place():
-    adapter = {"stream_window": 4, "prompt_template": "{prompt}"}
+@pytest.mark.parametrize("root", [{}, {"root_init_rank": 3}], ids=["f alone", "rooted"])
+def test_a_replay_knows_the_window_at_every_place(root):
+    adapter = {"stream_window": 4, "prompt_template": "{prompt}", **root}
     model, chain = make_model(adapter=adapter), TreeConfig(kind="full", width=1)
     model.backbone.turn_opening = (7, 7)
     prompt = [3, 1, 7, 7, 5, 9, 2, 6, 5, 7, 7, 3, 5, 8]
@@ -587,8 +595,19 @@ def test_a_replay_knows_the_window_at_every_place():
         first_tokens(streaming_decode(model, text, model.make_cache(), drafter=drafter), 1)
         chain_tokens = drafter.trees[0][0].tolist()
         assert chain_tokens == [answer[place], *guesses.tokens[place, :, 0]]
-    everything = guesses_along(make_model(), prompt, answer, 2)
+    everything = guesses_along(make_model(adapter=root), prompt, answer, 2)
     assert (everything.tokens != guesses.tokens).any()
+
+
+def test_streams_that_start_from_the_root_guess_otherwise_and_by_themselves():
+    plain, rooted = (make_model(adapter={"root_init_rank": rank}) for rank in (0, 3))
+    answer = first_tokens(plain_decode(rooted, PROMPT, rooted.make_cache()), 12)[0]
+    guesses = [guesses_along(model, PROMPT, answer, 2) for model in (plain, rooted)]
+    assert (guesses[0].tokens != guesses[1].tokens).any()
+    with pytest.raises(InputError, match=r"schedule=fused.*expected schedule=second-pass"):
+        StreamDrafter(rooted, PAIR[0], 3, "fused")
+    with pytest.raises(ValueError, match="not known here"):
+        rooted.insert(mx.zeros((1, 1, 32)), 3)
 
 
 def test_a_second_pass_costs_the_same_memory_behind_any_context():

@@ -68,13 +68,13 @@ def bare_model(architecture="llama"):
 
 
 @lru_cache(maxsize=2)
-def streams_model(condition_rank=0):
-    return make_model("llama", "streams", adapter={"condition_rank": condition_rank})
+def streams_model(**adapter):
+    return make_model("llama", "streams", adapter=adapter)
 
 
-def condition_of(name):
-    """The rank of the condition of a model that drafts by these settings."""
-    return 4 if name.startswith("conditional") else 0
+def parts_of(name):
+    """What the adapter of a model has more that drafts by these settings."""
+    return {"condition_rank": 4, "root_init_rank": 3} if name.startswith("conditional") else {}
 
 
 def drafter_settings():
@@ -124,7 +124,7 @@ def written(model, prompt, count, config=None, **settings):
 def test_every_drafter_writes_what_plain_decoding_writes(name, sampling):
     """Greedy, and sampled under the same seed: token for token."""
     rng = random.Random(name)
-    model, settings = streams_model(condition_of(name)), drafter_settings()[name]
+    model, settings = streams_model(**parts_of(name)), drafter_settings()[name]
     for _ in range(2):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
         expected, _ = written(model, prompt, 18, decoding="plain", **sampling)
@@ -562,7 +562,7 @@ def p_value(texts, probs):
 
 def sampled_text(name, settings, count, seed=5):
     """`count` tokens, and the target calls that they took."""
-    adapter = {"num_msa_layers": 1, "condition_rank": condition_of(name)}
+    adapter = {"num_msa_layers": 1, **parts_of(name)}
     model = make_model("llama", "streams", base=markov_base(**SMALL), adapter=adapter)
     more = drafter_settings()[name]
     if "draft_model" in more:

@@ -576,15 +576,19 @@ def test_an_adapter_is_read_as_it_was_written(base, tmp_path, scope):
     assert (tmp_path / "adapters.safetensors").exists() == (scope == "all")
 
 
-def test_a_condition_is_read_as_it_was_written(base, tmp_path):
-    write_adapter(tmp_path, adapter := make_adapter(base, condition_rank=5))
+def test_a_condition_and_a_root_are_read_as_they_were_written(base, tmp_path):
+    write_adapter(tmp_path, adapter := make_adapter(base, condition_rank=5, root_init_rank=2))
     model = load(base, tmp_path)[0]
+    root, read = adapter.streams.root_init, model.streams.root_init
+    assert read.a.shape == (2, 64) and mx.array_equal(read.a, root.a)
+    assert read.b.shape == (32, 2) and mx.array_equal(read.b, root.b)
     written = adapter.streams.condition
     for part, shape in {"embed": (5, 32), "gate": (5, 32), "out": (32, 5)}.items():
         found = getattr(model.streams.condition, part)
         assert found.shape == shape and mx.array_equal(found, getattr(written, part))
     plain = make_adapter(base).streams.num_parameters
-    assert adapter.streams.num_parameters == model.streams.num_parameters == plain + 3 * 5 * 32
+    assert adapter.streams.num_parameters == model.streams.num_parameters
+    assert adapter.streams.num_parameters == plain + 3 * 5 * 32 + 2 * 3 * 32
     half = adapter.streams.astype(mx.float16).condition
     assert half.embed.dtype == half.gate.dtype == half.out.dtype == mx.float16
 

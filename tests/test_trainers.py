@@ -68,7 +68,8 @@ SMALL = (
 ALONE = ("--num-streams", "0", "--prune-rank", "0")
 OWN = ("--adapter-scope", "streams")
 SHARED = ("num_streams", "num_msa_layers", "stream_init", "stream_init_rank", "prune_rank",
-          "adapter_scope", "stream_design", "rotation_step", "condition_rank")  # fmt: skip
+          "adapter_scope", "stream_design", "rotation_step", "root_init_rank",
+          "condition_rank")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,7 @@ VARIANTS = [
     {"stream_design": "value_rotation", "rotation_step": 0.3},
     {"lora_modules": ("q_proj", "mlp.down_proj"), "prune_rank": 0},
     {"condition_rank": 4},
+    {"root_init_rank": 3},
     {"weight_decay": 0.1, "clip_norm": 0.05, "stream_weights": (0.5, 0.2, 0.1)},
 ]
 STEPS = [

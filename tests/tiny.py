@@ -103,12 +103,13 @@ def make_adapter(
     def normal(*shape: int) -> mx.array:
         return mx.array(rng.normal(0, 0.3, shape), mx.float32)
 
-    def low_rank(rank: int) -> LowRank | None:
-        return LowRank(normal(rank, size), normal(size, rank)) if rank else None
+    def low_rank(rank: int, inputs: int = size) -> LowRank | None:
+        return LowRank(normal(rank, inputs), normal(size, rank)) if rank else None
 
     streams = StreamWeights(
         normal(config.num_streams, size) if config.stream_design == "embeddings" else None,
         low_rank(config.stream_init_rank),
+        low_rank(config.root_init_rank, 2 * size),
         low_rank(config.prune_rank),
         mx.array([*draft_vocab], mx.int32) if draft_vocab else None,
         make_condition(config.condition_rank, size, seed) if config.condition_rank else None,

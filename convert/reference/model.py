@@ -242,9 +242,13 @@ class StreamFusedReference(nn.Module):
         self.register_buffer(
             "draft_vocab", None if draft_vocab is None else draft_vocab.clone().to(like.device)
         )
-        ranks = config.stream_init_rank, config.prune_rank
-        self.stream_init, self.prune_adapter = (
-            LowRank(width, width, rank, like) if rank else None for rank in ranks
+        self.stream_init, self.root_init, self.prune_adapter = (
+            LowRank(inputs, width, rank, like) if rank else None
+            for inputs, rank in (
+                (width, config.stream_init_rank),
+                (2 * width, config.root_init_rank),
+                (width, config.prune_rank),
+            )
         )
         self._check_main_stream()
         layers = lora.layers or range(config.insertion_layer, config.num_layers)
@@ -264,7 +268,8 @@ class StreamFusedReference(nn.Module):
 
         Args:
             input_ids: [B, T] tokens of the node rows.
-            stream_rows: [K] the node rows that carry streams; all unless given.
+            stream_rows: [K] the node rows that carry streams; all unless given, but not the last
+                where streams start from the token after their node.
             where: `positions` [B, T], where each row stands; 0 to T - 1 unless given. `visible`
                 [B, T, T] bool, which node row (second axis) sees which (third); causal unless
                 given. A row must see itself.
@@ -314,7 +319,7 @@ class StreamFusedReference(nn.Module):
     ) -> HiddenStates:
         """`forward` without the LM head, for losses that apply it to a few rows at a time."""
         nodes = self.lower_states(input_ids, **where)
-        return self.upper_states(nodes, stream_rows=stream_rows, **where)
+        return self.upper_states(nodes, input_ids, stream_rows=stream_rows, **where)
 
     def lower_states(self, input_ids: torch.Tensor, **where: torch.Tensor | None) -> torch.Tensor:
         """[B, T, D] node states before layer N - Ns; arguments as in `forward`."""
@@ -327,15 +332,19 @@ class StreamFusedReference(nn.Module):
     def upper_states(
         self,
         nodes: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         *,
         stream_rows: torch.Tensor | None = None,
         **where: torch.Tensor | None,
     ) -> HiddenStates:
-        """From `lower_states` [B, T, D] to the final norm; arguments as in `forward`."""
+        """From `lower_states` [B, T, D] to the final norm; arguments as in `forward`.
+
+        `input_ids` are needed where streams start from the root too: the token after their node.
+        """
         norm = self.decoder.norm
         node_rows, speculative_rows, carriers = self._plan(nodes.shape[:2], stream_rows, **where)
         early = None if self.prune_adapter is None else self.early_exit_states(nodes)
-        streams = self.insert_streams(nodes[:, carriers])
+        start, kept = nodes[:, carriers], []
         for index in range(self.config.insertion_layer, self.config.num_layers):
             keys = _NodeKeys(self.config)
             nodes = self._run_layer(index, nodes, node_rows, keys)
@@ -345,27 +354,47 @@ class StreamFusedReference(nn.Module):
                 expected="one that streams can see the node rows through",
                 do="turn gradient checkpointing off, or use a supported architecture",
             )
-            if speculative_rows is not None:
-                with self._adapting_streams():
+            kept.append((index, keys))
+        main, known, streams = norm(nodes), None, start[:, :0]
+        if speculative_rows is not None:
+            if self.root_init is not None:
+                assert input_ids is not None, "these streams start from the root too"
+                known = self.root_states(input_ids[:, carriers + 1], main[:, carriers])
+            streams = self.insert_streams(start, known)
+            with self._adapting_streams():
+                for index, keys in kept:
                     streams = self._run_layer(index, streams, speculative_rows, keys)
         grouped = streams.unflatten(1, (len(carriers), self.config.num_streams))
-        return HiddenStates(norm(nodes), norm(grouped), early)
+        return HiddenStates(main, norm(grouped), early)
 
     def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
         """[..., D] of `lower_states` as the pruning head sees them (section 3.2.3)."""
         assert self.prune_adapter is not None
         return self.decoder.norm((nodes + self.prune_adapter(nodes)).to(nodes.dtype))
 
-    def insert_streams(self, nodes: torch.Tensor) -> torch.Tensor:
+    def root_states(self, roots: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """[B, K, 2 D] what `root_init` takes: of roots [B, K] and the normed last hidden states
+        [B, K, D] that predicted them."""
+        embedded = self.decoder.module.embed_tokens(roots.to(normed.device))
+        unit = nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
+        return torch.cat([unit.to(normed.dtype), normed], dim=-1)
+
+    def insert_streams(
+        self, nodes: torch.Tensor, known: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Eq. 3: [B, K, D] node states before layer N - Ns -> [B, K * G, D] stream states.
 
-        Where values are rotated there is no P_j: every stream of a node starts alike.
+        `known` are `root_states`, where streams start from them too. Where values are rotated there
+        is no P_j: every stream of a node starts alike.
         """
         started = nodes
         if self.stream_init is not None:
             started = self.stream_init(nodes)
         if self.config.stream_init == "residual":
             started = nodes + started
+        if self.root_init is not None:
+            assert known is not None, "these streams start from the root too"
+            started = started + self.root_init(known)
         if self.stream_embeddings is None:
             started = started.repeat_interleave(self.config.num_streams, dim=1)
         else:
@@ -391,7 +420,9 @@ class StreamFusedReference(nn.Module):
         for (what, expected), given in zip(shapes.items(), (positions, visible), strict=True):
             if given.shape != expected:
                 raise ValueError(f"{what} has shape {tuple(given.shape)}, expected {expected}")
-        carriers = torch.arange(length) if stream_rows is None else stream_rows
+        # What the root is behind the last row, nobody says.
+        known = length - (self.root_init is not None)
+        carriers = torch.arange(known) if stream_rows is None else stream_rows
         carriers = carriers if num_streams else carriers[:0]
         positions, visible = positions.to(device), visible.to(device)
         carriers = carriers.to(device)

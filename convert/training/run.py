@@ -107,7 +107,8 @@ class TorchObjective(Objective):
         """From `lower` to the final norm, streams on every carrier."""
         carriers = self.tensor(batch.carriers)
         with precision(self.device, self.dtype):
-            return self.model.upper_states(lower, stream_rows=carriers, **self.where(batch))
+            tokens = self.tensor(batch.tokens)
+            return self.model.upper_states(lower, tokens, stream_rows=carriers, **self.where(batch))
 
     def logits(self, hidden: torch.Tensor, kind: str) -> torch.Tensor:
         """[..., V], or [..., Vd] of kind `STREAM`, of [..., D] behind the norm."""

@@ -14,11 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import bar
 from ..model.streams import StreamFusedModel
-from ..settings import GenerateConfig, TreeConfig
+from ..settings import GenerateConfig, StreamSchedule, TreeConfig
 from ..tuning.cost import DraftShape, MeasuredShape, StepCosts
 from ..tuning.profile import MLX_VERSION, SLACK, Profile, ProfileKey
 from ..tuning.replay import Guesses, advance, depths_within, needed_sizes
-from .costs import SCHEDULES, config_of
+from .costs import config_of
 from .guesses import RecordedAnswer
 from .timing import TimedAnswer, in_turns, ssmlx_answer
 
@@ -99,7 +99,7 @@ def choose(
     middles = [len(one.prompt) + len(one.guesses.answer) / 2 for one in answers]
     context = round(sum(middles) / len(middles))
     price = partial(PricedShape.of, costs=costs, context=context)
-    candidates = priced_trees(guesses, sizes, price)
+    candidates = priced_trees(guesses, sizes, price, model.schedules)
     return Choice(
         costs=costs,
         context=context,
@@ -130,13 +130,16 @@ def best_by_context(
 
 
 def priced_trees(
-    guesses: Sequence[Guesses], sizes: Sequence[int], price: Price
+    guesses: Sequence[Guesses],
+    sizes: Sequence[int],
+    price: Price,
+    schedules: Sequence[StreamSchedule],
 ) -> list[PricedShape]:
-    """Trees of `sizes`, with every number of streams and in both schedules."""
+    """Trees of `sizes`, with every number of streams."""
     found = []
     for streams in range(1, guesses[0].tokens.shape[1] + 1):
         needed = [needed_sizes(one, streams, max(sizes)) for one in guesses]
-        for size, schedule in product(sizes, SCHEDULES):
+        for size, schedule in product(sizes, schedules):
             held = advance([depths_within(one, size) for one in needed])
             tree = TreeConfig(size=size)
             shape = DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import mlx.core as mx
 
@@ -21,7 +21,7 @@ from ..model import metal
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, draft_topology, grow_tree
-from ..settings import GenerateConfig, StreamSchedule, TreeConfig
+from ..settings import GenerateConfig, TreeConfig
 from ..tuning.cost import DraftShape, StepCosts, Surface
 from . import CONTEXTS
 
@@ -29,7 +29,6 @@ ROWS = (1, 2, 3, 4, 6, 8, 11, 12, 16, 20, 24, 32, 48, 64)
 FUSED_NODES = (1, 2, 4, 8, 12, 16, 24, 32)
 WARM_ROUNDS, WARM_CALLS, PLAIN_CALLS = 1, 2, 4
 STEP_SIZES, STEP_PROMPTS = (4, 16, 48), 3
-SCHEDULES: tuple[StreamSchedule, ...] = get_args(StreamSchedule)
 
 Clock = Callable[[], float]
 Point = tuple[str, int, int]
@@ -64,7 +63,7 @@ def measure_costs(
         )
         for size in STEP_SIZES
         if size <= max(plan.rows)
-        for schedule in SCHEDULES
+        for schedule in model.schedules
     ]
     return with_whole_steps(model, costs, prompts[:STEP_PROMPTS], shapes), noise
 
@@ -102,7 +101,10 @@ def layer_calls(model: StreamFusedModel, cache: TreeCache, context: int, plan: C
     calls: Calls = {}
 
     def upper(tree: Tree, hidden: mx.array, streams: int) -> mx.array:
-        return model.upper(model.insert(hidden, streams), tree, cache, streams)
+        known = None
+        if streams and model.starts_from_root:  # as costly as if it were fused
+            known = mx.zeros((1, hidden.shape[1], 2 * hidden.shape[2]), hidden.dtype)
+        return model.upper(model.insert(hidden, streams, known), tree, cache, streams)
 
     for rows in plan.rows:
         tree, hidden = likely_tree(model, rows)

@@ -111,7 +111,10 @@ def guesses_along(
     nodes = mx.array([prompt[-1], *answer[:-1]], mx.int32)
     tree = Tree(nodes, topology.depths, topology.paths, topology.num_internal, topology)
     cache.reserve(tokens=1, scratch=tree.num_nodes * (1 + streams))
-    hidden = model.insert(model.lower(tree, cache), streams)
+    hidden, known = model.lower(tree, cache), None
+    if model.starts_from_root:
+        known = model.root_states(mx.array([answer]), model.upper(hidden, tree, cache, 0))
+    hidden = model.insert(hidden, streams, known)
     cache.turn = len(prompt) - own_turn(prompt, model.turn_opening)
     starts = [model.window_start(cache, cache.offset + place) for place in range(len(answer))]
     rows = model.upper(hidden, tree, cache, streams, starts=mx.array(starts, mx.int32))

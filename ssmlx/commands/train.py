@@ -79,10 +79,10 @@ def _run(args: argparse.Namespace) -> None:
     from ..model.lora import layer_of
     from ..model.ranks import launched
     from ..training.job import prepare, run_to_end
-    from ..training.mlx_model import TrainedModel, new_adapter, start_from, with_condition
+    from ..training.mlx_model import TrainedModel, new_adapter, start_from, with_new_parts
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 
-    start = with_condition(load_adapter(args.init), train) if train.train_only else None
+    start = with_new_parts(load_adapter(args.init), train) if train.train_only else None
     job, path = prepare(options, train, start)
     backbone = load_frozen(path, args.dtype)
     adapter = start or new_adapter(backbone, job.config, train, job.draft_vocab)

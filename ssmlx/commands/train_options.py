@@ -25,11 +25,16 @@ _SHOWN = _F | {
 }
 _GROUPS: dict[str, tuple[str, ...]] = {
     "streams": ("num_streams", "num_msa_layers", "adapter_scope", "stream_design", "rotation_step",
-                *_F, "prune_rank", "condition_rank", "draft_vocab_size"),
+                *_F, "root_init_rank", "prune_rank", "condition_rank",
+                "draft_vocab_size"),
     "LoRA": ("lora_rank", "lora_alpha", "lora_modules"),
     "loss (eq. 5)": ("main_weight", "stream_weights", "prune_weight"),
     "optimisation": ("train_only", *OPTIMISATION[:3], "embedding_rate", *OPTIMISATION[3:]),
 }  # fmt: skip
+
+
+_NEW = ("root_init_rank", "condition_rank")
+"""What an adapter may get that it was trained without."""
 
 
 def training_parser(
@@ -150,19 +155,21 @@ def _of_start(args: argparse.Namespace) -> dict[str, Any]:
     defaults = {
         one.name: None if one.name in _SHOWN else one.default for one in fields(TrainConfig)
     }
-    names = {name for title in ("streams", "LoRA") for name in _GROUPS[title]} - {"condition_rank"}
+    names = {name for title in ("streams", "LoRA") for name in _GROUPS[title]} - {*_NEW}
     given = (name for name in sorted(names) if getattr(args, name) != defaults[name])
     own = [name for name in given if getattr(args, name) != found.get(name)]
     own += ["template"] * (args.template not in ("chat", found.get("prompt_template")))
     reject(args, ("task_lora", *own), "the settings that --init has")
-    rank = found.get("condition_rank", 0) or args.condition_rank
-    require(
-        args.condition_rank in (0, rank),
-        f"--condition-rank {args.condition_rank}",
-        expected=f"{rank}, that of the condition in {folder}",
-        do="give that",
-    )
-    return {name: found[name] for name in names if name in found} | {"condition_rank": rank}
+    ranks = {name: found.get(name, 0) or getattr(args, name) for name in _NEW}
+    for name, rank in ranks.items():
+        asked = getattr(args, name)
+        require(
+            asked in (0, rank),
+            f"--{name.replace('_', '-')} {asked}",
+            expected=f"{rank}, as {folder} has it",
+            do="give that",
+        )
+    return {name: found[name] for name in names if name in found} | ranks
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..decoding.drafter import Verified, rank_candidates
+from ..errors import require
 from ..model.cache import StreamCache
 from ..model.shapes import expect_shape
 from ..model.streams import StreamFusedModel
@@ -65,6 +66,12 @@ class StreamDrafter:
         *,
         more_levels: int = 0,
     ) -> None:
+        require(
+            schedule in model.schedules,
+            f"--drafter streams schedule={schedule}, but these streams start from the newest token",
+            expected=f"schedule={model.schedules[0]}, after it is decided",
+            do="give that, or another --adapter",
+        )
         self.num_levels = num_streams
         self.num_streams = num_streams if schedule == "fused" else 0
         # A stream cannot rank more candidates than there are tokens that it may draft.
@@ -109,6 +116,8 @@ class StreamDrafter:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
         cache = (self._owner or self)._cache
         cache.follow(verified.cache, self.num_levels, self._model.window_start(verified.cache))
-        last, hidden = verified.acceptance.last, verified.insertion_hidden
+        last, hidden, known = verified.acceptance.last, verified.insertion_hidden, None
+        if self._model.starts_from_root:
+            known = self._model.root_states(verified.root[None], verified.last_hidden)
         position = verified.position + verified.acceptance.num_accepted
-        return self._model.second_pass(hidden, last, position, cache, self.num_levels)
+        return self._model.second_pass(hidden, last, position, cache, self.num_levels, known)

@@ -3,8 +3,9 @@
     streams_config.json          settings, LoRA's scale, and what identifies the base model
     streams.safetensors          each where the settings name it: stream_embeddings [G, D],
                                  stream_init and prune_adapter, .lora_A.weight [r, D] and
-                                 .lora_B.weight [D, r]; condition, .embed.weight and .gate.weight
-                                 [r, D] and .out.weight [D, r]; draft_vocab [Vd]
+                                 .lora_B.weight [D, r]; root_init, alike but for A [r, 2 D];
+                                 condition, .embed.weight and .gate.weight [r, D] and .out.weight
+                                 [D, r]; draft_vocab [Vd]
     adapters.safetensors         LoRA of scope "all", with adapter_config.json beside it: exactly
                                  what mlx-lm's own `--adapter-path` reads
     stream_adapters.safetensors  LoRA of scope "streams"; mlx-lm, which would apply it to every
@@ -94,10 +95,13 @@ def read_streams(path: Path, config: StreamConfig, vocab_size: int) -> StreamWei
         expected["stream_embeddings"] = (config.num_streams, size)
     if config.draft_vocab_size:
         expected["draft_vocab"] = (config.draft_vocab_size,)
-    ranks = {"stream_init": config.stream_init_rank, "prune_adapter": config.prune_rank}
-    for name, rank in ranks.items():
+    for name, rank, inputs in (
+        ("stream_init", config.stream_init_rank, size),
+        ("root_init", config.root_init_rank, 2 * size),
+        ("prune_adapter", config.prune_rank, size),
+    ):
         if rank:
-            expected[f"{name}.lora_A.weight"] = (rank, size)
+            expected[f"{name}.lora_A.weight"] = (rank, inputs)
             expected[f"{name}.lora_B.weight"] = (size, rank)
     if rank := config.condition_rank:
         shapes = {"embed": (rank, size), "gate": (rank, size), "out": (size, rank)}
@@ -124,6 +128,7 @@ def streams_of(tensors: Mapping[str, mx.array]) -> StreamWeights:
     return StreamWeights(
         tensors.get("stream_embeddings"),
         low_rank("stream_init"),
+        low_rank("root_init"),
         low_rank("prune_adapter"),
         tensors.get("draft_vocab"),
         condition(),
@@ -133,7 +138,11 @@ def streams_of(tensors: Mapping[str, mx.array]) -> StreamWeights:
 def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
     arrays = {"stream_embeddings": streams.embeddings, "draft_vocab": streams.draft_vocab}
     tensors = {name: array for name, array in arrays.items() if array is not None}
-    for name, low_rank in (("stream_init", streams.init), ("prune_adapter", streams.prune)):
+    for name, low_rank in (
+        ("stream_init", streams.init),
+        ("root_init", streams.root_init),
+        ("prune_adapter", streams.prune),
+    ):
         if low_rank is not None:
             tensors[f"{name}.lora_A.weight"] = low_rank.a
             tensors[f"{name}.lora_B.weight"] = low_rank.b

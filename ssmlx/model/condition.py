@@ -26,6 +26,11 @@ RESCORED = 16
 """The likeliest candidates of a stream, which alone are scored again when decoding."""
 
 
+def unit(embeddings: mx.array) -> mx.array:
+    """[..., D] scaled to an RMS of 1."""
+    return mx.fast.rms_norm(embeddings, None, EPSILON)
+
+
 @dataclass(frozen=True, eq=False)
 class Condition:
     """Maps of rank r."""
@@ -48,8 +53,7 @@ class Condition:
 
     def mix(self, normed: mx.array, previous_embeddings: mx.array) -> mx.array:
         """[..., r] what `out` makes a correction of."""
-        unit = mx.fast.rms_norm(previous_embeddings, None, EPSILON)
-        return mx.sigmoid(normed @ self.gate.T) * (unit @ self.embed.T)
+        return mx.sigmoid(normed @ self.gate.T) * (unit(previous_embeddings) @ self.embed.T)
 
     def astype(self, dtype: mx.Dtype) -> Condition:
         """The same maps in another precision."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..settings import StreamConfig
+from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
 from .backbone import Backbone, LMHead
 from .cache import StreamCache, TreeCache
-from .condition import Condition
+from .condition import Condition, unit
 from .lora import RowScope
 from .masks import (
     SINKS,
@@ -34,11 +34,11 @@ from .tree import Tree
 class LowRank:
     """A map of rank r, h -> B A h."""
 
-    a: mx.array  # [r, D]
+    a: mx.array  # [r, in]
     b: mx.array  # [D, r]
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """[..., D] to [..., D]."""
+        """[..., in] to [..., D]."""
         return (hidden @ self.a.T) @ self.b.T
 
     def astype(self, dtype: mx.Dtype) -> LowRank:
@@ -54,6 +54,9 @@ class StreamWeights:
     # by the rotation of their values
     embeddings: mx.array | None
     init: LowRank | None = None  # f of eq. 3, None for identity
+    # of [2 D], the root token's embedding and the normed last hidden state that predicted it;
+    # None where streams start from f alone
+    root_init: LowRank | None = None
     # the early-exit adapter o_theta of section 3.2.3, None where there is none
     prune: LowRank | None = None
     # [Vd] int32, the tokens that streams draft from, ascending; None for all
@@ -63,7 +66,8 @@ class StreamWeights:
     @property
     def trained(self) -> list[mx.array]:
         """Every trained array; the draft vocabulary's ids are none."""
-        maps = [array for m in (self.init, self.prune) if m is not None for array in (m.a, m.b)]
+        low_rank = (self.init, self.root_init, self.prune)
+        maps = [array for m in low_rank if m is not None for array in (m.a, m.b)]
         if (given := self.condition) is not None:
             maps += [given.embed, given.gate, given.out]
         return maps if self.embeddings is None else [self.embeddings, *maps]
@@ -78,6 +82,7 @@ class StreamWeights:
         return StreamWeights(
             None if self.embeddings is None else self.embeddings.astype(dtype),
             self.init and self.init.astype(dtype),
+            self.root_init and self.root_init.astype(dtype),
             self.prune and self.prune.astype(dtype),
             self.draft_vocab,
             self.condition and self.condition.astype(dtype),
@@ -177,6 +182,16 @@ class StreamFusedModel:
         return self.streams is not None and self.streams.condition is not None
 
     @property
+    def starts_from_root(self) -> bool:
+        """Whether streams start from the root too, so that drafting is a pass of its own."""
+        return self.streams is not None and self.streams.root_init is not None
+
+    @property
+    def schedules(self) -> tuple[StreamSchedule, ...]:
+        """When its streams may run."""
+        return STREAM_SCHEDULES if not self.starts_from_root else ("second-pass",)
+
+    @property
     def draft_vocab_size(self) -> int:
         """Vd; V where streams draft from the whole vocabulary."""
         vocab = self.draft_vocab
@@ -236,16 +251,28 @@ class StreamFusedModel:
         mixed = condition.mix(normed[..., None, :], embedded)
         return mixed @ (rows @ condition.out).swapaxes(-1, -2)
 
-    def insert(self, hidden: mx.array, num_streams: int) -> mx.array:
+    def root_states(self, roots: mx.array, last_hidden: mx.array) -> mx.array:
+        """[B, M, 2 D] what `root_init` takes of nodes, whose last hidden states are [B, M, D].
+
+        `roots` [B, M] are the tokens behind them.
+        """
+        normed = self.backbone.final_norm(last_hidden)
+        embedded = unit(self.backbone.token_embeddings(roots))
+        return mx.concatenate([embedded.astype(normed.dtype), normed], axis=-1)
+
+    def insert(self, hidden: mx.array, num_streams: int, known: mx.array | None = None) -> mx.array:
         """[1, M * (1 + G), D] the nodes' rows `hidden` [1, M, D], then their streams' as in eq. 3.
 
-        Where values are rotated, every stream of a node starts as f(h) alone.
+        Where values are rotated, every stream of a node starts alike. `known` are `root_states`,
+        where streams start from them too.
         """
         if num_streams == 0:
             return hidden
-        return mx.concatenate([hidden, self.start_streams(hidden, num_streams)], axis=1)
+        return mx.concatenate([hidden, self.start_streams(hidden, num_streams, known)], axis=1)
 
-    def start_streams(self, hidden: mx.array, num_streams: int) -> mx.array:
+    def start_streams(
+        self, hidden: mx.array, num_streams: int, known: mx.array | None = None
+    ) -> mx.array:
         """[B, M * G, D] the streams' rows alone of `hidden` [B, M, D]; see `insert`."""
         assert self.streams is not None and self.config is not None
         batch, num_nodes, size = hidden.shape
@@ -254,6 +281,10 @@ class StreamFusedModel:
             start = self.streams.init(hidden)
             if self.config.stream_init == "residual":
                 start = hidden + start
+        if self.streams.root_init is not None:
+            if known is None:
+                raise ValueError("these streams start from the root too, which is not known here")
+            start = start + self.streams.root_init(known)
         if self.streams.embeddings is None:
             rows = mx.repeat(start, num_streams, axis=1)
         else:
@@ -329,6 +360,7 @@ class StreamFusedModel:
         position: mx.array,
         cache: StreamCache,
         num_streams: int,
+        known: mx.array | None = None,
     ) -> mx.array:
         """[1, G, D] last hidden states of the streams of the last accepted node alone (eq. 2).
 
@@ -342,8 +374,9 @@ class StreamFusedModel:
             cache: of the layers from `insertion_layer` on; it followed this step's `commit`, from
                 `window_start` on.
             num_streams: G, at most as many as were trained.
+            known: [1, 1, 2 D] that node's `root_states`, where streams start from them too.
         """
-        rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams)
+        rows = self.start_streams(mx.take(hidden, last, axis=1), num_streams, known)
         positions = Positions(position + indices(1, 2))
         visible = earlier_streams(num_streams)
         mask = cache.upper_masks.step_mask(visible, cache, num_streams, self._takes_bits)

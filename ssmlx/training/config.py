@@ -71,6 +71,13 @@ class TrainConfig:
         choices=STREAM_INITS,
     )
     stream_init_rank: int | None = setting(None, "eta, the rank of f", least=0, most=_MAX_RANK)
+    root_init_rank: int = setting(
+        0,
+        "rank of what the root token and the last hidden state add to f; 0 for nothing. Drafting "
+        "is a pass of its own then",
+        least=0,
+        most=_MAX_RANK,
+    )
     prune_rank: int = setting(
         8, "theta, the rank of the pruning adapter; 0 for none", least=0, most=_MAX_RANK
     )
@@ -138,6 +145,8 @@ class TrainConfig:
             ("num_streams", self.num_streams > 0 or not self.train_only,
              "1 or more where streams are what is trained"),
             ("condition_rank", self.num_streams > 0 or not has_condition,
+             "0 where there are no streams"),
+            ("root_init_rank", self.num_streams > 0 or not self.root_init_rank,
              "0 where there are no streams"),
             ("condition_rank", has_condition or not self.keeps_streams,
              "1 or more, such as 64, where the condition is what is trained"),

@@ -164,17 +164,23 @@ class TrainedModel:
 
     def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
         """Last hidden states before the norm, of `nodes` [B, T, D] and of streams [B, K * G, D]."""
-        start, count = self._fused.start_streams, self.config.num_streams
-        streams = [start(nodes[:, carriers], count) for carriers, _ in layout.groups]
+        started, views = nodes, []
         for index in range(self.config.insertion_layer, self.config.num_layers):
-            view = _View(layout.nodes)
-            nodes = self._run(index, nodes, layout.nodes, view)
+            views.append((index, _View(layout.nodes)))
+            nodes = self._run(index, nodes, layout.nodes, views[-1][1])
+        streams = [nodes[:, :0]]
+        for carriers, rows in layout.groups:
+            known = None
+            if self._fused.starts_from_root:
+                roots = layout.tokens[:, carriers + 1]
+                known = self._fused.root_states(roots, nodes[:, carriers])
+            states = self._fused.start_streams(started[:, carriers], self.config.num_streams, known)
             with self._scope.starting_at(0):
-                streams = [
-                    self._run(index, states, rows, _View(rows, view, self._fused.rotation))
-                    for states, (_, rows) in zip(streams, layout.groups, strict=True)
-                ]
-        return nodes, mx.concatenate(streams, axis=1) if streams else nodes[:, :0]
+                for index, view in views:
+                    own = _View(rows, view, self._fused.rotation)
+                    states = self._run(index, states, rows, own)
+            streams.append(states)
+        return nodes, mx.concatenate(streams, axis=1)
 
     def early_exit(self, nodes: mx.array) -> mx.array:
         """[..., D] of `lower` as the pruning head takes them (section 3.2.3)."""
@@ -241,13 +247,26 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
     model.bind(weights)
 
 
-def with_condition(adapter: Adapter, train: TrainConfig) -> Adapter:
-    """The adapter with a condition, its own or one that changes nothing yet, if there is to be."""
-    streams, config = adapter.streams, adapter.config
-    if streams.condition is None:
-        streams = replace(streams, condition=new_condition(train, config.hidden_size))
-    config = replace(config, condition_rank=train.condition_rank, tokens_per_call=None)
+def with_new_parts(adapter: Adapter, train: TrainConfig) -> Adapter:
+    """The adapter with all that is to be trained: what it lacks changes nothing yet."""
+    streams, size = adapter.streams, adapter.config.hidden_size
+    condition = streams.condition or new_condition(train, size)
+    root_init = streams.root_init or new_root_init(train, size)
+    config = replace(
+        adapter.config,
+        condition_rank=train.condition_rank,
+        root_init_rank=train.root_init_rank,
+        tokens_per_call=None,
+    )
+    streams = replace(streams, condition=condition, root_init=root_init)
     return replace(adapter, config=config, streams=streams)
+
+
+def new_root_init(train: TrainConfig, size: int) -> LowRank | None:
+    rank, rng = train.root_init_rank, np.random.default_rng([train.seed, 2])
+    if not rank:
+        return None
+    return LowRank(_uniform(rng, rank, 2 * size, 2 * size), mx.zeros((size, rank)))
 
 
 def new_condition(train: TrainConfig, size: int) -> Condition | None:
@@ -284,6 +303,7 @@ def new_adapter(
     streams = StreamWeights(
         embeddings,
         low_rank(config.stream_init_rank),
+        new_root_init(train, config.hidden_size),
         low_rank(config.prune_rank),
         None if draft_vocab is None else mx.array(draft_vocab),
         new_condition(train, config.hidden_size),
