@@ -56,6 +56,7 @@ def drafting(decoder: Decoder, streams: StreamConfig) -> Decoder:
         draft_vocab=min(streams.draft_vocab_size or decoder.vocab, decoder.vocab),
         window=streams.stream_window,
         is_conditional=streams.condition_rank > 0,
+        starts_from_root=streams.root_init_rank > 0,
     )
 
 

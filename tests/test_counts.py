@@ -24,7 +24,7 @@ from ssmlx.model import shapes
 from ssmlx.model.tree import root_tree
 from ssmlx.plan import make_plan
 from ssmlx.settings import GenerateConfig, SamplingConfig, TreeConfig
-from ssmlx.tuning.chips import CONDITION_KERNELS
+from ssmlx.tuning.chips import CONDITION_KERNELS, ROOT_KERNELS
 
 # --- Sorts, and passes over all logits ---
 
@@ -275,6 +275,12 @@ def test_primitives_of_a_condition(schedule, monkeypatch):
         for rank in (0, 4)
     ]
     assert found[1] - found[0] <= CONDITION_KERNELS
+
+
+def test_primitives_of_a_start_from_the_root(monkeypatch):
+    models = (make_model(adapter={"root_init_rank": rank}) for rank in (0, 4))
+    found = [counts(model, "second-pass", monkeypatch, on_gpu=True)[1] for model in models]
+    assert found[1] - found[0] <= ROOT_KERNELS, found
 
 
 @pytest.mark.parametrize("schedule", ["plain", "fused", "second-pass"])

@@ -38,6 +38,8 @@ STEP_KERNELS = 90
 """Beside layers and heads: acceptance, commit, ranks, the next tree. From counts, without views."""
 CONDITION_KERNELS = 36
 """More of them where a condition scores pairs, and a beam grows the tree."""
+ROOT_KERNELS = 11
+"""More of them where streams start from the root too."""
 MOST_ROWS = 128
 _ROWS = (*range(1, 18), 20, 24, 28, 32, 33, 48, 64, 65, 96, 97, MOST_ROWS)
 _FAR, _TILE, _NEAR = 8192, 32, 1.0
@@ -204,6 +206,7 @@ class Decoder:
     draft_vocab: int = 0  # tokens that streams draft from
     window: int = 256  # tokens that streams see at most
     is_conditional: bool = False  # whether streams have a condition
+    starts_from_root: bool = False  # whether they start from the root too
 
     @classmethod
     def of(cls, model: StreamFusedModel) -> Self:
@@ -227,6 +230,7 @@ class Decoder:
             draft_vocab=model.draft_vocab_size,
             window=model.config.stream_window if model.config else 0,
             is_conditional=model.is_conditional,
+            starts_from_root=model.starts_from_root,
         )
 
     @property
@@ -246,6 +250,7 @@ def costs(decoder: Decoder, chip: Chip, bound: Bound = "middle") -> StepCosts:
     r, (attention,) = row_costs(chip, decoder.bits, bound), published()["attention"]
 
     kernels = STEP_KERNELS + CONDITION_KERNELS * decoder.is_conditional
+    kernels += ROOT_KERNELS * decoder.starts_from_root
 
     def head(vocab: int, rows: Sequence[int]) -> Surface:
         read = chip.seconds(decoder.head_bytes(vocab))
