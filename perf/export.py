@@ -30,7 +30,7 @@ from ssmlx.loading.load import load
 from ssmlx.model.shapes import to_float
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import read_prompts
-from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig, TreeConfig, read_json
+from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig, read_json
 
 from .run.results import RESULTS
 from .run.tasks import SQL
@@ -67,15 +67,12 @@ def compute_plan(package: Path, compute_units: str) -> tuple[dict[str, int], dic
 
 
 def mlx_config(manifest: exported.Manifest, max_tokens: int) -> GenerateConfig:
-    tree, streams = manifest.tree, manifest.num_streams
-    most = tree.topology.num_candidates
-    full = sum(most**level for level in range(streams + 1)) == manifest.num_nodes
     pruned = manifest.num_kept < manifest.num_nodes
     return GenerateConfig(
         decoding="streaming",
         max_tokens=max_tokens,
-        num_streams=streams,
-        tree=TreeConfig(kind="full" if full else "best", width=most, size=tree.size),
+        num_streams=manifest.num_streams,
+        tree=manifest.tree.config,
         prune=PruneConfig(kind="budget", keep=manifest.num_kept) if pruned else PruneConfig(),
     )
 

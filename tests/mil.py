@@ -47,6 +47,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "reshape": lambda x, shape: x.reshape(tuple(shape)),
     "rsqrt": lambda x, epsilon: 1 / np.sqrt(x + epsilon),
     "select": lambda cond, a, b: np.where(cond, a, b),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "silu": lambda x: x / (1 + np.exp(-x)),
     "sub": lambda x, y: x - y,
     "tile": lambda x, reps: np.tile(x, tuple(reps)),

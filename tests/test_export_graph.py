@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -15,19 +14,19 @@ from tiny_export import CHUNK, CONTEXT, TorchBackend, mlx_steps, torch_steps, wr
 
 from convert.base import load_base
 from convert.export.ane import rms_norm
-from convert.export.export import adapter_for_export, build_graphs, build_reference, make_manifest
+from convert.export.export import build_graphs, build_reference, make_manifest
 from convert.export.parts import Head
 from convert.export.settings import ExportConfig
 from ssmlx.errors import InputError
 from ssmlx.exported.decode import SlotCache, prefill, step_inputs
 from ssmlx.loading import load as loading
 from ssmlx.loading.adapter import write_adapter
-from ssmlx.model.condition import Condition
 from ssmlx.settings import TreeConfig
 
 PROMPT = [5, 2, 3, 11, 7, 9]
 FULL, BEST = TreeConfig(kind="full", width=2), TreeConfig(size=6)
 PRUNED = 4
+VOCAB = torch.tensor([0, 1, 2, 4, 5, 7, 8, 10], dtype=torch.int32)
 TOKENS = 24
 
 
@@ -94,9 +93,19 @@ def test_other_designs(profile, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["gpu", "ane"])
 def test_a_draft_vocabulary_limits_the_drafts(profile, tmp_path):
-    vocab = torch.tensor([0, 1, 2, 4, 5, 7, 8, 10], dtype=torch.int32)
-    folders = write_pair(tmp_path, draft_vocab=vocab, draft_vocab_size=len(vocab))
+    folders = write_pair(tmp_path, draft_vocab=VOCAB, draft_vocab_size=len(VOCAB))
     assert_same_steps(folders, config(profile=profile))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["gpu", "ane"])
+@pytest.mark.parametrize("vocab", [None, VOCAB], ids=["", "vocabulary"])
+def test_a_condition_scores_the_drafts(profile, vocab, tmp_path):
+    changes = {} if vocab is None else {"draft_vocab": vocab, "draft_vocab_size": len(vocab)}
+    folders = write_pair(tmp_path, condition_rank=4, adapter_scope="streams", **changes)
+    trees = FULL, BEST, TreeConfig(size=6, width=2), TreeConfig(width=1), TreeConfig(size=2)
+    settings = [config(profile=profile, tree=tree) for tree in trees]
+    assert_same_steps(folders, *settings, replace(settings[1], prune_to=PRUNED))
 
 
 @pytest.mark.slow
@@ -120,32 +129,60 @@ TREE = tree_from_parents([7, 1, 6, 3], PARENTS)
 
 
 @torch.no_grad()
-def expected_step(folders, profile):
-    """Targets of every node, and the streams' log probabilities of the node that is accepted."""
+def expected_step(folders):
+    """The reference; targets of every node; its streams' states behind the norm."""
     reference = build_reference(folders.base, folders.load_adapter(), 2)
     input_ids, positions, visible = tree_inputs(PROMPT[:-1], TREE.tokens.tolist(), PARENTS)
     nodes = torch.arange(len(PROMPT) - 1, input_ids.shape[1])
-    found = reference(input_ids, positions=positions, visible=visible, stream_rows=nodes)
-    return found.main_logits[0, nodes].argmax(dim=-1), found.stream_logits[0].log_softmax(dim=-1)
+    where = {"positions": positions, "visible": visible, "stream_rows": nodes}
+    found = reference.hidden_states(input_ids, **where)
+    logits = reference.base.lm_head(found.main[0, nodes])
+    return reference, logits.argmax(dim=-1), found.streams[0]
 
 
-@pytest.mark.parametrize("profile", ["gpu", "ane"])
-@pytest.mark.parametrize("scope", ["all", "streams"])
-def test_a_step_is_the_references(scope, profile, tmp_path):
-    folders = write_pair(tmp_path, adapter_scope=scope)
+def one_step(folders, profile):
     settings, adapter = config(profile=profile), folders.load_adapter()
     graphs = build_graphs(folders.base, adapter, settings)
     manifest, backend = make_manifest(graphs[1], adapter, settings), TorchBackend(graphs)
     cache = SlotCache(backend.make_state(), manifest.num_slots)
     prefill(backend, manifest, PROMPT[:-1], cache)
     inputs = step_inputs(TREE, cache.free(manifest.num_nodes), cache, manifest)
-    found = backend.predict("decode", inputs, cache.state)
-    targets, logprobs = expected_step(folders, profile)
+    return manifest, backend.predict("decode", inputs, cache.state)
+
+
+@pytest.mark.parametrize("profile", ["gpu", "ane"])
+@pytest.mark.parametrize("scope", ["all", "streams"])
+def test_a_step_is_the_references(scope, profile, tmp_path):
+    folders = write_pair(tmp_path, adapter_scope=scope)
+    manifest, found = one_step(folders, profile)
+    reference, targets, streams = expected_step(folders)
     assert found["target_tokens"][:4].tolist() == targets.tolist()
-    last = int(found["last"][0])
-    values, tokens = logprobs[last].topk(manifest.tree.topology.num_candidates)
+    logprobs = reference.draft_logits(streams[int(found["last"][0])]).log_softmax(dim=-1)
+    values, tokens = logprobs.topk(manifest.tree.num_candidates)
     assert found["candidate_tokens"].tolist() == tokens.tolist()
-    assert np.allclose(found["candidate_logprobs"], values.numpy(), atol=1e-4)
+    assert np.allclose(found["candidate_logprobs"], values.detach().numpy(), atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("profile", ["gpu", "ane"])
+def test_conditional_scores_are_the_references(profile, tmp_path):
+    """As its corrected states give them, by the whole head."""
+    folders = write_pair(tmp_path, condition_rank=4, draft_vocab=VOCAB, draft_vocab_size=len(VOCAB))
+    manifest, found = one_step(folders, profile)
+    reference, targets, streams = expected_step(folders)
+    last, count = int(found["last"][0]), manifest.tree.num_candidates
+    assert manifest.tree.is_conditional and count == len(VOCAB)
+    previous = targets[last].expand(count)
+    for stream, own in enumerate(streams[last]):
+        logits = reference.draft_logits(own)
+        before, columns = logits.log_softmax(dim=-1).topk(count)
+        assert found["candidate_tokens"][stream].tolist() == VOCAB[columns].tolist()
+        corrected = reference.draft_logits(reference.given(own, previous))[:, columns]
+        scores = before + corrected - logits[columns]
+        expected = scores.log_softmax(dim=-1) + before.logsumexp(dim=-1)
+        assert (expected - before).abs().max() > 0.1, "hardly a difference, so this shows little"
+        assert np.allclose(found["candidate_logprobs"][stream], expected.numpy(), atol=1e-4)
+        previous = VOCAB[columns]
 
 
 def test_a_rejected_nodes_slot_can_be_used_again(tmp_path):
@@ -195,20 +232,6 @@ def test_a_head_in_pieces_is_the_whole_head(channels_first):
     drafted = torch.tensor([3, 49, 0, 7, 7])
     found = head.logit_of(rows, drafted)
     assert torch.allclose(found, logits[torch.arange(5), drafted], atol=1e-5)
-
-
-def test_a_condition_stays_behind(tmp_path, capsys):
-    folders = write_pair(tmp_path)
-    adapter, width = (
-        folders.load_adapter(),
-        mx.zeros((4, folders.load_adapter().config.hidden_size)),
-    )
-    config_of = replace(adapter.config, condition_rank=4)
-    streams = replace(adapter.streams, condition=Condition(width, width, width.T))
-    write_adapter(tmp_path, replace(adapter, config=config_of, streams=streams))
-    found = adapter_for_export(folders.base, str(tmp_path))
-    assert (found.config, found.streams.condition) == (adapter.config, None)
-    assert "left out: the adapter's condition" in capsys.readouterr().err
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path):

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("coremltools", exc_type=ImportError)
 from mil import interpreted_backend, load_functions
+from oracle import stream_config
 from real import ROOT, one_line, run_module, snapshot, words
 from tiny_export import WORDS, Folders, write_pair
 
@@ -27,8 +28,7 @@ from perf import export as perf_export
 from ssmlx import exported
 from ssmlx.api import stream_generate
 from ssmlx.export import main
-from ssmlx.exported.manifest import TreeTables
-from ssmlx.model.tree import draft_topology
+from ssmlx.model.tree import num_candidates
 from ssmlx.settings import GenerateConfig, PruneConfig, TreeConfig
 
 pytestmark = pytest.mark.slow
@@ -59,19 +59,19 @@ class Exported:
 
 @pytest.fixture(scope="module")
 def make_export(tmp_path_factory):
-    """Exports by scope and settings, each made once."""
+    """Exports by scope, rank of the condition and settings, each made once."""
     made, pairs = {}, {}
 
-    def make(scope="all", **changes) -> Exported:
-        if scope not in pairs:
+    def make(scope="all", rank=0, **changes) -> Exported:
+        if (scope, rank) not in pairs:
             folder = tmp_path_factory.mktemp(scope)
-            pairs[scope] = write_small(folder, adapter_scope=scope)
-        settings, folders = config(**changes), pairs[scope]
-        if (scope, settings) not in made:
+            pairs[scope, rank] = write_small(folder, adapter_scope=scope, condition_rank=rank)
+        settings, folders = config(**changes), pairs[scope, rank]
+        if (scope, rank, settings) not in made:
             out = folders.base.parent / f"out{len(made)}"
             report = export(str(folders.base), str(folders.adapter), out, settings)
-            made[scope, settings] = Exported(folders, out, settings, report)
-        return made[scope, settings]
+            made[scope, rank, settings] = Exported(folders, out, settings, report)
+        return made[scope, rank, settings]
 
     return make
 
@@ -110,7 +110,12 @@ def agreement(found, expected) -> float:
 
 @pytest.mark.parametrize(
     ("scope", "changes"),
-    [("all", {"profile": "gpu"}), ("streams", {"profile": "ane", "prune_to": 4})],
+    [
+        ("all", {"profile": "gpu"}),
+        ("streams", {"profile": "ane", "prune_to": 4}),
+        ("all", {"profile": "gpu", "rank": 4}),
+        ("streams", {"profile": "ane", "rank": 4}),
+    ],
 )
 def test_a_float32_package_writes_what_mlx_writes_in_as_many_calls(scope, changes, make_export):
     made = make_export(scope, precision="float32", **changes)
@@ -123,6 +128,8 @@ def test_a_float32_package_writes_what_mlx_writes_in_as_many_calls(scope, change
     {"profile": "gpu"},
     pytest.param({"profile": "ane"}, marks=pytest.mark.long),
     {"profile": "gpu", "prune_to": 4, "compression": "int8"},
+    {"profile": "gpu", "rank": 4, "compression": "int8"},
+    {"profile": "ane", "rank": 4},
 ])  # fmt: skip
 def test_a_float16_package_keeps_the_cache_as_state(changes, make_export):
     made = make_export(**changes)
@@ -135,10 +142,11 @@ def test_a_float16_package_keeps_the_cache_as_state(changes, make_export):
     assert agreement(exported_answers(model), mlx_answers(made)) > 0.6
 
 
+@pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_core_ai_runs_the_same_graph(precision, make_export):
+def test_core_ai_runs_the_same_graph(precision, rank, make_export):
     pytest.importorskip("coreai_torch")
-    made = make_export("streams", target="coreai", precision=precision, prune_to=4)
+    made = make_export("streams", rank, target="coreai", precision=precision, prune_to=4)
     model = exported.load(made.out)
     found, expected = exported_answers(model), mlx_answers(made)
     model.backend.close()
@@ -179,7 +187,7 @@ def test_each_profile_has_the_operations_that_it_was_made_for(make_export):
     assert gpu.count("scaled_dot_product_attention") == 2
     assert gpu.count("scatter_along_axis") == gpu.count("coreml_update_state") == 4
     assert not {"conv", "slice_update"} & set(gpu)
-    ane = operations(make_export(profile="ane").out / "model.mlpackage")
+    ane = operations(make_export(profile="ane", rank=4).out / "model.mlpackage")
     assert ane.count("coreml_update_state") == 4 and ane.count("conv") > 14
     assert not {"scatter_along_axis", "slice_update", "linear"} & set(ane)
 
@@ -222,19 +230,19 @@ def test_the_check_compares_with_plain_decoding(make_export, tmp_path, monkeypat
     assert "same tokens 3/3" in capsys.readouterr().out
 
 
-def test_the_check_knows_the_tree_of_a_package():
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_check_knows_the_tree_of_a_package(rank):
+    streams = stream_config(num_streams=3, condition_rank=rank)
     for tree in (TREE, TreeConfig(kind="full", width=2), TreeConfig(size=9, width=3)):
-        topology = draft_topology(tree, 3)
-        tables = TreeTables.of(topology, tree.num_nodes(3))
+        sizes = config(tree=tree).sizes(streams, WORDS)
         manifest = SimpleNamespace(
-            tree=tables, num_streams=3, num_nodes=tables.size, num_kept=tables.size - 1
+            tree=sizes.tree, num_streams=3, num_nodes=sizes.num_nodes, num_kept=sizes.num_nodes - 1
         )
         found = perf_export.mlx_config(manifest, 5)
-        same = draft_topology(found.tree, 3)
-        assert same.num_candidates == topology.num_candidates
-        for name in ("slots", "depths", "paths"):
-            np.testing.assert_array_equal(getattr(same, name), getattr(topology, name))
-        assert found.prune == PruneConfig(kind="budget", keep=tables.size - 1)
+        asked = {"num_streams": 3, "conditional": rank > 0}
+        assert num_candidates(found.tree, **asked) == num_candidates(tree, **asked)
+        assert found.tree.size == tree.num_nodes(3)
+        assert found.prune == PruneConfig(kind="budget", keep=sizes.num_nodes - 1)
 
 
 def test_operations_and_cost_are_counted_by_device():
@@ -258,13 +266,13 @@ def test_operations_and_cost_are_counted_by_device():
 def test_compressed_weights_are_smaller_and_as_far_off_as_reported(profile, kinds, tmp_path):
     """On matrices of some size, of "decode" alone. Each kind: share of the size, error's range."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-    folders = write_small(tmp_path, base=sizes, hidden_size=128)
+    folders = write_small(tmp_path, base=sizes, hidden_size=128, condition_rank=32)
     settings = config(profile=profile)
     graph = build_graphs(folders.base, folders.load_adapter(), settings)[1]
     whole = convert_graph(graph, settings)
     expected = compression.expected_matrices(whole, graph)
     names = compression.weight_names(whole)
-    assert len(names) > 14 and not any("lora" in name for name in names)
+    assert len(names) > 14 and not any("lora" in one or "condition" in one for one in names)
 
     def measured(kind):
         package = tmp_path / f"{kind}.mlpackage"

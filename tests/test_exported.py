@@ -13,8 +13,8 @@ from ssmlx.errors import InputError
 from ssmlx.exported.api import ExportedModel, stream_generate
 from ssmlx.exported.backends import CarriedCache, CoreMLState, coreml_backend
 from ssmlx.exported.decode import MASKED, SlotCache, step_inputs, streaming_decode
-from ssmlx.exported.manifest import Manifest, TreeTables, package_digest
-from ssmlx.model.tree import draft_topology, root_tree
+from ssmlx.exported.manifest import Manifest, TreeShape, package_digest
+from ssmlx.model.tree import draft_topology, grow_tree, root_tree
 from ssmlx.settings import TreeConfig
 
 STREAMS, NODES, SLOTS, CHUNK, VOCAB = 3, 6, 40, 4, 50
@@ -26,7 +26,7 @@ def make_manifest(**changes) -> Manifest:
         "cache": "arrays", "cache_names": ("keys_00", "values_00"),
         "cache_shape": (1, 1, SLOTS, 1), "num_slots": SLOTS, "chunk": CHUNK,
         "num_nodes": NODES, "num_kept": NODES, "num_streams": STREAMS,
-        "tree": TreeTables.of(draft_topology(TreeConfig(size=NODES), STREAMS), NODES),
+        "tree": TreeShape(NODES - 1, NODES),
     }  # fmt: skip
     return Manifest(**{**values, **changes})
 
@@ -69,11 +69,19 @@ class Counting:
         return int(np.where(whole, inputs["depths"], -1).argmax())
 
     def _draft(self, root):
-        ranks = np.arange(self.manifest.tree.topology.num_candidates)
+        ranks = np.arange(self.manifest.tree.num_candidates)
         ahead = np.arange(1, STREAMS + 1)[:, None]
         tokens = (root + ahead + ranks + (ahead > self.right)) % VOCAB
-        logprobs = np.broadcast_to(-0.1 - ranks * 3.0, tokens.shape).astype(np.float32)
-        return {"candidate_tokens": tokens.astype(np.int32), "candidate_logprobs": logprobs}
+        logprobs = np.broadcast_to(-0.1 - ranks * 3.0, tokens.shape)
+        if self.manifest.tree.is_conditional:  # The likeliest alone: the one that counts is last.
+            tokens = tokens[:, ::-1]
+            given = np.concatenate([np.full_like(tokens[:1], root), tokens[:-1]])
+            counts = (tokens[:, None] - given[:, :, None]) % VOCAB == 1
+            logprobs = np.where(counts, -0.1, logprobs[:, None] - 6)
+        return {
+            "candidate_tokens": tokens.astype(np.int32),
+            "candidate_logprobs": logprobs.astype(np.float32),
+        }
 
 
 def make_model(right: int = STREAMS, **changes) -> ExportedModel:
@@ -124,6 +132,12 @@ def test_each_call_advances_by_what_the_streams_foresaw(right, advance):
     tokens = [token for step in taken for token in step]
     assert tokens == list(range(11, 11 + len(tokens)))
     assert model.backend.calls == ["prefill", "prefill", *["decode"] * 5]
+
+
+def test_candidates_may_be_scored_given_the_token_before():
+    model = make_model(tree=TreeShape(NODES - 1, NODES, is_conditional=True))
+    steps = streaming_decode(model.backend, model.manifest, [5, 6, 7], model.make_cache())
+    assert [len(next(steps)) for _ in range(4)] == [1, *[1 + STREAMS] * 3]
 
 
 def test_a_cache_goes_on_where_the_last_answer_ended():
@@ -248,11 +262,33 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
     changes = {"end_token_ids": (2, 5), "prompt_template": "a {prompt}"}
     assert read == make_manifest(digest=read.digest, **changes)
     written = json.loads((folder / "manifest.json").read_text())
-    assert written["format"] == "ssmlx-export/1" and written["cache_names"][0] == "keys_00"
-    assert set(written["tree"]) == {"slots", "depths", "paths", "num_candidates", "size"}
-    for one in read.tree.topology.slots, read.tree.topology.depths, read.tree.topology.paths:
-        assert one.dtype == mx.int32
+    assert written["format"] == "ssmlx-export/2" and written["cache_names"][0] == "keys_00"
+    assert set(written["tree"]) == {"num_candidates", "size", "width", "is_conditional"}
     assert read.package(folder) == folder / "model.mlpackage"
+
+
+@pytest.mark.parametrize("tree", [
+    TreeConfig(size=NODES), TreeConfig(size=NODES, width=2), TreeConfig(kind="full", width=2),
+    TreeConfig(kind="full", width=1), TreeConfig(size=1),
+], ids=str)  # fmt: skip
+def test_a_manifest_of_the_first_format_grows_the_trees_that_it_lists(tree, tmp_path):
+    topology = draft_topology(tree, STREAMS)
+    listed = {name: getattr(topology, name).tolist() for name in ("slots", "depths", "paths")}
+    size, count = min(tree.num_nodes(STREAMS), topology.num_nodes), topology.num_candidates
+    folder = write_export(tmp_path / "out", num_nodes=size, num_kept=size)
+    path = folder / "manifest.json"
+    values = {**json.loads(path.read_text()), "format": "ssmlx-export/1"}
+    values["tree"] = {**listed, "num_candidates": count, "size": size}
+    path.write_text(json.dumps(values))
+    read, scores = Manifest.read(folder).tree, np.random.default_rng(0).normal(size=(STREAMS, 9))
+    assert not read.is_conditional
+    tokens = mx.arange(STREAMS * count).reshape(STREAMS, count)
+    logprobs = mx.array(-np.sort(np.exp(scores[:, :count])), mx.float32)
+    found, expected = (
+        grow_tree(mx.array([99]), tokens, logprobs, config) for config in (read.config, tree)
+    )
+    for name in ("tokens", "depths", "paths"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist()
 
 
 def test_a_folder_whose_files_do_not_belong_together_is_refused(tmp_path):
@@ -271,7 +307,10 @@ def test_a_folder_whose_files_do_not_belong_together_is_refused(tmp_path):
     [
         ({"format": "ssmlx-export/0"}, "of another format"),
         ({"num_nodes": 7}, "trees of 6 nodes in steps of 7"),
-        ({"num_kept": 9}, "9 nodes kept of 6"), ({"num_streams": 1}, "deeper than 1 streams"),
+        ({"num_kept": 9}, "9 nodes kept of 6"), ({"num_streams": 0}, "0 streams"),
+        ({"tree": {"num_candidates": 5, "size": 6, "width": 7}}, "7 children of 5 candidates"),
+        ({"tree": {"num_candidates": 0, "size": 6}}, "cannot be read"),
+        ({"tree": {"num_candidates": 5, "size": 0}}, "cannot be read"),
         ({"cache": "both"}, "cache 'both'"), ({"tree": {}}, "cannot be read"),
         ({"spare": 1}, "lacks or has over: spare"),
     ],

@@ -104,9 +104,6 @@ class AneProfile(Profile):
     def cache_shape(self) -> tuple[int, ...]:
         return 1, self._kv_heads * self._width, 1, self.sizes.num_slots
 
-    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return super().embed(tokens, positions).transpose(1, 2)[:, :, None]
-
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
         cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._tables)
         columns = torch.arange(self.sizes.num_slots, dtype=torch.int32)

@@ -1,8 +1,8 @@
 """Smaller weights in a Core ML package, and how far they are from the model's own.
 
 What is compressed is every matrix that multiplies rows: layers and LM head, and with a tied head
-the embedding, which is the same tensor. Streams and LoRA are not: they are small, and drafting
-is what they are there for.
+the embedding, which is the same tensor. Streams, their condition and LoRA are not: they are small,
+and drafting is what they are there for.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ def compress(model: Any, kind: str) -> Any:
 def weight_names(model: Any) -> list[str]:
     weights = [operation.weight for operation in _operations(model._mil_program)]
     large = [one for one in weights if one.val is not None and one.val.size >= MIN_WEIGHTS]
-    own = ("lora_A", "lora_B")
+    own = ("lora_A", "lora_B", "condition")
     names = (one.op.name for one in large if not any(name in one.name for name in own))
     return list(dict.fromkeys(names))
 

@@ -23,7 +23,7 @@ from torch import nn
 from ssmlx import __version__
 from ssmlx.errors import require
 from ssmlx.exported.api import peak_bytes
-from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, TreeTables, package_digest
+from ssmlx.exported.manifest import MANIFEST, PACKAGES, REPORT, Manifest, package_digest
 from ssmlx.loading.adapter import Adapter, load_adapter
 from ssmlx.loading.files import new_folder
 from ssmlx.loading.load import load_tokenizer
@@ -125,14 +125,7 @@ def adapter_for_export(folder: Path, adapter: str | None) -> Adapter:
         print("left out: what the newest token tells the adapter's streams", file=sys.stderr)
         config = replace(own.config, root_init_rank=0)
         own = replace(own, config=config, streams=replace(own.streams, root_init=None))
-    if own.config.condition_rank == 0:
-        return own
-    note = (
-        "left out: the adapter's condition; packages draft each stream's candidates by themselves"
-    )
-    print(note, file=sys.stderr)
-    config = replace(own.config, condition_rank=0)
-    return replace(own, config=config, streams=replace(own.streams, condition=None))
+    return own
 
 
 def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[Graph, Graph]:
@@ -163,7 +156,7 @@ def make_manifest(graph: Graph, adapter: Adapter, config: ExportConfig) -> Manif
         num_nodes=sizes.num_nodes,
         num_kept=sizes.num_kept,
         num_streams=sizes.num_streams,
-        tree=TreeTables.of(sizes.topology, sizes.num_nodes),
+        tree=sizes.tree,
         prompt_template=adapter.config.prompt_template,
         compression=config.compression,
     )

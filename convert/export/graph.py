@@ -17,7 +17,9 @@ and what it gets, beside the cache:
     kept                [M] int32     those nodes, ascending; only where the tree is pruned
     last                [1] int32     the deepest accepted one, as an index into these M
     candidate_tokens    [G, K] int32  what its streams draft, best first
-    candidate_logprobs  [G, K]        their log probabilities
+    candidate_logprobs  [G, K]        their log probabilities; or, of streams with a condition,
+                        [G, K, K]     given each of the stream before, in all rows of the first
+                                      given the target's choice after `last`
 
 "prefill" takes tokens, positions, slots and mask of T prompt tokens, and gives the last slot.
 
@@ -35,7 +37,7 @@ from ssmlx.exported.backends import DECODE, PREFILL
 from ssmlx.exported.decode import MASKED
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
-from .parts import Profile, Rows
+from .parts import Profile, Rows, share_anew
 
 # Below every path that exists: less than any depth times the least edge, and a float16.
 _IMPOSSIBLE = -1e4
@@ -116,7 +118,8 @@ class DecodeGraph(Graph):
         ahead = torch.arange(1, sizes.num_streams + 1, dtype=torch.int32)
         self.register_buffer("ahead", ahead, persistent=False)
         count, kept = sizes.num_nodes, (sizes.num_kept,)
-        drafted = (sizes.num_streams, sizes.topology.num_candidates)
+        drafted = (sizes.num_streams, sizes.tree.num_candidates)
+        given = drafted[1:] if sizes.tree.is_conditional else ()
         self.inputs = (
             *(Tensor(name, (count,)) for name in ("tokens", "positions", "slots")),
             Tensor("mask", (1, 1, count, sizes.num_slots), "float"),
@@ -128,7 +131,7 @@ class DecodeGraph(Graph):
             *((Tensor("kept", kept),) if sizes.is_pruned else ()),
             Tensor("last", (1,)),
             Tensor("candidate_tokens", drafted),
-            Tensor("candidate_logprobs", drafted, "float"),
+            Tensor("candidate_logprobs", (*drafted, *given), "float"),
         )
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -149,7 +152,7 @@ class DecodeGraph(Graph):
         nodes = profile.norm(profile.take(rows, torch.arange(sizes.num_kept)))
         targets = profile.head.choose(nodes)
         last = last_accepted(tokens, targets, parents, depths, ancestors)
-        return (targets, *kept, last, *self._draft(rows, last))
+        return (targets, *kept, last, *self._draft(rows, last, targets[last]))
 
     def _edges(
         self, hidden: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
@@ -172,13 +175,19 @@ class DecodeGraph(Graph):
         rows = Rows(positions, nodes.slots, mask, nodes.caches, streams)
         return profile.run(hidden, self.split, self.num_layers, rows)
 
-    def _draft(self, rows: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[G, K] tokens and log probabilities of the streams of node `last`."""
+    def _draft(
+        self, rows: torch.Tensor, last: torch.Tensor, root: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Candidates of the streams of node `last`, whose next token is `root` [1]."""
         profile, sizes = self.profile, self.profile.sizes
         own = sizes.num_kept + last * sizes.num_streams + self.ahead - 1
         streams = profile.norm(profile.take(rows, own))
-        tokens, logprobs = profile.draft_head.rank(streams, sizes.topology.num_candidates)
-        return (tokens if self.vocab is None else self.vocab[tokens]), logprobs
+        columns, logprobs = profile.draft_head.rank(streams, sizes.tree.num_candidates)
+        tokens = columns if self.vocab is None else self.vocab[columns]
+        if sizes.tree.is_conditional:
+            previous = torch.cat([root.expand_as(tokens[:1]), tokens[:-1]])
+            logprobs = share_anew(logprobs, profile.condition_logits(streams, previous, tokens))
+        return tokens, logprobs
 
 
 class Converted(nn.Module):

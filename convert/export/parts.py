@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ssmlx.model.condition import EPSILON
+
 from ..reference.checkpoint import merge_lora
 from ..reference.model import LoraLinear, StreamFusedReference
 from .settings import GraphSizes
@@ -75,11 +77,9 @@ class Head(nn.Module):
         return tokens.gather(1, best.argmax(dim=-1, keepdim=True))[:, 0]
 
     def log_total(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R] the logarithm of the sum of exponentials, which float16 could not hold."""
-        logits = [logits for _, logits in self.pieces(hidden)]
-        peak = torch.stack([part.amax(dim=-1) for part in logits]).amax(dim=0)
-        parts = [(part - peak[:, None]).float().exp().sum(dim=-1) for part in logits]
-        return (torch.stack(parts).sum(dim=0).log() + peak).to(peak.dtype)
+        """[R] `log_total` of all logits."""
+        totals = [log_total(logits) for _, logits in self.pieces(hidden)]
+        return log_total(torch.cat(totals, dim=-1))[:, 0]
 
     def logit_of(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """[m] the logit of each of `tokens` [m] after its own of `rows` [m, D]."""
@@ -98,6 +98,18 @@ class Head(nn.Module):
             logprobs, order = torch.cat(best, dim=-1).topk(count, dim=-1)
             tokens = torch.cat(columns, dim=-1).gather(1, order)
         return tokens, logprobs - self.log_total(hidden)[:, None]
+
+
+def log_total(logits: torch.Tensor) -> torch.Tensor:
+    """[..., 1] the logarithm of the sum of exponentials, which float16 could not hold."""
+    peak = logits.amax(dim=-1, keepdim=True)
+    return ((logits - peak).float().exp().sum(dim=-1, keepdim=True).log() + peak).to(peak.dtype)
+
+
+def share_anew(logprobs: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """The function of this name in `ssmlx.drafters.streams`: [G, K] and [G, K, K] to [G, K, K]."""
+    scores = logprobs[:, None] + more
+    return scores - log_total(scores) + log_total(logprobs)[:, None]
 
 
 def columns(x: torch.Tensor, axis: int, first: int | None, last: int | None = None) -> torch.Tensor:
@@ -148,6 +160,12 @@ class Profile(nn.Module, ABC):
         if (vocab := model.draft_vocab) is not None:
             bias = None if head.bias is None else head.bias[vocab]
             self.draft_head = new_head(head.weight[vocab].detach(), bias)
+        if model.condition is not None:
+            squares = self.decoder.like.float().square().mean(dim=-1)
+            # Of a row of zeros as much as float16 holds.
+            inverse_rms = (squares + EPSILON).rsqrt().clamp(max=6e4)
+            self.inverse_rms: torch.Tensor  # [V] of the embeddings
+            self.register_buffer("inverse_rms", inverse_rms, persistent=False)
 
     def _wrap_lora(self, model: StreamFusedReference) -> None:
         """Make LoRA free where it acts on every row; else apply it to stream rows."""
@@ -174,13 +192,33 @@ class Profile(nn.Module, ABC):
         """[R, D]."""
         return hidden[0] if self.axis == 1 else hidden[0, :, 0].t()
 
+    def from_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Hidden states, or others of their layout, of `rows` [R, D]."""
+        return rows[None] if self.axis == 1 else rows.t()[None, :, None]
+
     @abstractmethod
     def cache_shape(self) -> tuple[int, ...]:
         """Of one layer's keys, and of its values."""
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states of tokens [R] at positions [R]."""
-        return self.decoder.embed(tokens[None], positions[None])
+        return self.from_rows(self.decoder.embed(tokens[None], positions[None])[0])
+
+    def condition_logits(
+        self, streams: torch.Tensor, previous: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """[G, K, K] what each token of `previous` [G, K] adds to the logits of `tokens` [G, K], of
+        `streams` as `norm` gives them."""
+        given: Any = self.reference.condition
+        above = previous.flatten()
+        embedded = self.from_rows(functional.embedding(above, self.decoder.like))
+        told = self.as_rows(self.linear_of(given.embed, embedded)) * self.inverse_rms[above, None]
+        gate = self.as_rows(self.linear_of(given.gate, streams)).sigmoid()[:, None]
+        mixed = (gate * told.reshape(*tokens.shape, -1)).flatten(0, 1)
+        correction = self.as_rows(self.linear_of(given.out, self.from_rows(mixed)))
+        # The head's rows by token: with tied weights the embedding table, which is there anyway.
+        rows = functional.embedding(tokens, self.head.weight)
+        return correction.reshape(rows.shape) @ rows.transpose(1, 2)
 
     @abstractmethod
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:

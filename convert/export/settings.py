@@ -15,7 +15,7 @@ class GraphSizes:
     num_kept: int  # M, nodes that pruning keeps; N where nothing is pruned
     num_parents: int  # I, leading nodes that may have children, for the early exit
     num_streams: int  # G, streams in use
-    topology: Any  # all nodes that the drafted trees can have, `ssmlx.model.tree.Topology`
+    tree: Any  # `ssmlx.exported.manifest.TreeShape`
     num_slots: int  # S, slots of the cache
     chunk: int  # T, tokens of a prompt chunk
 
@@ -79,14 +79,17 @@ class ExportConfig:
         )
 
     def sizes(self, config: StreamConfig, vocab_size: int) -> GraphSizes:
-        from ssmlx.model.tree import draft_topology
+        from ssmlx.exported.manifest import TreeShape
+        from ssmlx.model.tree import num_candidates
 
-        streams = config.usable_streams(self.num_streams)
-        tree = self.tree.no_wider_than(config.draft_vocab_size or vocab_size)
-        topology = draft_topology(tree, streams)  # as `StreamDrafter` chooses it
-        nodes = topology.num_nodes
-        chosen = self.tree.kind == "best" and nodes > self.tree.size
-        count = self.tree.size if chosen else nodes
+        streams, vocab = config.usable_streams(self.num_streams), config.draft_vocab_size
+        vocab, given = vocab or vocab_size, config.condition_rank > 0
+        tree = self.tree.no_wider_than(vocab)
+        # As `StreamDrafter` chooses it.
+        candidates = min(num_candidates(tree, streams, conditional=given), vocab)
+        width = min(tree.full_width, candidates)
+        full = sum(width**level for level in range(streams + 1))
+        count = min(tree.num_nodes(streams), full)
         kept = min(count, self.prune_to or count)
         require(
             kept == count or bool(config.prune_rank),
@@ -101,7 +104,8 @@ class ExportConfig:
             do="choose a larger one",
         )
         return GraphSizes(
-            num_nodes=count, num_kept=kept, num_streams=streams, topology=topology,
-            num_parents=count if chosen else topology.num_internal,
+            num_nodes=count, num_kept=kept, num_streams=streams,
+            tree=TreeShape(candidates, count, width, given),
+            num_parents=count if count < full else (full - 1) // width,
             num_slots=self.context, chunk=self.chunk,
         )  # fmt: skip

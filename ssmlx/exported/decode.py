@@ -16,7 +16,7 @@ import numpy as np
 
 from ..decoding.accept import accept
 from ..errors import require
-from ..model.tree import Tree, best_tree, root_tree
+from ..model.tree import Tree, grow_tree, root_tree
 from .backends import DECODE, PREFILL, Backend
 from .manifest import Manifest
 
@@ -129,9 +129,8 @@ def step(
         )
     cache.commit(slots[kept[path]])
     tokens = [int(token) for token in targets[path]]
-    root, tables = mx.array(tokens[-1:]), manifest.tree
     candidates, logprobs = (mx.array(found[f"candidate_{n}"]) for n in ("tokens", "logprobs"))
-    return tokens, best_tree(root, candidates, logprobs, tables.topology, tables.size)
+    return tokens, grow_tree(mx.array(tokens[-1:]), candidates, logprobs, manifest.tree.config)
 
 
 def streaming_decode(

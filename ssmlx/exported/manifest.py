@@ -4,44 +4,36 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import mlx.core as mx
 import numpy as np
 
 from ..errors import InputError, require
-from ..model.tree import Topology
-from ..settings import from_json, read_json
+from ..settings import TreeConfig, from_json, read_json
 
-FORMAT = "ssmlx-export/1"
+FORMAT = "ssmlx-export/2"
+FORMATS = (FORMAT, "ssmlx-export/1")
+"""The first one's trees say the same, and list all nodes that there can be besides."""
 MANIFEST, REPORT = "manifest.json", "report.json"
 PACKAGES = {"coreml": "model.mlpackage", "coreai": "model.aimodel"}
 _DO = "export it again with this version of ssmlx"
 
 
 @dataclass(frozen=True)
-class TreeTables:
-    """The fixed part of the trees, so that a host in any language need not work it out."""
+class TreeShape:
+    """What a host grows trees by, from the candidates of "decode"; a full tree is one that has
+    room for all."""
 
-    # slots, depths, paths, num_candidates: as in `Topology`, of all nodes that there can be
-    slots: tuple[int, ...]
-    depths: tuple[int, ...]
-    paths: tuple[tuple[int, ...], ...]
-    num_candidates: int
-    size: int  # nodes of a tree, the likeliest of these where there are more
+    num_candidates: int  # K, of each stream
+    size: int  # nodes of a tree, the likeliest
+    width: int | None = None  # children of a node, its likeliest; None for all K
+    is_conditional: bool = False  # whether candidates are scored given the token before them
 
-    @classmethod
-    def of(cls, topology: Topology, size: int) -> Self:
-        tables = {name: getattr(topology, name).tolist() for name in ("slots", "depths", "paths")}
-        return from_json(cls, {**tables, "num_candidates": topology.num_candidates, "size": size})
-
-    @cached_property
-    def topology(self) -> Topology:
-        tables = (self.slots, self.depths, self.paths)
-        slots, depths, paths = (mx.array(table, mx.int32) for table in tables)
-        return Topology(slots, depths, paths, self.num_candidates, len(self.depths))
+    @property
+    def config(self) -> TreeConfig:
+        """As `grow_tree` takes it."""
+        return TreeConfig(width=self.width or self.num_candidates, size=self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +52,7 @@ class Manifest:
     num_nodes: int  # N, rows of a decode step
     num_kept: int  # M, nodes that pruning keeps
     num_streams: int  # G
-    tree: TreeTables
+    tree: TreeShape
     prompt_template: str | None  # text with `{prompt}`, or None for the tokenizer's chat template
     end_token_ids: tuple[int, ...] = ()  # tokens that end an answer
     digest: str = ""  # SHA-256 of the package's files
@@ -82,7 +74,7 @@ class Manifest:
         path = folder / MANIFEST
         values = read_json(path, "the manifest of a model that `python -m ssmlx.export` wrote")
         found = values.pop("format", None)
-        require(found == FORMAT, f"{path} is of another format", expected=FORMAT, do=_DO)
+        require(found in FORMATS, f"{path} is of another format", expected=FORMAT, do=_DO)
         odd = ", ".join(sorted({one.name for one in fields(cls)} ^ set(values)))
         require(not odd, f"{path} lacks or has over: {odd}", expected=FORMAT, do=_DO)
         try:
@@ -99,19 +91,17 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def _faults(self) -> dict[str, bool]:
-        tree, count = self.tree.topology, min(self.tree.size, self.tree.topology.num_nodes)
+        tree = self.tree.config
         return {
             f"target {self.target!r}": self.target not in PACKAGES,
             f"cache {self.cache!r}": self.cache not in ("state", "arrays"),
             f"dtype {self.dtype!r}": self.dtype not in ("float32", "float16"),
-            f"trees of {count} nodes in steps of {self.num_nodes}": count != self.num_nodes,
+            f"trees of {tree.size} nodes in steps of {self.num_nodes}": tree.size != self.num_nodes,
             f"{self.num_kept} nodes kept of {self.num_nodes}": self.num_kept > self.num_nodes,
-            f"{len(tree.slots)} edges for {len(tree.depths)} nodes": (
-                len(tree.slots) + 1 != len(tree.depths) or len(tree.paths) != len(tree.depths)
+            f"{tree.width} children of {self.tree.num_candidates} candidates": (
+                tree.width != min(tree.width or 0, self.tree.num_candidates)
             ),
-            f"a tree deeper than {self.num_streams} streams": (
-                max(self.tree.depths) > self.num_streams
-            ),
+            f"{self.num_streams} streams": self.num_streams < 1,
         }
 
     def package(self, folder: Path) -> Path:

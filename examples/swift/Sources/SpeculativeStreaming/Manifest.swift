@@ -3,19 +3,17 @@ import Foundation
 /// What `manifest.json` beside an exported package says; see `ssmlx/exported/manifest.py`.
 public struct Manifest: Decodable, Sendable {
     public struct Tree: Decodable, Sendable {
-        /// Where each node's token stands in the flattened [G, K] candidates; the root has none.
-        let slots: [Int]
-        /// Distance from the root of every node that there can be, breadth first.
-        let depths: [Int]
-        /// The node at each depth on the way from the root; repeats the node beyond its own depth.
-        let paths: [[Int]]
         /// K, candidates of each stream.
         let numCandidates: Int
-        /// Nodes of a tree: the likeliest of these, where there are more.
+        /// Nodes of a tree, the likeliest.
         let size: Int
+        /// Children of a node, its likeliest; none for all K.
+        let width: Int?
+        /// Whether candidates are scored given the token before them; none in the first format.
+        let isConditional: Bool?
     }
 
-    static let supportedFormat = "ssmlx-export/1"
+    static let supportedFormats = ["ssmlx-export/2", "ssmlx-export/1"]
 
     let format: String
     let target: String
@@ -37,8 +35,8 @@ public struct Manifest: Decodable, Sendable {
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
         let manifest = try decoder.decode(Manifest.self, from: data)
-        guard manifest.format == supportedFormat else {
-            throw ExportError.mismatch("format \(manifest.format), expected \(supportedFormat)")
+        guard supportedFormats.contains(manifest.format) else {
+            throw ExportError.mismatch("format \(manifest.format), expected \(supportedFormats[0])")
         }
         guard manifest.target == "coreml", manifest.cache == "state", manifest.dtype == "float16"
         else {

@@ -106,10 +106,10 @@ public final class StreamingModel {
         _ tree: DraftTree, _ slots: [Int], _ cache: SlotCache
     ) -> [String: MLFeatureValue] {
         let (size, count) = (manifest.numNodes, tree.tokens.count)
-        let line: (Int) -> [Int] = { $0 < count ? Array(tree.line(of: $0)) : [$0] }
+        let line: (Int) -> [Int] = { $0 < count ? tree.paths[$0] : [$0] }
         var ancestors = [Float16](repeating: 0, count: size * size)
         for row in 0..<size { for node in line(row) { ancestors[row * size + node] = 1 } }
-        let depths = (0..<size).map { $0 < count ? tree.depths[$0] : -1 }
+        let depths = (0..<size).map { $0 < count ? tree.depth(of: $0) : -1 }
         let parents = (0..<size).map { $0 < count ? tree.parent(of: $0) : $0 }
         return [
             "tokens": integers(tree.tokens + Array(repeating: 0, count: size - count)),
