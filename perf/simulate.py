@@ -18,6 +18,7 @@ from itertools import product
 from math import inf
 from pathlib import Path
 from random import Random
+from statistics import mean
 from typing import Any
 
 from ssmlx.bars import bar
@@ -161,15 +162,17 @@ class Case:
         def first(one: Depths) -> Playing:
             return play(one, self.machine(scenario), Pace(ladder, Learned(), context=kind))
 
-        def always(rung: Rung) -> float:
+        def always(rung: Rung) -> list[Playing]:
             machine = self.machine(scenario)
-            return speed_of([play_fixed(one, machine, rung) for one in self.answers])
+            return [play_fixed(one, machine, rung) for one in self.answers]
 
         learned = Learned()
         brake, again = conversation(learned), conversation(learned)
         firsts = [first(one) for one in self.answers]
-        fixed = {1: 1.0, **{rung.shape.num_nodes: always(rung) for rung in self.rungs}}
+        every = {rung.shape.num_nodes: always(rung) for rung in self.rungs}
+        fixed = {1: 1.0, **{nodes: speed_of(played) for nodes, played in every.items()}}
         best = max(fixed, key=lambda nodes: fixed[nodes])
+        worst = speeds_of([*brake, *again, *firsts])
         return {
             **self.names,
             "scenario": scenario,
@@ -178,13 +181,24 @@ class Case:
             "again": speed_of(again),
             "best": fixed[best],
             "best nodes": best,
-            "worst": min(p.speed for p in (*brake, *again, *firsts) if p.length >= LENGTH),
+            "worst": min(worst),
+            "slow": share_of_slow(worst),
+            "best's slow": share_of_slow(speeds_of(every.get(best, []))),
         }
 
 
 def speed_of(played: Sequence[Playing]) -> float:
     """Of all answers together, over plain decoding's."""
     return sum(one.plain for one in played) / sum(one.took for one in played)
+
+
+def speeds_of(played: Sequence[Playing]) -> list[float]:
+    """Of each answer that the promise is about."""
+    return [one.speed for one in played if one.length >= LENGTH]
+
+
+def share_of_slow(speeds: Sequence[float]) -> float:
+    return sum(one < ANSWER for one in speeds) / max(1, len(speeds))
 
 
 def broken(row: Row) -> list[str]:
@@ -228,11 +242,13 @@ def summary(rows: Sequence[Row]) -> str:
     counts = [
         sum(name in broken(row) for row in rows) for name in ("answer", "conversation", "gap")
     ]
+    slow, own = (mean([row[name] for row in gains] or [0.0]) for name in ("slow", "best's slow"))
     return (
         f"{len(rows)} cases; worst answer {min(row['worst'] for row in rows):.3f} ({counts[0]} "
         f"broken), worst conversation {min(row['brake'] for row in rows):.3f} ({counts[1]}); where "
         f"the best fixed tree gains 5 % ({len(gains)}), {least['brake']:.3f} of its speed at least "
-        f"({counts[2]}), {least['again']:.3f} the second time"
+        f"({counts[2]}), {least['again']:.3f} the second time, and {slow:.1%} of answers are below "
+        f"{ANSWER}, {own:.1%} with that tree"
     )
 
 
