@@ -305,10 +305,13 @@ def segments_of(
     *,
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
+    done: Callable[[list[GenerationResponse]], None] | None = None,
     **drafts: Any,
 ) -> Iterator[GenerationResponse | Prefilled]:
-    """The turns of an answer, for the thread that runs MLX; the arguments are
-    `stream_generate`'s."""
+    """The turns of an answer, for the thread that runs MLX; the arguments are `stream_generate`'s.
+
+    Wherever an answer ends that was begun, `done` is told what was given out of it.
+    """
     tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else [int(t) for t in prompt]
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
@@ -332,20 +335,27 @@ def segments_of(
 
     def turns() -> Iterator[GenerationResponse | Prefilled]:
         started, total = time.perf_counter(), len(tokens) - 1
-        with wired(), closing(cast("Generator[list[int]]", steps)):
+        given: list[GenerationResponse] = []
+        with wired():
             try:
-                for first in steps:
-                    if first:
-                        break
-                    yield Prefilled(cache.offset - num_cached, total)
-                yield from responses_of(
-                    chain([first], steps), budget, num_prompt, num_cached, measured, started, told
-                )
+                with closing(cast("Generator[list[int]]", steps)):
+                    for first in steps:
+                        if first:
+                            break
+                        yield Prefilled(cache.offset - num_cached, total)
+                    whole = chain([first], steps)
+                    for response in responses_of(
+                        whole, budget, num_prompt, num_cached, measured, started, told
+                    ):
+                        given.append(response)
+                        yield response
             finally:
                 # Whoever uses the cache next must find no work of this answer in it.
                 mx.eval(cache.state)
                 if plan.experience is not None:
                     plan.experience.keep()
+                if done is not None:
+                    done(given)
 
     return turns()
 

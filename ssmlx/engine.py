@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack, cast
@@ -158,23 +158,15 @@ class Engine:
         cache, known = model.make_cache(), 0
         if not config.deterministic:
             cache, known = self.prompt_cache.take(model, prompt)
-        segments = segments_of(
+
+        def done(given: list[GenerationResponse]) -> None:
+            written = [*prompt, *(token for one in given for token in one.tokens)]
+            self.prompt_cache.put(model, written, cache)
+
+        return segments_of(
             model, self.tokenizer, prompt[known:], config,
-            cache=cache, context=prompt[:known], **drafts,
+            cache=cache, context=prompt[:known], done=done, **drafts,
         )  # fmt: skip
-
-        def remembered() -> Iterator[GenerationResponse | Prefilled]:
-            written = list(prompt)
-            try:
-                for segment in segments:
-                    if isinstance(segment, GenerationResponse):
-                        written.extend(segment.tokens)
-                    yield segment
-            finally:
-                cast("Generator[object]", segments).close()
-                self.prompt_cache.put(model, written, cache)
-
-        return remembered()
 
     def _tokens(
         self, model: StreamFusedModel, question: Question, template: Mapping[str, Any]

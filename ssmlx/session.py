@@ -1,11 +1,11 @@
 """A chat of many turns that keeps the cache of the turns before."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -208,41 +208,31 @@ class ChatSession:
                 self._cache, self._cached_tokens, reused = cache, prompt[:known], known
         self._cache.trim(reused)
         del self._cached_tokens[reused:]
-        segments = segments_of(
-            self.model, self.tokenizer, prompt[reused:], config,
-            cache=self._cache, context=prompt[:reused], **self._drafts,
-        )  # fmt: skip
-        return self._kept(question, prompt, reused, segments)
 
-    def _kept(
-        self,
-        question: Message,
-        prompt: list[int],
-        reused: int,
-        segments: Iterator[GenerationResponse | Prefilled],
-    ) -> Iterator[GenerationResponse | Prefilled]:
-        """The segments, and a conversation that has what was read of them."""
-        text, last, written = "", None, list(prompt)
-        self.messages.append(question)
-        try:
-            for segment in segments:
-                if isinstance(segment, GenerationResponse):
-                    text, last = text + segment.text, segment
-                    written.extend(segment.tokens)
-                yield segment
-        finally:
-            cast("Generator[object]", segments).close()
-            if last is None:  # stopped before the first token: the turn does not count
+        def done(given: list[GenerationResponse]) -> None:
+            if given:
+                said = "".join(one.text for one in given)
+                self.messages.append({"role": "assistant", "content": said})
+                self._count(given[-1], reused)
+            else:  # stopped before the first token: the turn does not count
                 self.messages.pop()
-            else:
-                self.messages.append({"role": "assistant", "content": text})
             # What was written is in the cache, as far as it got.
+            written = [*prompt, *(token for one in given for token in one.tokens)]
             self._cache.trim(min(self._cache.offset, len(written)))
             self._cached_tokens = written[: self._cache.offset]
             if self._prompts is not None:
                 self._prompts.put(self.model, self._cached_tokens, self._cache)
-            if last is not None:
-                self._count(last, reused)
+
+        segments = segments_of(
+            self.model, self.tokenizer, prompt[reused:], config,
+            cache=self._cache, context=prompt[:reused], done=done, **self._drafts,
+        )  # fmt: skip
+
+        def turns() -> Iterator[GenerationResponse | Prefilled]:
+            self.messages.append(question)
+            yield from segments
+
+        return turns()
 
     def _count(self, last: GenerationResponse, reused: int) -> None:
         totals = self.totals
