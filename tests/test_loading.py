@@ -21,7 +21,7 @@ import ssmlx
 from ssmlx.commands.options import run
 from ssmlx.errors import InputError
 from ssmlx.loading import names, wheel
-from ssmlx.loading.adapter import load_adapter, write_adapter
+from ssmlx.loading.adapter import cast_streams, load_adapter, write_adapter
 from ssmlx.loading.files import account_for, new_folder, read_tensors, write_whole
 from ssmlx.loading.names import ALIASES, Fetch, cache_dir, resolve_adapter, resolve_model
 
@@ -589,7 +589,7 @@ def test_a_condition_and_a_root_are_read_as_they_were_written(base, tmp_path):
     plain = make_adapter(base).streams.num_parameters
     assert adapter.streams.num_parameters == model.streams.num_parameters
     assert adapter.streams.num_parameters == plain + 3 * 5 * 32 + 2 * 3 * 32
-    half = adapter.streams.astype(mx.float16).condition
+    half = cast_streams(adapter.streams, mx.float16).condition
     assert half.embed.dtype == half.gate.dtype == half.out.dtype == mx.float16
 
 

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import save_config, save_model
 
 from ssmlx.errors import require
-from ssmlx.loading.adapter import Adapter, BaseIdentity, read_streams, write_streams
+from ssmlx.loading.adapter import Adapter, BaseIdentity, cast_streams, read_streams, write_streams
 from ssmlx.loading.files import account_for
 from ssmlx.loading.load import is_quantised
 from ssmlx.model.backbone import Backbone
@@ -102,7 +102,7 @@ def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:
             for path, weights in lora.items()
         }
 
-    streams = adapter.streams.astype(kind)
+    streams = cast_streams(adapter.streams, kind)
     return replace(
         adapter, streams=streams, lora=cast(adapter.lora), task_lora=cast(adapter.task_lora)
     )

@@ -29,11 +29,11 @@ import mlx.core as mx
 import numpy as np
 
 from ssmlx.drafters.head_drafter import HeadConfig
-from ssmlx.drafters.heads import Heads, cast_heads, check_heads
+from ssmlx.drafters.heads import Heads, check_heads
 from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import require
-from ssmlx.loading.adapter import BaseIdentity, check_draft_vocab
+from ssmlx.loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
 from ssmlx.loading.files import read_tensors, write_whole
 from ssmlx.loading.load import MEDUSA_PREFIX
 from ssmlx.model.backbone import Backbone
@@ -100,7 +100,7 @@ def convert_heads(folder: Path, backbone: Backbone, base_model: str, dtype: str)
     config, tensors = read_published(folder, backbone.vocab_size)
     check_base_sizes(config, backbone.vocab_size, backbone.hidden_size, folder)
     if dtype not in ("stored", "auto"):
-        tensors = cast_heads(tensors, getattr(mx, dtype))
+        tensors = cast_tensors(tensors, getattr(mx, dtype))
     return Heads(config, tensors, BaseIdentity.of(backbone), base_model)
 
 

@@ -23,7 +23,7 @@ from ssmlx.decoding.drafter import Drafter
 from ssmlx.drafters.draft_model import DraftModel, load_draft_model
 from ssmlx.drafters.heads import load_heads
 from ssmlx.errors import require
-from ssmlx.loading.adapter import Adapter, load_adapter
+from ssmlx.loading.adapter import Adapter, cast_streams, load_adapter
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
 from ssmlx.memory import Memory, memory_of
@@ -210,7 +210,7 @@ class Target:
         """The adapter's streams, with its LoRA unless that is in the target."""
         adapter, backbone = self.weights.adapter, self._backbone()
         assert adapter is not None
-        streams = adapter.streams.astype(backbone.dtype)
+        streams = cast_streams(adapter.streams, backbone.dtype)
         scope = RowScope(0) if adapter.config.adapter_scope == "all" else RowScope()
         fused = StreamFusedModel(backbone, adapter.config, streams, scope)
         own = adapter.stream_lora

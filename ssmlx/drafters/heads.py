@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..errors import require
-from ..loading.adapter import BaseIdentity, check_draft_vocab
+from ..loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
 from ..loading.files import account_for, read_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
@@ -98,7 +98,7 @@ def attach_heads(heads: Heads, backbone: Backbone) -> DraftingHeads:
         expected=heads.base_model or "the model they were converted for",
         do="choose that model with --model, or other heads",
     )
-    tensors = cast_heads(heads.tensors, backbone.dtype)
+    tensors = cast_tensors(heads.tensors, backbone.dtype)
     mx.eval(tensors)
     return _KINDS[heads.config.kind][1](heads.config, tensors, backbone)
 
@@ -108,11 +108,3 @@ def check_heads(config: HeadConfig, tensors: Mapping[str, mx.array], source: Pat
     account_for(tensors, config.expected_tensors(), source)
     if config.draft_vocab_size:
         check_draft_vocab(tensors["draft_vocab"], cast("Any", config), config.vocab_size, source)
-
-
-def cast_heads(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """The tensors in `dtype`; the draft vocabulary's ids stay what they are."""
-    return {
-        name: array if name == "draft_vocab" else array.astype(dtype)
-        for name, array in tensors.items()
-    }

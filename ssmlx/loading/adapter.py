@@ -152,6 +152,18 @@ def stream_tensors(streams: StreamWeights) -> dict[str, mx.array]:
     return tensors
 
 
+def cast_tensors(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+    """The tensors in `dtype`; a draft vocabulary's ids stay what they are."""
+    return {
+        name: array if name == "draft_vocab" else array.astype(dtype)
+        for name, array in tensors.items()
+    }
+
+
+def cast_streams(streams: StreamWeights, dtype: mx.Dtype) -> StreamWeights:
+    return streams_of(cast_tensors(stream_tensors(streams), dtype))
+
+
 def lora_tensors(lora: Mapping[str, LoraWeights]) -> dict[str, mx.array]:
     tensors: dict[str, mx.array] = {}
     for module, weights in lora.items():

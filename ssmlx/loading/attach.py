@@ -12,7 +12,7 @@ from ..model.backbone import Backbone, BaseIdentity, digest_of
 from ..model.lora import LoraWeights, RowScope, attach_lora, linear_shape
 from ..model.ranks import LINEARS, UNPACKED_LINEARS
 from ..model.streams import StreamFusedModel
-from .adapter import Adapter, load_adapter, lora_tensors, read_identity, read_lora
+from .adapter import Adapter, cast_streams, load_adapter, lora_tensors, read_identity, read_lora
 from .files import account_for
 from .names import CONFIG_FILE, bundled_adapters, resolve_adapter
 
@@ -71,7 +71,7 @@ def fuse_streams(backbone: Backbone, adapter: Adapter, *, merge_lora: bool) -> S
         check_lora(model, lora, Path("the adapter"))
     every_row = RowScope(0)
     scope = every_row if adapter.config.adapter_scope == "all" else RowScope()
-    streams = adapter.streams.astype(dtype)
+    streams = cast_streams(adapter.streams, dtype)
     fused = StreamFusedModel(backbone, adapter.config, streams, scope)
     fused.lora_digest = lora_digest(adapter.every_row_lora)
     on_all = attach_lora(model, adapter.every_row_lora, every_row, merge=merge_lora, dtype=dtype)

@@ -54,7 +54,3 @@ class Condition:
     def mix(self, normed: mx.array, previous_embeddings: mx.array) -> mx.array:
         """[..., r] what `out` makes a correction of."""
         return mx.sigmoid(normed @ self.gate.T) * (unit(previous_embeddings) @ self.embed.T)
-
-    def astype(self, dtype: mx.Dtype) -> Condition:
-        """The same maps in another precision."""
-        return Condition(*(one.astype(dtype) for one in (self.embed, self.gate, self.out)))

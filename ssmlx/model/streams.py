@@ -41,10 +41,6 @@ class LowRank:
         """[..., in] to [..., D]."""
         return (hidden @ self.a.T) @ self.b.T
 
-    def astype(self, dtype: mx.Dtype) -> LowRank:
-        """The same map in another precision."""
-        return LowRank(self.a.astype(dtype), self.b.astype(dtype))
-
 
 @dataclass(frozen=True, eq=False)
 class StreamWeights:
@@ -76,17 +72,6 @@ class StreamWeights:
     def num_parameters(self) -> int:
         """Trained numbers beside LoRA."""
         return sum(array.size for array in self.trained)
-
-    def astype(self, dtype: mx.Dtype) -> StreamWeights:
-        """The same weights in another precision; the draft vocabulary's ids stay."""
-        return StreamWeights(
-            None if self.embeddings is None else self.embeddings.astype(dtype),
-            self.init and self.init.astype(dtype),
-            self.root_init and self.root_init.astype(dtype),
-            self.prune and self.prune.astype(dtype),
-            self.draft_vocab,
-            self.condition and self.condition.astype(dtype),
-        )
 
 
 class ValueRotation:
