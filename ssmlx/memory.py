@@ -16,16 +16,12 @@ from .model.shapes import arrays_in
 from .model.streams import StreamFusedModel
 
 MIB = 2**20
-LABELS = {
-    "base": "base model",
-    "lora": "LoRA",
-    "streams": "stream weights",
-    "draft_head": "draft head",
-    "drafter": "drafter",
-    "cache": "cache",
-    "tree": "tree",
-    "second_pass": "second pass",
-}
+LABELS = {"base": "base model", "lora": "LoRA", "streams": "stream weights"}
+"""What parts are called whose names do not say it."""
+
+
+def _label(name: str) -> str:
+    return LABELS.get(name, name.replace("_", " "))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +61,14 @@ class Memory:
 
     def line(self) -> str:
         """One line, in MiB: the peak, and the parts that are there."""
-        parts = {LABELS[name]: size for name, size in self.parts.items()}
+        parts = {_label(name): size for name, size in self.parts.items()}
         shown = [f"{label} {size / MIB:.1f}" for label, size in parts.items() if size]
         if self.passing:
             shown.append(f"passing {self.passing / MIB:.1f}")
         return f"memory: {self.peak / MIB:.1f} MiB at most: {', '.join(shown)}"
 
     def table(self) -> str:
-        rows = [(LABELS[name], size) for name, size in self.parts.items() if size]
+        rows = [(_label(name), size) for name, size in self.parts.items() if size]
         rows += [("passing, at most", self.passing), ("most in use at once", self.peak)]
         return "\n".join(f"{label:20}{size / MIB:9.1f} MiB" for label, size in rows)
 

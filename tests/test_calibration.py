@@ -30,7 +30,7 @@ from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.settings import GenerateConfig, TreeConfig
+from ssmlx.settings import STREAM_SCHEDULES, GenerateConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning import replay
 from ssmlx.tuning.cost import DraftShape, Surface
@@ -132,12 +132,18 @@ def test_the_fastest_is_chosen_and_of_equals_the_cheapest_step():
     almost, less = candidate(8, 2.39, 1.2), candidate(6, 1.9, 1.0)
     assert choice.best([slow, fast]) == fast
     assert fast.speedup == 2.0
+    assert fast.to_dict()["options"] == (
+        '--drafter "streams schedule=second-pass" --tree best --tree-size 16 --num-streams 3'
+    )
     assert choice.best([slow, fast, almost, less]) == almost, "within a hundredth, at less a call"
 
 
 def at(costs, context):
     """Prices behind a context."""
     return partial(choice.PricedShape.of, costs=costs, context=context)
+
+
+priced = partial(choice.priced_trees, schedules=STREAM_SCHEDULES)
 
 
 def certain(tokens: list[int], rank: list[list[int]]) -> replay.Guesses:
@@ -156,7 +162,7 @@ def certain(tokens: list[int], rank: list[list[int]]) -> replay.Guesses:
 def test_more_streams_and_larger_trees_are_worth_what_they_say():
     """Both streams are right first: a chain takes three tokens a call."""
     guesses = certain(list(range(10, 20)), [[0, 0]] * 10)
-    found = {one.shape: one for one in choice.priced_trees([guesses], [2, 3, 4], at(COSTS, 50))}
+    found = {one.shape: one for one in priced([guesses], [2, 3, 4], at(COSTS, 50))}
     chain = DraftShape(tree=TreeConfig(size=3), num_streams=2)
     assert found[chain].tokens_per_call == 3.0
     assert found[chain].step_seconds == COSTS.step_seconds(chain, 50)
@@ -167,10 +173,7 @@ def test_more_streams_and_larger_trees_are_worth_what_they_say():
     rows_cheap = replace(COSTS, fused=flat(2.0, 0.0, rows=(2, 400)))
     reads_cheap = replace(COSTS, upper=flat(0.1, 0.0))
     for costs, schedule in ((rows_cheap, "fused"), (reads_cheap, "second-pass")):
-        assert (
-            choice.best(choice.priced_trees([guesses], [4], at(costs, 50))).shape.stream_schedule
-            == schedule
-        )
+        assert choice.best(priced([guesses], [4], at(costs, 50))).shape.stream_schedule == schedule
 
 
 def test_rows_that_grow_dearer_with_the_context_make_trees_smaller():
@@ -181,7 +184,7 @@ def test_rows_that_grow_dearer_with_the_context_make_trees_smaller():
     )
     costs = replace(COSTS, lower=lower)
     guesses = certain(list(range(100, 160)), ranks)
-    candidates = choice.priced_trees([guesses], [2, 3, 4, 6, 8, 12], at(costs, 0))
+    candidates = priced([guesses], [2, 3, 4, 6, 8, 12], at(costs, 0))
     found = choice.best_by_context(candidates, costs, [0, 500, 4000])
     sizes = [one.shape.num_nodes for one in found.values()]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2]

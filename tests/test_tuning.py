@@ -73,18 +73,11 @@ def test_a_surface_with_holes_is_refused(broken):
         replace(COSTS.lower, **broken)
 
 
-def test_shapes_are_told_in_words_and_options():
+def test_shapes_are_told_in_words():
     full = DraftShape(tree=TreeConfig(kind="full", width=2), num_streams=1)
     assert str(SECOND) == "best tree of 16 nodes, 5 streams, second pass"
     assert str(PRUNED) == "best tree of 16 nodes, pruned to 4, 5 streams, fused"
     assert str(full) == "full tree of 2 a level, 3 nodes, 1 stream, second pass"
-    assert full.options() == (
-        '--drafter "streams schedule=second-pass" --tree full --tree-width 2 --num-streams 1'
-    )
-    assert PRUNED.options() == (
-        '--drafter "streams schedule=fused" --tree best --tree-size 16 --prune budget --prune-to 4 '
-        "--num-streams 5"
-    )
 
 
 PLAIN_SECONDS = 0.02

@@ -51,7 +51,12 @@ class PricedShape(MeasuredShape):
 
     def to_dict(self) -> dict[str, Any]:
         more = {"tokens_per_second": self.tokens_per_second, "speedup": self.speedup}
-        return {**asdict(self), **more, "options": self.shape.options()}
+        shape = self.shape
+        options = (
+            f'--drafter "streams schedule={shape.stream_schedule}" --tree best '
+            f"--tree-size {shape.num_nodes} --num-streams {shape.num_streams}"
+        )
+        return {**asdict(self), **more, "options": options}
 
 
 Price = Callable[[DraftShape, float], PricedShape]

@@ -60,15 +60,6 @@ class DraftShape:
         streams = f"{self.num_streams} stream{'s' if self.num_streams > 1 else ''}"
         return ", ".join([kind, *pruned, streams, self.stream_schedule.replace("-", " ")])
 
-    def options(self) -> str:
-        tree = self.tree
-        shape = f"--tree best --tree-size {tree.size}"
-        if tree.kind == "full":
-            shape = f"--tree full --tree-width {tree.full_width}"
-        pruned = f" --prune budget --prune-to {self.num_kept}" if self.is_pruned else ""
-        drafter = f'--drafter "streams schedule={self.stream_schedule}"'
-        return f"{drafter} {shape}{pruned} --num-streams {self.num_streams}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredShape:
