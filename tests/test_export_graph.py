@@ -102,8 +102,9 @@ def test_a_draft_vocabulary_limits_the_drafts(profile, tmp_path):
 @pytest.mark.parametrize("vocab", [None, VOCAB], ids=["", "vocabulary"])
 def test_a_condition_scores_the_drafts(profile, vocab, tmp_path):
     changes = {} if vocab is None else {"draft_vocab": vocab, "draft_vocab_size": len(vocab)}
-    folders = write_pair(tmp_path, condition_rank=4, adapter_scope="streams", **changes)
-    trees = FULL, BEST, TreeConfig(size=6, width=2), TreeConfig(width=1), TreeConfig(size=2)
+    changes |= {"condition_rank": 4, "num_streams": 3, "adapter_scope": "streams"}
+    folders = write_pair(tmp_path, **changes)
+    trees = FULL, BEST, TreeConfig(size=6, width=2), TreeConfig(size=9), TreeConfig(width=1)
     settings = [config(profile=profile, tree=tree) for tree in trees]
     assert_same_steps(folders, *settings, replace(settings[1], prune_to=PRUNED))
 
@@ -131,7 +132,8 @@ TREE = tree_from_parents([7, 1, 6, 3], PARENTS)
 @torch.no_grad()
 def expected_step(folders):
     """The reference; targets of every node; its streams' states behind the norm."""
-    reference = build_reference(folders.base, folders.load_adapter(), 2)
+    adapter = folders.load_adapter()
+    reference = build_reference(folders.base, adapter, adapter.config.num_streams)
     input_ids, positions, visible = tree_inputs(PROMPT[:-1], TREE.tokens.tolist(), PARENTS)
     nodes = torch.arange(len(PROMPT) - 1, input_ids.shape[1])
     where = {"positions": positions, "visible": visible, "stream_rows": nodes}
@@ -167,11 +169,13 @@ def test_a_step_is_the_references(scope, profile, tmp_path):
 @pytest.mark.parametrize("profile", ["gpu", "ane"])
 def test_conditional_scores_are_the_references(profile, tmp_path):
     """As its corrected states give them, by the whole head."""
-    folders = write_pair(tmp_path, condition_rank=4, draft_vocab=VOCAB, draft_vocab_size=len(VOCAB))
+    vocab = {"draft_vocab": VOCAB, "draft_vocab_size": len(VOCAB)}
+    folders = write_pair(tmp_path, condition_rank=4, num_streams=4, **vocab)
     manifest, found = one_step(folders, profile)
     reference, targets, streams = expected_step(folders)
     last, count = int(found["last"][0]), manifest.tree.num_candidates
     assert manifest.tree.is_conditional and count == len(VOCAB)
+    assert len(np.unique(found["candidate_tokens"], axis=0)) == 4  # no stream's order is another's
     previous = targets[last].expand(count)
     for stream, own in enumerate(streams[last]):
         logits = reference.draft_logits(own)
