@@ -38,8 +38,9 @@ class WeightError:
         )
 
 
-def compress(model: Any, kind: str) -> Any:
-    """One function's model with its matrices compressed; a package of several would be refused.
+def compress(model: Any, kind: str, graph: Graph) -> Any:
+    """One function's model, converted from `graph`, with its matrices compressed; a package of
+    several would be refused.
 
     "int8": symmetric, a scale for every output row. "int4": symmetric, a scale for every 32
     inputs of a row. "palettised": 16 values for every 32 output rows, found by k-means.
@@ -61,16 +62,31 @@ def compress(model: Any, kind: str) -> Any:
                 mode="linear_symmetric", dtype=kind, granularity=granularity, block_size=32,
                 weight_threshold=MIN_WEIGHTS,
             )  # fmt: skip
-        each = dict.fromkeys(weight_names(model), change)
+        each = dict.fromkeys(weight_names(model, graph), change)
         return apply(model, optimize.OptimizationConfig(op_name_configs=each))
 
 
-def weight_names(model: Any) -> list[str]:
+def weight_names(model: Any, graph: Graph) -> list[str]:
+    """Those of the base model's matrices, told by content: kernels of the profile ane are not named
+    after their parameters, and LoRA may come with its scale multiplied in."""
     weights = [operation.weight for operation in _operations(model._mil_program)]
     large = [one for one in weights if one.val is not None and one.val.size >= MIN_WEIGHTS]
-    own = ("lora_A", "lora_B", "condition")
-    names = (one.op.name for one in large if not any(name in one.name for name in own))
-    return list(dict.fromkeys(names))
+    added = ("lora_A", "lora_B", "condition")
+    base = {
+        _digest(matrix)
+        for name, matrix in _matrices(graph)
+        if not any(part in name for part in added)
+    }
+    return list(dict.fromkeys(one.op.name for one in large if _digest(one.val) in base))
+
+
+def _matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
+    for name, parameter in graph.named_parameters():
+        if parameter.dim() == 2:
+            yield name, parameter.numpy()
+    for head in (graph.profile.head, graph.profile.draft_head):
+        for piece in head.weight.detach().split(head.piece):
+            yield "head", piece.numpy()
 
 
 def _operations(program: Any, function: str = "main") -> Iterator[Any]:
@@ -85,10 +101,7 @@ def expected_matrices(model: Any, graph: Graph) -> dict[str, np.ndarray]:
     In float32 where it is one of the graph's own matrices; what the converter made by itself, such
     as LoRA with its scale multiplied in, as it is in the uncompressed model.
     """
-    own = [x.numpy() for x in graph.parameters() if x.dim() == 2]
-    for head in (graph.profile.head, graph.profile.draft_head):
-        own += [piece.numpy() for piece in head.weight.detach().split(head.piece)]
-    truth = {_digest(matrix): matrix for matrix in own}
+    truth = {_digest(matrix): matrix for _, matrix in _matrices(graph)}
     found = {}
     for operation in _operations(model._mil_program):
         weight = operation.weight.val

@@ -193,7 +193,8 @@ def _write_package(
             expected = compression.expected_matrices(models[DECODE], graph)
         if config.compression != "none":
             with report.stage(f"compress {graph.name}"):
-                models[graph.name] = compression.compress(models[graph.name], config.compression)
+                model = models[graph.name]
+                models[graph.name] = compression.compress(model, config.compression, graph)
     with report.stage("write"):
         packages.merge_functions(models, package)
         packages.write_metadata(package, texts)
