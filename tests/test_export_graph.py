@@ -111,6 +111,13 @@ def test_a_condition_scores_the_drafts(profile, vocab, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("profile", ["gpu", "ane"])
+def test_streams_start_from_the_root_too(profile, tmp_path):
+    folders = write_pair(tmp_path, condition_rank=4, root_init_rank=3, adapter_scope="streams")
+    assert_same_steps(folders, *(config(profile=profile, prune_to=n) for n in (None, PRUNED)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["gpu", "ane"])
 def test_a_tasks_lora_acts_on_every_row_beside_the_streams_own(profile, tmp_path):
     folders = write_pair(tmp_path, adapter_scope="streams")
     before, _ = first_tokens(torch_steps(folders, config(profile=profile), PROMPT), TOKENS)
@@ -130,16 +137,19 @@ TREE = tree_from_parents([7, 1, 6, 3], PARENTS)
 
 
 @torch.no_grad()
-def expected_step(folders):
-    """The reference; targets of every node; its streams' states behind the norm."""
+def expected_step(folders, last):
+    """The reference; targets of every node; states of the streams of `last` behind the norm."""
     adapter = folders.load_adapter()
     reference = build_reference(folders.base, adapter, adapter.config.num_streams)
-    input_ids, positions, visible = tree_inputs(PROMPT[:-1], TREE.tokens.tolist(), PARENTS)
-    nodes = torch.arange(len(PROMPT) - 1, input_ids.shape[1])
-    where = {"positions": positions, "visible": visible, "stream_rows": nodes}
-    found = reference.hidden_states(input_ids, **where)
-    logits = reference.base.lm_head(found.main[0, nodes])
-    return reference, logits.argmax(dim=-1), found.streams[0]
+    tokens, text = TREE.tokens.tolist(), PROMPT[:-1]
+    input_ids, positions, visible = tree_inputs(text, tokens, PARENTS)
+    where = {"positions": positions, "visible": visible, "stream_rows": torch.arange(0)}
+    main = reference.hidden_states(input_ids, **where).main[0, len(text) :]
+    targets = reference.base.lm_head(main).argmax(dim=-1)
+    path = [node for node in range(4) if TREE.ancestors[last, node]]
+    text = torch.tensor([[*text, *(tokens[node] for node in path), targets[last]]])
+    found = reference.hidden_states(text, stream_rows=torch.tensor([text.shape[1] - 2]))
+    return reference, targets, found.streams[0, 0]
 
 
 def one_step(folders, profile):
@@ -154,12 +164,13 @@ def one_step(folders, profile):
 
 @pytest.mark.parametrize("profile", ["gpu", "ane"])
 @pytest.mark.parametrize("scope", ["all", "streams"])
-def test_a_step_is_the_references(scope, profile, tmp_path):
-    folders = write_pair(tmp_path, adapter_scope=scope)
+@pytest.mark.parametrize("root", [0, 3], ids=["f alone", "rooted"])
+def test_a_step_is_the_references(root, scope, profile, tmp_path):
+    folders = write_pair(tmp_path, adapter_scope=scope, root_init_rank=root)
     manifest, found = one_step(folders, profile)
-    reference, targets, streams = expected_step(folders)
+    reference, targets, streams = expected_step(folders, int(found["last"][0]))
     assert found["target_tokens"][:4].tolist() == targets.tolist()
-    logprobs = reference.draft_logits(streams[int(found["last"][0])]).log_softmax(dim=-1)
+    logprobs = reference.draft_logits(streams).log_softmax(dim=-1)
     values, tokens = logprobs.topk(manifest.tree.num_candidates)
     assert found["candidate_tokens"].tolist() == tokens.tolist()
     assert np.allclose(found["candidate_logprobs"], values.detach().numpy(), atol=1e-4)
@@ -172,12 +183,12 @@ def test_conditional_scores_are_the_references(profile, tmp_path):
     vocab = {"draft_vocab": VOCAB, "draft_vocab_size": len(VOCAB)}
     folders = write_pair(tmp_path, condition_rank=4, num_streams=4, **vocab)
     manifest, found = one_step(folders, profile)
-    reference, targets, streams = expected_step(folders)
     last, count = int(found["last"][0]), manifest.tree.num_candidates
+    reference, targets, streams = expected_step(folders, last)
     assert manifest.tree.is_conditional and count == len(VOCAB)
     assert len(np.unique(found["candidate_tokens"], axis=0)) == 4  # no stream's order is another's
     previous = targets[last].expand(count)
-    for stream, own in enumerate(streams[last]):
+    for stream, own in enumerate(streams):
         logits = reference.draft_logits(own)
         before, columns = logits.log_softmax(dim=-1).topk(count)
         assert found["candidate_tokens"][stream].tolist() == VOCAB[columns].tolist()

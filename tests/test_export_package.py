@@ -59,13 +59,14 @@ class Exported:
 
 @pytest.fixture(scope="module")
 def make_export(tmp_path_factory):
-    """Exports by scope, rank of the condition and settings, each made once."""
+    """Exports by scope, rank of condition and root_init, and settings, each made once."""
     made, pairs = {}, {}
 
     def make(scope="all", rank=0, **changes) -> Exported:
         if (scope, rank) not in pairs:
             folder = tmp_path_factory.mktemp(scope)
-            pairs[scope, rank] = write_small(folder, adapter_scope=scope, condition_rank=rank)
+            ranks = {"condition_rank": rank, "root_init_rank": rank}
+            pairs[scope, rank] = write_small(folder, adapter_scope=scope, **ranks)
         settings, folders = config(**changes), pairs[scope, rank]
         if (scope, rank, settings) not in made:
             out = folders.base.parent / f"out{len(made)}"
@@ -184,7 +185,7 @@ def operations(package: Path) -> list[str]:
 
 def test_each_profile_has_the_operations_that_it_was_made_for(make_export):
     gpu = operations(make_export(profile="gpu").out / "model.mlpackage")
-    assert gpu.count("scaled_dot_product_attention") == 2
+    assert gpu.count("scaled_dot_product_attention") == 3  # streams pass one layer again
     assert gpu.count("scatter_along_axis") == gpu.count("coreml_update_state") == 4
     assert not {"conv", "slice_update"} & set(gpu)
     ane = operations(make_export(profile="ane", rank=4).out / "model.mlpackage")

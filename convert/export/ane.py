@@ -8,12 +8,11 @@ layers, because those have rows before channels.
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from ssmlx.errors import require
 
-from ..reference.model import LowRank, StreamFusedReference
+from ..reference.model import LoraLinear, LowRank, StreamFusedReference
 from .parts import Profile, Rows
 from .settings import GraphSizes
 
@@ -23,14 +22,14 @@ _PARTS = (
 )  # fmt: skip
 
 
-def convolve(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """A linear module on [1, in, 1, R]: [1, out, 1, R]."""
+def convolve(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """A linear module, also one of low rank or with LoRA, on [1, in, 1, R]: [1, out, 1, R]."""
+    if isinstance(module, LowRank):
+        return convolve(module.lora_B, convolve(module.lora_A, x))
+    if isinstance(module, LoraLinear):
+        y = convolve(module.linear, x)
+        return y + module.scale * convolve(module.adapter, x) if module.rows_are_streams else y
     return functional.conv2d(x, module.weight[:, :, None, None], module.bias)
-
-
-def low_rank(pair: LowRank, x: torch.Tensor) -> torch.Tensor:
-    """B A x on [1, in, 1, R]."""
-    return convolve(pair.lora_B, convolve(pair.lora_A, x))
 
 
 def rms_norm(norm: Any, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -54,11 +53,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + turned * sin
 
 
-def turn_values(values: torch.Tensor, heads: int, num_streams: int, step: float) -> torch.Tensor:
-    """Eq. 7 on the values of stream rows [1, Hkv * Dh, 1, M * G]."""
+def turn_values(values: torch.Tensor, heads: int, step: float) -> torch.Tensor:
+    """Eq. 7 on the values of a node's streams [1, Hkv * Dh, 1, G]."""
+    num_streams = values.shape[3]
     angles = step * torch.arange(1, num_streams + 1, dtype=torch.float32)
     cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
-    parted = values.reshape(heads, -1, values.shape[3] // num_streams, num_streams)
+    parted = values.reshape(heads, -1, num_streams)
     real, imaginary = parted.chunk(2, dim=1)
     turned = torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=1)
     return turned.reshape(values.shape)
@@ -107,19 +107,20 @@ class AneProfile(Profile):
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
         cos, sin = (table[:, rows.positions][None, None].to(hidden.dtype) for table in self._tables)
         columns = torch.arange(self.sizes.num_slots, dtype=torch.int32)
-        placed = (rows.slots[:, None] == columns).to(rows.mask.dtype)[None, None]
-        kept = 1 - placed.sum(dim=2, keepdim=True)
-        self.count.nodes = rows.slots.shape[0]
+        blend = None
+        if rows.slots is not None:
+            placed = (rows.slots[:, None] == columns).to(rows.mask.dtype)[None, None]
+            blend = placed, 1 - placed.sum(dim=2, keepdim=True)
         for index in range(first, last):
             layer: Any = self.decoder.layers[index]
             normed = rms_norm(layer.input_layernorm, hidden, 1)
             query, keys, values = self._project(layer.self_attn, normed, cos, sin)
-            keys, values = self._remember(index, keys, values, rows, (placed, kept))
+            keys, values = self._visible(index, keys, values, rows, blend)
             mixed = attend(query, keys, values, rows.mask, layer.self_attn.scaling)
-            hidden = hidden + _apply(layer.self_attn.o_proj, mixed)
+            hidden = hidden + convolve(layer.self_attn.o_proj, mixed)
             normed, mlp = rms_norm(layer.post_attention_layernorm, hidden, 1), layer.mlp
-            gate = mlp.act_fn(_apply(mlp.gate_proj, normed))
-            hidden = hidden + _apply(mlp.down_proj, gate * _apply(mlp.up_proj, normed))
+            gate = mlp.act_fn(convolve(mlp.gate_proj, normed))
+            hidden = hidden + convolve(mlp.down_proj, gate * convolve(mlp.up_proj, normed))
         return hidden
 
     def _project(
@@ -127,66 +128,40 @@ class AneProfile(Profile):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [1, H, Dh, R], keys and values [1, Hkv * Dh, 1, R] of [1, D, 1, R]."""
         rows = x.shape[3]
-        query = _apply(attention.q_proj, x).reshape(1, self._heads, self._width, rows)
-        keys = _apply(attention.k_proj, x).reshape(1, self._kv_heads, self._width, rows)
+        query = convolve(attention.q_proj, x).reshape(1, self._heads, self._width, rows)
+        keys = convolve(attention.k_proj, x).reshape(1, self._kv_heads, self._width, rows)
         if hasattr(attention, "q_norm"):
             query = rms_norm(attention.q_norm, query, 2)
             keys = rms_norm(attention.k_norm, keys, 2)
         keys = rotate(keys, cos, sin).reshape(1, -1, 1, rows)
-        return rotate(query, cos, sin), keys, _apply(attention.v_proj, x)
+        return rotate(query, cos, sin), keys, convolve(attention.v_proj, x)
 
-    def _remember(
+    def _visible(
         self,
         layer: int,
         keys: torch.Tensor,
         values: torch.Tensor,
         rows: Rows,
-        slots: tuple[torch.Tensor, torch.Tensor],
+        blend: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the nodes' keys and values; what the rows see: slots, then streams.
+        """The keys and values that the rows see: slots, nodes' own written there; then streams.
 
-        `slots` are as ones and zeros: [1, 1, node rows, S] which row goes to which one, and
+        `blend` is the nodes' slots as ones and zeros: [1, 1, R, S] which row goes to which one, and
         [1, 1, 1, S] which ones stay as they are.
         """
-        nodes, (placed, kept) = rows.slots.shape[0], slots
         key_cache, value_cache = rows.caches[2 * layer : 2 * layer + 2]
+        if blend is None:
+            if self.config.rotation_step:
+                values = turn_values(values, self._kv_heads, self.config.rotation_step)
+            return torch.cat([key_cache, keys], dim=3), torch.cat([value_cache, values], dim=3)
+        placed, kept = blend
         for cache, new in ((key_cache, keys), (value_cache, values)):
-            written = new[..., :nodes].transpose(1, 2) @ placed
+            written = new.transpose(1, 2) @ placed
             cache[:] = cache * kept + written.transpose(1, 2)
-        if not rows.num_streams:
-            return key_cache, value_cache
-        behind, step = values[..., nodes:], self.config.rotation_step
-        if step:
-            behind = turn_values(behind, self._kv_heads, rows.num_streams, step)
-        return (
-            torch.cat([key_cache, keys[..., nodes:]], dim=3),
-            torch.cat([value_cache, behind], dim=3),
-        )
-
-    def start_streams(self, nodes: torch.Tensor) -> torch.Tensor:
-        model, started = self.reference, nodes
-        if model.stream_init is not None:
-            started = low_rank(model.stream_init, nodes)
-        if self.config.stream_init == "residual":
-            started = nodes + started
-        _, width, _, count = nodes.shape
-        spread = started[0, :, 0, :, None]
-        if model.stream_embeddings is None:
-            spread = spread.expand(width, count, self.sizes.num_streams)
-        else:
-            spread = spread + model.stream_embeddings.t()[:, None]
-        return spread.reshape(1, width, 1, -1)
-
-    def exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
-        assert self.reference.prune_adapter is not None
-        return self.norm(nodes + low_rank(self.reference.prune_adapter, nodes))
+        return key_cache, value_cache
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return rms_norm(self.decoder.module.norm, hidden, 1)
-
-
-def _apply(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return convolve(module, x) if isinstance(module, nn.Linear) else module(x)
 
 
 def _check_layers(model: StreamFusedReference) -> None:

@@ -7,7 +7,7 @@ and drafting is what they are there for.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,10 @@ def _matrices(graph: Graph) -> Iterator[tuple[str, np.ndarray]]:
             yield "head", piece.numpy()
 
 
-def _operations(program: Any, function: str = "main") -> Iterator[Any]:
-    for operation in program.functions[function].operations:
-        if operation.op_type in MATRIX_OPS:
-            yield operation
+def _operations(program: Any, function: str = "main") -> Iterable[Any]:
+    """The last product of each matrix: nodes and streams are multiplied by the same."""
+    every = program.functions[function].operations
+    return {one.weight.name: one for one in every if one.op_type in MATRIX_OPS}.values()
 
 
 def expected_matrices(model: Any, graph: Graph) -> dict[str, np.ndarray]:

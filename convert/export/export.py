@@ -11,7 +11,6 @@ It is written beside its place and renamed, so that it is there whole or not at 
 import importlib.metadata
 import json
 import platform
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -119,13 +118,7 @@ def adapter_for_export(folder: Path, adapter: str | None) -> Adapter:
         expected="--adapter, or a fused model folder",
         do="name an adapter or its folder",
     )
-    own = load_adapter(found or folder)
-    if own.streams.root_init is not None:
-        # A package's streams run before the newest token is decided.
-        print("left out: what the newest token tells the adapter's streams", file=sys.stderr)
-        config = replace(own.config, root_init_rank=0)
-        own = replace(own, config=config, streams=replace(own.streams, root_init=None))
-    return own
+    return load_adapter(found or folder)
 
 
 def build_graphs(folder: Path, adapter: Adapter, config: ExportConfig) -> tuple[Graph, Graph]:

@@ -42,7 +42,7 @@ def grouped_attention(
 class _SlotKeys:
     """The part of transformers' `Cache` that attention calls, for one layer and one call.
 
-    Node rows go to their slots, in place; stream rows are put behind the slots and are not kept.
+    Nodes go to their slots, in place; streams are put behind the slots and are not kept.
     """
 
     def __init__(
@@ -55,19 +55,14 @@ class _SlotKeys:
         self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[1, Hkv, R, Dh] keys and values of the rows -> those that the rows may see."""
-        nodes, streams = self._rows.slots.shape[0], self._rows.num_streams
-        index = self._rows.slots.long()[None, None, :, None].expand_as(keys[:, :, :nodes])
-        self._keys.scatter_(2, index, keys[:, :, :nodes])
-        self._values.scatter_(2, index, values[:, :, :nodes])
-        if not streams:
-            return self._keys, self._values
-        behind = values[:, :, nodes:]
-        if self._rotation_step:
-            behind = rotate_values(behind, streams, self._rotation_step)
-        return (
-            torch.cat([self._keys, keys[:, :, nodes:]], dim=2),
-            torch.cat([self._values, behind], dim=2),
-        )
+        if self._rows.slots is None:
+            if self._rotation_step:
+                values = rotate_values(values, values.shape[2], self._rotation_step)
+            return torch.cat([self._keys, keys], dim=2), torch.cat([self._values, values], dim=2)
+        index = self._rows.slots.long()[None, None, :, None].expand_as(keys)
+        self._keys.scatter_(2, index, keys)
+        self._values.scatter_(2, index, values)
+        return self._keys, self._values
 
 
 class GpuProfile(Profile):
@@ -93,7 +88,6 @@ class GpuProfile(Profile):
             tables = tuple(table[rows.positions][None].to(hidden.dtype) for table in self.rotary)
             rotary = {"position_embeddings": tables}
         mask = rows.mask.repeat(1, 1, self.groups, 1)
-        self.count.nodes = rows.slots.shape[0]
         for layer in range(first, last):
             keys, values = rows.caches[2 * layer : 2 * layer + 2]
             slots = _SlotKeys(keys, values, rows, self.config.rotation_step)

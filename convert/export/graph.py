@@ -24,7 +24,7 @@ and what it gets, beside the cache:
 "prefill" takes tokens, positions, slots and mask of T prompt tokens, and gives the last slot.
 
 The stages are those of `ssmlx/decoding/loop.py`. Acceptance is part of the graph, so that the
-streams of one node alone pass the LM head.
+streams of one node alone are computed, behind the nodes, and may start from the newest token.
 """
 
 from dataclasses import dataclass
@@ -108,8 +108,9 @@ class DecodeGraph(Graph):
     ) -> None:
         super().__init__(profile, num_layers)
         self.split, sizes = split, profile.sizes
-        dtype = profile.head.weight.dtype
-        own = own_stream_mask(sizes.num_kept, sizes.num_streams, dtype)
+        # Eq. 2 among streams: each sees those before it and itself.
+        every = torch.full((sizes.num_streams, sizes.num_streams), MASKED)
+        own = every.triu(1)[None, None].to(profile.head.weight.dtype)
         self.own: torch.Tensor
         self.vocab: torch.Tensor | None
         self.ahead: torch.Tensor
@@ -148,11 +149,15 @@ class DecodeGraph(Graph):
             tokens, positions, slots, depths = (x[keep] for x in (tokens, positions, slots, depths))
             mask, ancestors = mask[:, :, keep], ancestors[keep][:, keep]
             parents = (parents[keep][:, None] == keep).int().argmax(dim=-1).int()
-        rows = self._upper(hidden, Rows(positions, slots, mask, caches))
-        nodes = profile.norm(profile.take(rows, torch.arange(sizes.num_kept)))
-        targets = profile.head.choose(nodes)
+        nodes = Rows(positions, slots, mask, caches)
+        normed = profile.norm(profile.run(hidden, self.split, self.num_layers, nodes))
+        targets = profile.head.choose(normed)
         last = last_accepted(tokens, targets, parents, depths, ancestors)
-        return (targets, *kept, last, *self._draft(rows, last, targets[last]))
+        root, known = targets[last], None
+        if profile.reference.root_init is not None:
+            known = profile.root_states(root, profile.take(normed, last))
+        started = profile.start_streams(profile.take(hidden, last), known)
+        return (targets, *kept, last, *self._draft(self._upper(started, nodes, last), root))
 
     def _edges(
         self, hidden: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor
@@ -165,23 +170,20 @@ class DecodeGraph(Graph):
         total = profile.head.log_total(states)[above]
         return profile.head.logit_of(profile.as_rows(states)[above], tokens) - total
 
-    def _upper(self, hidden: torch.Tensor, nodes: Rows) -> torch.Tensor:
-        """Nodes and their streams through the top layers (eqs. 1 to 3)."""
+    def _upper(self, started: torch.Tensor, nodes: Rows, last: torch.Tensor) -> torch.Tensor:
+        """Streams of node `last` through the top layers, and the norm (eqs. 1 and 2)."""
         profile, streams = self.profile, self.profile.sizes.num_streams
-        ahead = (nodes.positions[:, None] + self.ahead).flatten()
-        positions = torch.cat([nodes.positions, ahead])
-        mask = upper_mask(nodes.mask, self.own, streams)
-        hidden = torch.cat([hidden, profile.start_streams(hidden)], dim=profile.axis)
-        rows = Rows(positions, nodes.slots, mask, nodes.caches, streams)
-        return profile.run(hidden, self.split, self.num_layers, rows)
+        seen = nodes.mask[:, :, last].expand(-1, -1, streams, -1)
+        mask = torch.cat([seen, self.own], dim=3)
+        rows = Rows(nodes.positions[last] + self.ahead, None, mask, nodes.caches)
+        with profile.reference.adapting_streams():
+            return profile.norm(profile.run(started, self.split, self.num_layers, rows))
 
     def _draft(
-        self, rows: torch.Tensor, last: torch.Tensor, root: torch.Tensor
+        self, streams: torch.Tensor, root: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Candidates of the streams of node `last`, whose next token is `root` [1]."""
+        """Candidates of the streams of a node whose next token is `root` [1]."""
         profile, sizes = self.profile, self.profile.sizes
-        own = sizes.num_kept + last * sizes.num_streams + self.ahead - 1
-        streams = profile.norm(profile.take(rows, own))
         columns, logprobs = profile.draft_head.rank(streams, sizes.tree.num_candidates)
         tokens = columns if self.vocab is None else self.vocab[columns]
         if sizes.tree.is_conditional:
@@ -208,31 +210,6 @@ class Converted(nn.Module):
         if self.stateful:
             return graph(*tensors, *(getattr(self, name) for name in graph.caches))
         return (*graph(*tensors), *tensors[len(graph.inputs) :])
-
-
-# --- Masks, additive, from the mask of the nodes that the host gives --------------------------
-
-
-def own_stream_mask(num_nodes: int, num_streams: int, dtype: torch.dtype) -> torch.Tensor:
-    """[M * G, M * G] eq. 2 among stream rows: stream j of a node sees the node's streams 1 to j."""
-    row = torch.arange(num_nodes * num_streams)
-    same_node = row[:, None] // num_streams == row // num_streams
-    visible = same_node & (row <= row[:, None])
-    return torch.where(visible, 0.0, MASKED).to(dtype)
-
-
-def upper_mask(nodes: torch.Tensor, own: torch.Tensor, num_streams: int) -> torch.Tensor:
-    """[1, 1, M * (1 + G), S + M * G] mask of nodes and their streams (eqs. 1 and 2).
-
-    `nodes` [1, 1, M, S] is what each node sees, and its streams too; `own` is `own_stream_mask`.
-    """
-    _, _, num_nodes, num_slots = nodes.shape
-    num_rows = own.shape[0]
-    blind = torch.full((1, 1, num_nodes, num_rows), MASKED, dtype=nodes.dtype)
-    node_rows = torch.cat([nodes, blind], dim=3)
-    seen = nodes[0, 0, :, None].expand(num_nodes, num_streams, num_slots)
-    seen = seen.reshape(1, 1, num_rows, num_slots)
-    return torch.cat([node_rows, torch.cat([seen, own[None, None]], dim=3)], dim=2)
 
 
 # --- What a step decides about its tree: the rules of `ssmlx.decoding`, on fixed shapes --------

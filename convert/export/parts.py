@@ -17,24 +17,18 @@ from torch.nn import functional
 from ssmlx.model.condition import EPSILON
 
 from ..reference.checkpoint import merge_lora
-from ..reference.model import LoraLinear, StreamFusedReference
+from ..reference.model import StreamFusedReference
 from .settings import GraphSizes
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     positions: torch.Tensor  # [R] int32
-    slots: torch.Tensor  # [node rows] int32, where the nodes' keys and values go
-    mask: torch.Tensor  # [1, 1, R, S + stream rows] additive
+    # [R] int32, where nodes' keys and values go; None for streams, which are not kept: they see
+    # each other behind the slots
+    slots: torch.Tensor | None
+    mask: torch.Tensor  # [1, 1, R, S] additive, of streams [1, 1, R, S + R]
     caches: Sequence[torch.Tensor]  # keys and values of every layer, in turn
-    num_streams: int = 0  # streams of each node among the rows; 0 for nodes alone
-
-
-@dataclass
-class RowCount:
-    """Rows in front of a call's stream rows, shared by its LoRA modules."""
-
-    nodes: int = 0
 
 
 class Head(nn.Module):
@@ -112,32 +106,10 @@ def share_anew(logprobs: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     return scores - log_total(scores) + log_total(logprobs)[:, None]
 
 
-def columns(x: torch.Tensor, axis: int, first: int | None, last: int | None = None) -> torch.Tensor:
-    """Rows `first` to `last` - 1 of hidden states, which stand along `axis`."""
-    return x[:, first:last] if axis == 1 else x[..., first:last]
-
-
-class StreamRowsLora(nn.Module):
-    """LoRA on stream rows alone, where they stand behind the nodes in one call."""
-
-    def __init__(self, wrapped: LoraLinear, count: RowCount, axis: int, linear: Any) -> None:
-        super().__init__()
-        self.linear, self.adapter, self.scale = wrapped.linear, wrapped.adapter, wrapped.scale
-        self._count, self._axis, self._of = count, axis, linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        nodes, axis, y = self._count.nodes, self._axis, self._of(self.linear, x)
-        if x.shape[axis] == nodes:
-            return y
-        pair, own = self.adapter, columns(x, axis, nodes)
-        delta = self.scale * self._of(pair.lora_B, self._of(pair.lora_A, own))
-        return torch.cat([columns(y, axis, None, nodes), columns(y, axis, nodes) + delta], axis)
-
-
 class Profile(nn.Module, ABC):
     """How a model's parts are laid out; `gpu.py` and `ane.py` have one each.
 
-    The reference is used up, as its LoRA is merged or wrapped anew.
+    The reference is used up: LoRA that acts on every row is merged.
     """
 
     axis: int  # of the rows in hidden states
@@ -146,8 +118,9 @@ class Profile(nn.Module, ABC):
     def __init__(self, model: StreamFusedReference, sizes: GraphSizes) -> None:
         super().__init__()
         self.base, self.config, self.sizes = model.base, model.config, sizes
-        self.decoder, self.reference, self.count = model.decoder, model, RowCount()
-        self._wrap_lora(model)
+        self.decoder, self.reference = model.decoder, model
+        if model.config.adapter_scope == "all":
+            merge_lora(model)
         # Attention modules that do not name it have a KV head for every query head.
         self.groups = getattr(self.decoder.layers[0].self_attn, "num_key_value_groups", 1)
         # A stream looks G positions ahead of the last slot.
@@ -160,25 +133,12 @@ class Profile(nn.Module, ABC):
         if (vocab := model.draft_vocab) is not None:
             bias = None if head.bias is None else head.bias[vocab]
             self.draft_head = new_head(head.weight[vocab].detach(), bias)
-        if model.condition is not None:
+        if model.condition is not None or model.root_init is not None:
             squares = self.decoder.like.float().square().mean(dim=-1)
             # Of a row of zeros as much as float16 holds.
             inverse_rms = (squares + EPSILON).rsqrt().clamp(max=6e4)
             self.inverse_rms: torch.Tensor  # [V] of the embeddings
             self.register_buffer("inverse_rms", inverse_rms, persistent=False)
-
-    def _wrap_lora(self, model: StreamFusedReference) -> None:
-        """Make LoRA free where it acts on every row; else apply it to stream rows."""
-        if model.config.adapter_scope == "all":
-            merge_lora(model)
-            return
-        for path, adapted in model.adapters.items():
-            _, index, place = path.split(".", 2)
-            parent, _, name = place.rpartition(".")
-            layer: Any = model.decoder.layers[int(index)]
-            wrapped = StreamRowsLora(adapted, self.count, self.axis, self.linear_of)
-            setattr(layer.get_submodule(parent), name, wrapped)
-        model.adapters = {}
 
     @staticmethod
     def linear_of(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -204,15 +164,18 @@ class Profile(nn.Module, ABC):
         """Hidden states of tokens [R] at positions [R]."""
         return self.from_rows(self.decoder.embed(tokens[None], positions[None])[0])
 
+    def unit_embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[m, D] the embeddings of `tokens` [m], each of RMS 1."""
+        return functional.embedding(tokens, self.decoder.like) * self.inverse_rms[tokens, None]
+
     def condition_logits(
         self, streams: torch.Tensor, previous: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
         """[G, K, K] what each token of `previous` [G, K] adds to the logits of `tokens` [G, K], of
         `streams` as `norm` gives them."""
         given: Any = self.reference.condition
-        above = previous.flatten()
-        embedded = self.from_rows(functional.embedding(above, self.decoder.like))
-        told = self.as_rows(self.linear_of(given.embed, embedded)) * self.inverse_rms[above, None]
+        embedded = self.from_rows(self.unit_embeddings(previous.flatten()))
+        told = self.as_rows(self.linear_of(given.embed, embedded))
         gate = self.as_rows(self.linear_of(given.gate, streams)).sigmoid()[:, None]
         mixed = (gate * told.reshape(*tokens.shape, -1)).flatten(0, 1)
         correction = self.as_rows(self.linear_of(given.out, self.from_rows(mixed)))
@@ -222,15 +185,29 @@ class Profile(nn.Module, ABC):
 
     @abstractmethod
     def run(self, hidden: torch.Tensor, first: int, last: int, rows: Rows) -> torch.Tensor:
-        """Layers `first` to `last` - 1; they write into their `rows.caches`."""
+        """Layers `first` to `last` - 1; nodes write into their `rows.caches`."""
 
-    def start_streams(self, nodes: torch.Tensor) -> torch.Tensor:
-        """Eq. 3: the M * G stream rows of M nodes."""
-        return self.reference.insert_streams(nodes)
+    def root_states(self, roots: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """The reference's, of tokens [m] and of m hidden states behind the norm."""
+        embedded = self.unit_embeddings(roots)
+        return self.from_rows(torch.cat([embedded, self.as_rows(normed)], dim=-1))
+
+    def start_streams(self, node: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
+        """Eq. 3: the G stream rows of one node; see the reference's `insert_streams`."""
+        model, started = self.reference, node
+        if model.stream_init is not None:
+            started = self.linear_of(model.stream_init, node)
+        if self.config.stream_init == "residual":
+            started = node + started
+        if model.root_init is not None:
+            started = started + self.linear_of(model.root_init, known)
+        if model.stream_embeddings is None:
+            return torch.cat([started] * self.sizes.num_streams, dim=self.axis)
+        return started + self.from_rows(model.stream_embeddings)
 
     def exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
         """Nodes as the early exit's head takes them (section 3.2.3)."""
-        return self.reference.early_exit_states(nodes)
+        return self.norm(nodes + self.linear_of(self.reference.prune_adapter, nodes))
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.decoder.norm(hidden)

@@ -361,7 +361,7 @@ class StreamFusedReference(nn.Module):
                 assert input_ids is not None, "these streams start from the root too"
                 known = self.root_states(input_ids[:, carriers + 1], main[:, carriers])
             streams = self.insert_streams(start, known)
-            with self._adapting_streams():
+            with self.adapting_streams():
                 for index, keys in kept:
                     streams = self._run_layer(index, streams, speculative_rows, keys)
         grouped = streams.unflatten(1, (len(carriers), self.config.num_streams))
@@ -460,7 +460,8 @@ class StreamFusedReference(nn.Module):
         return found[0] if isinstance(found, tuple) else found  # a tuple before transformers 5
 
     @contextmanager
-    def _adapting_streams(self) -> Iterator[None]:
+    def adapting_streams(self) -> Iterator[None]:
+        """The rows that pass meanwhile are streams."""
         for adapter in self.adapters.values():
             adapter.rows_are_streams = True
         try:
