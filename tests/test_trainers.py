@@ -848,6 +848,19 @@ def test_streams_of_an_adapter_go_on_as_in_a_run_with_its_settings(
         assert gap(trained[name], array) < 1e-3 and not mx.array_equal(trained[name], started[name])
 
 
+@pytest.mark.parametrize("command", [MLX, TORCH])
+def test_an_adapter_gets_a_start_from_the_root(base, data, tmp_path, command, capsys):
+    first = MLX.train(base, data, tmp_path / "first", *OWN, "--max-steps", "2")
+    root = ("--root-init-rank", "3", "--max-steps", "2")
+    for part in ("streams", "condition"):
+        more = ("--train-only", part, *root)
+        if add_condition(command, base, data, first, tmp_path / part, *more) == 0:
+            found = load_adapter(tmp_path / part / MLX.result)
+            assert found.config.root_init_rank == 3 and found.streams.root_init.b.any()
+    assert part == "condition" and not (tmp_path / part).exists()
+    assert "--root-init-rank would do nothing here" in capsys.readouterr().err
+
+
 def test_a_lora_that_is_no_task_of_this_model_is_refused(base, data, task, tmp_path, capsys):
     def refused(*more):
         return MLX.refusal(capsys, base, data, tmp_path / "run", *more)

@@ -33,8 +33,8 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-_NEW = ("root_init_rank", "condition_rank")
-"""What an adapter may get that it was trained without."""
+_NEW = {"streams": ("root_init_rank", "condition_rank"), "condition": ("condition_rank",)}
+"""What an adapter may get that it was trained without, by the part that is trained."""
 
 
 def training_parser(
@@ -155,12 +155,13 @@ def _of_start(args: argparse.Namespace) -> dict[str, Any]:
     defaults = {
         one.name: None if one.name in _SHOWN else one.default for one in fields(TrainConfig)
     }
-    names = {name for title in ("streams", "LoRA") for name in _GROUPS[title]} - {*_NEW}
+    new = _NEW[args.train_only]
+    names = {name for title in ("streams", "LoRA") for name in _GROUPS[title]} - {*new}
     given = (name for name in sorted(names) if getattr(args, name) != defaults[name])
     own = [name for name in given if getattr(args, name) != found.get(name)]
     own += ["template"] * (args.template not in ("chat", found.get("prompt_template")))
     reject(args, ("task_lora", *own), "the settings that --init has")
-    ranks = {name: found.get(name, 0) or getattr(args, name) for name in _NEW}
+    ranks = {name: found.get(name, 0) or getattr(args, name) for name in new}
     for name, rank in ranks.items():
         asked = getattr(args, name)
         require(
