@@ -347,15 +347,18 @@ def segments_of(
                     for response in responses_of(
                         whole, budget, num_prompt, num_cached, measured, started, told
                     ):
-                        given.append(response)
+                        if done is not None:
+                            given.append(response)
                         yield response
             finally:
-                # Whoever uses the cache next must find no work of this answer in it.
-                mx.eval(cache.state)
-                if plan.experience is not None:
-                    plan.experience.keep()
-                if done is not None:
-                    done(given)
+                try:
+                    # Whoever uses the cache next must find no work of this answer in it.
+                    mx.eval(cache.state)
+                    if plan.experience is not None:
+                        plan.experience.keep()
+                finally:  # a failed call's work may fail again
+                    if done is not None:
+                        done(given)
 
     return turns()
 
