@@ -66,6 +66,11 @@ class LowRank(nn.Module):
         return self.lora_B(self.lora_A(x))
 
 
+def unit(embedded: torch.Tensor) -> torch.Tensor:
+    """[..., D] scaled to an RMS of 1."""
+    return nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
+
+
 class Condition(nn.Module):
     """`ssmlx.model.condition.Condition`; zero when new."""
 
@@ -80,8 +85,7 @@ class Condition(nn.Module):
         return self.out(self.mix(normed, embedded))
 
     def mix(self, normed: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        unit = nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
-        return torch.sigmoid(self.gate(normed)) * self.embed(unit)
+        return torch.sigmoid(self.gate(normed)) * self.embed(unit(embedded))
 
 
 class LoraLinear(nn.Module):
@@ -376,8 +380,7 @@ class StreamFusedReference(nn.Module):
         """[B, K, 2 D] what `root_init` takes: of roots [B, K] and the normed last hidden states
         [B, K, D] that predicted them."""
         embedded = self.decoder.module.embed_tokens(roots.to(normed.device))
-        unit = nn.functional.rms_norm(embedded, embedded.shape[-1:], eps=EPSILON)
-        return torch.cat([unit.to(normed.dtype), normed], dim=-1)
+        return torch.cat([unit(embedded).to(normed.dtype), normed], dim=-1)
 
     def insert_streams(
         self, nodes: torch.Tensor, known: torch.Tensor | None = None

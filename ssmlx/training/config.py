@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..errors import require
 from ..settings import (
@@ -26,8 +26,7 @@ from ..settings import (
 
 Schedule = Literal["linear", "cosine", "constant"]
 Part = Literal["streams", "condition"]
-PARTS = ("streams", "condition")
-SCHEDULES = ("linear", "cosine", "constant")
+PARTS, SCHEDULES = get_args(Part), get_args(Schedule)
 STREAM_INIT_RANK = 32
 DRAFT_VOCAB_SIZE = 16384
 _MAX_RANK = 4096

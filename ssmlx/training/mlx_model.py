@@ -263,10 +263,14 @@ def with_new_parts(adapter: Adapter, train: TrainConfig) -> Adapter:
 
 
 def new_root_init(train: TrainConfig, size: int) -> LowRank | None:
-    rank, rng = train.root_init_rank, np.random.default_rng([train.seed, 2])
-    if not rank:
-        return None
-    return LowRank(_uniform(rng, rank, 2 * size, 2 * size), mx.zeros((size, rank)))
+    return new_low_rank(
+        np.random.default_rng([train.seed, 2]), train.root_init_rank, 2 * size, size
+    )
+
+
+def new_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) -> LowRank | None:
+    """A map from `inputs` to `size` that is zero yet; None of rank 0."""
+    return LowRank(_uniform(rng, rank, inputs, inputs), mx.zeros((size, rank))) if rank else None
 
 
 def new_condition(train: TrainConfig, size: int) -> Condition | None:
@@ -289,12 +293,7 @@ def new_adapter(
 
     The rest is drawn from the run's seed, alike on every machine.
     """
-    rng = np.random.default_rng(train.seed)
-
-    def low_rank(rank: int) -> LowRank | None:
-        size = config.hidden_size
-        return LowRank(_uniform(rng, rank, size, size), mx.zeros((size, rank))) if rank else None
-
+    rng, size = np.random.default_rng(train.seed), config.hidden_size
     scale = train.lora_alpha / train.lora_rank
     embeddings = None
     if config.has_embeddings:
@@ -302,11 +301,11 @@ def new_adapter(
         embeddings = mx.array(drawn.astype(np.float32))
     streams = StreamWeights(
         embeddings,
-        low_rank(config.stream_init_rank),
-        new_root_init(train, config.hidden_size),
-        low_rank(config.prune_rank),
+        new_low_rank(rng, config.stream_init_rank, size, size),
+        new_root_init(train, size),
+        new_low_rank(rng, config.prune_rank, size, size),
         None if draft_vocab is None else mx.array(draft_vocab),
-        new_condition(train, config.hidden_size),
+        new_condition(train, size),
     )
     layers = range(config.insertion_layer, config.num_layers)
     modules: Mapping[str, Any] = dict(backbone.model.named_modules())
