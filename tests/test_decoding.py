@@ -62,7 +62,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.masks import earlier_streams, stream_visibility, window_start
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import PAD_TOKEN
+from ssmlx.model.tree import PAD_TOKEN, grow_tree
 from ssmlx.settings import (
     STREAM_SCHEDULES,
     AcceptanceConfig,
@@ -601,9 +601,13 @@ def test_a_replay_knows_the_window_at_every_place(root):
 
 def test_streams_that_start_from_the_root_guess_otherwise_and_by_themselves():
     plain, rooted = (make_model(adapter={"root_init_rank": rank}) for rank in (0, 3))
-    answer = first_tokens(plain_decode(rooted, PROMPT, rooted.make_cache()), 12)[0]
-    guesses = [guesses_along(model, PROMPT, answer, 2) for model in (plain, rooted)]
-    assert (guesses[0].tokens != guesses[1].tokens).any()
+    answer, lengths, trees = drafted(rooted, "second-pass", tree=PAIR[1])
+    guesses = [guesses_along(model, PROMPT, answer, 6) for model in (plain, rooted)]
+    assert (guesses[0].tokens != guesses[1].tokens).any() and max(lengths) > 1
+    for place, (tokens, _) in zip(np.cumsum(lengths) - 1, trees, strict=True):
+        ranked = (mx.array(array[place]) for array in (guesses[1].tokens, guesses[1].logprobs))
+        grown = grow_tree(mx.array([answer[place]]), *ranked, PAIR[1])
+        assert tuple(np.array(grown.tokens)) == tokens
     with pytest.raises(InputError, match=r"schedule=fused.*expected schedule=second-pass"):
         StreamDrafter(rooted, PAIR[0], 3, "fused")
     with pytest.raises(ValueError, match="not known here"):
