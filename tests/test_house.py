@@ -40,7 +40,7 @@ EXCEPTIONS = {
     ("ssmlx/export.py", "convert/export"),  # the command's stub; the PyTorch side does it
     ("ssmlx/exported/__main__.py", "ssmlx/commands"),  # a command, beside what it runs
 }
-MOST = (30, 28_000, 20_000)  # `sizes`
+MOST = (30, 29_750, 21_200)  # `sizes`
 
 
 @cache
