@@ -120,6 +120,7 @@ class Engine:
         tools: Tools | None = None,
         template_args: Mapping[str, Any] | None = None,
         drafts: Mapping[str, Any] | None = None,
+        prompt_cache: PromptCache | None = None,
         **settings: Unpack[Settings],
     ) -> Answer[GenerationResponse]:
         """Answer a question, segment by segment; what it begins with may be known already.
@@ -132,6 +133,8 @@ class Engine:
             progress: told (tokens processed, tokens in all) while the prompt is processed.
             tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
             drafts: `draft_model` or `heads`, as `ssmlx.stream_generate` takes them.
+            prompt_cache: prompts that this answer may begin with and adds to; the engine's own
+                unless given.
 
         Raises:
             InputError: the question, the adapter or the settings cannot be followed.
@@ -142,7 +145,8 @@ class Engine:
 
         def opened() -> Iterator[GenerationResponse | Prefilled]:
             prompt = self._tokens(model, question, template)
-            return self._segments(model, prompt, config, drafts or {})
+            kept = self.prompt_cache if prompt_cache is None else prompt_cache
+            return self._segments(model, prompt, config, drafts or {}, kept)
 
         answer = Answer(run(opened), progress)
         self._open.add(answer)
@@ -154,14 +158,15 @@ class Engine:
         prompt: list[int],
         config: GenerateConfig,
         drafts: Mapping[str, Any],
+        kept: PromptCache,
     ) -> Iterator[GenerationResponse | Prefilled]:
         cache, known = model.make_cache(), 0
         if not config.deterministic:
-            cache, known = self.prompt_cache.take(model, prompt)
+            cache, known = kept.take(model, prompt)
 
         def done(given: list[GenerationResponse]) -> None:
             written = [*prompt, *(token for one in given for token in one.tokens)]
-            self.prompt_cache.put(model, written, cache)
+            kept.put(model, written, cache)
 
         return segments_of(
             model, self.tokenizer, prompt[known:], config,

@@ -19,7 +19,7 @@ CODE = (".py", ".js", ".html", ".metal", ".swift", ".c", ".h")
 # From the top down; an import goes to a later word or line, or stays on its own.
 BUILDINGS = ["examples", "perf", "convert", "ssmlx"]
 ROOMS = [
-    "chat generate train export calibrate caches",
+    "chat generate train export calibrate caches server",
     "commands",
     "engine",
     "calibration",
@@ -137,7 +137,10 @@ def test_no_imports_go_in_a_circle():
     assert list(circles()) == []
 
 
-SPEAKING = ("ssmlx/commands/", "ssmlx/exported/__main__.py", "convert/", "perf/", "examples/")
+SPEAKING = (
+    "ssmlx/commands/", "ssmlx/exported/__main__.py", "ssmlx/server/__main__.py",
+    "convert/", "perf/", "examples/",
+)  # fmt: skip
 LOUD = {"print", "input", "breakpoint", "exit", "quit"}  # calls
 RUDE = {"signal", "subprocess", "multiprocessing", "pdb", "warnings"}  # modules
 STREAMS = {"stdin", "stdout", "stderr", "__stdout__", "__stderr__"}  # of `sys`

@@ -222,8 +222,11 @@ def _value(told: str, key: str, text: str) -> Any:
 # no default, so that they can be refused ---
 
 
-def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | None = None) -> None:
-    """Which model and adapter to load; `default_adapter` is for the help."""
+def add_model_options(
+    parser: argparse.ArgumentParser, default_adapter: str | None = None, adapters: Any = str
+) -> None:
+    """Which model and adapter to load; `default_adapter` is for the help. Of type `list`, there may
+    be several adapters."""
     bundled = ", ".join(bundled_adapters()) or "none in this installation"
     default = f"{default_adapter}, where it belongs to the model" if default_adapter else "none"
     add_options(
@@ -231,7 +234,8 @@ def add_model_options(parser: argparse.ArgumentParser, default_adapter: str | No
         ("--model", "MODEL", "a folder (mlx-lm or Hugging Face layout), a Hub name such as "
          "org/name or org/name@revision, or an alias (default: %(default)s)", DEFAULT_MODEL),
         ("--adapter", "ADAPTER", "the streams that draft, and LoRA: one that ships with ssmlx "
-         f"({bundled}), a trained folder, or none (default: the model's own, or {default})", str),
+         f"({bundled}), a trained folder, or none (default: the model's own, or {default})",
+         adapters),
         ("--dtype", "TYPE", "stored, or the weights unpacked and cast to float32, float16 or "
          "bfloat16 (default: auto, as stored on a GPU and float32 on the CPU)", DTYPES[0], DTYPES),
     )  # fmt: skip
@@ -319,11 +323,14 @@ def add_tree_options(group: argparse._ArgumentGroup) -> None:
 
 def add_options(group: argparse._ActionsContainer, *rows: tuple[Any, ...]) -> None:
     """Options: (flag, a word for its value, help, default or else type, and the values if it is
-    one of a few) each; `bool` takes no value, and a list several."""
+    one of a few) each; `bool` takes no value, a list several, and `list` stands for an option that
+    may be repeated."""
     for flag, word, text, default, *choices in rows:
         more: dict[str, Any] = {"type": default, "choices": choices[0] if choices else None}
         if default is bool:
             more = {"action": "store_true"}
+        elif default is list:
+            more = {"action": "append"}
         elif isinstance(default, list):
             more |= {"type": type(default[0]), "default": default, "nargs": "+"}
         elif not callable(default):
@@ -437,7 +444,12 @@ def load_all(
         reject(args, ("num_streams", *_PRUNE_OPTIONS), streams)
         if drafter.kind != "medusa":
             reject(args, _TREE_OPTIONS, f"{streams}, or --drafter medusa")
-    drafts: dict[str, Any] = {}
+    return model, tokenizer, config, load_drafts(args, model, tokenizer)
+
+
+def load_drafts(args: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What --drafter names to draft with, as `ssmlx.stream_generate` takes it."""
+    drafter, drafts = drafter_option(args.drafter), dict[str, Any]()
     if drafter.draft_model is not None:
         from ..drafters.draft_model import load_draft_model
 
@@ -449,7 +461,7 @@ def load_all(
         from ..drafters.heads import load_heads
 
         drafts["heads"] = load_heads(drafter.heads, model)
-    return model, tokenizer, config, drafts
+    return drafts
 
 
 def load_target(

@@ -1,0 +1,1 @@
+"""A server for editors, agents and chat pages; needs the extra `server`."""

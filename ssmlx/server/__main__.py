@@ -1,0 +1,142 @@
+"""`python -m ssmlx.server`: one model for editors, agents and chat pages."""
+
+import argparse
+import hashlib
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..commands import options
+from ..errors import InputError, not_installed, require
+from ..settings import read_text
+
+PROG = "ssmlx.server"
+EPILOG = """examples:
+  python -m ssmlx.server
+  python -m ssmlx.server --model org/name --adapter runs/mine --port 9000
+  python -m ssmlx.server --api-keys keys.txt --host 192.168.1.5 --prompt-cache ~/.cache/prompts
+
+It speaks OpenAI's and Anthropic's APIs below /v1, and has a chat page at /. A request names the
+model, or MODEL:ADAPTER for one with an adapter; the settings here hold where it says nothing.
+What comes by other names than this machine's own, or from pages of other places, is refused."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = options.make_parser(PROG, "Serve a model that drafts for itself.", EPILOG, "[options]")
+    group = parser.add_argument_group("server")
+    options.add_options(
+        group,
+        ("--host", "ADDRESS", "address to listen at (default: %(default)s, this machine alone)",
+         "127.0.0.1"),
+        ("--port", "N", "port, 0 for any that is free (default: %(default)s)", 8080),
+        ("--allow-host", "NAME", "another name that it may be called by; repeatable", list),
+        ("--api-keys", "FILE", "keys that requests need, one a line, in a file that only you can "
+         "read; each has its own prompt cache", Path),
+        ("--prompt-cache", "FOLDER", "keep processed prompts on disk, too", Path),
+        ("--max-open", "N", "answers at once; more wait (default: %(default)s)", 8),
+        ("--max-waiting", "N", "requests that may wait (default: %(default)s)", 64),
+        ("--timeout", "S", "seconds that a request may take (default: %(default)s)", 600.0),
+    )  # fmt: skip
+    options.add_model_options(parser, "chat", list)
+    options.add_decoding_options(parser, max_tokens=16384)
+    return parser.parse_args(argv)
+
+
+def read_keys(path: Path | None) -> list[bytes]:
+    """The keys of a file that its owner alone can read; none without one."""
+    if path is None:
+        return []
+    expected = "a file with a key a line"
+    text = read_text(path, expected=expected, do="check --api-keys")
+    keys = [line.strip().encode() for line in text.splitlines() if line.strip()]
+    require(bool(keys), f"{path} holds no keys", expected=expected, do="write some")
+    shared = os.name == "posix" and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    require(
+        not shared,
+        f"{path} can be read by others", expected="a file that only you can read",
+        do=f"chmod 600 {path}",
+    )  # fmt: skip
+    return list(dict.fromkeys(keys))
+
+
+def listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"nothing can listen at {host}, port {port} ({error})",
+            expected="an address of this machine, and a free port",
+            do="choose another --host or --port",
+        ) from error
+
+
+def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
+    """A prompt cache for each key, in folders named by their hashes; one for all without keys."""
+    from ..prompt_cache import PromptCache
+
+    if not keys:
+        return [PromptCache(folder=folder)]
+    names = [hashlib.sha256(key).hexdigest()[:16] for key in keys]
+    folders = [None if folder is None else folder / name for name in names]
+    return [PromptCache(2**30 // len(keys), one, 2**32 // len(keys)) for one in folders]
+
+
+def _main(args: argparse.Namespace) -> None:
+    config, keys = options.generate_config(args), read_keys(args.api_keys)
+    drafter = options.drafter_option(args.drafter)
+    try:
+        import uvicorn
+
+        from .app import LOCAL, Doors, make_app
+    except ImportError as error:
+        raise not_installed("the server", error, "server") from error
+    from ..engine import Engine
+    from ..model import metal
+    from .answering import Answering, Limits
+
+    sock = listening(args.host, args.port)
+    metal.use(drafter.attention)
+    caches = prompt_caches(args.prompt_cache, keys)
+    engine = Engine(
+        args.model, prompt_cache=caches[0], dtype=args.dtype, draft_head=drafter.draft_head,
+        progress=options.DownloadBar(),
+    )  # fmt: skip
+    adapters = {Path(one).name: one for one in args.adapter or ()}
+    for one in adapters.values():
+        engine.model(one)
+    drafts = options.load_drafts(args, engine.model(), engine.tokenizer)
+    limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
+    name = Path(args.model).name if Path(args.model).is_dir() else args.model
+    answering = Answering(
+        engine, name, adapters, prompts=caches, drafts=drafts, limits=limits,
+    )  # fmt: skip
+    hosts = [*LOCAL, args.host, *(args.allow_host or ())]
+    app = make_app(answering, config, Doors(hosts=[one.lower() for one in hosts], keys=keys))
+    _greet(sock, [*answering.models], bool(keys))
+    settings = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=3, server_header=False, ws="none",
+        lifespan="on",
+    )  # fmt: skip
+    uvicorn.Server(settings).run(sockets=[sock])
+
+
+def _greet(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
+    host, port = sock.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
+    print(f"{address} has {', '.join(models)}; a chat page is at {address}/\n")
+    body = '{"messages": [{"role": "user", "content": "Name three primary colours."}]}'
+    print(
+        f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    )
+    print(flush=True)
+
+
+main = options.command(PROG, parse_args, _main)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,185 @@
+"""What a request asks for, whatever API it came by, and the parts that an answer is told in."""
+
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..errors import require
+from ..prompts import Message, Tools
+from ..settings import Allowed, GenerateConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a request asks for, checked as far as that goes without a model.
+
+    Attributes:
+        model: as the request named it; "" for the server's own.
+        question: a prompt as it stands, text or tokens; or the turns of a chat.
+        config: the server's settings with the request's own.
+        tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
+        choices: answers that are wanted.
+        schema: a JSON schema that the answer has to follow, {} for any JSON object.
+        prediction: a text that the answer may repeat much of; it is looked up in.
+        stream: whether the answer is told part by part.
+        body: the request, for what a reply repeats of it.
+    """
+
+    model: str = ""
+    question: str | list[int] | list[Message]
+    config: GenerateConfig
+    tools: Tools | None = None
+    template_args: Mapping[str, Any] | None = None
+    choices: int = 1
+    schema: Mapping[str, Any] | None = None
+    prediction: str | None = None
+    stream: bool = False
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's text with its log probability, and those of the likeliest in its place."""
+
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Text:
+    """What one target call brought of an answer's text."""
+
+    text: str
+    tokens: int = 0
+    logprobs: tuple[Logprob, ...] | None = None
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """What one target call brought of what a model thinks before it answers."""
+
+    text: str
+    tokens: int = 0
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call, whole; `arguments` are JSON."""
+
+    id: str
+    name: str
+    arguments: str
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens; those of a prediction None where none was given."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """A choice is over; `stop` is the stop string that ended it, if one did."""
+
+    reason: Literal["stop", "length", "tool_calls"]
+    usage: Usage
+    stop: str | None = None
+    timings: Mapping[str, Any] = field(default_factory=dict)
+    choice: int = 0
+
+
+Part = Text | Reasoning | ToolCall | End
+
+
+@dataclass(frozen=True)
+class Ids:
+    """What a reply is known by; each API puts a prefix of its own before `id`."""
+
+    model: str
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+Event = tuple[str | None, Mapping[str, Any] | str]
+"""The name of a server-sent event, if it has one, and its data: an object, or a text as it is."""
+
+
+@dataclass(frozen=True)
+class Api:
+    """How an API asks and is answered.
+
+    Attributes:
+        read: a request's body and the server's own settings -> what is asked for; raises
+            InputError for what cannot be followed.
+        whole: the reply in one piece.
+        events: the reply as events, one for each part at least.
+        error: the body of a refusal, of its HTTP status and a line about it.
+        error_name: of the event with such a body that ends a reply which fails on its way.
+    """
+
+    read: Callable[[Mapping[str, Any], GenerateConfig], Ask]
+    whole: Callable[[Ask, list[Part], Ids], dict[str, Any]]
+    events: Callable[[Ask, AsyncIterator[Part], Ids], AsyncIterator[Event]]
+    error: Callable[[int, str], dict[str, Any]]
+    error_name: str | None = None
+
+    def failed(self, status: int, message: str) -> Event:
+        """The last event of a reply that fails on its way."""
+        return self.error_name, self.error(status, message)
+
+
+def number(
+    body: Mapping[str, Any], name: str, *, whole: bool = False,
+    least: float = -math.inf, most: float = math.inf,
+) -> Any:  # fmt: skip
+    """A number of a request's body; None where it is absent or null."""
+    value, allowed = body.get(name), Allowed(least=least, most=most)
+    kind = "a whole number" if whole else "a number"
+    require(
+        value is None or allowed.holds(value, whole=whole),
+        f"{name} is {shown(value)}",
+        expected=f"{kind}, {allowed.text()}" if allowed.text() != "a number" else kind,
+        do="correct or drop it",
+    )
+    return value
+
+
+def typed(body: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    """A value of one JSON type of a request's body; `default` where it is absent or null."""
+    value = body.get(name)
+    names = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
+    require(
+        value is None or isinstance(value, kind),
+        f"{name} is {shown(value)}", expected=names[kind], do="correct or drop it",
+    )  # fmt: skip
+    return default if value is None else value
+
+
+def turns_of(body: Mapping[str, Any], name: str = "messages") -> list[Message]:
+    """The turns of a request's body: objects with a role each, one at least."""
+    turns = typed(body, name, list, [])
+    ok = all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)
+    require(
+        bool(turns) and ok,
+        f"{name} is {shown(turns)}",
+        expected="a list of objects with a role each, one at least",
+        do="correct them",
+    )
+    return turns
+
+
+def shown(value: Any) -> str:
+    """A value that was found, short enough for a line."""
+    return repr(value)[:80]
