@@ -4,6 +4,7 @@ import io
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 
 import ssmlx  # first: it prefers OpenBLAS  # noqa: F401
 
@@ -16,14 +17,23 @@ from tiny_heads import make_heads
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.drafter import Verified, top_columns
-from ssmlx.decoding.loop import choose, plain_decode, settle, step, streaming_decode
+from ssmlx.decoding.loop import (
+    choose,
+    plain_decode,
+    scratch_rows,
+    settle,
+    step,
+    streaming_decode,
+)
 from ssmlx.decoding.sampling import Places, Sampling, last_tokens, places_of
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.loading.load import load
 from ssmlx.model import shapes
+from ssmlx.model.backbone import arrays_of
 from ssmlx.model.tree import root_tree
 from ssmlx.plan import make_plan
-from ssmlx.settings import GenerateConfig, SamplingConfig, TreeConfig
+from ssmlx.settings import GenerateConfig, PruneConfig, SamplingConfig, TreeConfig
 from ssmlx.tuning.chips import CONDITION_KERNELS, ROOT_KERNELS
 
 # --- Sorts, and passes over all logits ---
@@ -295,3 +305,52 @@ def test_the_host_reads_once_a_step(schedule, rank, monkeypatch):
             lambda array, read=read: reads.append(1) or read(array),
         )
     assert len(decode(model, schedule)) == len(reads)
+
+
+# --- Bytes ---
+
+
+def bytes_moved(function, *arrays) -> int:
+    """What the kernels of a GPU would read and write, were no two of them fused."""
+    moved = 0
+    for name, inputs, outputs in primitives(function, *arrays):
+        touched = [*inputs, *outputs]
+        if name in GATHERS:
+            touched = 2 * outputs
+        elif name in VIEWS or name == "Transpose":
+            touched = []
+        elif "SliceUpdate" in name:
+            touched = 2 * inputs[1:2]  # in place
+        moved += sum(math.prod(shape) * dtype.size for _, shape, dtype in touched)
+    return moved
+
+
+@pytest.mark.real
+def test_bytes_of_a_step(monkeypatch):
+    """Of 6 nodes behind 128 tokens: the weights once, 8 of 30 layers again, and the draft head."""
+    model, _ = load("smollm2-135m", adapter="chat", dtype="float32")
+    drafter = StreamDrafter(model, TreeConfig(kind="best", size=6), 4, "second-pass")
+    cache = model.make_cache(scratch_rows(drafter))
+    cache.reserve(tokens=136)
+    model.backbone.append(mx.zeros((127,), mx.int32), cache)
+    first = step(model, root_tree(mx.array([5], mx.int32)), cache, drafter, PruneConfig())
+    cache.advance(1)
+    fork = cache.fork(128)
+    fork.reserve(tokens=1)
+    mx.eval(first.decided(), first.drafted(), cache.state, fork.state)
+
+    def plain_call(token):
+        logits = model.backbone.logits(model.backbone.append(token, fork))
+        return [mx.argmax(logits, axis=-1), *fork.state]
+
+    def streaming_step(tokens):
+        tree = replace(first.next_tree, tokens=tokens)
+        result = step(model, tree, cache, drafter, PruneConfig(), tail=first.tail)
+        return [*result.decided(), *result.drafted(), *cache.state]
+
+    monkeypatch.setattr(mx.fast, "rms_norm", as_one)
+    monkeypatch.setattr(mx.fast, "rope", as_one)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention_as_one)
+    plain = bytes_moved(plain_call, mx.array([5], mx.int32))
+    assert bytes_moved(streaming_step, first.next_tree.tokens) <= 1.37 * plain
+    assert plain <= 1.06 * sum(array.nbytes for array in arrays_of(model.backbone.model))
