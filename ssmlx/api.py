@@ -51,6 +51,8 @@ class GenerationResponse:
         lossy: whether tokens were accepted that the target might not have written.
         memory: where the memory goes; on the last segment alone.
         logprobs: those of each token; None where `GenerateConfig.logprobs` is.
+        stop: the text of `GenerateConfig.stop` that ended the answer, if one did.
+        drafted_tokens: nodes of the trees that were verified so far, the roots not counted.
     """
 
     text: str
@@ -67,6 +69,8 @@ class GenerationResponse:
     lossy: bool = False
     memory: Memory | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    stop: str | None = None
+    drafted_tokens: int = 0
 
     @property
     def tokens_per_call(self) -> float:
@@ -95,6 +99,7 @@ class Text:
         self._detokenizer, self._stop = detokenizer, stop
         self._given = 0  # characters that were given out
         self._end: int | None = None  # where a stop string begins
+        self.ended_by: str | None = None  # that stop string
 
     def add(self, token: int) -> bool:
         """Whether a token, the next one, completes a stop string."""
@@ -104,8 +109,10 @@ class Text:
             whole = copy(self._detokenizer)
             whole.finalize()
             text = whole.text.rstrip("\N{REPLACEMENT CHARACTER}")
-            found = [text.find(stop, self._given) for stop in self._stop]
-            self._end = min((place for place in found if place >= 0), default=None)
+            found = {stop: text.find(stop, self._given) for stop in self._stop}
+            found = {stop: place for stop, place in found.items() if place >= 0}
+            self.ended_by = min(found, key=found.__getitem__, default=None)
+            self._end = None if self.ended_by is None else found[self.ended_by]
         return self._end is not None
 
     def segment(self, *, is_last: bool) -> str:
@@ -330,6 +337,8 @@ def segments_of(
             "peak_memory": mx.get_peak_memory() / 1e9,
             "draft_calls": plan.drafter.draft_calls if plan.drafter else 0,
             "lossy": plan.lossy,
+            "stop": text.ended_by,
+            "drafted_tokens": plan.pace.num_drafted,
             "memory": memory_of(model, cache, plan.drafter, plan.loaded) if reason else None,
         }
 

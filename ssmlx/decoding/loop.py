@@ -158,6 +158,7 @@ class StepResult:
     tail: mx.array  # [C] the last tokens before its root, as the sampler needs them
     for_host: mx.array  # [1 + P] accepted nodes below the root, then `acceptance.new_tokens`
     told: mx.array | None  # [P, 1 + 2 T] log probabilities of the latter, see `Sampling.told`
+    num_drafted: int  # nodes of the verified tree below its root
 
     def decided(self) -> list[mx.array]:
         """What the host will read, and the next tail: all of it before the next tree is drafted."""
@@ -221,7 +222,7 @@ def step(
     next_tail = places.tail_at(accepted.last)
     for_host = mx.concatenate([accepted.num_accepted, accepted.new_tokens])
     told = sampler.told(logits, places, accepted.path, accepted.new_tokens)
-    return StepResult(accepted, next_tree, next_tail, for_host, told)
+    return StepResult(accepted, next_tree, next_tail, for_host, told, tree.num_nodes - 1)
 
 
 def streaming_decode(
@@ -320,6 +321,7 @@ def drafting_spell(
             mx.async_eval(drafted)
         new_tokens, seconds = watch.read(launch, result.read)
         tell_logprobs(told, new_tokens, result.told)
+        pace.num_drafted += result.num_drafted
         pace.observe(len(new_tokens), verified=verified, seconds=seconds)
         if upcoming is None or pace.rung is None or ends(new_tokens):
             if upcoming is not None:

@@ -110,6 +110,7 @@ class Pace:
 
     Attributes:
         rung: what the next call is to draft; None for a plain call.
+        num_drafted: nodes of the trees that were verified so far, the roots not counted.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Pace:
         self._doubt = 0.0  # whether this text is like those before
         self._surprises = self._untimed = 0  # the latter: plain calls that are yet to be timed
         self._has_timed = False
+        self.num_drafted = 0
         self.rung: Rung | None = None
         self.rung = self._ladder[-1] if learned is None else self._decide(learned)
 
