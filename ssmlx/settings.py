@@ -338,11 +338,13 @@ class PromptLookupConfig:
         ngram: most tokens at the text's end that are looked up; shorter ends follow, down to one.
         num_draft_tokens: tokens that are drafted of each place where they stood before.
         size: nodes of the tree that the places make together, the root included.
+        reference: tokens to look up in instead of the text so far.
     """
 
     ngram: int = setting(3, least=1, most=32, option="ngram={}")
     num_draft_tokens: int = setting(8, least=1, most=MAX_DRAFT_TOKENS, option="tokens={}")
     size: int = setting(16, least=2, most=MAX_TREE_NODES, option="size={}")
+    reference: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         check_settings(self, found='--drafter "prompt-lookup {option}"')

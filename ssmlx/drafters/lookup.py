@@ -28,6 +28,8 @@ class PromptLookupDrafter:
     The longest n first, and for each the newest place first; every match's continuation is a
     chain, and chains with a common beginning share its nodes. A continuation that reaches the
     end of the text goes on in itself, so a text with a period is drafted at full length.
+
+    With a reference, continuations are its own alone, and it follows the prompt as the answer does.
     """
 
     num_streams, num_parameters, draft_calls, cache_bytes = 0, 0, 0, 0
@@ -44,6 +46,10 @@ class PromptLookupDrafter:
         self._ends: dict[tuple[int, ...], deque[int]] = defaultdict(
             lambda: deque(maxlen=MAX_MATCHES + 1)
         )
+        self._source = 0  # tokens that are looked up in; 0 for the text itself
+        if reference := self._config.reference:
+            self._extend([*tokens[-self._config.ngram :], *reference])
+            self._source = len(self._text)
         self._extend(tokens)
 
     def propose(self, verified: Verified) -> Tree:
@@ -54,8 +60,9 @@ class PromptLookupDrafter:
         trie = Trie(text[-1], self._config.size)
         for end in self._matches():
             period = len(text) - end
-            following = text[end : end + self.num_levels]
-            trie.add([following[index % period] for index in range(self.num_levels)])
+            following = text[end : min(end + self.num_levels, self._source or len(text))]
+            count = len(following) if self._source else self.num_levels
+            trie.add([following[index % period] for index in range(count)])
             if trie.is_full:
                 break
         tree, _ = trie.tree(self.num_levels if len(trie.tokens) > 1 else 0)
@@ -65,6 +72,8 @@ class PromptLookupDrafter:
         text = self._text
         for token in tokens:
             text.append(token)
+            if self._source:
+                continue
             for n in range(1, min(self._config.ngram, len(text)) + 1):
                 self._ends[tuple(text[-n:])].append(len(text))
 
