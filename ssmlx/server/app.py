@@ -6,39 +6,44 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ..errors import InputError
 from ..settings import GenerateConfig, parse_json
 from . import openai
-from .answering import Answering, StatusError
-from .asks import Api, Ask, Event, Ids
+from .answering import Answering
+from .asks import Api, Ask, Event, Ids, Part
 
 APIS: dict[str, Api] = {
     "/v1/chat/completions": openai.CHAT,
     "/v1/completions": openai.COMPLETIONS,
 }
-"""What is asked by POST, by route; the first is the one whose errors others are told in."""
+"""What is asked by POST, by route."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
-OPEN_ROUTES = ("/", "/health")  # which need no key
+_LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+_GRACE = 5.0  # seconds in which a stream can tell that its time is over
 _PAGE = Path(__file__).with_name("page.html")
 _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; script-src {}; style-src {}"
 )
-_GRACE = 5.0  # seconds to tell that the time is over
 _log = logging.getLogger("ssmlx")
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,30 +53,22 @@ class Doors:
     hosts: Sequence[str] = LOCAL
     keys: Sequence[bytes] = ()
 
-    def user(self, headers: dict[str, str], *, is_open: bool) -> int:
-        """The place of the key that was given; 0 where there are none. Raises StatusError."""
-        if not self._knows("//" + headers.get("host", "")):
-            raise StatusError(403, "this server is not called by that name; see --allow-host")
-        if not self.admits_origin(headers.get("origin")):
-            raise StatusError(403, "pages of other places may not ask here")
-        if is_open or not self.keys:
-            return 0
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        given = [headers.get("x-api-key", ""), token.strip() if kind.lower() == "bearer" else ""]
-        # All are compared, so that the time it takes tells nothing.
-        same = [
-            any([hmac.compare_digest(key, one.encode("latin-1")) for one in given])
-            for key in self.keys
-        ]
-        if not any(same):
-            raise StatusError(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
-        return same.index(True)
+    def guard(self, handler: Handler, *, needs_key: bool = True) -> Handler:
+        """A handler that those reach alone who may."""
 
-    def admits_origin(self, origin: str | None) -> bool:
-        """Whether a page from there may ask, or it is no page that asks."""
-        return origin is None or (
-            origin.startswith(("http://", "https://")) and self._knows(origin)
-        )
+        async def guarded(request: Request) -> Response:
+            self._check_names(request.headers)
+            request.state.user = self._user(request.headers) if needs_key else 0
+            return await handler(request)
+
+        return guarded
+
+    def _check_names(self, headers: Mapping[str, str]) -> None:
+        """A page elsewhere, whose own name may lead to this machine, tells where it is from."""
+        if not self._knows("//" + headers.get("host", "")):
+            raise HTTPException(403, "the server is not called that; see --allow-host")
+        if not self._knows(headers.get("origin", "//localhost")):
+            raise HTTPException(403, "pages of other places may not ask here")
 
     def _knows(self, address: str) -> bool:
         try:
@@ -79,84 +76,158 @@ class Doors:
         except ValueError:
             return False
 
+    def _user(self, headers: Mapping[str, str]) -> int:
+        """The place of the key that was given; 0 where none is needed."""
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), token.strip() if kind.lower() == "bearer" else ""]
+        # All are compared, so that the time that it takes tells nothing.
+        pairs = [
+            [hmac.compare_digest(key, one.encode("latin-1")) for one in given] for key in self.keys
+        ]
+        users = [place for place, same in enumerate(pairs) if any(same)]
+        if self.keys and not users:
+            raise HTTPException(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
+        return users[0] if users else 0
 
-class Guard:
-    """Lets in whom `Doors` admits, counts requests, and tells every refusal as its API does."""
 
-    def __init__(self, app: ASGIApp, doors: Doors, answering: Answering) -> None:
-        self._app, self._doors, self._metrics = app, doors, answering.metrics
+class Routes:
+    """What is at each address."""
+
+    def __init__(self, answering: Answering, config: GenerateConfig) -> None:
+        self._answering, self._config = answering, config
+
+    async def ask(self, request: Request) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HTTPException(415, "the content type is not application/json")
+        api = APIS[request.url.path]
+        ask = api.read(await self._body(request), self._config)
+        return Reply(self._answering, api, ask, request.state.user)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        limits, found = self._answering.limits, bytearray()
+        try:
+            async with asyncio.timeout(limits.wait):
+                async for piece in request.stream():
+                    found += piece
+                    if len(found) > limits.body:
+                        raise HTTPException(413, f"the body has more than {limits.body} bytes")
+        except TimeoutError as error:
+            raise HTTPException(408, "the body took too long to come") from error
+        try:
+            body = parse_json(bytes(found))
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            found_one = "the body is no JSON object"
+            raise InputError(found_one, expected="one", do="correct it")
+        return body
+
+    async def models(self, request: Request) -> Response:
+        """With what real services tell of each."""
+        more = {"object": "model", "created": 0, "owned_by": "ssmlx"}
+        data = [{"id": name, **more} for name in self._answering.models]
+        return _json({"object": "list", "data": data})
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(*self._answering.metrics.told())
+
+    async def page(self, request: Request) -> Response:
+        page = _PAGE.read_bytes()
+        policy = _POLICY.format(_hashes(page, b"script"), _hashes(page, b"style"))
+        headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+        return Response(page, headers=headers, media_type="text/html")
+
+    async def refuse(self, request: Request, failure: Exception) -> Response:
+        status, message, headers = _refusal(failure)
+        self._answering.metrics.refused.labels(status).inc()
+        return _json(_api_of(request).error(status, message), status, headers)
+
+
+def _api_of(request: Request) -> Api:
+    return APIS.get(request.url.path, openai.CHAT)
+
+
+def _refusal(failure: Exception) -> tuple[int, str, Mapping[str, str] | None]:
+    """Status, message and headers."""
+    if isinstance(failure, InputError):
+        return 400, str(failure), None
+    if isinstance(failure, HTTPException):
+        return failure.status_code, failure.detail, failure.headers
+    if isinstance(failure, TimeoutError):
+        return 504, "the answer took too long", None
+    return 500, "the answer failed; the server's log says why", None
+
+
+class Reply(Response):
+    """An answer, in one piece or as events; given up as soon as its client is gone."""
+
+    def __init__(self, answering: Answering, api: Api, ask: Ask, user: int) -> None:
+        super().__init__()
+        self._limit, self._parts = answering.limits.time, answering.parts(ask, user)
+        self._api, self._ask, self._ids = api, ask, Ids(answering.model_name(ask))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = {name.decode("latin-1"): one.decode("latin-1") for name, one in scope["headers"]}
-        path, is_begun = scope["path"], False
-        origin = headers.get("origin")
-
-        async def sent(message: Message) -> None:
-            nonlocal is_begun
-            if message["type"] == "http.response.start":
-                is_begun = True
-                message["headers"] = [*message.get("headers", ()), *_shared_headers(origin)]
-                route = path if path in ROUTES else "other"
-                self._metrics.requests.labels(route, message["status"]).inc()
-            await send(message)
-
+        told = asyncio.create_task(self._tell(scope, receive, send))
+        gone = asyncio.create_task(_gone(receive))
         try:
-            is_open = path in OPEN_ROUTES or scope["method"] == "OPTIONS"
-            scope["user"] = self._doors.user(headers, is_open=is_open)
-            _check_form(path, scope["method"], headers)
-            if scope["method"] == "OPTIONS":
-                await Response(status_code=204)(scope, receive, sent)
-                return
-            await self._app(scope, receive, sent)
-        except ClientDisconnect:
-            return
+            await asyncio.wait({told, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            told.cancel()
+            gone.cancel()
+            # What was begun is ended before this returns.
+            failure, _ = await asyncio.gather(told, gone, return_exceptions=True)
+        if isinstance(failure, Exception):
+            raise failure
+
+    async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
+        end = asyncio.get_running_loop().time() + self._limit
+        async with asyncio.timeout_at(end + _GRACE), aclosing(self._parts) as parts:
+            async with asyncio.timeout_at(end):
+                if not self._ask.stream:
+                    found = [part async for part in parts]
+                    whole = _json(self._api.whole(self._ask, found, self._ids))
+                    await whole(scope, receive, send)
+                    return
+                first = await anext(parts)
+            await self._stream(_chain(first, parts), end, send)
+
+    async def _stream(self, parts: AsyncIterator[Part], end: float, send: Send) -> None:
+        """Events from the first part on; before it, a refusal still has a status."""
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async with asyncio.timeout_at(end):
+                async for event in self._api.events(self._ask, parts, self._ids):
+                    await _send_event(event, send)
         except Exception as failure:
-            if is_begun:
-                raise
-            origin = origin if self._doors.admits_origin(origin) else None
-            status, told, more = refusal_of(failure)
-            body = _api_of(path).error(status, told)
-            await _json(body, status, more)(scope, receive, sent)
+            status, message, _ = _refusal(failure)
+            if status == 500:
+                _log.error("an answer failed", exc_info=failure)
+            error = self._api.error(status, message)
+            await _send_event((self._api.error_name, error), send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _check_form(path: str, method: str, headers: Mapping[str, str]) -> None:
-    """Raises StatusError where nothing is asked like that here."""
-    known = ROUTES.get(path)
-    if known is None:
-        raise StatusError(404, "there is nothing at this address")
-    if method not in (known[0], "OPTIONS", "HEAD" if known[0] == "GET" else ""):
-        raise StatusError(405, f"this address takes {known[0]}", {"Allow": known[0]})
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if method == "POST" and kind != "application/json":
-        raise StatusError(415, "content-type is not application/json")
+async def _send_event(event: Event, send: Send) -> None:
+    name, data = event
+    text = data.encode() if isinstance(data, str) else _encoded(data)
+    body = (f"event: {name}\n".encode() if name else b"") + b"data: " + text + b"\n\n"
+    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def _shared_headers(origin: str | None) -> list[tuple[bytes, bytes]]:
-    found = {"X-Content-Type-Options": "nosniff", "Vary": "Origin"}
-    if origin is not None:
-        found["Access-Control-Allow-Origin"] = origin
-        found["Access-Control-Allow-Methods"] = "GET, POST"
-        found["Access-Control-Allow-Headers"] = "*, Authorization"
-    return [(name.lower().encode(), one.encode("latin-1")) for name, one in found.items()]
+async def _chain(first: Part, more: AsyncIterator[Part]) -> AsyncGenerator[Part]:
+    yield first
+    async for part in more:
+        yield part
 
 
-def refusal_of(failure: Exception) -> tuple[int, str, dict[str, str]]:
-    """Status, message and headers of what went wrong; what is no request's fault is logged."""
-    if isinstance(failure, InputError):
-        return 400, str(failure), {}
-    if isinstance(failure, StatusError):
-        return failure.status, str(failure), failure.headers
-    if isinstance(failure, TimeoutError):
-        return 504, "the answer took too long", {}
-    _log.error("an answer failed", exc_info=failure)
-    return 500, "the answer failed; the server's log says why", {}
-
-
-def _api_of(path: str) -> Api:
-    return APIS.get(path, openai.CHAT)
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _json(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -164,61 +235,8 @@ def _json(data: Any, status: int = 200, headers: Mapping[str, str] | None = None
 
 
 def _encoded(data: Any) -> bytes:
-    # Half a surrogate pair, which JSON can ask for, has no UTF-8.
+    # Half a surrogate pair, which a request may hold, has no UTF-8.
     return json.dumps(data, ensure_ascii=False).encode(errors="replace")
-
-
-class Server:
-    """What the routes have in common."""
-
-    def __init__(self, answering: Answering, config: GenerateConfig) -> None:
-        self._answering, self._config = answering, config
-
-    async def ask(self, request: Request) -> Response:
-        api = _api_of(request.url.path)
-        try:
-            async with asyncio.timeout(self._answering.limits.wait):
-                body = await self._body(request)
-        except TimeoutError:
-            raise StatusError(408, "the request took too long to come") from None
-        ask = api.read(body, self._config)
-        return Reply(self._answering, api, ask, request.scope["user"])
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        most, found = self._answering.limits.body, b""
-        async for piece in request.stream():
-            found += piece
-            if len(found) > most:
-                raise StatusError(413, f"the request has more than {most} bytes")
-        try:
-            body = parse_json(found)
-        except ValueError as error:
-            raise InputError(
-                "the body is not JSON", expected="an object", do="correct it"
-            ) from error
-        if not isinstance(body, dict):
-            raise InputError("the body is no object", expected="an object", do="correct it")
-        return body
-
-    async def models(self, request: Request) -> Response:
-        told = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "ssmlx"}
-            for name in self._answering.models
-        ]
-        return _json({"object": "list", "data": told})
-
-    async def health(self, request: Request) -> Response:
-        return _json({"status": "ok"})
-
-    async def metrics(self, request: Request) -> Response:
-        kind = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(self._answering.metrics.text(), media_type=kind)
-
-    async def page(self, request: Request) -> Response:
-        page = _PAGE.read_bytes()
-        policy = _POLICY.format(_hashes(page, b"script"), _hashes(page, b"style"))
-        headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
-        return Response(page, media_type="text/html", headers=headers)
 
 
 def _hashes(page: bytes, tag: bytes) -> str:
@@ -228,85 +246,32 @@ def _hashes(page: bytes, tag: bytes) -> str:
     return " ".join(f"'sha256-{one}'" for one in sums) or "'none'"
 
 
-class Reply(Response):
-    """An answer, in one piece or as events; given up as soon as its client is gone."""
-
-    def __init__(self, answering: Answering, api: Api, ask: Ask, user: int) -> None:
-        super().__init__()
-        self._answering, self._api, self._ask, self._user = answering, api, ask, user
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        told = asyncio.ensure_future(self._tell(scope, receive, send))
-        gone = asyncio.ensure_future(_gone(receive))
-        try:
-            await asyncio.wait({told, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (told, gone):
-                task.cancel()
-            # What was begun is ended before this returns.
-            (failure, _) = await asyncio.gather(told, gone, return_exceptions=True)
-        if isinstance(failure, Exception):
-            raise failure
-
-    async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ids = Ids(self._answering.model_name(self._ask))
-        end = asyncio.get_running_loop().time() + self._answering.limits.time
-        grace = _GRACE if self._ask.stream else 0.0
-        async with asyncio.timeout_at(end + grace):
-            async with self._answering.opened(self._ask, self._user) as parts:
-                if self._ask.stream:
-                    await self._send_events(self._api.events(self._ask, parts, ids), end, send)
-                    return
-                whole = self._api.whole(self._ask, [part async for part in parts], ids)
-        await _json(whole)(scope, receive, send)
-
-    async def _send_events(self, events: AsyncIterator[Event], end: float, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        try:
-            async with asyncio.timeout_at(end):
-                async for event in events:
-                    await _send_event(event, send)
-        except Exception as failure:
-            status, told, _ = refusal_of(failure)
-            await _send_event(self._api.failed(status, told), send)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_event(event: Event, send: Send) -> None:
-    name, data = event
-    text = data.encode() if isinstance(data, str) else _encoded(data)
-    line = f"event: {name}\n".encode() if name else b""
-    body = line + b"data: " + text + b"\n\n"
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-ROUTES: dict[str, tuple[str, Callable[[Server], Callable[[Request], Awaitable[Response]]]]] = {
-    **{path: ("POST", lambda server: server.ask) for path in APIS},
-    "/v1/models": ("GET", lambda server: server.models),
-    "/health": ("GET", lambda server: server.health),
-    "/metrics": ("GET", lambda server: server.metrics),
-    "/": ("GET", lambda server: server.page),
-}
-
-
 def make_app(
     answering: Answering, config: GenerateConfig | None = None, doors: Doors | None = None
-) -> ASGIApp:
-    """The application; it closes the engine when it is shut down."""
-    server = Server(answering, config or GenerateConfig())
+) -> Starlette:
+    """The application; it closes the engine when it is shut down.
+
+    `config` holds where a request says nothing, and its `max_tokens` for all.
+    """
+    routes, doors = Routes(answering, config or GenerateConfig()), doors or Doors()
 
     @asynccontextmanager
-    async def lifespan(app: Any) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(answering.close)
 
-    routes = [
-        Route(path, handler(server), methods=[method]) for path, (method, handler) in ROUTES.items()
-    ]
-    return Guard(Router(routes, lifespan=lifespan), doors or Doors(), answering)
+    open_to_all = {"/": routes.page, "/health": routes.health}
+    with_key = {"/v1/models": routes.models, "/metrics": routes.metrics}
+    pages = Middleware(CORSMiddleware, allow_origin_regex=_LOCAL_PAGES, allow_headers=["*"])
+    return Starlette(
+        lifespan=lifespan,
+        middleware=[pages],
+        exception_handlers={
+            kind: routes.refuse for kind in (Exception, HTTPException, InputError, TimeoutError)
+        },
+        routes=[
+            *(Route(path, doors.guard(one, needs_key=False)) for path, one in open_to_all.items()),
+            *(Route(path, doors.guard(one)) for path, one in with_key.items()),
+            *(Route(path, doors.guard(routes.ask), methods=["POST"]) for path in APIS),
+        ],
+    )

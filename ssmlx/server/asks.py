@@ -121,8 +121,7 @@ class Api:
     """How an API asks and is answered.
 
     Attributes:
-        read: a request's body and the server's own settings -> what is asked for; raises
-            InputError for what cannot be followed.
+        read: a request's body and the server's own settings -> what is asked for.
         whole: the reply in one piece.
         events: the reply as events, one for each part at least.
         error: the body of a refusal, of its HTTP status and a line about it.
@@ -135,35 +134,34 @@ class Api:
     error: Callable[[int, str], dict[str, Any]]
     error_name: str | None = None
 
-    def failed(self, status: int, message: str) -> Event:
-        """The last event of a reply that fails on its way."""
-        return self.error_name, self.error(status, message)
-
 
 def number(
-    body: Mapping[str, Any], name: str, *, whole: bool = False,
-    least: float = -math.inf, most: float = math.inf,
-) -> Any:  # fmt: skip
+    body: Mapping[str, Any],
+    name: str,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    whole: bool = False,
+) -> Any:
     """A number of a request's body; None where it is absent or null."""
     value, allowed = body.get(name), Allowed(least=least, most=most)
-    kind = "a whole number" if whole else "a number"
     require(
         value is None or allowed.holds(value, whole=whole),
         f"{name} is {shown(value)}",
-        expected=f"{kind}, {allowed.text()}" if allowed.text() != "a number" else kind,
+        expected=("a whole number: " if whole else "a number: ") + allowed.text(),
         do="correct or drop it",
     )
     return value
 
 
+_NAMES = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
+
+
 def typed(body: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
     """A value of one JSON type of a request's body; `default` where it is absent or null."""
     value = body.get(name)
-    names = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
-    require(
-        value is None or isinstance(value, kind),
-        f"{name} is {shown(value)}", expected=names[kind], do="correct or drop it",
-    )  # fmt: skip
+    ok = value is None or isinstance(value, kind)
+    require(ok, f"{name} is {shown(value)}", expected=_NAMES[kind], do="correct or drop it")
     return default if value is None else value
 
 
@@ -171,12 +169,8 @@ def turns_of(body: Mapping[str, Any], name: str = "messages") -> list[Message]:
     """The turns of a request's body: objects with a role each, one at least."""
     turns = typed(body, name, list, [])
     ok = all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)
-    require(
-        bool(turns) and ok,
-        f"{name} is {shown(turns)}",
-        expected="a list of objects with a role each, one at least",
-        do="correct them",
-    )
+    expected = "a list of objects with a role each, one at least"
+    require(bool(turns) and ok, f"{name} is {shown(turns)}", expected=expected, do="correct it")
     return turns
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, cast
 
-from ..errors import InputError, require
+from ..errors import require
 from ..settings import GenerateConfig
 from .asks import (
     Api,
@@ -23,19 +24,37 @@ from .asks import (
     typed,
 )
 
-DONE: Event = (None, "[DONE]")
 MAX_CHOICES = 16
+_NUMBERS = {
+    "temperature": ("temp", 0, 2),
+    "top_p": ("top_p", 0, 1),
+    "min_p": ("min_p", 0, 1),
+    "presence_penalty": ("presence_penalty", -2, 2),
+    "frequency_penalty": ("frequency_penalty", -2, 2),
+    "repetition_penalty": ("repetition_penalty", 0, 1000),
+}
+_WHOLE = {
+    "top_k": ("top_k", 0, 2**31),
+    "seed": ("seed", -(2**63), 2**63 - 1),
+    "max_tokens": ("max_tokens", 1, 2**31),
+    "max_completion_tokens": ("max_tokens", 1, 2**31),
+    "repetition_context_size": ("repetition_context_size", 1, 2**16),
+    "presence_context_size": ("presence_context_size", 1, 2**16),
+    "frequency_context_size": ("frequency_context_size", 1, 2**16),
+}
+"""Numbers of a request, OpenAI's and those that mlx-lm's server adds: which settings they are, and
+from where to where they may go."""
 
 
 def read_chat(body: Mapping[str, Any], config: GenerateConfig) -> Ask:
-    config = _settings(body, config)
+    config = settings_of(body, config)
     if typed(body, "logprobs", bool, False):
-        config = replace(config, logprobs=number(body, "top_logprobs", whole=True, least=0) or 0)
+        config = replace(config, logprobs=number(body, "top_logprobs", 0, 20, whole=True) or 0)
     return Ask(
         question=turns_of(body),
         tools=None if body.get("tool_choice") == "none" else typed(body, "tools", list) or None,
         template_args=typed(body, "chat_template_kwargs", dict),
-        schema=_schema(typed(body, "response_format", dict)),
+        schema=_schema(typed(body, "response_format", dict, {})),
         config=config,
         **_common(body),
     )
@@ -45,160 +64,103 @@ def read_completion(body: Mapping[str, Any], config: GenerateConfig) -> Ask:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
-    is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    require(
-        isinstance(prompt, str) or is_tokens,
-        f"prompt is {shown(prompt)}", expected="a text or token ids", do="ask for one at a time",
-    )  # fmt: skip
-    for name in ("echo", "suffix"):
-        require(not body.get(name), f"{name} is given", expected="none", do="drop it")
-    require(
-        number(body, "best_of", whole=True) in (None, body.get("n") or 1),
-        "best_of is given", expected="as many as n", do="drop it",
-    )  # fmt: skip
-    config = _settings(body, config)
-    config = replace(config, logprobs=number(body, "logprobs", whole=True, least=0))
+    is_tokens = isinstance(prompt, list) and all(type(one) is int for one in prompt)
+    found, do = f"prompt is {shown(prompt)}", "ask for one at a time"
+    require(is_tokens or isinstance(prompt, str), found, expected="a text or token ids", do=do)
+    for name, usual in (("echo", False), ("suffix", None), ("best_of", body.get("n"))):
+        given = body.get(name) in (None, usual, "")
+        require(given, f"{name} is {shown(body.get(name))}", expected="none", do="drop it")
+    config = settings_of(body, config)
+    config = replace(config, logprobs=number(body, "logprobs", 0, 20, whole=True))
     return Ask(question=cast("str | list[int]", prompt), config=config, **_common(body))
 
 
+def settings_of(body: Mapping[str, Any], config: GenerateConfig) -> GenerateConfig:
+    """The server's settings with those of a request; an answer is no longer than theirs."""
+    found: dict[str, Any] = {
+        name: number(body, theirs, *bounds, whole=table is _WHOLE)
+        for table in (_NUMBERS, _WHOLE)
+        for theirs, (name, *bounds) in table.items()
+        if body.get(theirs) is not None
+    }
+    found["max_tokens"] = min(found.get("max_tokens", config.max_tokens), config.max_tokens)
+    if "seed" in found:
+        found["seed"] %= 2**63
+    if body.get("stop") is not None:
+        found["stop"] = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
+        typed(found, "stop", list)
+    bias = typed(body, "logit_bias", dict, {})
+    ids = all(one.isascii() and one.isdecimal() and len(one) < 10 for one in bias)
+    require(ids, f"logit_bias is {shown(bias)}", expected="token ids", do="correct or drop it")
+    if bias:
+        found["logit_bias"] = {int(one): number(bias, one, -100, 100) or 0.0 for one in bias}
+    return replace(config, **found)
+
+
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
+    content = typed(body, "prediction", dict, {}).get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    typed(body, "stream_options", dict)
     return {
         "model": typed(body, "model", str, ""),
-        "choices": number(body, "n", whole=True, least=1, most=MAX_CHOICES) or 1,
-        "prediction": _prediction(typed(body, "prediction", dict)),
+        "choices": number(body, "n", 1, MAX_CHOICES, whole=True) or 1,
+        "prediction": "".join(typed({"content": one}, "content", str, "") for one in texts) or None,
         "stream": typed(body, "stream", bool, False),
         "body": body,
     }
 
 
-def _settings(body: Mapping[str, Any], config: GenerateConfig) -> GenerateConfig:
-    """The server's settings with those of a request; those behind the first rows are mlx-lm's."""
-    longest = body.get("max_completion_tokens", body.get("max_tokens"))
-    stop = body.get("stop")
-    given = {
-        "temp": number(body, "temperature", least=0, most=2),
-        "top_p": number(body, "top_p", least=0, most=1),
-        "seed": number(body, "seed", whole=True, least=-(2**63), most=2**63 - 1),
-        "presence_penalty": number(body, "presence_penalty", least=-2, most=2),
-        "frequency_penalty": number(body, "frequency_penalty", least=-2, most=2),
-        "logit_bias": _bias(typed(body, "logit_bias", dict)),
-        "max_tokens": number({"max_tokens": longest}, "max_tokens", whole=True, least=1),
-        "stop": [stop] if isinstance(stop, str) else typed(body, "stop", list),
-        "top_k": number(body, "top_k", whole=True, least=0),
-        "min_p": number(body, "min_p", least=0, most=1),
-        "repetition_penalty": number(body, "repetition_penalty") or None,
-        **{
-            f"{name}_context_size": number(body, f"{name}_context_size", whole=True, least=1)
-            for name in ("repetition", "presence", "frequency")
-        },
-    }
-    if given["seed"] is not None:
-        given["seed"] %= 2**63
-    if given["max_tokens"] is not None:
-        given["max_tokens"] = min(given["max_tokens"], config.max_tokens)
-    return replace(config, **{name: one for name, one in given.items() if one is not None})
-
-
-def _bias(given: Mapping[str, Any] | None) -> dict[int, float] | None:
-    if given is None:
-        return None
-    found = {}
-    for token, value in given.items():
-        require(
-            token.isascii() and token.isdecimal() and len(token) < 10,
-            f"logit_bias has {shown(token)}", expected="token ids", do="correct or drop it",
-        )  # fmt: skip
-        found[int(token)] = number({"logit_bias": value}, "logit_bias", least=-100, most=100) or 0.0
-    return found
-
-
-def _prediction(given: Mapping[str, Any] | None) -> str | None:
-    if given is None:
-        return None
-    content = given.get("content")
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError(
-            f"prediction is {shown(given)}", expected="content: a text", do="correct or drop it"
-        )
-    return "".join(map(str, texts))
-
-
-def _schema(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    kind = None if given is None else given.get("type")
-    if given is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return {}
+def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    kind = given.get("type", "text")
+    if kind in ("text", "json_object"):
+        return None if kind == "text" else {}
     schema = given.get("json_schema")
     schema = schema.get("schema") if isinstance(schema, dict) else None
-    require(
-        kind == "json_schema" and isinstance(schema, dict),
-        f"response_format is {shown(given)}",
-        expected="type text, json_object, or json_schema with a schema",
-        do="correct or drop it",
-    )
+    expected = "type text, json_object, or json_schema with a schema"
+    ok = kind == "json_schema" and isinstance(schema, dict)
+    require(ok, f"response_format is {shown(given)}", expected=expected, do="correct or drop it")
     return schema
 
 
 def whole_chat(ask: Ask, parts: list[Part], ids: Ids) -> dict[str, Any]:
     choices = []
-    for choice in range(ask.choices):
-        own = [part for part in parts if part.choice == choice]
-        message: dict[str, Any] = {"role": "assistant", "content": _said(own, Text)}
-        if thought := _said(own, Reasoning):
-            message["reasoning_content"] = thought
-        if calls := [part for part in own if isinstance(part, ToolCall)]:
-            message["tool_calls"] = [_call(call) for call in calls]
+    for own in _by_choice(ask, parts):
+        message = {"role": "assistant", "content": "", **_message(own)}
+        if "tool_calls" in message:
             message["content"] = message["content"] or None
-        logprobs = _chat_logprobs(own)
-        choices.append(
-            {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": _end(own)}
-        )
-    return {**_head(ask, ids, "chat.completion"), "choices": choices, **_totals(parts)}
+        choices.append({**_choice(own), "message": message, "logprobs": _chat_logprobs(own)})
+    return {**_head(ids, "chat.completion"), "choices": choices, **_totals(parts)}
 
 
 def whole_completion(ask: Ask, parts: list[Part], ids: Ids) -> dict[str, Any]:
-    choices = [
-        _text_choice(choice, [part for part in parts if part.choice == choice])
-        for choice in range(ask.choices)
-    ]
-    return {**_head(ask, ids, "text_completion"), "choices": choices, **_totals(parts)}
+    choices = [_text_choice(own) for own in _by_choice(ask, parts)]
+    return {**_head(ids, "text_completion"), "choices": choices, **_totals(parts)}
 
 
 async def chat_events(ask: Ask, parts: AsyncIterator[Part], ids: Ids) -> AsyncIterator[Event]:
-    """A chunk for each part; each that brought tokens tells how many, as "ssmlx"."""
-    head, begun, calls = _head(ask, ids, "chat.completion.chunk"), set(), [0] * ask.choices
-    ends: list[Part] = []
+    head = _head(ids, "chat.completion.chunk")
+    begun, num_calls, ends = set[int](), [0] * ask.choices, list[Part]()
     async for part in parts:
-        delta: dict[str, Any] = {} if part.choice in begun else {"role": "assistant"}
-        begun.add(part.choice)
-        match part:
-            case Text(text=text):
-                delta["content"] = text
-            case Reasoning(text=text):
-                delta["reasoning_content"] = text
-            case ToolCall():
-                delta["tool_calls"] = [{"index": calls[part.choice], **_call(part)}]
-                calls[part.choice] += 1
-            case End():
-                ends.append(part)
-        choice = {"index": part.choice, "delta": delta, "finish_reason": _end([part])}
-        if (logprobs := _chat_logprobs([part])) is not None:
-            choice["logprobs"] = logprobs
+        delta = _message([part])
+        if part.choice not in begun:
+            delta = {"role": "assistant", **delta}
+            begun.add(part.choice)
+        if isinstance(part, ToolCall):
+            delta["tool_calls"][0]["index"] = num_calls[part.choice]
+            num_calls[part.choice] += 1
+        ends += [part] if isinstance(part, End) else []
+        choice = {**_choice([part]), "delta": delta, "logprobs": _chat_logprobs([part])}
         yield None, {**head, "choices": [choice], **_brought(part)}
     for event in _closing(ask, head, ends):
         yield event
 
 
 async def completion_events(ask: Ask, parts: AsyncIterator[Part], ids: Ids) -> AsyncIterator[Event]:
-    head, ends = _head(ask, ids, "text_completion"), []
-    places = [0] * ask.choices
+    head, ends, places = _head(ids, "text_completion"), list[Part](), [0] * ask.choices
     async for part in parts:
-        if isinstance(part, End):
-            ends.append(part)
-        choice = _text_choice(part.choice, [part], places[part.choice])
+        ends += [part] if isinstance(part, End) else []
+        choice = _text_choice([part], places[part.choice])
         places[part.choice] += len(choice["text"])
         yield None, {**head, "choices": [choice], **_brought(part)}
     for event in _closing(ask, head, ends):
@@ -207,49 +169,65 @@ async def completion_events(ask: Ask, parts: AsyncIterator[Part], ids: Ids) -> A
 
 def _closing(ask: Ask, head: dict[str, Any], ends: Sequence[Part]) -> list[Event]:
     """The chunk of usage, where it was asked for, and the mark of the end."""
-    options = ask.body.get("stream_options")
-    wanted = isinstance(options, dict) and options.get("include_usage")
-    return [*([(None, {**head, "choices": [], **_totals(ends)})] if wanted else []), DONE]
+    wanted = (ask.body.get("stream_options") or {}).get("include_usage")
+    usage: list[Event] = [(None, {**head, "choices": [], **_totals(ends)})] if wanted else []
+    return [*usage, (None, "[DONE]")]
 
 
-def _head(ask: Ask, ids: Ids, kind: str) -> dict[str, Any]:
+def _brought(part: Part) -> dict[str, Any]:
+    """What a chunk tells beside OpenAI's: the tokens of its target call, or the timings."""
+    if isinstance(part, End):
+        return {"timings": part.timings}
+    return {} if isinstance(part, ToolCall) else {"ssmlx": {"tokens": part.tokens}}
+
+
+def _head(ids: Ids, kind: str) -> dict[str, Any]:
     prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
     return {"id": prefix + ids.id, "object": kind, "created": ids.created, "model": ids.model}
+
+
+def _by_choice(ask: Ask, parts: Sequence[Part]) -> list[list[Part]]:
+    return [[part for part in parts if part.choice == choice] for choice in range(ask.choices)]
+
+
+def _choice(parts: Sequence[Part]) -> dict[str, Any]:
+    reason = next((part.reason for part in parts if isinstance(part, End)), None)
+    return {"index": parts[0].choice, "finish_reason": reason}
 
 
 def _said(parts: Sequence[Part], kind: type[Text] | type[Reasoning]) -> str:
     return "".join(part.text for part in parts if isinstance(part, kind))
 
 
-def _end(parts: Sequence[Part]) -> str | None:
-    return next((part.reason for part in parts if isinstance(part, End)), None)
+def _message(parts: Sequence[Part]) -> dict[str, Any]:
+    """A message, or what is new of it."""
+    found: dict[str, Any] = {}
+    if any(isinstance(part, Text) for part in parts):
+        found["content"] = _said(parts, Text)
+    if thought := _said(parts, Reasoning):
+        found["reasoning_content"] = thought
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    told = [{"name": one.name, "arguments": one.arguments} for one in calls]
+    if calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": function}
+            for call, function in zip(calls, told, strict=True)
+        ]
+    return found
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _brought(part: Part) -> dict[str, Any]:
-    if isinstance(part, End):
-        return {"timings": dict(part.timings)}
-    return {} if isinstance(part, ToolCall) else {"ssmlx": {"tokens": part.tokens}}
-
-
-def _text_choice(choice: int, parts: Sequence[Part], place: int = 0) -> dict[str, Any]:
+def _text_choice(parts: Sequence[Part], place: int = 0) -> dict[str, Any]:
     """Of what was said from `place` on, in characters of the answer."""
-    found = _logprobs(parts)
-    logprobs = None
+    logprobs, found = None, _logprobs(parts)
     if found is not None:
-        lengths = [0, *(len(one.text) for one in found)]
+        places = [*accumulate((len(one.text) for one in found), initial=place)][:-1]
         logprobs = {
             "tokens": [one.text for one in found],
             "token_logprobs": [one.logprob for one in found],
             "top_logprobs": [dict(one.top) for one in found],
-            "text_offset": [place + sum(lengths[: n + 1]) for n in range(len(found))],
+            "text_offset": places,
         }
-    text = _said(parts, Text)
-    return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": _end(parts)}
+    return {**_choice(parts), "text": _said(parts, Text), "logprobs": logprobs}
 
 
 def _logprobs(parts: Sequence[Part]) -> list[Logprob] | None:
@@ -261,10 +239,10 @@ def _chat_logprobs(parts: Sequence[Part]) -> dict[str, Any] | None:
     found = _logprobs(parts)
     if found is None:
         return None
-    return {"content": [
-        {**_token(one.text, one.logprob), "top_logprobs": [_token(*other) for other in one.top]}
-        for one in found
-    ]}  # fmt: skip
+    tops = [[_token(*other) for other in one.top] for one in found]
+    pairs = zip(found, tops, strict=True)
+    told = [{**_token(one.text, one.logprob), "top_logprobs": top} for one, top in pairs]
+    return {"content": told}
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
@@ -278,27 +256,26 @@ def _totals(parts: Sequence[Part]) -> dict[str, Any]:
     ends = [part for part in parts if isinstance(part, End)]
     first, used = ends[0].usage, [end.usage for end in ends]
     completion = sum(one.completion_tokens for one in used)
-    details = {
-        name: sum(getattr(one, name) for one in used)
-        for name in ("accepted_prediction_tokens", "rejected_prediction_tokens")
-        if getattr(first, name) is not None
-    }
+    names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+    sums = {name: sum(getattr(one, name) or 0 for one in used) for name in names}
+    has_prediction = first.accepted_prediction_tokens is not None
     usage = {
         "prompt_tokens": first.prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": first.prompt_tokens + completion,
         "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
-        **({"completion_tokens_details": details} if details else {}),
+        **({"completion_tokens_details": sums} if has_prediction else {}),
     }
-    return {"usage": usage, "timings": dict(ends[-1].timings)}
+    return {"usage": usage, "timings": ends[-1].timings}
+
+
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
 def error(status: int, message: str) -> dict[str, Any]:
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     usual = "server_error" if status >= 500 else "invalid_request_error"
-    codes = {401: "invalid_api_key", 404: "not_found"}
-    told = {"message": message, "type": kinds.get(status, usual), "param": None}
-    return {"error": {**told, "code": codes.get(status)}}
+    told = {"message": message, "type": _KINDS.get(status, usual), "param": None, "code": None}
+    return {"error": told}
 
 
 CHAT = Api(read_chat, whole_chat, chat_events, error)
