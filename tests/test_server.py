@@ -1,33 +1,333 @@
 """The server: what each route answers, who may ask, and what is left when a request ends early."""
 
+import asyncio
+import json
+from itertools import count
+
 import pytest
 
 pytest.importorskip("starlette")
 
+import httpx2 as httpx
+from real import exit_code, one_line, words
 from starlette.testclient import TestClient
 
 import ssmlx
-from ssmlx.server.answering import Answering
-from ssmlx.server.app import make_app
+from ssmlx import answers, api
+from ssmlx.prompt_cache import PromptCache
+from ssmlx.server import __main__ as command
+from ssmlx.server.answering import Answering, Limits
+from ssmlx.server.app import Doors, make_app
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LENGTH = 8
 
 
 @pytest.fixture(scope="module")
-def answering(base, adapter):
-    return Answering(ssmlx.Engine(str(base), dtype="float32"), "tiny", {"sql": str(adapter)})
+def engine(base):
+    with ssmlx.Engine(str(base), dtype="float32") as engine:
+        yield engine
 
 
 @pytest.fixture
-def client(answering):
-    # Not as a context: the engine stays open for the next test.
-    config = ssmlx.GenerateConfig(max_tokens=20)
-    return TestClient(make_app(answering, config), base_url="http://localhost")
+def serve(engine, adapter):
+    """An application with the tiny model as `tiny` and its adapter as `tiny:own`."""
+
+    def make(config=None, doors=None, **more):
+        given = {"prompts": [PromptCache()], **more}
+        answering = Answering(engine, "tiny", {"own": str(adapter)}, **given)
+        return make_app(answering, config or ssmlx.GenerateConfig(max_tokens=LENGTH), doors)
+
+    return make
 
 
-def test_a_chat_is_answered_whole_and_streamed(client):
-    body = {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 5}
-    whole = client.post(CHAT, json=body).json()["choices"][0]
-    assert whole["finish_reason"] == "length"
-    streamed = client.post(CHAT, json={**body, "stream": True}).text
-    assert streamed.endswith("data: [DONE]\n\n") and streamed.count("data: ") == 7
+@pytest.fixture
+def client(serve):
+    return client_of(serve())
+
+
+def client_of(app, **more):
+    # Not as a context, which would close the engine at its end.
+    return TestClient(app, base_url="http://localhost", **more)
+
+
+def chat(text="w1 w2", **more):
+    return {"messages": [{"role": "user", "content": text}], **more}
+
+
+def events(response):
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *data, last = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    assert last == "[DONE]"
+    return [json.loads(one) for one in data]
+
+
+def said(body):
+    """The text of a whole reply, or of chunks."""
+    chunks = body if isinstance(body, list) else [body]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    held = [
+        one.get("message") or one.get("delta") or {"content": one.get("text")} for one in choices
+    ]
+    return "".join(one.get("content") or "" for one in held)
+
+
+def expected(base, adapter, prompt, **settings):
+    model, tokenizer = ssmlx.load(str(base), adapter=adapter, dtype="float32")
+    tokens = ssmlx.prompt_tokens(prompt, model, tokenizer)
+    return ssmlx.generate(model, tokenizer, tokens, **{"max_tokens": LENGTH, **settings})
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny:own"])
+@pytest.mark.parametrize("streams", [(False, True), (True, False)])
+def test_whole_or_streamed_cold_or_warm_it_is_what_generate_says(
+    client, base, adapter, name, streams
+):
+    wanted = expected(base, "none" if name == "tiny" else adapter, "w1 w2 w3")
+    for number, stream in enumerate([*streams, *streams]):
+        body = chat("w1 w2 w3", model=name, stream=stream, stream_options={"include_usage": True})
+        found = client.post(CHAT, json=body)
+        reply = events(found) if stream else [found.json()]
+        assert said(reply) == wanted and reply[0]["model"] == name
+        usage, timings = reply[-1]["usage"], reply[-1]["timings"]
+        assert usage["completion_tokens"] == LENGTH
+        assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == (number > 0)
+        assert timings["draft_n_accepted"] == LENGTH - timings["target_calls"]
+        if name == "tiny:own":
+            assert timings["draft_n"] > 0
+    assert sum(one.get("ssmlx", {"tokens": 0})["tokens"] for one in reply) in (0, LENGTH)
+
+
+def test_text_completions(client):
+    body = {"prompt": "w1 w2", "n": 2, "temperature": 1, "seed": 3, "logprobs": 2}
+    first, second = client.post(COMPLETIONS, json=body).json()["choices"]
+    assert first["text"] != second["text"] and (first["index"], second["index"]) == (0, 1)
+    assert len(first["logprobs"]["tokens"]) == LENGTH == len(first["logprobs"]["text_offset"])
+    assert "".join(first["logprobs"]["tokens"]).strip() == first["text"]
+    again = events(client.post(COMPLETIONS, json={**body, "stream": True}))
+    own = [chunk for chunk in again if chunk["choices"][0]["index"] == 1]
+    assert said(own) == second["text"], "a seed gives the same text"
+    tokens = client.post(COMPLETIONS, json={"prompt": [8, 9]}).json()
+    assert said(tokens) == said(client.post(COMPLETIONS, json={"prompt": ["w1 w2"]}).json())
+
+
+def test_a_stop_string_ends_an_answer_and_its_tokens_are_counted(client):
+    whole = said(client.post(CHAT, json=chat()).json()).split()
+    reply = client.post(CHAT, json=chat(stop=[" " + whole[3]], logprobs=True)).json()
+    assert said(reply).split() == whole[:3] and reply["choices"][0]["finish_reason"] == "stop"
+    assert reply["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_prediction_is_accepted_as_far_as_it_is_right(client, streamed):
+    plain = said(client.post(CHAT, json=chat()).json())
+    prediction = {"type": "content", "content": f"{plain} w1 w2"}
+    more = {"stream": streamed, "stream_options": {"include_usage": True}}
+    found = client.post(CHAT, json=chat(prediction=prediction, **more))
+    reply = events(found) if streamed else [found.json()]
+    details = reply[-1]["usage"]["completion_tokens_details"]
+    assert said(reply) == plain
+    # The prompt's call and the one behind it bring a token of their own each.
+    assert details == {"accepted_prediction_tokens": LENGTH - 2, "rejected_prediction_tokens": 4}
+
+
+BAD = [
+    ({}, "messages"), ([], "object"), (chat(temperature="hot"), "temperature is 'hot'"),
+    (chat(n=0), "n is 0"), (chat(stop=[1]), "stop"), (chat(stop=""), "stop"),
+    (chat(logit_bias={"999": 1}), "999"), (chat(logit_bias={"x": 1}), "logit_bias"),
+    (chat(max_tokens=1.5), "max_tokens"), (chat(" "), "empty"), (chat(words(400)), "context"),
+    (chat(seed=True), "seed"), (chat("\ud800"), "Unicode"), (chat(model=7), "model"),
+    ({"messages": ["w1"]}, "messages"), ({"messages": [{"role": "user", "content": 7}]}, "turns"),
+    (chat(response_format={"type": "xml"}), "response_format"), (chat(prediction=1), "prediction"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_followed_is_refused_in_a_line(client, stream):
+    for body, word in BAD:
+        body = {**body, "stream": stream} if isinstance(body, dict) else body
+        reply = client.post(CHAT, content=json.dumps(body), headers=JSON)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["type"]) == (400, "invalid_request_error"), body
+        assert word in error["message"] and "\n" not in error["message"]
+    for bad in ({"prompt": [99999]}, {"prompt": ["a", "b"]}, {"prompt": "w1", "echo": True}, {}):
+        assert client.post(COMPLETIONS, json=bad).status_code == 400, bad
+    unknown = client.post(CHAT, json=chat(model="../secret"))
+    assert unknown.status_code == 404 and "tiny, tiny:own" in unknown.json()["error"]["message"]
+    assert client.post("/v1/nothing", json={}).json()["error"]["type"] == "not_found_error"
+    assert client.get(CHAT).status_code == 405
+
+
+JSON = {"content-type": "application/json"}
+
+
+def test_pages_of_other_places_cannot_ask(client):
+    body = json.dumps(chat())
+    rebound = {"host": "evil.example:8080", "origin": "http://evil.example:8080", **JSON}
+    for headers, status in (
+        (JSON, 200), (rebound, 403), ({**JSON, "host": "evil.example"}, 403),
+        ({**JSON, "origin": "http://evil.example"}, 403), ({**JSON, "origin": "null"}, 403),
+        ({**JSON, "origin": "http://localhost.evil.example"}, 403),
+        ({"content-type": "text/plain"}, 415), ({**JSON, "origin": "http://127.0.0.1:3000"}, 200),
+    ):  # fmt: skip
+        found = client.post(CHAT, content=body, headers=headers)
+        assert found.status_code == status, headers
+        shared = found.headers.get("access-control-allow-origin")
+        assert shared == (headers.get("origin") if status == 200 else None)
+    ask = {"access-control-request-method": "POST", "origin": "http://evil.example"}
+    assert client.options(CHAT, headers=ask).status_code == 400
+    assert client.options(CHAT, headers={**ask, "origin": "http://localhost"}).status_code == 200
+
+
+def test_the_page_runs_nothing_but_its_own(client):
+    page = client.get("/")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+
+
+def test_keys_are_needed_and_keep_prompts_apart(serve):
+    doors = Doors(keys=[b"first-key", b"other-key"])
+    client = client_of(serve(doors=doors, prompts=[PromptCache(), PromptCache()]))
+    assert client.get("/health").status_code == client.get("/").status_code == 200
+    for wrong in ("", "Bearer first", "Bearer ", "Basic first-key", "Bearer first-key\xe9"):
+        raw = {"authorization": wrong.encode("latin-1")}
+        assert client.post(CHAT, json=chat(), headers=raw).status_code == 401
+        assert client.get("/metrics", headers=raw).status_code == 401
+    cached = []
+    for headers in ({"authorization": "Bearer first-key"}, {"x-api-key": "other-key"}) * 2:
+        reply = client.post(CHAT, json=chat(), headers=headers).json()
+        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[:2] == [0, 0] and min(cached[2:]) > 0
+    assert "w1" not in client.get("/metrics", headers=headers).text
+
+
+async def drive(app, body, on_send=lambda message: False, gone=None):
+    """What an application sends; its client is gone once `on_send` says so, or `gone` is set."""
+    gone, sent = gone or asyncio.Event(), []
+    pieces = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive():
+        if not pieces:
+            await gone.wait()
+        return pieces.pop() if pieces else {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+        if on_send(message):
+            gone.set()
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "scheme": "http",
+             "query_string": b"", "root_path": "", "server": ("localhost", 80)}  # fmt: skip
+    await asyncio.wait_for(app(scope, receive, send), 30)
+    return sent
+
+
+def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
+    """In the prompt, in decoding, and in the queue: one answer may be open at a time."""
+    config = ssmlx.GenerateConfig(max_tokens=10_000, prefill_step_size=1)
+    app = serve(config, limits=Limits(open=1))
+    long = chat(words(150), stream=True)
+
+    async def in_the_prompt():
+        gone, pieces = asyncio.Event(), count()
+        told = lambda *_: next(pieces) == 3 and gone.set()  # noqa: E731
+        monkeypatch.setattr(answers.Answer, "_tell", told)
+        assert await drive(app, long, gone=gone) == [] and next(pieces) < 100
+
+    async def in_decoding_and_in_the_queue():
+        held, left, waits, numbers = asyncio.Event(), asyncio.Event(), asyncio.Event(), count()
+        holding = drive(app, long, lambda _: next(numbers) == 3 and held.set(), left)
+        first = asyncio.create_task(holding)
+        await held.wait()
+        second = asyncio.create_task(drive(app, chat(), gone=waits))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        waits.set()
+        assert await second == []
+        left.set()
+        assert len(await first) < 150
+
+    for leave in (in_the_prompt, in_decoding_and_in_the_queue):
+        asyncio.run(leave())
+        assert all(answer.is_over for answer in engine._open)
+        client = client_of(app)
+        assert client.post(CHAT, json=chat(max_tokens=3)).status_code == 200
+        told = client.get("/metrics").text
+        assert "ssmlx_open 0.0" in told and "ssmlx_waiting 0.0" in told
+
+
+def test_a_failing_step_ends_its_own_request_alone(serve, monkeypatch):
+    real = api.responses_of
+
+    def failing(steps, budget, num_prompt, *more):
+        for response in real(steps, budget, num_prompt, *more):
+            if num_prompt > 20 and response.target_calls == 3:
+                raise RuntimeError("a secret")
+            yield response
+
+    monkeypatch.setattr(api, "responses_of", failing)
+    app, bad = serve(), chat(words(30))
+
+    async def both():
+        asked = ({**bad, "stream": True}, chat())
+        return await asyncio.gather(*(drive(app, one, is_end) for one in asked))
+
+    failed, fine = asyncio.run(both())
+    told = b"".join(one.get("body", b"") for one in failed).decode()
+    assert told.count("data: ") == 3 and '"server_error"' in told and "secret" not in told
+    assert fine[0]["status"] == 200
+    client = client_of(app, raise_server_exceptions=False)
+    assert client.post(CHAT, json=bad).status_code == 500
+    assert client.post(CHAT, json=chat()).status_code == 200
+
+
+def is_end(message):
+    return message["type"] == "http.response.body" and not message.get("more_body")
+
+
+def ask_all(app, bodies):
+    async def all_of_them():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await asyncio.gather(*(client.post(CHAT, json=one) for one in bodies))
+
+    return asyncio.run(all_of_them())
+
+
+def test_twenty_at_once_say_what_each_says_alone(serve):
+    names = ("tiny", "tiny:own")
+    bodies = [chat(f"w{n % 5}", model=names[n % 2], stream=n % 3 == 0) for n in range(20)]
+    alone = {json.dumps(one): ask_all(serve(), [one])[0] for one in bodies}
+    for body, found in zip(bodies, ask_all(serve(limits=Limits(open=4)), bodies), strict=True):
+        texts = [said(events(one) if body["stream"] else one.json())
+                 for one in (found, alone[json.dumps(body)])]  # fmt: skip
+        assert texts[0] == texts[1] != ""
+
+
+def test_too_much_is_refused(serve):
+    config = ssmlx.GenerateConfig(max_tokens=200)
+    found = ask_all(serve(config, limits=Limits(open=1, waiting=2)), [chat()] * 8)
+    assert sorted(one.status_code for one in found) == [200] * 3 + [503] * 5
+    late = [one for one in found if one.status_code == 503]
+    assert all(one.headers["retry-after"] for one in late)
+    found = ask_all(serve(config, limits=Limits(open=1, wait=0.01)), [chat()] * 3)
+    assert sorted(one.status_code for one in found)[0::2] == [200, 503]
+    (found,) = ask_all(serve(config, limits=Limits(time=0.02)), [chat()])
+    assert found.status_code == 504
+    (found,) = ask_all(serve(limits=Limits(body=300)), [chat(words(100))])
+    assert found.status_code == 413
+
+
+def test_the_command_refuses_what_it_cannot_do(tmp_path, base, capsys):
+    keys = tmp_path / "keys"
+    keys.write_text("one\n\n two \none\n")
+    keys.chmod(0o644)
+    assert exit_code(command.main, "--model", base, "--api-keys", keys) == 2
+    assert "chmod 600" in one_line(capsys.readouterr().err, "ssmlx.server")
+    keys.chmod(0o600)
+    assert command.read_keys(keys) == [b"one", b"two"]
+    with command.listening("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert exit_code(command.main, "--model", base, "--port", port) == 2
+    assert "free port" in one_line(capsys.readouterr().err, "ssmlx.server")

@@ -262,7 +262,9 @@ def make_app(
 
     open_to_all = {"/": routes.page, "/health": routes.health}
     with_key = {"/v1/models": routes.models, "/metrics": routes.metrics}
-    pages = Middleware(CORSMiddleware, allow_origin_regex=_LOCAL_PAGES, allow_headers=["*"])
+    pages = Middleware(
+        CORSMiddleware, allow_origin_regex=_LOCAL_PAGES, allow_headers="*", allow_methods="*"
+    )
     return Starlette(
         lifespan=lifespan,
         middleware=[pages],
