@@ -1,6 +1,7 @@
 """`python -m ssmlx.server`: one model for editors, agents and chat pages."""
 
 import argparse
+import asyncio
 import hashlib
 import os
 import socket
@@ -117,11 +118,17 @@ def _main(args: argparse.Namespace) -> None:
     hosts = [*LOCAL, args.host, *(args.allow_host or ())]
     app = make_app(answering, config, Doors(hosts=[one.lower() for one in hosts], keys=keys))
     _greet(sock, [*answering.models], bool(keys))
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: Any = None) -> None:
+            """Answers end before their requests are waited for."""
+            await asyncio.to_thread(answering.close)
+            await super().shutdown(sockets)
+
     settings = uvicorn.Config(
-        app, log_level="warning", timeout_graceful_shutdown=3, server_header=False, ws="none",
-        lifespan="on",
-    )  # fmt: skip
-    uvicorn.Server(settings).run(sockets=[sock])
+        app, ws="none", lifespan="off", log_level="warning", timeout_graceful_shutdown=3
+    )
+    Server(settings).run(sockets=[sock])
 
 
 def _greet(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:

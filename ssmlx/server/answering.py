@@ -24,6 +24,7 @@ from .metrics import Metrics
 
 Segments = Answer[GenerationResponse]
 _AGAIN = {"Retry-After": "1"}
+_STOPPED = HTTPException(503, "the server is being stopped", _AGAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +66,12 @@ class Answering:
         self._prompts, self._drafts = prompts or (engine.prompt_cache,), drafts
         self.limits, self.metrics = limits or Limits(), Metrics()
         self._slots, self._waiting = asyncio.Semaphore(self.limits.open), 0
+        self._is_closed = False
         self._tokenizing = threading.Lock()
 
     def close(self) -> None:
         """Cancel what is open, keep the prompts where they are kept on disk, free the memory."""
+        self._is_closed = True
         self.engine.close()
         for one in self._prompts:
             one.close()
@@ -89,6 +92,8 @@ class Answering:
         """
         name = self.model_name(ask)
         async with self._slot():
+            if self._is_closed:
+                raise _STOPPED
             prompt, config = await asyncio.to_thread(self._prepared, ask, name)
             for choice in range(ask.choices):
                 seed = None if config.seed is None else (config.seed + choice) % 2**63
@@ -168,7 +173,7 @@ class Answering:
             logprobs = logprobs_of(self.engine.tokenizer, last.logprobs)
             yield Text(last.text, len(last.tokens), logprobs, choice)
         if last is None or last.finish_reason is None:
-            raise HTTPException(503, "the server is being stopped", _AGAIN)
+            raise _STOPPED
         self.metrics.add(last)
         usage = Usage(last.prompt_tokens, last.generation_tokens, last.cached_tokens)
         if predicted := len(config.prompt_lookup.reference):

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -249,16 +249,8 @@ def _hashes(page: bytes, tag: bytes) -> str:
 def make_app(
     answering: Answering, config: GenerateConfig | None = None, doors: Doors | None = None
 ) -> Starlette:
-    """The application; it closes the engine when it is shut down.
-
-    `config` holds where a request says nothing, and its `max_tokens` for all.
-    """
+    """The application; `config` holds where a request says nothing, its `max_tokens` always."""
     routes, doors = Routes(answering, config or GenerateConfig()), doors or Doors()
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(answering.close)
 
     open_to_all = {"/": routes.page, "/health": routes.health}
     with_key = {"/v1/models": routes.models, "/metrics": routes.metrics}
@@ -266,7 +258,6 @@ def make_app(
         CORSMiddleware, allow_origin_regex=_LOCAL_PAGES, allow_headers="*", allow_methods="*"
     )
     return Starlette(
-        lifespan=lifespan,
         middleware=[pages],
         exception_handlers={
             kind: routes.refuse for kind in (Exception, HTTPException, InputError, TimeoutError)
