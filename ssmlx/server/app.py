@@ -39,8 +39,8 @@ _LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 _GRACE = 5.0  # seconds in which a stream can tell that its time is over
 _PAGE = Path(__file__).with_name("page.html")
 _POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; script-src {}; style-src {}"
+    "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; script-src {}; style-src {}"
 )
 _log = logging.getLogger("ssmlx")
 Handler = Callable[[Request], Awaitable[Response]]
