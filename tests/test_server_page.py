@@ -1,0 +1,145 @@
+"""The chat page in Chromium: what it sends, shows and remembers, and what it never lets run."""
+
+import json
+import re
+import shutil
+from threading import Thread
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api")
+uvicorn = pytest.importorskip("uvicorn")
+
+import ssmlx
+from ssmlx.server.answering import Answering
+from ssmlx.server.app import make_app
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: `apt-get install chromium`"),
+]
+QUIET = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync"""
+FOCUS, NAME = "document.activeElement", "document.activeElement.ariaLabel"
+CHAT, SAID, FIGURES = "**/completions", ".answer:last-child > .words", ".answer:last-child .foot p"
+HOSTILE = """<img src=x onerror="document.title='owned'"> **<b onclick=alert(1)>bold</b>** & &lt;
+
+```"><script>document.title='owned'</script>
+</code></pre><iframe src="javascript:alert(1)"></iframe>
+```
+`</code><svg onload=alert(1)>` [here](javascript:alert(1)) <style>* { display: none }</style>"""
+
+
+@pytest.fixture(scope="module")
+def address(base, adapter):
+    answering = Answering(ssmlx.Engine(str(base), dtype="float32"), "tiny", {"own": str(adapter)})
+    server = uvicorn.Server(uvicorn.Config(make_app(answering), port=0, log_level="warning"))
+    thread = Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        thread.join(0.05)
+        assert thread.is_alive()
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def page(address):
+    """The page; whatever it did, it asked its own server alone, and broke no rule of its policy."""
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        page, asked, wrong = browser.new_page(color_scheme="dark"), [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: wrong.append(said.text) if "olicy" in said.text else None)
+        page.on("dialog", lambda dialog: dialog.accept())
+        policy = page.goto(address).headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        page.wait_for_selector("#model option >> nth=1", state="attached")
+        yield page
+        assert [url for url in asked if not url.startswith(address)] == [] == wrong
+        assert page.title() == "ssmlx"
+        browser.close()
+
+
+def ask(page, text):
+    """The body of the request that is sent once this is typed."""
+    page.keyboard.type(text)
+    with page.expect_request(CHAT) as sent:
+        page.keyboard.press("Enter")
+    page.wait_for_selector("#send.Send")
+    return sent.value.post_data_json
+
+
+def script(page, *deltas, status=200):
+    """The server says this from now on, n tokens in the n-th call; or refuses."""
+    ends = [{"delta": delta, "finish_reason": "stop"} for delta in deltas]
+    told = [{"choices": [one], "ssmlx": {"tokens": n}} for n, one in enumerate(ends, 1)]
+    body = "".join(f"data: {one}\n\n" for one in [*map(json.dumps, told), "[DONE]"])
+    if status != 200:
+        body = json.dumps({"error": {"message": deltas[0]}})
+    page.route(CHAT, lambda route: route.fulfill(status=status, body=body))
+
+
+def test_it_sends_streams_stops_and_remembers(page):
+    page.select_option("#model", "tiny:own")
+    page.focus("#prompt")
+    page.evaluate("change({ max_tokens: 30 })")
+    body = ask(page, "w1 w2")
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("tiny:own", 0, 30)
+    figures = r"[\d.]+ tokens per call · [\d.]+ tokens/s · \d+ of \d+ tokens cached · \d+ calls · "
+    assert re.match(figures + "tiny:own", page.inner_text(FIGURES))
+    page.evaluate("change({ max_tokens: 16000 })")
+    page.keyboard.type("w3\n")
+    page.wait_for_selector(f"{SAID} span >> nth=5")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#send.Send")
+    assert page.inner_text(FIGURES).endswith("tiny:own · stopped")
+    shown = page.inner_text("#log")
+    page.reload()
+    page.click("#chats button")
+    assert page.inner_text("#log") == shown
+    page.click("#chats button + button")
+    page.reload()
+    assert page.locator("#chats li, #log li").count() == 0
+
+
+def test_what_a_model_says_is_text(page):
+    call = {"function": {"name": "<b>", "arguments": HOSTILE}}
+    pieces = [{"content": piece} for piece in HOSTILE]
+    script(page, {"reasoning_content": HOSTILE}, *pieces, {"tool_calls": [call]})
+    ask(page, HOSTILE.split("\n")[0])
+    assert page.locator("summary").all_inner_texts() == ["Reasoning", "Tool call: <b>"]
+    shown = page.evaluate(f"document.querySelector('{SAID}').textContent").replace("Copy", "")
+    assert "".join(shown.split()) == re.sub(r"\s|```|\*\*|`", "", HOSTILE)
+    found = page.evaluate("[...document.querySelectorAll('#log *')].map((node) => node.localName)")
+    ours = "ol li div p span strong code pre button details summary b"
+    assert {"strong", "pre"} <= set(found) <= set(ours.split())
+    script(page, "<b>no</b>", status=400)
+    ask(page, "w1")
+    assert page.inner_text("#notice") == "<b>no</b>" and page.locator(".answer").count() == 1
+
+
+def test_the_keyboard_is_enough_on_a_phone(page):
+    page.set_viewport_size({"width": 360, "height": 640})
+    script(page, {"content": "```\n" + 300 * "x"}, *5 * [{"content": 90 * "y"}], {"content": "z"})
+    ask(page, "w1")
+    ask(page, "w2")
+    page.keyboard.press("ArrowUp")
+    turns = ask(page, " w3")["messages"]
+    assert [turn["content"] for turn in turns][::2] == ["w1", "w2 w3"]
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    seen = {}
+    while "Show calls" not in seen and len(seen) < 9:
+        page.keyboard.press("Tab")
+        seen |= {page.evaluate(NAME): page.evaluate(f"getComputedStyle({FOCUS}).outlineStyle")}
+    assert {seen[name] for name in ("Send", "Conversations", "Show calls")} == {"solid"}
+    spans = page.locator(f"{SAID} span")
+    names = ["n1", "n2 odd", "n3", "n4 odd", "n5", "n5 odd", "n5"]
+    assert [span.get_attribute("class") for span in spans.all()] == names
+    tints = "(all) => new Set(all.map((one) => getComputedStyle(one).backgroundColor)).size"
+    assert (spans.evaluate_all(tints), page.is_visible("#legend")) == (1, False)
+    page.keyboard.press("Enter")
+    assert (spans.evaluate_all(tints), page.is_visible("#legend")) == (6, True)
