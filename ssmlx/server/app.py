@@ -6,7 +6,7 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import sha256
@@ -27,7 +27,7 @@ from ..errors import InputError
 from ..settings import GenerateConfig, parse_json
 from . import openai
 from .answering import Answering
-from .asks import Api, Ask, Event, Ids, Part
+from .asks import Api, Ask, Event, Ids
 
 APIS: dict[str, Api] = {
     "/v1/chat/completions": openai.CHAT,
@@ -192,16 +192,20 @@ class Reply(Response):
                     whole = _json(self._api.whole(self._ask, found, self._ids))
                     await whole(scope, receive, send)
                     return
-                first = await anext(parts)
-            await self._stream(_chain(first, parts), end, send)
+                events = self._api.events(self._ask, parts, self._ids)
+                first = await anext(events)
+            await self._stream(first, events, end, send)
 
-    async def _stream(self, parts: AsyncIterator[Part], end: float, send: Send) -> None:
-        """Events from the first part on; before it, a refusal still has a status."""
+    async def _stream(
+        self, first: Event, events: AsyncIterator[Event], end: float, send: Send
+    ) -> None:
+        """From the first event on; before it, a refusal still has a status."""
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async with asyncio.timeout_at(end):
-                async for event in self._api.events(self._ask, parts, self._ids):
+                await _send_event(first, send)
+                async for event in events:
                     await _send_event(event, send)
         except Exception as failure:
             status, message, _ = _refusal(failure)
@@ -217,12 +221,6 @@ async def _send_event(event: Event, send: Send) -> None:
     text = data.encode() if isinstance(data, str) else _encoded(data)
     body = (f"event: {name}\n".encode() if name else b"") + b"data: " + text + b"\n\n"
     await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _chain(first: Part, more: AsyncIterator[Part]) -> AsyncGenerator[Part]:
-    yield first
-    async for part in more:
-        yield part
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,6 +1,5 @@
 """What a request asks for, whatever API it came by, and the parts that an answer is told in."""
 
-import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -10,6 +9,9 @@ from typing import Any, Literal
 from ..errors import require
 from ..prompts import Message, Tools
 from ..settings import Allowed, GenerateConfig
+
+Body = Mapping[str, Any]
+"""A request's JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class Ask:
     schema: Mapping[str, Any] | None = None
     prediction: str | None = None
     stream: bool = False
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: Body = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,36 +130,26 @@ class Api:
         error_name: of the event with such a body that ends a reply which fails on its way.
     """
 
-    read: Callable[[Mapping[str, Any], GenerateConfig], Ask]
+    read: Callable[[Body, GenerateConfig], Ask]
     whole: Callable[[Ask, list[Part], Ids], dict[str, Any]]
     events: Callable[[Ask, AsyncIterator[Part], Ids], AsyncIterator[Event]]
     error: Callable[[int, str], dict[str, Any]]
     error_name: str | None = None
 
 
-def number(
-    body: Mapping[str, Any],
-    name: str,
-    least: float = -math.inf,
-    most: float = math.inf,
-    *,
-    whole: bool = False,
-) -> Any:
+def number(body: Body, name: str, least: float, most: float, *, whole: bool = False) -> Any:
     """A number of a request's body; None where it is absent or null."""
-    value, allowed = body.get(name), Allowed(least=least, most=most)
-    require(
-        value is None or allowed.holds(value, whole=whole),
-        f"{name} is {shown(value)}",
-        expected=("a whole number: " if whole else "a number: ") + allowed.text(),
-        do="correct or drop it",
-    )
+    value, kind = body.get(name), "a whole number" if whole else "a number"
+    ok = value is None or Allowed(least=least, most=most).holds(value, whole=whole)
+    expected = f"{kind} from {least} to {most}"
+    require(ok, f"{name} is {shown(value)}", expected=expected, do="correct or drop it")
     return value
 
 
 _NAMES = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
 
 
-def typed(body: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+def typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
     """A value of one JSON type of a request's body; `default` where it is absent or null."""
     value = body.get(name)
     ok = value is None or isinstance(value, kind)
@@ -165,7 +157,7 @@ def typed(body: Mapping[str, Any], name: str, kind: type, default: Any = None) -
     return default if value is None else value
 
 
-def turns_of(body: Mapping[str, Any], name: str = "messages") -> list[Message]:
+def turns_of(body: Body, name: str = "messages") -> list[Message]:
     """The turns of a request's body: objects with a role each, one at least."""
     turns = typed(body, name, list, [])
     ok = all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)

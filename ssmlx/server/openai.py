@@ -1,8 +1,9 @@
 """OpenAI's chat and text completions."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from functools import partial
 from typing import Any, cast
 
 from ..errors import require
@@ -10,6 +11,7 @@ from ..settings import GenerateConfig
 from .asks import (
     Api,
     Ask,
+    Body,
     End,
     Event,
     Ids,
@@ -25,6 +27,8 @@ from .asks import (
 )
 
 MAX_CHOICES = 16
+Choice = Callable[..., dict[str, Any]]
+"""Of the parts of a choice, or of new ones and a count of those before: how it is told."""
 _NUMBERS = {
     "temperature": ("temp", 0, 2),
     "top_p": ("top_p", 0, 1),
@@ -46,7 +50,7 @@ _WHOLE = {
 from where to where they may go."""
 
 
-def read_chat(body: Mapping[str, Any], config: GenerateConfig) -> Ask:
+def read_chat(body: Body, config: GenerateConfig) -> Ask:
     config = settings_of(body, config)
     if typed(body, "logprobs", bool, False):
         config = replace(config, logprobs=number(body, "top_logprobs", 0, 20, whole=True) or 0)
@@ -60,7 +64,7 @@ def read_chat(body: Mapping[str, Any], config: GenerateConfig) -> Ask:
     )
 
 
-def read_completion(body: Mapping[str, Any], config: GenerateConfig) -> Ask:
+def read_completion(body: Body, config: GenerateConfig) -> Ask:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
@@ -75,7 +79,7 @@ def read_completion(body: Mapping[str, Any], config: GenerateConfig) -> Ask:
     return Ask(question=cast("str | list[int]", prompt), config=config, **_common(body))
 
 
-def settings_of(body: Mapping[str, Any], config: GenerateConfig) -> GenerateConfig:
+def settings_of(body: Body, config: GenerateConfig) -> GenerateConfig:
     """The server's settings with those of a request; an answer is no longer than theirs."""
     found: dict[str, Any] = {
         name: number(body, theirs, *bounds, whole=table is _WHOLE)
@@ -97,7 +101,7 @@ def settings_of(body: Mapping[str, Any], config: GenerateConfig) -> GenerateConf
     return replace(config, **found)
 
 
-def _common(body: Mapping[str, Any]) -> dict[str, Any]:
+def _common(body: Body) -> dict[str, Any]:
     content = typed(body, "prediction", dict, {}).get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
@@ -123,55 +127,24 @@ def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return schema
 
 
-def whole_chat(ask: Ask, parts: list[Part], ids: Ids) -> dict[str, Any]:
-    choices = []
-    for own in _by_choice(ask, parts):
-        message = {"role": "assistant", "content": "", **_message(own)}
-        if "tool_calls" in message:
-            message["content"] = message["content"] or None
-        choices.append({**_choice(own), "message": message, "logprobs": _chat_logprobs(own)})
-    return {**_head(ids, "chat.completion"), "choices": choices, **_totals(parts)}
+def _whole(kind: str, choice: Choice, ask: Ask, parts: list[Part], ids: Ids) -> dict[str, Any]:
+    by_choice = [[part for part in parts if part.choice == n] for n in range(ask.choices)]
+    choices = [choice(own) for own in by_choice]
+    return {**_head(ids, kind), "choices": choices, **_totals(parts)}
 
 
-def whole_completion(ask: Ask, parts: list[Part], ids: Ids) -> dict[str, Any]:
-    choices = [_text_choice(own) for own in _by_choice(ask, parts)]
-    return {**_head(ids, "text_completion"), "choices": choices, **_totals(parts)}
-
-
-async def chat_events(ask: Ask, parts: AsyncIterator[Part], ids: Ids) -> AsyncIterator[Event]:
-    head = _head(ids, "chat.completion.chunk")
-    begun, num_calls, ends = set[int](), [0] * ask.choices, list[Part]()
-    async for part in parts:
-        delta = _message([part])
-        if part.choice not in begun:
-            delta = {"role": "assistant", **delta}
-            begun.add(part.choice)
-        if isinstance(part, ToolCall):
-            delta["tool_calls"][0]["index"] = num_calls[part.choice]
-            num_calls[part.choice] += 1
-        ends += [part] if isinstance(part, End) else []
-        choice = {**_choice([part]), "delta": delta, "logprobs": _chat_logprobs([part])}
-        yield None, {**head, "choices": [choice], **_brought(part)}
-    for event in _closing(ask, head, ends):
-        yield event
-
-
-async def completion_events(ask: Ask, parts: AsyncIterator[Part], ids: Ids) -> AsyncIterator[Event]:
-    head, ends, places = _head(ids, "text_completion"), list[Part](), [0] * ask.choices
+async def _events(
+    kind: str, choice: Choice, ask: Ask, parts: AsyncIterator[Part], ids: Ids
+) -> AsyncIterator[Event]:
+    """A chunk a part; then that of usage, where it was asked for, and the mark of the end."""
+    head, ends, seen = _head(ids, kind), list[Part](), Counter[Any]()
     async for part in parts:
         ends += [part] if isinstance(part, End) else []
-        choice = _text_choice([part], places[part.choice])
-        places[part.choice] += len(choice["text"])
-        yield None, {**head, "choices": [choice], **_brought(part)}
-    for event in _closing(ask, head, ends):
-        yield event
-
-
-def _closing(ask: Ask, head: dict[str, Any], ends: Sequence[Part]) -> list[Event]:
-    """The chunk of usage, where it was asked for, and the mark of the end."""
-    wanted = (ask.body.get("stream_options") or {}).get("include_usage")
-    usage: list[Event] = [(None, {**head, "choices": [], **_totals(ends)})] if wanted else []
-    return [*usage, (None, "[DONE]")]
+        yield None, {**head, "choices": [choice([part], seen)], **_brought(part)}
+        seen.update([part.choice, (part.choice, type(part))])
+    if (ask.body.get("stream_options") or {}).get("include_usage"):
+        yield None, {**head, "choices": [], **_totals(ends)}
+    yield None, "[DONE]"
 
 
 def _brought(part: Part) -> dict[str, Any]:
@@ -186,48 +159,50 @@ def _head(ids: Ids, kind: str) -> dict[str, Any]:
     return {"id": prefix + ids.id, "object": kind, "created": ids.created, "model": ids.model}
 
 
-def _by_choice(ask: Ask, parts: Sequence[Part]) -> list[list[Part]]:
-    return [[part for part in parts if part.choice == choice] for choice in range(ask.choices)]
-
-
-def _choice(parts: Sequence[Part]) -> dict[str, Any]:
-    reason = next((part.reason for part in parts if isinstance(part, End)), None)
-    return {"index": parts[0].choice, "finish_reason": reason}
-
-
 def _said(parts: Sequence[Part], kind: type[Text] | type[Reasoning]) -> str:
     return "".join(part.text for part in parts if isinstance(part, kind))
 
 
-def _message(parts: Sequence[Part]) -> dict[str, Any]:
-    """A message, or what is new of it."""
-    found: dict[str, Any] = {}
+def _finish(parts: Sequence[Part]) -> dict[str, Any]:
+    reason = next((part.reason for part in parts if isinstance(part, End)), None)
+    return {"index": parts[0].choice, "finish_reason": reason}
+
+
+def _chat_choice(parts: Sequence[Part], seen: Counter[Any] | None = None) -> dict[str, Any]:
+    """A choice, or what is new of one behind the parts that were `seen`, counted."""
+    choice, message = parts[0].choice, dict[str, Any]()
+    if seen is None or not seen[choice]:
+        message["role"] = "assistant"
     if any(isinstance(part, Text) for part in parts):
-        found["content"] = _said(parts, Text)
+        message["content"] = _said(parts, Text)
     if thought := _said(parts, Reasoning):
-        found["reasoning_content"] = thought
-    calls = [part for part in parts if isinstance(part, ToolCall)]
-    told = [{"name": one.name, "arguments": one.arguments} for one in calls]
+        message["reasoning_content"] = thought
+    first = seen[choice, ToolCall] if seen else 0
+    calls = [
+        {"index": index, "id": call.id, "type": "function", "function": _function(call)}
+        for index, call in enumerate((one for one in parts if isinstance(one, ToolCall)), first)
+    ]
     if calls:
-        found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": function}
-            for call, function in zip(calls, told, strict=True)
-        ]
-    return found
+        message["tool_calls"] = calls
+    if seen is None:
+        message["content"] = message.get("content") or (None if calls else "")
+    name, logprobs = "message" if seen is None else "delta", _chat_logprobs(parts)
+    return {**_finish(parts), name: message, "logprobs": logprobs}
 
 
-def _text_choice(parts: Sequence[Part], place: int = 0) -> dict[str, Any]:
-    """Of what was said from `place` on, in characters of the answer."""
+def _function(call: ToolCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
+
+
+def _text_choice(parts: Sequence[Part], seen: object = None) -> dict[str, Any]:
     logprobs, found = None, _logprobs(parts)
     if found is not None:
-        places = [*accumulate((len(one.text) for one in found), initial=place)][:-1]
         logprobs = {
             "tokens": [one.text for one in found],
             "token_logprobs": [one.logprob for one in found],
             "top_logprobs": [dict(one.top) for one in found],
-            "text_offset": places,
         }
-    return {**_choice(parts), "text": _said(parts, Text), "logprobs": logprobs}
+    return {**_finish(parts), "text": _said(parts, Text), "logprobs": logprobs}
 
 
 def _logprobs(parts: Sequence[Part]) -> list[Logprob] | None:
@@ -278,5 +253,15 @@ def error(status: int, message: str) -> dict[str, Any]:
     return {"error": told}
 
 
-CHAT = Api(read_chat, whole_chat, chat_events, error)
-COMPLETIONS = Api(read_completion, whole_completion, completion_events, error)
+CHAT = Api(
+    read_chat,
+    partial(_whole, "chat.completion", _chat_choice),
+    partial(_events, "chat.completion.chunk", _chat_choice),
+    error,
+)
+COMPLETIONS = Api(
+    read_completion,
+    partial(_whole, "text_completion", _text_choice),
+    partial(_events, "text_completion", _text_choice),
+    error,
+)
