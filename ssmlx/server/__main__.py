@@ -97,8 +97,10 @@ def _main(args: argparse.Namespace) -> None:
         raise not_installed("the server", error, "server") from error
     from ..engine import Engine
     from ..model import metal
+    from ..plan import make_plan
     from .answering import Answering, Limits
 
+    limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
     sock = listening(args.host, args.port)
     metal.use(drafter.attention)
     caches = prompt_caches(args.prompt_cache, keys)
@@ -107,14 +109,11 @@ def _main(args: argparse.Namespace) -> None:
         progress=options.DownloadBar(),
     )  # fmt: skip
     adapters = {Path(one).name: one for one in args.adapter or ()}
-    for one in adapters.values():
-        engine.model(one)
     drafts = options.load_drafts(args, engine.model(), engine.tokenizer)
-    limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)
+    for one in (None, *adapters.values()):
+        make_plan(engine.model(one), config, **drafts)  # what does not fit is told now
     name = Path(args.model).name if Path(args.model).is_dir() else args.model
-    answering = Answering(
-        engine, name, adapters, prompts=caches, drafts=drafts, limits=limits,
-    )  # fmt: skip
+    answering = Answering(engine, name, adapters, prompts=caches, drafts=drafts, limits=limits)
     hosts = [*LOCAL, args.host, *(args.allow_host or ())]
     app = make_app(answering, config, Doors(hosts=[one.lower() for one in hosts], keys=keys))
     _greet(sock, [*answering.models], bool(keys))
@@ -140,7 +139,8 @@ def _greet(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
     print(
         f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     )
-    print(flush=True)
+    is_safe = needs_key or host == "::1" or host.startswith("127.")
+    print("" if is_safe else "\nwhoever reaches that address may ask: see --api-keys\n", flush=True)
 
 
 main = options.command(PROG, parse_args, _main)

@@ -18,7 +18,7 @@ from ..engine import Engine
 from ..errors import require
 from ..prompt_cache import PromptCache
 from ..prompts import encode, encode_prompt, plain_turns
-from ..settings import GenerateConfig, PromptLookupConfig
+from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
 from .asks import Ask, End, Logprob, Part, Text, Usage
 from .metrics import Metrics
 
@@ -31,11 +31,17 @@ _STOPPED = HTTPException(503, "the server is being stopped", _AGAIN)
 class Limits:
     """What one server does at most."""
 
-    open: int = 8  # answers at once
-    waiting: int = 64  # requests that wait for one of those to end
-    wait: float = 60.0  # seconds that a request waits, or takes to come
-    time: float = 600.0  # seconds of a request, all in all
-    body: int = 8 * 2**20  # bytes of a request
+    # answers at once
+    open: int = setting(8, least=1, option="--max-open")
+    # requests that wait for one of those to end
+    waiting: int = setting(64, least=0, option="--max-waiting")
+    wait: float = setting(60.0, above=0)  # seconds that a request waits, or takes to come
+    # seconds of a request, all in all
+    time: float = setting(600.0, above=0, option="--timeout")
+    body: int = setting(8 * 2**20, least=1)  # bytes of a request
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 class Answering:
