@@ -139,6 +139,7 @@ BAD = [
     (chat(seed=True), "seed"), (chat("\ud800"), "Unicode"), (chat(model=7), "model"),
     ({"messages": ["w1"]}, "messages"), ({"messages": [{"role": "user", "content": 7}]}, "turns"),
     (chat(response_format={"type": "xml"}), "response_format"), (chat(prediction=1), "prediction"),
+    (chat(prediction={"content": "\ud800"}), "Unicode"),
 ]  # fmt: skip
 
 
@@ -201,10 +202,13 @@ def test_keys_are_needed_and_keep_prompts_apart(serve):
     assert "w1" not in client.get("/metrics", headers=headers).text
 
 
-async def drive(app, body, on_send=lambda message: False, gone=None):
-    """What an application sends; its client is gone once `on_send` says so, or `gone` is set."""
+async def drive(app, body, on_send=lambda message: False, gone=None, more=False):
+    """What an application sends; its client is gone once `on_send` says so, or `gone` is set; or
+    before there is `more` of its body."""
     gone, sent = gone or asyncio.Event(), []
-    pieces = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    pieces = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": more}]
+    if more:
+        gone.set()
 
     async def receive():
         if not pieces:
@@ -224,7 +228,7 @@ async def drive(app, body, on_send=lambda message: False, gone=None):
 
 
 def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
-    """In the prompt, in decoding, and in the queue: one answer may be open at a time."""
+    """In the body, the prompt, in decoding and the queue: one answer may be open at a time."""
     config = ssmlx.GenerateConfig(max_tokens=10_000, prefill_step_size=1)
     app = serve(config, limits=Limits(open=1))
     long = chat(words(150), stream=True)
@@ -248,7 +252,11 @@ def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
         left.set()
         assert len(await first) < 150
 
-    for leave in (in_the_prompt, in_decoding_and_in_the_queue):
+    async def in_the_body():
+        (start, _) = await drive(app, chat(), more=True)
+        assert start["status"] == 400
+
+    for leave in (in_the_prompt, in_decoding_and_in_the_queue, in_the_body):
         asyncio.run(leave())
         assert all(answer.is_over for answer in engine._open)
         client = client_of(app)

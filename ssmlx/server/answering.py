@@ -17,7 +17,7 @@ from ..decoding.sampling import TokenLogprobs
 from ..engine import Engine
 from ..errors import require
 from ..prompt_cache import PromptCache
-from ..prompts import encode, encode_prompt, plain_turns
+from ..prompts import check_text, encode, encode_prompt, plain_turns
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
 from .asks import Ask, End, Logprob, Part, Text, Usage
 from .metrics import Metrics
@@ -135,6 +135,7 @@ class Answering:
             config = replace(config, seed=secrets.randbits(31))
         with self._tokenizing:
             if ask.prediction is not None and config.decoding != "plain":
+                check_text(ask.prediction)
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
                 lookup = PromptLookupConfig(size=32, num_draft_tokens=16, reference=text)
                 config = replace(config, drafter="prompt-lookup", prompt_lookup=lookup)

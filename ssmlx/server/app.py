@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -114,6 +114,8 @@ class Routes:
                         raise HTTPException(413, f"the body has more than {limits.body} bytes")
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
+        except ClientDisconnect as error:
+            raise HTTPException(400, "the body is not whole") from error
         try:
             body = parse_json(bytes(found))
         except ValueError:
