@@ -120,6 +120,15 @@ def test_what_a_model_says_is_text(page):
     script(page, "<b>no</b>", status=400)
     ask(page, "w1")
     assert page.inner_text("#notice") == "<b>no</b>" and page.locator(".answer").count() == 1
+    script(page, "no key", status=401)
+    ask(page, "w2")
+    page.keyboard.type("secret\n")
+    page.keyboard.press("Escape")
+    page.focus("#prompt")
+    with page.expect_request(CHAT) as sent:
+        page.keyboard.type("w3\n")
+    assert sent.value.headers["authorization"] == "Bearer secret"
+    assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
 
 
 def test_the_keyboard_is_enough_on_a_phone(page):
