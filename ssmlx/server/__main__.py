@@ -5,7 +5,6 @@ import asyncio
 import hashlib
 import os
 import socket
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,17 +49,12 @@ def read_keys(path: Path | None) -> list[bytes]:
     """The keys of a file that its owner alone can read; none without one."""
     if path is None:
         return []
-    expected = "a file with a key a line"
-    text = read_text(path, expected=expected, do="check --api-keys")
-    keys = [line.strip().encode() for line in text.splitlines() if line.strip()]
+    expected = "keys, one a line, in a file that only you can read"
+    keys = read_text(path, expected=expected, do="check --api-keys").split()
     require(bool(keys), f"{path} holds no keys", expected=expected, do="write some")
-    shared = os.name == "posix" and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    require(
-        not shared,
-        f"{path} can be read by others", expected="a file that only you can read",
-        do=f"chmod 600 {path}",
-    )  # fmt: skip
-    return list(dict.fromkeys(keys))
+    is_own = os.name != "posix" or path.stat().st_mode & 0o077 == 0
+    require(is_own, f"others can read {path}", expected=expected, do=f"chmod 600 {path}")
+    return [key.encode() for key in dict.fromkeys(keys)]
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -68,22 +62,18 @@ def listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise InputError(
-            f"nothing can listen at {host}, port {port} ({error})",
-            expected="an address of this machine, and a free port",
-            do="choose another --host or --port",
-        ) from error
+        found = f"nothing can listen at {host}, port {port} ({error})"
+        expected, do = "an address of this machine, and a free port", "choose another"
+        raise InputError(found, expected=expected, do=do) from error
 
 
 def prompt_caches(folder: Path | None, keys: Sequence[bytes]) -> list[Any]:
     """A prompt cache for each key, in folders named by their hashes; one for all without keys."""
     from ..prompt_cache import PromptCache
 
-    if not keys:
-        return [PromptCache(folder=folder)]
-    names = [hashlib.sha256(key).hexdigest()[:16] for key in keys]
+    names = [hashlib.sha256(key).hexdigest()[:16] for key in keys] or [""]
     folders = [None if folder is None else folder / name for name in names]
-    return [PromptCache(2**30 // len(keys), one, 2**32 // len(keys)) for one in folders]
+    return [PromptCache(2**30 // len(names), one, 2**32 // len(names)) for one in folders]
 
 
 def _main(args: argparse.Namespace) -> None:
@@ -114,8 +104,8 @@ def _main(args: argparse.Namespace) -> None:
         make_plan(engine.model(one), config, **drafts)  # what does not fit is told now
     name = Path(args.model).name if Path(args.model).is_dir() else args.model
     answering = Answering(engine, name, adapters, prompts=caches, drafts=drafts, limits=limits)
-    hosts = [*LOCAL, args.host, *(args.allow_host or ())]
-    app = make_app(answering, config, Doors(hosts=[one.lower() for one in hosts], keys=keys))
+    hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
+    app = make_app(answering, config, Doors(hosts=hosts, keys=keys))
     _greet(sock, [*answering.models], bool(keys))
 
     class Server(uvicorn.Server):
@@ -133,14 +123,14 @@ def _main(args: argparse.Namespace) -> None:
 def _greet(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
     host, port = sock.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
-    print(f"{address} has {', '.join(models)}; a chat page is at {address}/\n")
     body = '{"messages": [{"role": "user", "content": "Name three primary colours."}]}'
-    print(
-        f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    )
-    is_safe = needs_key or host == "::1" or host.startswith("127.")
-    print("" if is_safe else "\nwhoever reaches that address may ask: see --api-keys\n", flush=True)
+    headers = "-H 'Content-Type: application/json'"
+    if needs_key:
+        headers += ' -H "Authorization: Bearer $KEY"'
+    elif host != "::1" and not host.startswith("127."):
+        print("whoever reaches this address may ask: see --api-keys")
+    print(f"{address} has {', '.join(models)}; a chat page is at {address}/\n")
+    print(f"curl {address}/v1/chat/completions {headers} -d '{body}'\n", flush=True)
 
 
 main = options.command(PROG, parse_args, _main)

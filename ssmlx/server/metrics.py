@@ -15,22 +15,21 @@ class Metrics:
         self.refused = Counter("ssmlx_refused", about, ["status"], registry=kept)
         self.waiting = Gauge("ssmlx_waiting", "Requests that wait.", registry=kept)
         self.open = Gauge("ssmlx_open", "Answers that are being written.", registry=kept)
-        about = "Answers that ended by themselves."
-        self._answers = Counter("ssmlx_answers", about, registry=kept)
-        self._calls = Counter("ssmlx_target_calls", "Forward passes for them.", registry=kept)
-        self._tokens = Counter("ssmlx_tokens", "Their tokens, by kind.", ["kind"], registry=kept)
-        about = "Seconds from an answer's beginning to its first token."
+        about = "Seconds to the first token, of answers that ended by themselves."
         self._prefill = Histogram("ssmlx_prefill_seconds", about, registry=kept)
+        about = "Their tokens, and target calls, by kind."
+        self._counts = Counter("ssmlx_tokens", about, ["kind"], registry=kept)
 
     def add(self, last: GenerationResponse) -> None:
         """Count an answer, of its last segment."""
-        self._answers.inc()
-        self._calls.inc(last.target_calls)
         self._prefill.observe(last.prefill_seconds)
-        self._tokens.labels("prompt").inc(last.prompt_tokens)
-        self._tokens.labels("cached").inc(last.cached_tokens)
-        self._tokens.labels("completion").inc(last.generation_tokens)
-        self._tokens.labels("accepted").inc(last.generation_tokens - last.target_calls)
+        for kind, count in (
+            ("prompt", last.prompt_tokens),
+            ("cached", last.cached_tokens),
+            ("completion", last.generation_tokens),
+            ("calls", last.target_calls),
+        ):
+            self._counts.labels(kind).inc(count)
 
     def told(self) -> tuple[bytes, int, None, str]:
         """Content, status, headers and type of a response."""
