@@ -21,6 +21,7 @@ from ..prompts import check_text, encode, encode_prompt, plain_turns
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
 from .asks import Ask, End, Logprob, Part, Text, Usage
 from .metrics import Metrics
+from .parsing import Parser, parsed
 
 Segments = Answer[GenerationResponse]
 _AGAIN = {"Retry-After": "1"}
@@ -100,12 +101,12 @@ class Answering:
         async with self._slot():
             if self._is_closed:
                 raise _STOPPED
-            prompt, config = await asyncio.to_thread(self._prepared, ask, name)
+            prompt, config = await asyncio.to_thread(self.prepared, ask, name)
             for choice in range(ask.choices):
                 seed = None if config.seed is None else (config.seed + choice) % 2**63
                 answer = await self._begin(ask, name, prompt, replace(config, seed=seed), user)
                 async with answer, aclosing(self._told(answer, config, choice)) as told:
-                    async for part in sorted_parts(ask, self.engine.tokenizer, told):
+                    async for part in sorted_parts(ask, self.engine.tokenizer, prompt, told):
                         yield part
 
     @asynccontextmanager
@@ -128,7 +129,7 @@ class Answering:
         finally:
             self._slots.release()
 
-    def _prepared(self, ask: Ask, name: str) -> tuple[list[int], GenerateConfig]:
+    def prepared(self, ask: Ask, name: str) -> tuple[list[int], GenerateConfig]:
         """The prompt's tokens, and how to answer it."""
         config, tokenizer = ask.config, self.engine.tokenizer
         if config.seed is None and config.temp > 0:
@@ -148,7 +149,12 @@ class Answering:
             return encode(ask.question, tokenizer)
         if ask.question and isinstance(ask.question[0], Mapping):
             prompt = {"messages": plain_turns(ask.question), "tools": ask.tools}
-            return encode_prompt(prompt, model, tokenizer, template_args=ask.template_args)
+            args = dict(ask.template_args or {})
+            if "enable_thinking" not in str(tokenizer.chat_template):
+                args.pop("enable_thinking", None)
+            elif ask.schema is not None:
+                args["enable_thinking"] = False
+            return encode_prompt(prompt, model, tokenizer, template_args=args)
         tokens, size = list[Any](ask.question), model.backbone.vocab_size
         found, expected = "the prompt has ids of no tokens", f"ids below {size}"
         known = all(0 <= token < size for token in tokens)
@@ -195,10 +201,14 @@ class Answering:
 
 
 def sorted_parts(
-    ask: Ask, tokenizer: TokenizerWrapper, parts: AsyncIterator[Text | End]
-) -> AsyncIterator[Part]:
-    """A choice's parts, with what is reasoning, and what calls tools, told apart: not yet."""
-    return parts
+    ask: Ask, tokenizer: TokenizerWrapper, prompt: Sequence[int], parts: AsyncGenerator[Text | End]
+) -> AsyncGenerator[Part]:
+    """A choice's parts; of a chat's, what is reasoning, and what calls tools, told apart."""
+    is_chat = isinstance(ask.question, list) and isinstance(ask.question[0], Mapping)
+    has_markers = tokenizer.has_thinking or tokenizer.has_tool_calling
+    if not (is_chat and has_markers) or ask.schema is not None:
+        return parts
+    return parsed(parts, Parser(tokenizer, ask.tools, prompt))
 
 
 def timings_of(last: GenerationResponse) -> dict[str, Any]:
