@@ -25,13 +25,16 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import InputError
 from ..settings import GenerateConfig, parse_json
-from . import openai
+from . import anthropic, openai, responses
 from .answering import Answering
 from .asks import Api, Ask, Event, Ids
 
 APIS: dict[str, Api] = {
     "/v1/chat/completions": openai.CHAT,
     "/v1/completions": openai.COMPLETIONS,
+    "/v1/messages": anthropic.MESSAGES,
+    "/v1/messages/count_tokens": anthropic.MESSAGES,
+    "/v1/responses": responses.RESPONSES,
 }
 """What is asked by POST, by route."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -102,6 +105,10 @@ class Routes:
             raise HTTPException(415, "the content type is not application/json")
         api = APIS[request.url.path]
         ask = api.read(await self._body(request), self._config)
+        if request.url.path.endswith("/count_tokens"):
+            name = self._answering.model_name(ask)
+            prompt, _ = await asyncio.to_thread(self._answering.prepared, ask, name)
+            return _json({"input_tokens": len(prompt)})
         return Reply(self._answering, api, ask, request.state.user)
 
     async def _body(self, request: Request) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """OpenAI's chat and text completions."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -20,7 +20,9 @@ from .asks import (
     Reasoning,
     Text,
     ToolCall,
+    may_call,
     number,
+    schema_of,
     shown,
     turns_of,
     typed,
@@ -56,9 +58,9 @@ def read_chat(body: Body, config: GenerateConfig) -> Ask:
         config = replace(config, logprobs=number(body, "top_logprobs", 0, 20, whole=True) or 0)
     return Ask(
         question=turns_of(body),
-        tools=None if body.get("tool_choice") == "none" else typed(body, "tools", list) or None,
+        tools=typed(body, "tools", list) or None if may_call(body) else None,
         template_args=typed(body, "chat_template_kwargs", dict),
-        schema=_schema(typed(body, "response_format", dict, {})),
+        schema=schema_of(body, "response_format"),
         config=config,
         **_common(body),
     )
@@ -113,18 +115,6 @@ def _common(body: Body) -> dict[str, Any]:
         "stream": typed(body, "stream", bool, False),
         "body": body,
     }
-
-
-def _schema(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    kind = given.get("type", "text")
-    if kind in ("text", "json_object"):
-        return None if kind == "text" else {}
-    schema = given.get("json_schema")
-    schema = schema.get("schema") if isinstance(schema, dict) else None
-    expected = "type text, json_object, or json_schema with a schema"
-    ok = kind == "json_schema" and isinstance(schema, dict)
-    require(ok, f"response_format is {shown(given)}", expected=expected, do="correct or drop it")
-    return schema
 
 
 def _whole(kind: str, choice: Choice, ask: Ask, parts: list[Part], ids: Ids) -> dict[str, Any]:
