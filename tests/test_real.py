@@ -2,6 +2,7 @@
 
 import json
 import re
+from ast import literal_eval
 from functools import cache
 
 import pytest
@@ -128,6 +129,8 @@ def test_the_examples_of_the_readme(capsys):
     assert float(calls) > 2
     answer, count = said[1].rsplit("\n", 2)[:2]
     assert "red" in answer.lower() and re.fullmatch(r"\d+ tokens in \d+ calls", count)
+    first, second = literal_eval(said[2])
+    assert first == answer and "rain" in second.lower()
 
 
 def test_generate_as_a_user_runs_it(model_of, made):
