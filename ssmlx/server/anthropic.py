@@ -1,35 +1,33 @@
 """Anthropic's messages."""
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import require
 from ..settings import GenerateConfig, parse_json
 from . import openai
-from .asks import Ask, End, Event, Part, Reasoning, ToolCall, may_call, schema_of, turns_of, typed
-from .blocks import Run, Teller, Turns, event, parts_of, told_by, tools_of
+from .asks import Ask, Body, End, Event, Part, Reasoning, ToolCall, turns_of, typed
+from .blocks import SHARED, Run, Teller, Turns, event, parts_of, told_by, tools_of
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
 
 
-def read(body: Mapping[str, Any], config: GenerateConfig) -> Ask:
+def read(body: Body, config: GenerateConfig) -> Ask:
     """What is asked for; `max_tokens` may be missing, as it is where tokens are counted."""
     thinking = typed(body, "thinking", dict, {}).get("type")
-    tools = typed(body, "tools", list, [])
-    return Ask(
-        model=typed(body, "model", str, ""),
-        question=[*_turns(body)],
-        config=openai.settings_of({**body, "stop": body.get("stop_sequences")}, config),
-        tools=tools_of(tools, "input_schema") or None if may_call(body) else None,
-        template_args={"enable_thinking": thinking != "disabled"} if thinking else None,
-        schema=schema_of(typed(body, "output_config", dict, {}), "format"),
-        stream=typed(body, "stream", bool, False),
-        body=body,
-    )
+    chat = {
+        **{name: body.get(name) for name in SHARED},
+        "messages": [*_turns(body)],
+        "tools": tools_of(body, "input_schema"),
+        "stop": body.get("stop_sequences"),
+        "response_format": typed(body, "output_config", dict, {}).get("format"),
+        "chat_template_kwargs": {"enable_thinking": thinking != "disabled"} if thinking else None,
+    }
+    return replace(openai.read_chat(chat, config), body=body)
 
 
-def _turns(body: Mapping[str, Any]) -> Turns:
+def _turns(body: Body) -> Turns:
     turns = Turns()
     if system := body.get("system"):
         turns.say("system", system)
@@ -42,16 +40,14 @@ def _turns(body: Mapping[str, Any]) -> Turns:
     return turns
 
 
-def _add(turns: Turns, role: str, block: Mapping[str, Any]) -> None:
+def _add(turns: Turns, role: str, block: Body) -> None:
     match role, block.get("type"):
         case "user", "tool_result":
             turns.result(block.get("tool_use_id"), block.get("content") or "")
         case "assistant", "tool_use":
             turns.call(block.get("id"), block.get("name"), block.get("input"))
-        case "assistant", "thinking":
-            turns.think(block.get("thinking"))
-        case "assistant", "redacted_thinking":
-            pass
+        case "assistant", "thinking" | "redacted_thinking":
+            turns.think(block.get("thinking") or "")
         case _:
             turns.say(role, [block])
 

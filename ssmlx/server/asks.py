@@ -166,30 +166,6 @@ def turns_of(body: Body, name: str = "messages") -> list[Message]:
     return turns
 
 
-def may_call(body: Mapping[str, Any]) -> bool:
-    """Whether a request's `tool_choice` leaves tools to the model; none can make it call one."""
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    expected, do = "auto or none", "ask for a JSON schema, if an answer has to have a form"
-    require(
-        kind in (None, "auto", "none"), f"tool_choice is {shown(choice)}", expected=expected, do=do
-    )
-    return kind != "none"
-
-
-def schema_of(body: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """The JSON schema of a format; {} for any object, None for text."""
-    form = typed(body, name, dict, {})
-    kind, named = form.get("type", "text"), form.get("json_schema", form)
-    if kind in ("text", "json_object"):
-        return None if kind == "text" else {}
-    schema = named.get("schema") if isinstance(named, dict) else None
-    expected = "type text, json_object, or json_schema with a schema"
-    ok = kind == "json_schema" and isinstance(schema, dict)
-    require(ok, f"{name} is {shown(form)}", expected=expected, do="correct or drop it")
-    return schema
-
-
 def shown(value: Any) -> str:
     """A value that was found, short enough for a line."""
     return repr(value)[:80]

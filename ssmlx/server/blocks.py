@@ -1,13 +1,15 @@
 """What Anthropic's messages and OpenAI's responses share: turns of typed parts, answers in runs."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from copy import deepcopy
 from typing import Any, Protocol
 
 from ..errors import require
 from ..settings import GenerateConfig
-from .asks import Api, Ask, End, Event, Ids, Part, Reasoning, Text, ToolCall, shown
+from .asks import Api, Ask, Body, End, Event, Ids, Part, Reasoning, Text, ToolCall, shown, typed
 
+SHARED = ("model", "stream", "temperature", "top_p", "top_k", "max_tokens", "tool_choice")
+"""Fields of requests that mean what they do in a chat's."""
 Run = Text | Reasoning | ToolCall
 
 
@@ -68,23 +70,17 @@ def text_of(content: Any) -> str:
     return "".join(part["text"] for part in parts_of(content))
 
 
-def tools_of(tools: list[Any], parameters: str) -> list[dict[str, Any]]:
+def tools_of(body: Body, parameters: str) -> list[dict[str, Any]]:
     """Tools as templates take them, whose schemas are in `parameters`."""
-    for tool in tools:
+    found = []
+    for tool in typed(body, "tools", list, []):
         ok = isinstance(tool, dict) and isinstance(tool.get("name"), str) and parameters in tool
         expected = f"a name and {parameters}, for the client to run it"
         require(ok, f"the tool {shown(tool)}", expected=expected, do="correct or drop it")
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool["name"],
-                "description": tool.get("description") or "",
-                "parameters": tool[parameters] or {"type": "object", "properties": {}},
-            },
-        }
-        for tool in tools
-    ]
+        function = {"name": tool["name"], "description": tool.get("description") or ""}
+        function["parameters"] = tool[parameters] or {"type": "object", "properties": {}}
+        found.append({"type": "function", "function": function})
+    return found
 
 
 class Teller(Protocol):
@@ -127,7 +123,7 @@ def event(name: str, **data: Any) -> Event:
 
 def told_by(
     teller: Callable[[Ask, Ids], Teller],
-    read: Callable[[Mapping[str, Any], GenerateConfig], Ask],
+    read: Callable[[Body, GenerateConfig], Ask],
     error: Callable[[int, str], dict[str, Any]],
 ) -> Api:
     """An API whose answers such a teller tells."""

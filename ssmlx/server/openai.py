@@ -20,9 +20,7 @@ from .asks import (
     Reasoning,
     Text,
     ToolCall,
-    may_call,
     number,
-    schema_of,
     shown,
     turns_of,
     typed,
@@ -53,14 +51,18 @@ from where to where they may go."""
 
 
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
-    config = settings_of(body, config)
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    found, do = f"tool_choice is {shown(choice)}", "ask for a JSON schema, to have a form"
+    require(kind in (None, "auto", "none"), found, expected="auto or none", do=do)
+    config = _settings(body, config)
     if typed(body, "logprobs", bool, False):
         config = replace(config, logprobs=number(body, "top_logprobs", 0, 20, whole=True) or 0)
     return Ask(
         question=turns_of(body),
-        tools=typed(body, "tools", list) or None if may_call(body) else None,
+        tools=None if kind == "none" else typed(body, "tools", list) or None,
         template_args=typed(body, "chat_template_kwargs", dict),
-        schema=schema_of(body, "response_format"),
+        schema=_schema(typed(body, "response_format", dict, {})),
         config=config,
         **_common(body),
     )
@@ -76,12 +78,12 @@ def read_completion(body: Body, config: GenerateConfig) -> Ask:
     for name, usual in (("echo", False), ("suffix", None), ("best_of", body.get("n"))):
         given = body.get(name) in (None, usual, "")
         require(given, f"{name} is {shown(body.get(name))}", expected="none", do="drop it")
-    config = settings_of(body, config)
+    config = _settings(body, config)
     config = replace(config, logprobs=number(body, "logprobs", 0, 20, whole=True))
     return Ask(question=cast("str | list[int]", prompt), config=config, **_common(body))
 
 
-def settings_of(body: Body, config: GenerateConfig) -> GenerateConfig:
+def _settings(body: Body, config: GenerateConfig) -> GenerateConfig:
     """The server's settings with those of a request; an answer is no longer than theirs."""
     found: dict[str, Any] = {
         name: number(body, theirs, *bounds, whole=table is _WHOLE)
@@ -115,6 +117,18 @@ def _common(body: Body) -> dict[str, Any]:
         "stream": typed(body, "stream", bool, False),
         "body": body,
     }
+
+
+def _schema(form: Body) -> Body | None:
+    """A format's, which may be a level down; {} for any object, None for text."""
+    kind, named = form.get("type", "text"), form.get("json_schema", form)
+    if kind in ("text", "json_object"):
+        return None if kind == "text" else {}
+    schema = named.get("schema") if isinstance(named, dict) else None
+    expected = "type text, json_object, or json_schema with a schema"
+    ok = kind == "json_schema" and isinstance(schema, dict)
+    require(ok, f"the format is {shown(form)}", expected=expected, do="correct or drop it")
+    return schema
 
 
 def _whole(kind: str, choice: Choice, ask: Ask, parts: list[Part], ids: Ids) -> dict[str, Any]:

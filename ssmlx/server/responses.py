@@ -1,19 +1,19 @@
 """OpenAI's responses, of which nothing is kept: a request brings its whole conversation."""
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import require
 from ..settings import GenerateConfig
 from . import openai
-from .asks import Ask, End, Event, Part, Reasoning, ToolCall, may_call, schema_of, shown, typed
-from .blocks import Run, Teller, Turns, event, parts_of, told_by, tools_of
+from .asks import Ask, Body, End, Event, Part, Reasoning, ToolCall, shown, typed
+from .blocks import SHARED, Run, Teller, Turns, event, parts_of, told_by, tools_of
 
 _KEPT = ("previous_response_id", "conversation", "prompt", "background")
 _REPEATED = ("instructions", "max_output_tokens", "metadata", "reasoning", "temperature", "text")
 
 
-def read(body: Mapping[str, Any], config: GenerateConfig) -> Ask:
+def read(body: Body, config: GenerateConfig) -> Ask:
     for name in _KEPT:
         found = f"{name} is given, but nothing is kept here"
         expected = "the whole conversation as input"
@@ -25,20 +25,18 @@ def read(body: Mapping[str, Any], config: GenerateConfig) -> Ask:
         if isinstance(tool, dict) and tool.get("type") == "function"
     ]
     is_quiet = typed(body, "reasoning", dict, {}).get("effort") == "none"
-    longest = {"max_completion_tokens": body.get("max_output_tokens")}
-    return Ask(
-        model=typed(body, "model", str, ""),
-        question=[*_turns(body)],
-        config=openai.settings_of({**body, **longest}, config),
-        tools=tools_of(tools, "parameters") or None if may_call(body) else None,
-        template_args={"enable_thinking": False} if is_quiet else None,
-        schema=schema_of(typed(body, "text", dict, {}), "format"),
-        stream=typed(body, "stream", bool, False),
-        body=body,
-    )
+    chat = {
+        **{name: body.get(name) for name in SHARED},
+        "messages": [*_turns(body)],
+        "tools": tools_of({"tools": tools}, "parameters"),
+        "max_tokens": body.get("max_output_tokens"),
+        "response_format": typed(body, "text", dict, {}).get("format"),
+        "chat_template_kwargs": {"enable_thinking": False} if is_quiet else None,
+    }
+    return replace(openai.read_chat(chat, config), body=body)
 
 
-def _turns(body: Mapping[str, Any]) -> Turns:
+def _turns(body: Body) -> Turns:
     turns = Turns()
     if instructions := typed(body, "instructions", str):
         turns.say("system", instructions)
@@ -48,7 +46,7 @@ def _turns(body: Mapping[str, Any]) -> Turns:
     return turns
 
 
-def _add(turns: Turns, item: Mapping[str, Any]) -> None:
+def _add(turns: Turns, item: Body) -> None:
     match item.get("type", "message"):
         case "text":
             turns.say("user", [item])
