@@ -337,7 +337,6 @@ def segments_of(
             "peak_memory": mx.get_peak_memory() / 1e9,
             "draft_calls": plan.drafter.draft_calls if plan.drafter else 0,
             "lossy": plan.lossy,
-            "stop": text.ended_by,
             "drafted_tokens": plan.pace.num_drafted,
             "memory": memory_of(model, cache, plan.drafter, plan.loaded) if reason else None,
         }
@@ -402,6 +401,7 @@ def responses_of(
             prefill_seconds=first_done - started,
             decode_seconds=now - first_done,
             cached_tokens=num_cached,
+            stop=budget.text.ended_by,
             logprobs=None if told is None else tuple(told[: len(step)]),
             **measured(reason),
         )

@@ -251,6 +251,19 @@ def test_prompt_lookup_takes_the_longest_then_the_newest():
     assert nothing.tokens.tolist() == [11]
 
 
+def test_prompt_lookup_drafts_from_a_reference_alone():
+    """Which follows the prompt, as the answer does."""
+    config = PromptLookupConfig(ngram=3, num_draft_tokens=3, reference=(5, 6, 7, 8))
+    drafter = PromptLookupDrafter(config)
+    drafter.start([9, 1, 2, 9, 1, 2])
+    for root, drafted in ((5, [5, 6, 7, 8]), (8, [8]), (1, [1]), (2, [2, 5, 6, 7])):
+        assert drafter.propose(verified_root(root)).tokens.tolist()[: len(drafted)] == drafted
+    model, config = cycle_model(), replace(config, reference=(1, 2, 3, 9, 9))
+    settings = GenerateConfig(drafter="prompt-lookup", prompt_lookup=config)
+    tokens, lengths = written(model, [0], 6, settings)
+    assert tokens == [1, 2, 3, 4, 5, 6] and lengths == [1, 3, 1, 1]
+
+
 def test_the_window_sees_what_the_paper_says():
     drafter = LookaheadDrafter(LookaheadConfig(window=3, ngram=3, guesses=2))
     drafter.start([7])

@@ -109,6 +109,7 @@ def test_an_answer_ends_where_a_stop_string_begins(kind, stop):
         assert tokens_of(segments) == tokens[:needed]
         assert segments[-1].generation_tokens == needed
         assert [one.finish_reason for one in segments] == [None] * (len(segments) - 1) + ["stop"]
+        assert text.find(str(segments[-1].stop)) == min(found)
         so_far = ""
         for one in segments:
             so_far += one.text
