@@ -103,7 +103,10 @@ def _main(args: argparse.Namespace) -> None:
     for one in (None, *adapters.values()):
         make_plan(engine.model(one), config, **drafts)  # what does not fit is told now
     name = Path(args.model).name if Path(args.model).is_dir() else args.model
-    answering = Answering(engine, name, adapters, prompts=caches, drafts=drafts, limits=limits)
+    answering = Answering(
+        engine, name, adapters, prompts=caches, drafts=drafts, limits=limits,
+        template_args=args.template_args,
+    )  # fmt: skip
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(answering, config, Doors(hosts=hosts, keys=keys))
     _greet(sock, [*answering.models], bool(keys))

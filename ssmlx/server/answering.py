@@ -54,7 +54,7 @@ class Answering:
         adapters: what `engine.model` knows the adapters by that are offered beside the engine's
             own: by what follows the model's name and a colon.
         prompts: processed prompts of each user, which nobody else's answers begin with.
-        drafts: what is loaded to draft with, as `Engine.stream` takes it.
+        drafts, template_args: as `Engine.stream` takes them; a request's own arguments go first.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Answering:
         *,
         prompts: Sequence[PromptCache] = (),
         drafts: Mapping[str, Any] | None = None,
+        template_args: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.engine, self.name = engine, name
@@ -73,7 +74,7 @@ class Answering:
         self._prompts, self._drafts = prompts or (engine.prompt_cache,), drafts
         self.limits, self.metrics = limits or Limits(), Metrics()
         self._slots, self._waiting = asyncio.Semaphore(self.limits.open), 0
-        self._is_closed = False
+        self._is_closed, self._template_args = False, template_args or {}
         self._tokenizing = threading.Lock()
 
     def close(self) -> None:
@@ -149,7 +150,7 @@ class Answering:
             return encode(ask.question, tokenizer)
         if ask.question and isinstance(ask.question[0], Mapping):
             prompt = {"messages": plain_turns(ask.question), "tools": ask.tools}
-            args = dict(ask.template_args or {})
+            args = {**self._template_args, **(ask.template_args or {})}
             if "enable_thinking" not in str(tokenizer.chat_template):
                 args.pop("enable_thinking", None)
             elif ask.schema is not None:

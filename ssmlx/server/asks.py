@@ -16,30 +16,19 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a request asks for, checked as far as that goes without a model.
+    """What a request asks for, checked as far as that goes without a model."""
 
-    Attributes:
-        model: as the request named it; "" for the server's own.
-        question: a prompt as it stands, text or tokens; or the turns of a chat.
-        config: the server's settings with the request's own.
-        tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
-        choices: answers that are wanted.
-        schema: a JSON schema that the answer has to follow, {} for any JSON object.
-        prediction: a text that the answer may repeat much of; it is looked up in.
-        stream: whether the answer is told part by part.
-        body: the request, for what a reply repeats of it.
-    """
-
-    model: str = ""
-    question: str | list[int] | list[Message]
-    config: GenerateConfig
+    model: str = ""  # as the request named it; "" for the server's own
+    question: str | list[int] | list[Message]  # a prompt as it stands, or the turns of a chat
+    config: GenerateConfig  # the server's settings with the request's own
     tools: Tools | None = None
-    template_args: Mapping[str, Any] | None = None
-    choices: int = 1
+    template_args: Mapping[str, Any] | None = None  # for the chat template
+    choices: int = 1  # answers that are wanted
+    # a JSON schema that the answer has to follow, {} for any JSON object
     schema: Mapping[str, Any] | None = None
-    prediction: str | None = None
-    stream: bool = False
-    body: Body = field(default_factory=dict)
+    prediction: str | None = None  # a text that the answer may repeat much of; drafted from
+    stream: bool = False  # whether the answer is told part by part
+    body: Body = field(default_factory=dict)  # the request, for what a reply repeats of it
 
 
 @dataclass(frozen=True)
@@ -120,21 +109,13 @@ Event = tuple[str | None, Mapping[str, Any] | str]
 
 @dataclass(frozen=True)
 class Api:
-    """How an API asks and is answered.
+    """How an API asks and is answered."""
 
-    Attributes:
-        read: a request's body and the server's own settings -> what is asked for.
-        whole: the reply in one piece.
-        events: the reply as events, one for each part at least.
-        error: the body of a refusal, of its HTTP status and a line about it.
-        error_name: of the event with such a body that ends a reply which fails on its way.
-    """
-
-    read: Callable[[Body, GenerateConfig], Ask]
-    whole: Callable[[Ask, list[Part], Ids], dict[str, Any]]
-    events: Callable[[Ask, AsyncIterator[Part], Ids], AsyncIterator[Event]]
-    error: Callable[[int, str], dict[str, Any]]
-    error_name: str | None = None
+    read: Callable[[Body, GenerateConfig], Ask]  # of a request, and the server's own settings
+    whole: Callable[[Ask, list[Part], Ids], dict[str, Any]]  # the reply in one piece
+    events: Callable[[Ask, AsyncIterator[Part], Ids], AsyncIterator[Event]]  # one a part at least
+    error: Callable[[int, str], dict[str, Any]]  # of an HTTP status and a line about it
+    error_name: str | None = None  # of the event that ends a reply which fails on its way
 
 
 def number(body: Body, name: str, least: float, most: float, *, whole: bool = False) -> Any:
