@@ -139,7 +139,7 @@ BAD = [
     (chat(max_tokens=1.5), "max_tokens"), (chat(" "), "empty"), (chat(words(400)), "context"),
     (chat(seed=True), "seed"), (chat("\ud800"), "Unicode"), (chat(model=7), "model"),
     ({"messages": ["w1"]}, "messages"), ({"messages": [{"role": "user", "content": 7}]}, "turns"),
-    (chat(response_format={"type": "xml"}), "response_format"), (chat(prediction=1), "prediction"),
+    (chat(response_format={"type": "xml"}), "json_schema"), (chat(prediction=1), "prediction"),
     (chat(prediction={"content": "\ud800"}), "Unicode"),
 ]  # fmt: skip
 
