@@ -14,8 +14,11 @@ openai = pytest.importorskip("openai")
 import httpx2 as httpx
 import mlx.core as mx
 import numpy as np
+from anthropic.types import Message, RawMessageStreamEvent
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, mistral
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 from real import refusal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -29,41 +32,42 @@ from ssmlx.server.metrics import Metrics
 from ssmlx.server.parsing import Parser
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "é"}}</tool_call>'
-THOUGHT = "<think>Hm, <b>.</think>\n\n"
 ARGUMENTS = {"a": 1, "b": "é"}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "é"}}</tool_call>'
+INNER = CALL[11:-12]
+THOUGHT = "<think>Hm, <b>.</think>\n\n"
+USER = [{"role": "user", "content": "What is 1 + 2?"}]
+MESSAGE = {"model": "tiny", "max_tokens": 9, "messages": USER}
 
 
-def make_tokenizer(parser=json_tools, *, thinks=True):
-    """Tokens are bytes; it has the markers of a model that thinks and calls tools."""
+def make_tokenizer(parser, *, thinks):
+    """Tokens are bytes; it has the markers of a model that calls tools, and maybe thinks."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     own = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
     own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>")
-    if thinks:
-        fast.add_tokens(["<think>", "</think>"], special_tokens=True)
-    start, end = parser.tool_call_start, parser.tool_call_end
-    call = parser.parse_tool_call
+    fast.add_tokens(["<think>", "</think>"] if thinks else [], special_tokens=True)
+    start, end, call = parser.tool_call_start, parser.tool_call_end, parser.parse_tool_call
     return TokenizerWrapper(fast, tool_call_start=start, tool_call_end=end, tool_parser=call)
 
 
-TOKENIZER = make_tokenizer()
+TOKENIZER = make_tokenizer(json_tools, thinks=True)
 
 
 class Scripted:
-    """In the place of `Answering`: every answer is the same text, some characters at a time."""
+    """In the place of `Answering`: every answer is the same text, some characters at a time, and
+    fails at its end without a reason to end."""
 
     limits, models = Limits(), {"tiny": None}
 
-    def __init__(self, text="", size=3, reason="stop", stop=None):
-        self.metrics = Metrics()
-        self.text, self.size, self.reason, self.stop = text, size, reason, stop
+    def __init__(self, text="Yes.", size=3, reason="stop", stop=None):
+        self.metrics, self.texts = Metrics(), pieces(text, size)
+        self.reason, self.stop = reason, stop
 
     def model_name(self, ask):
         return "tiny"
 
     def prepared(self, ask, name):
-        self.ask = ask
         return [1] * 7, ask.config
 
     async def parts(self, ask, user=0):
@@ -73,8 +77,10 @@ class Scripted:
                 yield part
 
     async def _told(self):
-        for piece in pieces(self.text, self.size):
-            yield Text(piece, 2)
+        for text in self.texts:
+            yield Text(text, 2)
+        if self.reason is None:
+            raise RuntimeError("a step")
         yield End(self.reason, Usage(7, 20, 4), self.stop, {"draft_n": 5})
 
 
@@ -84,15 +90,31 @@ def pieces(text, size):
 
 def clients(answering):
     http = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(answering)))
-    more = {"base_url": "http://localhost/v1", "api_key": "none", "max_retries": 0}
-    own = {**more, "base_url": "http://localhost"}
-    return openai.AsyncOpenAI(http_client=http, **more), anthropic.AsyncAnthropic(
-        http_client=http, **own
-    )
+    more = {"api_key": "none", "max_retries": 0, "http_client": http}
+    first = openai.AsyncOpenAI(base_url="http://localhost/v1", **more)
+    return first, anthropic.AsyncAnthropic(base_url="http://localhost", **more)
 
 
-def user(text="What is 1 + 2?"):
-    return [{"role": "user", "content": text}]
+def posted(answering, route, body):
+    async def post():
+        transport = httpx.ASGITransport(make_app(answering))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost/v1/") as http:
+            return await http.post(route, json=body)
+
+    return asyncio.run(post())
+
+
+def events(answering, route, body, kind):
+    """The events of a reply, which are what the client's types say; and their names."""
+    lines = posted(answering, route, {**body, "stream": True}).text.split("\n")
+    found = [TypeAdapter(kind).validate_json(one[6:]) for one in lines if one[:6] == "data: "]
+    assert [one.type for one in found] == [one[7:] for one in lines if one[:7] == "event: "]
+    return found
+
+
+async def collected(manager):
+    async with manager as stream:
+        return [event async for event in stream]
 
 
 def told(parser, texts, reason="stop"):
@@ -111,30 +133,26 @@ def told(parser, texts, reason="stop"):
 
 def test_markers_are_found_wherever_a_text_is_split():
     text = f"{THOUGHT}I add. <tool{CALL}\n{CALL}\n< done"
-    wanted = [
-        (Reasoning, "Hm, <b>."), (Text, "I add. <tool"), (ToolCall, ARGUMENTS),
-        (ToolCall, ARGUMENTS), (Text, "< done"),
-    ]  # fmt: skip
+    calls = [(ToolCall, ARGUMENTS)] * 2
+    wanted = [(Reasoning, "Hm, <b>."), (Text, "I add. <tool"), *calls, (Text, "< done")]
     for size in range(1, len(text) + 1):
-        parser = Parser(TOKENIZER, [TOOL])
-        assert told(parser, pieces(text, size)) == (wanted, "tool_calls"), size
+        found = told(Parser(TOKENIZER, [TOOL]), pieces(text, size))
+        assert found == (wanted, "tool_calls"), size
 
 
 @pytest.mark.parametrize(("text", "reason", "wanted"), [
-    ('<tool_call>{"name": "add", "argum</tool_call> so', "stop",
-     [(Text, '{"name": "add", "argumso')]),
+    ('<tool_call>{"name": "add"</tool_call> so', "stop", [(Text, '{"name": "add"so')]),
     ("<tool_call>[1, 2]</tool_call>", "stop", [(Text, "[1, 2]")]),
-    ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "stop",
-     [(Text, '{"name": "add", "arguments": {"a": NaN}}')]),
+    (CALL.replace("1", "NaN"), "stop", [(Text, INNER.replace("1", "NaN"))]),
     (CALL[:-12], "stop", [(ToolCall, ARGUMENTS)]),
-    (CALL[:-12], "length", [(Text, CALL[11:-12])]),
+    (CALL[:-12], "length", [(Text, INNER)]),
     ("so <tool_c", "length", [(Text, "so <tool_c")]),
     ("<think>Hm", "length", [(Reasoning, "Hm")]),
 ])  # fmt: skip
 def test_what_is_no_call_is_text(text, reason, wanted):
+    calls = any(kind is ToolCall for kind, _ in wanted)
     for size in (1, 5, 100):
         found = told(Parser(TOKENIZER, [TOOL]), pieces(text, size), reason)
-        calls = any(kind is ToolCall for kind, _ in wanted)
         assert found == (wanted, "tool_calls" if calls else reason)
 
 
@@ -143,127 +161,99 @@ def test_text_before_a_call_is_told_at_once_and_every_token_once():
     assert parser.read(Text("I add", 3)) == [Text("I add", 3)]
     assert parser.read(Text(" <to", 2)) == [Text(" ", 2)]
     assert parser.read(Text("o many", 2)) == [Text("<too many", 2)]
-    assert parser.read(Text(CALL, 9))[0].name == "add"
-    (end,) = parser.read(End("stop", Usage(1, 1)))
-    assert end.reason == "tool_calls"
+    (call,) = parser.read(Text(CALL, 9))
+    assert call.name == "add" and len(parser.read(End("stop", Usage(1, 1)))) == 1
 
 
 def test_other_models_markers():
-    text = '[TOOL_CALLS]add[ARGS]{"a": 1}add[ARGS]{"a": 2}'
     own = make_tokenizer(mistral, thinks=False)
+    text = '[TOOL_CALLS]add[ARGS]{"a": 1}add[ARGS]{"a": 2}'
     wanted = [(ToolCall, {"a": 1}), (ToolCall, {"a": 2})]
     assert told(Parser(own, [TOOL]), pieces(text, 4)) == (wanted, "tool_calls")
-    assert told(Parser(TOKENIZER, None), [CALL])[0] == [(Text, CALL[11:-12])], "none are offered"
-    prompt = TOKENIZER.encode("Hello <think>\n")
-    found, _ = told(Parser(TOKENIZER, None, prompt), ["Hm", "</thi", "nk>Hello"])
-    assert found == [(Reasoning, "Hm"), (Text, "Hello")], "the template began to think"
+    assert told(Parser(TOKENIZER, None), [CALL])[0] == [(Text, INNER)], "none are offered"
+    opened = Parser(TOKENIZER, None, TOKENIZER.encode("Hello <think>\n"))
+    assert told(opened, ["Hm</thi", "nk>So"])[0] == [(Reasoning, "Hm"), (Text, "So")]
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_messages(size):
     scripted = Scripted(f"{THOUGHT}I add.{CALL}{CALL}", size)
-    _, client = clients(scripted)
-    tool = {"name": "add", "input_schema": {"type": "object"}}
-    asked = {"model": "tiny", "max_tokens": 50, "messages": user(), "tools": [tool]}
-
-    async def run():
-        whole = await client.messages.create(**asked)
-        async with client.messages.stream(**asked) as stream:
-            kinds = [event.type async for event in stream]
-            return whole, kinds, await stream.get_final_message()
-
-    whole, kinds, final = asyncio.run(run())
-    assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
-    assert final.content[0].thinking == "Hm, <b>." and final.content[1].text == "I add."
-    assert final.content[2].input == ARGUMENTS and final.stop_reason == "tool_use"
-    drop = {"content": {"__all__": {"id"}}, "id": True, "timings": True}
-    assert whole.model_dump(exclude=drop) == final.model_dump(exclude=drop)
-    assert final.usage.input_tokens == 3 and final.usage.cache_read_input_tokens == 4
-    assert final.usage.output_tokens == 20
-    order = [kind for kind in kinds if kind.startswith(("message", "content_block"))]
-    brief = [one for one, next in pairwise([*order, ""]) if one != next]
+    tools = [{"name": "add", "input_schema": {"type": "object"}}]
+    kinds = [one.type for one in events(
+        scripted, "messages", {**MESSAGE, "tools": tools}, RawMessageStreamEvent
+    )]  # fmt: skip
+    order = [one for one, after in pairwise([*kinds, ""]) if one != after]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert brief == ["message_start", *block * 4, "message_delta", "message_stop"]
+    assert order == ["message_start", *block * 4, "message_delta", "message_stop"]
+    whole = Message.model_validate(posted(scripted, "messages", {**MESSAGE, "tools": tools}).json())
+    stream = clients(scripted)[1].messages.stream(**MESSAGE, tools=tools)
+    final = asyncio.run(collected(stream))[-1].message
+    for one in (whole, final):
+        assert [part.type for part in one.content] == ["thinking", "text", "tool_use", "tool_use"]
+        assert (one.content[0].thinking, one.content[1].text) == ("Hm, <b>.", "I add.")
+        assert one.content[2].input == ARGUMENTS and one.stop_reason == "tool_use"
+        assert (one.usage.input_tokens, one.usage.cache_read_input_tokens) == (3, 4)
+        assert one.usage.output_tokens == 20
 
 
 def test_turns_of_messages():
-    scripted = Scripted("Yes.", stop="\n", reason="stop")
-    _, client = clients(scripted)
+    scripted, text = Scripted(stop="\n"), {"type": "text", "text": "Is it?"}
+    client = clients(scripted)[1]
     call = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
-    result = {
-        "type": "tool_result",
-        "tool_use_id": "t1",
-        "content": [{"type": "text", "text": "3"}],
-    }
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{**text, "text": "3"}]}
     thought = {"type": "thinking", "thinking": "Hm", "signature": "none"}
-    text = {"type": "text", "text": "Is it?"}
-    more = {
-        "system": [{"type": "text", "text": "Be brief."}], "stop_sequences": ["\n"],
-        "thinking": {"type": "disabled"}, "tool_choice": {"type": "none"},
-        "tools": [{"name": "add", "input_schema": {}}],
+    asked = {
+        "model": "tiny", "max_tokens": 9, "stop_sequences": ["\n"],
+        "system": [{**text, "text": "Be brief."}], "thinking": {"type": "disabled"},
+        "tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "none"},
+        "messages": [*USER, {"role": "assistant", "content": [thought, text, call]},
+                     {"role": "user", "content": [result, text]}],
         "extra_body": {"temperature": 0.5, "top_k": 3},
     }  # fmt: skip
-    turns = [*user(), {"role": "assistant", "content": [thought, text, call]},
-             {"role": "user", "content": [result, text]}]  # fmt: skip
-    reply = asyncio.run(client.messages.create(model="tiny", max_tokens=9, messages=turns, **more))
+    reply = asyncio.run(client.messages.create(**asked))
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "\n")
-    ask = scripted.ask
     function = {"name": "add", "arguments": {"a": 1}}
-    assert ask.question == [
-        {"role": "system", "content": "Be brief."},
-        *user(),
+    assert scripted.ask.question == [
+        {"role": "system", "content": "Be brief."}, *USER,
         {"role": "assistant", "content": "Is it?", "reasoning_content": "Hm",
          "tool_calls": [{"id": "t1", "type": "function", "function": function}]},
         {"role": "tool", "content": "3", "tool_call_id": "t1", "name": "add"},
         {"role": "user", "content": "Is it?"},
     ]  # fmt: skip
-    assert ask.tools is None and ask.template_args == {"enable_thinking": False}
-    config = ask.config
+    assert scripted.ask.tools is None and not scripted.ask.template_args["enable_thinking"]
+    config = scripted.ask.config
     assert (config.max_tokens, config.temp, config.top_k, config.stop) == (9, 0.5, 3, ("\n",))
-    count = client.messages.count_tokens(model="tiny", messages=user())
-    assert asyncio.run(count).input_tokens == 7
+    counted = asyncio.run(client.messages.count_tokens(model="tiny", messages=USER))
+    assert counted.input_tokens == 7
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_responses(size, reason):
-    text = f"{THOUGHT}I add.{CALL}" + ("" if reason == "stop" else "And then")
-    scripted = Scripted(text, size, reason)
-    client, _ = clients(scripted)
+    rest, state = ("", "completed") if reason == "stop" else ("And then", "incomplete")
+    scripted = Scripted(f"{THOUGHT}I add.{CALL}{rest}", size, reason)
     tools = [{"type": "function", **TOOL, "strict": False}, {"type": "web_search"}]
-    asked = {"model": "tiny", "input": user()[0]["content"], "instructions": "Be brief."}
-    asked["tools"] = tools
-
-    async def run():
-        whole = await client.responses.create(**asked)
-        async with client.responses.stream(**asked) as stream:
-            return whole, [event async for event in stream]
-
-    whole, events = asyncio.run(run())
-    assert [event.sequence_number for event in events] == [*range(len(events))]
-    last = events[-1].response
-    wanted = ["reasoning", "message", "function_call", "message"]
-    assert [one.type for one in last.output] == wanted[: 3 if reason == "stop" else 4]
-    thought, message, call = last.output[:3]
-    assert thought.content[0].text == "Hm, <b>." and message.content[0].text == "I add."
-    assert json.loads(call.arguments) == ARGUMENTS and call.name == "add"
-    state = "completed" if reason == "stop" else "incomplete"
-    assert last.status == whole.status == state and last.output[-1].status == state
-    assert events[-1].type == f"response.{state}"
-    assert last.usage.output_tokens_details.reasoning_tokens > 0
-    drop = {"id": True, "output": {"__all__": {"id", "call_id"}}, "created_at": True}
-    plain = json.loads(whole.model_dump_json(exclude=drop))
-    assert plain["usage"] == json.loads(last.model_dump_json())["usage"]
-    assert whole.output_text == message.content[0].text + ("And then" if reason != "stop" else "")
-    streamed = [one.delta for one in events if one.type == "response.output_text.delta"]
-    assert "".join(streamed) == whole.output_text
+    body = {"input": USER[0]["content"], "instructions": "Be brief.", "tools": tools}
+    found = events(scripted, "responses", body, ResponseStreamEvent)
+    assert [one.sequence_number for one in found] == [*range(len(found))]
+    whole = Response.model_validate(posted(scripted, "responses", body).json())
+    client = clients(scripted)[0]
+    stream = client.responses.stream(model="tiny", **body)
+    typed = asyncio.run(collected(stream))[-1].response
+    for one in (found[-1].response, whole, typed):
+        thought, message, call, *others = one.output
+        assert thought.content[0].text == "Hm, <b>." and message.content[0].text == "I add."
+        assert json.loads(call.arguments) == ARGUMENTS and call.name == "add"
+        assert len(others) == bool(rest) and one.status == one.output[-1].status == state
+        assert one.output_text == "I add." + rest
+        assert one.usage.output_tokens_details.reasoning_tokens > 0
+    said = [one.delta for one in found if one.type == "response.output_text.delta"]
+    assert "".join(said) == whole.output_text and found[-1].type == f"response.{state}"
     assert [one["function"]["name"] for one in scripted.ask.tools] == ["add"]
-    assert scripted.ask.question == [{"role": "system", "content": "Be brief."}, *user()]
 
 
 def test_turns_of_responses():
-    scripted = Scripted("3")
-    client, _ = clients(scripted)
+    scripted = Scripted()
     items = [
         {"role": "developer", "content": "Add."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]},
@@ -272,23 +262,18 @@ def test_turns_of_responses():
         {"type": "function_call_output", "call_id": "c", "output": "3"},
     ]
     form = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
-    more = {"text": form, "reasoning": {"effort": "none"}, "max_output_tokens": 5, "store": False}
-    asyncio.run(
-        client.responses.create(model="tiny", instructions="Be brief.", input=items, **more)
-    )
-    ask = scripted.ask
-    assert [turn["role"] for turn in ask.question] == ["system", "user", "assistant", "tool"]
-    assert ask.question[0]["content"] == "Be brief.\n\nAdd."
-    assert ask.schema == {"type": "object"} and ask.config.max_tokens == 5
-
-
-MESSAGE = {"model": "tiny", "max_tokens": 5, "messages": user()}
+    more = {"text": form, "instructions": "Be brief.", "max_output_tokens": 5, "store": False}
+    asyncio.run(clients(scripted)[0].responses.create(model="tiny", input=items, **more))
+    question = scripted.ask.question
+    assert [turn["role"] for turn in question] == ["system", "user", "assistant", "tool"]
+    assert question[0]["content"] == "Be brief.\n\nAdd."
+    assert scripted.ask.schema == {"type": "object"} and scripted.ask.config.max_tokens == 5
 
 
 @pytest.mark.parametrize(("route", "body"), [
-    ("messages", {**MESSAGE, "messages": [{"role": "assistant", "content": "It is"}]}),
-    ("messages", {**MESSAGE, "messages": [{"role": "user", "content": [{"type": "image"}]}]}),
-    ("messages", {**MESSAGE, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
+    ("messages", {"messages": [{"role": "assistant", "content": "It is"}]}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
     ("messages", {**MESSAGE, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
     ("messages", {**MESSAGE, "tool_choice": {"type": "any"}}),
     ("messages", {**MESSAGE, "system": 3}),
@@ -301,42 +286,25 @@ MESSAGE = {"model": "tiny", "max_tokens": 5, "messages": user()}
     ("chat/completions", {**MESSAGE, "tool_choice": "required"}),
 ])  # fmt: skip
 def test_what_cannot_be_followed_is_refused_in_a_line(route, body):
-    async def post():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(Scripted()))) as http:
-            return await http.post(f"http://localhost/v1/{route}", json=body)
-
-    reply = asyncio.run(post())
-    told = reply.json()
-    assert reply.status_code == 400 and told["error"]["type"] == "invalid_request_error"
-    assert "; expected " in told["error"]["message"]
-    assert route != "messages" or told["type"] == "error"
-
-
-class Broken(Scripted):
-    async def _told(self):
-        yield Text("Hello", 1)
-        raise RuntimeError("a step")
+    reply = posted(Scripted(), route, body)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["type"] == "invalid_request_error"
+    assert "; expected " in error["message"]
 
 
 def test_an_answer_that_fails_on_its_way_is_the_clients_own_error():
-    client, other = clients(Broken())
-    asked = {"model": "tiny", "max_tokens": 5, "messages": user()}
-
-    async def read(manager):
-        async with manager as stream:
-            return [event async for event in stream]
-
+    client, other = clients(Scripted(reason=None))
     with pytest.raises(anthropic.APIStatusError, match="the answer failed"):
-        asyncio.run(read(other.messages.stream(**asked)))
+        asyncio.run(collected(other.messages.stream(**MESSAGE)))
     with pytest.raises(openai.APIError, match="the answer failed"):
-        asyncio.run(read(client.responses.stream(model="tiny", input="a")))
+        asyncio.run(collected(client.responses.stream(model="tiny", input="a")))
 
 
 def test_a_schema_is_followed_whatever_the_logits():
+    numbers = {"type": "array", "items": {"type": "integer"}, "maxItems": 2}
     schema = {
         "type": "object", "additionalProperties": False, "required": ["name", "tags"],
-        "properties": {"name": {"enum": ["é", "b"]},
-                       "tags": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}},
+        "properties": {"name": {"enum": ["é", "b"]}, "tags": numbers},
     }  # fmt: skip
     noise = np.random.default_rng(0)
     for _ in range(5):
@@ -352,27 +320,18 @@ def test_a_schema_is_followed_whatever_the_logits():
         assert "expected one that llguidance knows" in refusal(grammar.processor, TOKENIZER, bad)
 
 
-@pytest.fixture
-def real(base):
+def test_a_model_says_the_same_by_every_route(base):
+    turns = [{"role": "user", "content": "w1 w2"}]
+    asked = {"model": "tiny", "messages": turns, "max_tokens": 8}
     with ssmlx.Engine(str(base), dtype="float32") as engine:
-        yield Answering(engine, "tiny")
-
-
-def test_a_model_says_the_same_by_every_route(real):
-    client, other = clients(real)
-    asked = {"model": "tiny", "messages": user("w1 w2"), "max_tokens": 8}
-
-    async def run():
-        chat = await client.chat.completions.create(**asked)
-        message = await other.messages.create(**asked)
-        count = await other.messages.count_tokens(model="tiny", messages=user("w1 w2"))
-        response = await client.responses.create(model="tiny", input="w1 w2", max_output_tokens=8)
-        return chat, message, count, response
-
-    chat, message, count, response = asyncio.run(run())
-    said = chat.choices[0].message.content
-    assert said and message.content[0].text == said and response.output_text == said
-    used = message.usage
-    assert count.input_tokens == chat.usage.prompt_tokens == response.usage.input_tokens
-    assert count.input_tokens == used.input_tokens + used.cache_read_input_tokens
-    assert message.stop_reason == "max_tokens" and response.status == "incomplete"
+        tiny = Answering(engine, "tiny")
+        chat = posted(tiny, "chat/completions", asked).json()
+        message = posted(tiny, "messages", asked).json()
+        count = posted(tiny, "messages/count_tokens", {"messages": turns}).json()["input_tokens"]
+        body = {"input": turns, "max_output_tokens": 8}
+        response = Response.model_validate(posted(tiny, "responses", body).json())
+    said, used = chat["choices"][0]["message"]["content"], message["usage"]
+    assert said and message["content"][0]["text"] == response.output_text == said
+    assert count == chat["usage"]["prompt_tokens"] == response.usage.input_tokens
+    assert count == used["input_tokens"] + used["cache_read_input_tokens"]
+    assert message["stop_reason"] == "max_tokens" and response.status == "incomplete"
