@@ -222,6 +222,10 @@ def planned_steps(
     )  # fmt: skip
 
 
+Decode = Callable[..., Iterator[list[int]]]
+"""A decoding loop, as `planned_steps` is one."""
+
+
 class Given(Settings, total=False):
     """What `stream_generate` takes by name."""
 
@@ -313,11 +317,13 @@ def segments_of(
     cache: TreeCache | None = None,
     context: Sequence[int] = (),
     done: Callable[[list[GenerationResponse]], None] | None = None,
+    decode: Decode = planned_steps,
     **drafts: Any,
 ) -> Iterator[GenerationResponse | Prefilled]:
     """The turns of an answer, for the thread that runs MLX; the arguments are `stream_generate`'s.
 
-    Wherever an answer ends that was begun, `done` is told what was given out of it.
+    Wherever an answer ends that was begun, `done` is told what was given out of it. The tokens are
+    those that `decode` finds.
     """
     tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else [int(t) for t in prompt]
     cache = cache if cache is not None else model.make_cache()
@@ -330,7 +336,7 @@ def segments_of(
     budget = Budget(text, end_token_ids(model, tokenizer), config.max_tokens, room)
     plan = make_plan(model, config, context=num_prompt, **drafts)
     told: list[TokenLogprobs] | None = None if config.logprobs is None else []
-    steps = planned_steps(plan, model, tokens, cache, context=context, ends=budget.ends, told=told)
+    steps = decode(plan, model, tokens, cache, context=context, ends=budget.ends, told=told)
 
     def measured(reason: FinishReason | None) -> dict[str, Any]:
         return {

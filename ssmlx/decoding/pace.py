@@ -133,6 +133,18 @@ class Pace:
         self.rung: Rung | None = None
         self.rung = self._ladder[-1] if learned is None else self._decide(learned)
 
+    @property
+    def outlook(self) -> tuple[float, float]:
+        """Tokens that a call should bring of this text, and plain calls that it takes; both are 1
+        where plain decoding is fastest, or nobody knows."""
+        known, learned = [(1.0, 1.0)], self._learned
+        if learned is not None:
+            theta, _ = self._theta(learned)
+            for rung in self._ladder:
+                cost = 1 + learned.cost(rung)[0] * rung.extra
+                known.append((1 + theta * (rung.tokens - 1), cost))
+        return max(known, key=lambda one: one[0] / one[1])
+
     def observe(
         self, num_tokens: int, *, verified: Rung | None = None, seconds: float | None = None
     ) -> None:

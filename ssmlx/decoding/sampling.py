@@ -95,6 +95,9 @@ class Sampling:
         self._filters = config.temp > 0 and filters
         # Whether `settle` has to follow `choose`.
         self.leaves_open = self._filters and not self._top_k and vocab_size > NUM_CANDIDATES
+        # Whether the likeliest token is all that anybody asks for.
+        told = config.logprobs is not None
+        self.is_argmax = not (config.temp or bias or self.context_size or told)
         self._scale = mx.array(1 / (config.temp or 1))
         lowest = math.log(config.min_p) if config.min_p > 0 else -math.inf
         self._bounds = mx.array([config.top_p, lowest])

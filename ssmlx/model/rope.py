@@ -50,8 +50,8 @@ class PositionedRope(nn.Module):
     def __call__(self, x: mx.array, offset: int | mx.array | Positions = 0) -> mx.array:
         """Rotate queries or keys `x` [B, H, R, Dh].
 
-        `offset` is the first row's position, a number or [1]; or positions [R], where B is 1; or
-        [B, R].
+        `offset` is the first row's position, a number or [1], or [B] where B is not 1; or
+        positions [R], where B is 1; or [B, R].
         """
         rope: Any = self.rope
         if isinstance(offset, Positions):
@@ -61,7 +61,7 @@ class PositionedRope(nn.Module):
                 real, imaginary = mx.split(x, 2, axis=-1)
                 return x * own + mx.concatenate([imaginary, real], axis=-1) * partners
             offset = offset.array
-        if isinstance(offset, int) or offset.shape == (1,):
+        if isinstance(offset, int) or offset.shape == (1,) or offset.shape == x.shape[:1]:
             return rope(x, offset=offset)
         if offset.ndim == 1:
             return rope(x.transpose(2, 1, 0, 3), offset=offset).transpose(2, 1, 0, 3)

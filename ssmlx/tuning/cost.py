@@ -162,6 +162,15 @@ class StepCosts:
         """A call of plain decoding behind `context` tokens."""
         return self.plain.at(1, context)
 
+    def batch_seconds(self, rows: int, context: float) -> float:
+        """A call of plain decoding with a row of each of so many texts behind `context` tokens."""
+
+        def forward(rows: int) -> float:
+            return self.lower.at(rows) + self.upper.at(rows) + self.head.at(rows)
+
+        own = self.plain_seconds(context) - self.plain_seconds(0)  # a text's keys and values
+        return self.plain_seconds(0) + forward(rows) - forward(1) + rows * own
+
     def breakeven(self, shape: DraftShape, context: float) -> float:
         """Tokens per call from which on drafting pays."""
         return self.step_seconds(shape, context) / self.plain_seconds(context)

@@ -8,7 +8,7 @@ from ..model.streams import StreamFusedModel
 from ..settings import StreamConfig, TreeConfig
 from .chips import Chip, Decoder, chip_named, costs
 from .cost import DraftShape, StepCosts, interpolate
-from .profile import this_machine
+from .profile import profile_of, this_machine
 
 SIZES = (2, 3, 4, 6, 8, 12, 16)
 TYPICAL: Mapping[int, float] = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.7, 16: 2.8}
@@ -32,6 +32,12 @@ def expected_costs(model: StreamFusedModel) -> StepCosts:
 
 
 _expected = lru_cache(maxsize=32)(costs)
+
+
+def known_costs(model: StreamFusedModel) -> StepCosts:
+    """What steps cost here: as a profile of this machine has it, else as they should."""
+    profile = profile_of(model) if model.num_streams else None
+    return expected_costs(model) if profile is None else profile.costs
 
 
 def text_kind(context: int) -> str:

@@ -1,0 +1,184 @@
+"""Plain decoding of several texts at once: a call has a row for each, in mlx-lm's batched caches.
+
+Texts join and leave between calls with their keys and values, and each is decided as it would be
+alone: by its own settings, and noise that belongs to a place in the text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from ..model.cache import TreeCache
+from ..model.shapes import indices, to_list
+from ..model.streams import StreamFusedModel
+from ..model.tree import root_tree
+from .loop import Ends, choose, never, settle
+from .sampling import Sampling, TokenLogprobs, last_tokens, places_of, tell_logprobs
+
+MOST_UNREAD = 32
+"""Tokens that a reader may be behind its row."""
+
+Mask = Callable[[Sequence[int], mx.array], mx.array]
+"""The tokens of an answer so far, and logits [1, V], to the logits that its next one is of."""
+Chosen = tuple[mx.array, mx.array | None]
+"""A token [1], and what `Sampling.told` has of it."""
+
+
+@dataclass(eq=False)
+class Row:
+    """An endless text that a batch decodes."""
+
+    model: StreamFusedModel
+    sampler: Sampling
+    cache: TreeCache  # empty while it is in a batch
+    text: list[int]  # that is known, tokens that were not read yet among it
+    ends: Ends = never
+    mask: Mask | None = None
+    first: int = 0  # where in `text` the answer begins
+    unread: deque[tuple[int, list[TokenLogprobs]]] = field(default_factory=deque)
+    place: int = 0  # of the token that the next call of a batch decides behind
+    tail: mx.array | None = None  # [C] the last tokens before it
+    rests: bool = False  # nobody reads it, or it is over
+    error: Exception | None = None
+
+    def choose(self, token: mx.array, logits: mx.array) -> Chosen:
+        """What follows `token` [1], of `logits` [1, V]."""
+        sampler, only = self.sampler, indices(1)
+        assert self.tail is not None
+        places = places_of(root_tree(token), mx.array([self.place], mx.int32), self.tail)
+        if self.mask is not None:
+            logits = self.mask(self.text[self.first :], logits)
+        chosen = choose(self.model, logits, sampler, places)
+        chosen = settle(self.model, chosen, logits, sampler, places, only)
+        self.tail = places.tail_at(only)
+        return chosen, sampler.told(logits, places, only, chosen)
+
+    def key_values(self) -> list[KVCache]:
+        """What its cache holds, as mlx-lm keeps it for each layer."""
+        caches = []
+        for rows in self.cache.rows(self.cache.offset):
+            caches.append(KVCache())
+            caches[-1].state = rows[:1], rows[1:], rows.shape[2]
+        return caches
+
+
+class Batch:
+    """Calls of a row for each of several texts that one model decodes plainly."""
+
+    def __init__(self, model: StreamFusedModel) -> None:
+        self._model = model
+        self._joining: list[Row] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: list[Row] = []
+        self._caches: list[BatchKVCache] = []
+        self._newest = indices(0)  # [b] the newest token of each row
+        # what is under way: the rows, None for those that have left, and their tokens
+        self._calls: deque[tuple[list[Row | None], mx.array, list[mx.array | None]]] = deque()
+
+    @property
+    def members(self) -> list[Row]:
+        """Those that the next call has a row for."""
+        return self._rows + self._joining
+
+    def join(self, row: Row) -> None:
+        """Give an answer a row in the calls to come."""
+        row.rests, row.place = False, len(row.text) - 1
+        row.tail = last_tokens(row.text[:-1], row.sampler.context_size)
+        self._joining.append(row)
+
+    def leave(self, row: Row) -> None:
+        """Give it its cache back, if it has a row."""
+        if row in self._joining:
+            self._joining.remove(row)
+        if row not in self._rows:
+            return
+        number = self._rows.index(row)
+        found = [cache.extract(number) for cache in self._caches]
+        own = TreeCache.of_rows([mx.concatenate([one.keys, one.values]) for one in found])
+        row.cache.restore(own)
+        row.cache.trim(len(row.text) - 1)
+        mx.eval(row.cache.state)
+        self._rows.remove(row)
+        if not self._rows:
+            self._clear()
+            return
+        for rows, *_ in self._calls:
+            rows[:] = [None if one is row else one for one in rows]
+        keep = [n for n in range(len(self._rows) + 1) if n != number]
+        self._newest = self._newest[mx.array(keep)]
+        for cache in self._caches:
+            cache.filter(keep)
+
+    def step(self) -> None:
+        """A token for every row; where that fails, each of them will say so."""
+        try:
+            self._step()
+        except Exception as error:
+            for row in self.members:
+                row.error = error
+            self._joining = []
+            self._clear()
+
+    def _step(self) -> None:
+        # A first token is waited for, and a mask has to know the tokens before it.
+        waits = bool(self._joining) or any(row.mask for row in self._rows)
+        self._admit()
+        if waits or not self._calls:
+            self._launch()
+        if not waits:
+            self._launch()  # to run while the tokens of the one before are read
+        while len(self._calls) > (0 if waits else 1):
+            self._read()
+
+    def _admit(self) -> None:
+        rows = self._joining
+        if not rows:
+            return
+        layers = zip(*(row.key_values() for row in rows), strict=True)
+        merged = [BatchKVCache.merge(list(layer)) for layer in layers]
+        for row in rows:
+            row.cache.restore(row.model.make_cache())
+        for cache, more in zip(self._caches, merged, strict=False):
+            cache.extend(more)
+        self._caches = self._caches or merged
+        newest = mx.array([row.text[-1] for row in rows], mx.int32)
+        self._newest = mx.concatenate([self._newest, newest])
+        self._rows, self._joining = self.members, []
+
+    def _launch(self) -> None:
+        rows, newest, model = self._rows, self._newest, self._model.backbone.model
+        logits = model(newest[:, None], cache=self._caches)[:, -1]
+        told: list[mx.array | None] = [None] * len(rows)
+        if all(row.sampler.is_argmax and row.mask is None for row in rows):
+            self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)
+        else:
+            pairs = zip(mx.split(newest, len(rows)), mx.split(logits, len(rows)), strict=True)
+            chosen = [row.choose(*pair) for row, pair in zip(rows, pairs, strict=True)]
+            self._newest = mx.concatenate([token for token, _ in chosen])
+            told = [more for _, more in chosen]
+        mx.async_eval(self._newest, [more for more in told if more is not None])
+        for row in rows:
+            row.place += 1
+        self._calls.append(([*rows], self._newest, told))
+
+    def _read(self) -> None:
+        rows, tokens, told = self._calls.popleft()
+        for row, token, more in zip(rows, to_list(tokens), told, strict=True):
+            if row is None:
+                continue
+            logprobs: list[TokenLogprobs] = []
+            tell_logprobs(logprobs, [token], more)
+            row.text.append(token)
+            row.unread.append((token, logprobs))
+            # Of one token alone `ends` may be asked before it is read.
+            is_over = len(row.unread) == 1 and row.ends([token])
+            row.rests = is_over or len(row.unread) >= MOST_UNREAD
+        for row in [row for row in self._rows if row.rests]:
+            self.leave(row)

@@ -1,0 +1,242 @@
+"""Answers in one batch: each its own, whoever comes, goes, stalls or fails beside it."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import mlx.core as mx
+import pytest
+from real import words, write_tiny_adapter
+
+import ssmlx
+from ssmlx.answers import run
+from ssmlx.decoding.batch import MOST_UNREAD, Batch
+from ssmlx.decoding.pace import Pace
+from ssmlx.server import batch as batching
+from ssmlx.server.batch import Batches, CallError
+from ssmlx.tuning.cost import StepCosts
+
+LENGTH = 12
+ADAPTERS = ("streams", "all", "none")
+QUESTIONS = [words(3, i) for i in range(4)]
+SETTINGS = {
+    "greedy": {},
+    "sampled": {"temp": 0.8, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2},
+    "told": {"logprobs": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(base):
+    shelf = base.parent / "adapters"
+    return {
+        "streams": str(write_tiny_adapter(shelf / "one", base, scope="streams")),
+        "all": str(write_tiny_adapter(shelf / "other", base, template="w5 {prompt} w6")),
+        "none": "none",
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(base, folders):
+    with ssmlx.Engine(str(base), (folders["streams"],), dtype="float32") as engine:
+        yield engine
+
+
+@pytest.fixture
+def batches():
+    return Batches()
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Two answers go together at once, whatever rows cost; and what calls were made."""
+    made = []
+    read, step = batching.prefill, Batch.step
+    monkeypatch.setattr(Pace, "outlook", (1.0, 1.0))
+    monkeypatch.setattr(StepCosts, "batch_seconds", lambda self, *_: self.plain_seconds(0))
+    monkeypatch.setattr(batching, "prefill", lambda *a: made.append("piece") or read(*a))
+    monkeypatch.setattr(Batch, "step", lambda self: made.append("call") or step(self))
+    return made
+
+
+@pytest.fixture
+def ask(engine, folders, batches):
+    """Ask beside others; or alone, where a question is to be answered as by `ssmlx.generate`."""
+
+    def asked(question, adapter="streams", *, alone=False, mask=None, **settings):
+        def decode(*args, **more):
+            return batches.decode(*args, mask=mask, **more)
+
+        more = {"deterministic": True} if alone else {"drafts": {"decode": decode}}
+        settings = {"max_tokens": LENGTH, **settings}
+        return engine.stream(question, adapter=folders[adapter], **more, **settings)
+
+    return asked
+
+
+def told(segments):
+    """Each token with the log probability that was told of it."""
+    return [
+        (token, one.token, round(one.logprob, 3), len(one.top))
+        for segment in segments
+        for token, one in zip(segment.tokens, segment.logprobs, strict=True)
+    ]
+
+
+def tokens(segments):
+    return [token for one in segments for token in one.tokens]
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_threads_hear_what_each_would_hear_alone(ask, together, kind):
+    settings = SETTINGS[kind]
+    alone = {
+        (adapter, text): list(ask(text, adapter, alone=True, **settings))
+        for adapter in ADAPTERS for text in QUESTIONS
+    }  # fmt: skip
+
+    def some(seed):
+        chance, wrong = random.Random(seed), []
+        for _ in range(4):
+            asked = chance.choice(list(alone))
+            stop_at = chance.choice([None, None, 0, 1, 3])
+            with ask(asked[1], asked[0], **settings) as segments:
+                found = []
+                for number, segment in enumerate(segments):
+                    found.append(segment)
+                    if number == stop_at:
+                        break
+            whole = tokens(alone[asked])
+            expected = whole if stop_at is None else whole[: len(tokens(found))]
+            wrong += [] if tokens(found) == expected else [asked]
+            if stop_at is None and segment.finish_reason != "length":
+                wrong.append(segment)
+        return wrong
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [one for found in pool.map(some, range(8)) for one in found] == []
+    assert together.count("call") > LENGTH
+
+
+def test_answers_come_and_go_in_any_order(ask, together, batches):
+    alone = {text: list(ask(text, alone=True, logprobs=1)) for text in QUESTIONS}
+    chance, open_ones, done = random.Random(0), [], 0
+    while done < 30:
+        if len(open_ones) < 5 and chance.random() < 0.4:
+            text = chance.choice(QUESTIONS)
+            open_ones.append((text, ask(text, logprobs=1), []))
+        elif open_ones:
+            text, answer, found = one = chance.choice(open_ones)
+            found += [part for part in [next(answer, None)] if part]
+            if answer.is_over or chance.random() < 0.05:
+                answer.close()
+                open_ones.remove(one)
+                done += 1
+            assert told(found) == told(alone[text])[: len(tokens(found))]
+    for _, answer, _ in open_ones:
+        answer.close()
+    assert not batches._prompts and not any(one.open for one in batches._groups.values())
+
+
+def test_an_answer_drafts_again_when_it_is_alone(ask, together):
+    settings = {"max_tokens": 60, "drafter": "prompt-lookup"}
+    expected = tokens(ask(QUESTIONS[0], alone=True, **settings))
+    answer, found = ask(QUESTIONS[0], **settings), []
+    found.append(next(answer))
+    other = ask(QUESTIONS[1])
+    for _ in range(4):
+        assert len(next(other).tokens) == len(found.append(next(answer)) or found[-1].tokens) == 1
+    other.close()
+    found += list(answer)
+    assert tokens(found) == expected and max(len(one.tokens) for one in found) > 1
+
+
+def test_an_end_in_the_middle_is_heard(ask, together):
+    whole = list(ask(QUESTIONS[0], alone=True))
+    stop = whole[5].text.strip()
+    settings = {"stop": (stop,)}
+    alone = list(ask(QUESTIONS[0], alone=True, **settings))
+    with ask(QUESTIONS[1], max_tokens=100) as other:
+        next(other)
+        segments = list(ask(QUESTIONS[0], **settings))
+    assert [one.text for one in segments] == [one.text for one in alone]
+    assert segments[-1].finish_reason == "stop" and len(segments) < LENGTH
+
+
+def test_a_slow_reader_stops_nobody(ask, together, batches):
+    expected = tokens(ask(QUESTIONS[0], alone=True, max_tokens=100))
+    slow = ask(QUESTIONS[0], max_tokens=100)
+    found = [next(slow)]
+    with ask(QUESTIONS[1], max_tokens=150) as quick:
+        assert len(tokens(quick)) == 150
+    (group,) = batches._groups.values()
+    (row,) = group.open
+    assert len(row.unread) <= MOST_UNREAD and row not in group.batch.members
+    assert tokens([*found, *slow]) == expected
+
+
+def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
+    expected = tokens(ask(QUESTIONS[2], alone=True))
+    first, second = ask(QUESTIONS[0]), ask(QUESTIONS[1])
+    next(first), next(second), next(first)
+    with monkeypatch.context() as broken:
+        broken.setattr(Batch, "_launch", lambda self: 1 / 0)
+        for answer in (first, second):
+            with pytest.raises(CallError):
+                list(answer)
+    assert first.is_over and second.is_over
+    assert [tokens(one) for one in (ask(QUESTIONS[2]), ask(QUESTIONS[2]))] == [expected] * 2
+
+
+def test_a_prompt_lets_a_call_go_before_each_piece(ask, together, monkeypatch):
+    monkeypatch.setattr(batching, "PREFILL_STEP_SIZE", 8)
+    quick = [ask(text, max_tokens=100) for text in QUESTIONS[:2]]
+    next(quick[0]), next(quick[1])
+    del together[:]
+    with ThreadPoolExecutor(4) as pool:
+        heard = [pool.submit(list, ask([1, 2 + n] * 40, max_tokens=2)) for n in range(2)]
+        heard += [pool.submit(list, one) for one in quick]
+        assert [len(tokens(one.result(60))) for one in heard] == [2, 2, 99, 99]
+    pieces = [n for n, what in enumerate(together) if what == "piece"]
+    assert len(pieces) == 20 and all(b - a > 1 for a, b in pairwise(pieces))
+
+
+def test_a_prompt_may_be_given_up(ask, together, batches, monkeypatch):
+    monkeypatch.setattr(batching, "PREFILL_STEP_SIZE", 8)
+    answer = ask([45, 2] * 40)
+    run(lambda: [answer._turns.take() for _ in range(3)])
+    answer.close()
+    assert not batches._prompts
+    assert next(ask([45, 2] * 40)).cached_tokens == 16
+
+
+def test_a_mask_is_told_the_tokens_before(ask, together):
+    def only(told, logits):
+        before.append(list(told))
+        return mx.where(mx.arange(logits.shape[1]) == 7 + len(told) % 2, logits, -mx.inf)
+
+    before = []
+    assert tokens(ask(QUESTIONS[0], mask=only, max_tokens=3)) == [7, 8, 7]
+    assert before[:3] == [[], [7], [7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("outlooks", "cost", "goes"),
+    [
+        ([(3.0, 1.5), (3.0, 1.5)], 1.2, False),  # 2 in turns, 1.67 together
+        ([(3.0, 1.5)] * 3, 1.3, True),  # 2.31 together
+        ([(1.5, 1.5), (3.0, 1.5)], 1.2, True),  # 1.5 in turns
+        ([(1.0, 1.0)], 1.0, False),
+    ],
+)
+def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks, cost, goes):
+    class Open:
+        def __init__(self, outlook):
+            self.rests, self.text = False, [1]
+            self.plan = type("Plan", (), {"pace": type("Pace", (), {"outlook": outlook})})
+
+    monkeypatch.setattr(StepCosts, "batch_seconds", lambda self, *_: cost * self.plain_seconds(1))
+    group = batching._Group(engine.model())
+    group.open = [Open(outlook) for outlook in outlooks]
+    group.decide()
+    assert group.together == goes
