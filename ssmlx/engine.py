@@ -132,7 +132,8 @@ class Engine:
             adapter: a name or a folder; the engine's default unless given, "none" for the base.
             progress: told (tokens processed, tokens in all) while the prompt is processed.
             tools, template_args: for the chat template, as `ssmlx.chat_tokens` takes them.
-            drafts: `draft_model` or `heads`, as `ssmlx.stream_generate` takes them.
+            drafts: `draft_model` or `heads`, as `ssmlx.stream_generate` takes them; and `decode`,
+                the loop that stands in for `api.planned_steps`.
             prompt_cache: prompts that this answer may begin with and adds to; the engine's own
                 unless given.
 

@@ -68,7 +68,7 @@ def ask(engine, folders, batches):
             return batches.decode(*args, mask=mask, **more)
 
         more = {"deterministic": True} if alone else {"drafts": {"decode": decode}}
-        settings = {"max_tokens": LENGTH, **settings}
+        settings = {"max_tokens": LENGTH, "prefill_step_size": 8, **settings}
         return engine.stream(question, adapter=folders[adapter], **more, **settings)
 
     return asked
@@ -188,8 +188,7 @@ def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
     assert [tokens(one) for one in (ask(QUESTIONS[2]), ask(QUESTIONS[2]))] == [expected] * 2
 
 
-def test_a_prompt_lets_a_call_go_before_each_piece(ask, together, monkeypatch):
-    monkeypatch.setattr(batching, "PREFILL_STEP_SIZE", 8)
+def test_a_prompt_lets_a_call_go_before_each_piece(ask, together):
     quick = [ask(text, max_tokens=100) for text in QUESTIONS[:2]]
     next(quick[0]), next(quick[1])
     del together[:]
@@ -201,8 +200,7 @@ def test_a_prompt_lets_a_call_go_before_each_piece(ask, together, monkeypatch):
     assert len(pieces) == 20 and all(b - a > 1 for a, b in pairwise(pieces))
 
 
-def test_a_prompt_may_be_given_up(ask, together, batches, monkeypatch):
-    monkeypatch.setattr(batching, "PREFILL_STEP_SIZE", 8)
+def test_a_prompt_may_be_given_up(ask, together, batches):
     answer = ask([45, 2] * 40)
     run(lambda: [answer._turns.take() for _ in range(3)])
     answer.close()

@@ -20,6 +20,7 @@ from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt, plain_turns
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
 from .asks import Ask, End, Logprob, Part, Text, Usage
+from .batch import Batches
 from .metrics import Metrics
 from .parsing import Parser, parsed
 
@@ -75,7 +76,7 @@ class Answering:
         self.limits, self.metrics = limits or Limits(), Metrics()
         self._slots, self._waiting = asyncio.Semaphore(self.limits.open), 0
         self._is_closed, self._template_args = False, template_args or {}
-        self._tokenizing = threading.Lock()
+        self._tokenizing, self._batches = threading.Lock(), Batches()
 
     def close(self) -> None:
         """Cancel what is open, keep the prompts where they are kept on disk, free the memory."""
@@ -165,14 +166,15 @@ class Answering:
     async def _begin(
         self, ask: Ask, name: str, prompt: list[int], config: GenerateConfig, user: int
     ) -> Segments:
-        """The segments of a choice. What answers several in one batch, or under a grammar, begins
-        here; now it is the engine alone."""
+        """The segments of a choice."""
         found = "an answer in JSON is asked for"
         require(ask.schema is None, found, expected="text", do="drop the format")
 
+        drafts = {**(self._drafts or {}), "decode": self._batches.decode}
+
         def begin() -> Segments:
             return self.engine.stream(
-                prompt, config, adapter=self.models[name], drafts=self._drafts,
+                prompt, config, adapter=self.models[name], drafts=drafts,
                 prompt_cache=self._prompts[user],
             )  # fmt: skip
 

@@ -31,7 +31,6 @@ from ..loading.prompt_files import PromptKey
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
 from ..plan import Plan
-from ..settings import PREFILL_STEP_SIZE
 from ..tuning.ladder import known_costs
 
 STAY = 1.05
@@ -47,6 +46,11 @@ class _Answer(Row):
     plan: Plan
     group: _Group
     todo: list[int] = field(default_factory=list)  # of the prompt
+
+    @property
+    def piece(self) -> list[int]:
+        """What is done of the prompt at once."""
+        return self.todo[: self.plan.config.prefill_step_size]
 
 
 class _Group:
@@ -150,7 +154,8 @@ class Batches:
         decodes = any(group.open for group in self._groups.values())
         if not (decodes and self._since and self._prompts):
             return False
-        return self._since + len(self._prompts[0].todo[:PREFILL_STEP_SIZE]) > PREFILL_STEP_SIZE
+        upcoming = self._prompts[0]
+        return self._since + len(upcoming.piece) > upcoming.plan.config.prefill_step_size
 
     def _call_all(self) -> bool:
         """Make a call of each batch, if there is any."""
@@ -163,7 +168,7 @@ class Batches:
     def _read_piece(self) -> None:
         """Process a piece of the prompt whose turn it is."""
         row = self._prompts.popleft()
-        piece = row.todo[:PREFILL_STEP_SIZE]
+        piece = row.piece
         self._since += len(piece)
         try:
             prefill(row.model, piece, row.cache)
