@@ -6,19 +6,21 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.exceptions import HTTPException
 
 from ..answers import Answer
-from ..api import GenerationResponse
+from ..api import Decode, GenerationResponse
 from ..decoding.sampling import TokenLogprobs
 from ..engine import Engine
 from ..errors import require
 from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt, plain_turns
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
+from . import grammar
 from .asks import Ask, End, Logprob, Part, Text, Usage
 from .batch import Batches
 from .metrics import Metrics
@@ -167,12 +169,14 @@ class Answering:
         self, ask: Ask, name: str, prompt: list[int], config: GenerateConfig, user: int
     ) -> Segments:
         """The segments of a choice."""
-        found = "an answer in JSON is asked for"
-        require(ask.schema is None, found, expected="text", do="drop the format")
-
-        drafts = {**(self._drafts or {}), "decode": self._batches.decode}
 
         def begin() -> Segments:
+            decode: Decode = self._batches.decode
+            if ask.schema is not None:
+                with self._tokenizing:
+                    mask = grammar.processor(self.engine.tokenizer, ask.schema)
+                decode = partial(decode, mask=mask)
+            drafts = {**(self._drafts or {}), "decode": decode}
             return self.engine.stream(
                 prompt, config, adapter=self.models[name], drafts=drafts,
                 prompt_cache=self._prompts[user],
