@@ -133,10 +133,16 @@ class Routes:
         return body
 
     async def models(self, request: Request) -> Response:
-        """With what real services tell of each."""
+        """All of them, or the one that is named; with what either service tells of a model."""
         more = {"object": "model", "created": 0, "owned_by": "ssmlx"}
-        data = [{"id": name, **more} for name in self._answering.models]
-        return _json({"object": "list", "data": data})
+        more |= {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
+        known = {one: {"id": one, "display_name": one, **more} for one in self._answering.models}
+        name = request.path_params.get("name")
+        if name is None:
+            return _json({"object": "list", "data": [*known.values()], "has_more": False})
+        if name not in known:
+            raise HTTPException(404, "no such model")
+        return _json(known[name])
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -260,7 +266,8 @@ def make_app(
     routes, doors = Routes(answering, config or GenerateConfig()), doors or Doors()
 
     open_to_all = {"/": routes.page, "/health": routes.health}
-    with_key = {"/v1/models": routes.models, "/metrics": routes.metrics}
+    with_key = {"/v1/models": routes.models, "/v1/models/{name:path}": routes.models}
+    with_key["/metrics"] = routes.metrics
     pages = Middleware(
         CORSMiddleware, allow_origin_regex=_LOCAL_PAGES, allow_headers="*", allow_methods="*"
     )
