@@ -335,3 +335,21 @@ def test_a_model_says_the_same_by_every_route(base):
     assert count == chat["usage"]["prompt_tokens"] == response.usage.input_tokens
     assert count == used["input_tokens"] + used["cache_read_input_tokens"]
     assert message["stop_reason"] == "max_tokens" and response.status == "incomplete"
+
+
+@pytest.mark.slow
+def test_smollm2_keeps_to_a_schema_by_every_route():
+    prompt = "Describe a person."
+    numbers = {"type": "array", "items": {"type": "integer"}, "maxItems": 2}
+    schema = {"type": "object", "properties": {"ages": numbers}, "required": ["ages"]}
+    form = {"type": "json_schema", "name": "n", "schema": {**schema, "additionalProperties": False}}
+    turns = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 200}
+    chat = {"type": "json_schema", "json_schema": form}
+    with ssmlx.Engine("smollm2-135m") as engine:
+        own = Answering(engine, "smollm2")
+        first = posted(own, "chat/completions", {**turns, "response_format": chat}).json()
+        second = posted(own, "messages", {**turns, "output_config": {"format": form}}).json()
+        third = posted(own, "responses", {"input": prompt, "text": {"format": form}}).json()
+        said = first["choices"][0]["message"]["content"]
+    assert [*json.loads(said)] == ["ages"] and first["choices"][0]["finish_reason"] == "stop"
+    assert second["content"][0]["text"] == third["output"][0]["content"][0]["text"] == said

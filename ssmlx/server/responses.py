@@ -10,7 +10,6 @@ from .asks import Ask, Body, End, Event, Part, Reasoning, ToolCall, shown, typed
 from .blocks import SHARED, Run, Teller, Turns, event, parts_of, told_by, tools_of
 
 _KEPT = ("previous_response_id", "conversation", "prompt", "background")
-_REPEATED = ("instructions", "max_output_tokens", "metadata", "reasoning", "temperature", "text")
 
 
 def read(body: Body, config: GenerateConfig) -> Ask:
@@ -19,11 +18,8 @@ def read(body: Body, config: GenerateConfig) -> Ask:
         expected = "the whole conversation as input"
         require(not body.get(name), found, expected=expected, do="drop it")
     # What others would run is not offered to the model, so that it calls none of it.
-    tools = [
-        tool
-        for tool in typed(body, "tools", list, [])
-        if isinstance(tool, dict) and tool.get("type") == "function"
-    ]
+    given = typed(body, "tools", list, [])
+    tools = [one for one in given if isinstance(one, dict) and one.get("type") == "function"]
     is_quiet = typed(body, "reasoning", dict, {}).get("effort") == "none"
     chat = {
         **{name: body.get(name) for name in SHARED},
@@ -139,7 +135,6 @@ class _Response(Teller):
             "parallel_tool_calls": True,
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],
-            **{name: body.get(name) for name in _REPEATED},
         }
 
     def _inner(self) -> tuple[str, str, dict[str, Any]]:
