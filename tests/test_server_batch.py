@@ -151,6 +151,16 @@ def test_an_answer_drafts_again_when_it_is_alone(ask, together):
     assert tokens(found) == expected and max(len(one.tokens) for one in found) > 1
 
 
+@pytest.mark.parametrize("others", [[[8]], [[9, 10, 11]], []])
+def test_a_prompt_of_one_token_has_a_row(ask, together, others):
+    """First of all, beside another one, or beside a longer one; or before any comes."""
+    wanted = [tokens(ask(one, "none", alone=True)) for one in ([7], *others)]
+    open_ones = [ask(one, "none") for one in ([7], *others)]
+    steps = zip(*open_ones, strict=True)
+    assert [*map(tokens, zip(*steps, strict=True))] == wanted
+    assert (together.count("call") > 0) == bool(others)
+
+
 def test_an_end_in_the_middle_is_heard(ask, together):
     whole = list(ask(QUESTIONS[0], alone=True))
     stop = whole[5].text.strip()

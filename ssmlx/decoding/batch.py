@@ -60,7 +60,9 @@ class Row:
 
     def key_values(self) -> list[KVCache]:
         """What its cache holds, as mlx-lm keeps it for each layer."""
-        caches = []
+        caches: list[KVCache] = []
+        if not self.cache.offset:  # of a text of one token
+            return [KVCache() for _ in self.cache.layers]
         for rows in self.cache.rows(self.cache.offset):
             caches.append(KVCache())
             caches[-1].state = rows[:1], rows[1:], rows.shape[2]
