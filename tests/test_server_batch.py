@@ -248,3 +248,17 @@ def test_rows_go_to_requests_where_they_bring_more(engine, monkeypatch, outlooks
     group.open = [Open(outlook) for outlook in outlooks]
     group.decide()
     assert group.together == goes
+
+
+def test_a_row_that_others_began_goes_on_when_they_are_gone(ask, together):
+    """Its prompt was read, and a call made, for readers that left before its own came again."""
+    unknown = words(6, 33)
+    others, late = [ask(text, max_tokens=100) for text in QUESTIONS[:2]], ask(unknown)
+    for one in others:
+        next(one)
+    run(late._turns.take)
+    for one in others:
+        next(one)
+    for one in others:
+        one.close()
+    assert tokens(late) == tokens(ask(unknown, alone=True))

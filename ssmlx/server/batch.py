@@ -120,10 +120,9 @@ class Batches:
         try:
             yield from self._read_prompt(row)
             while True:
-                if group.together or mask or row.error:
-                    yield from self._together(row, told)
-                else:
-                    yield from self._alone(row, told)
+                # It may have joined a batch that is no longer wanted.
+                yield from self._together(row, told)
+                yield from self._alone(row, told)
         finally:
             with suppress(ValueError):
                 self._prompts.remove(row)
