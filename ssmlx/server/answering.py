@@ -195,14 +195,10 @@ class Answering:
         if last is None or last.finish_reason is None:
             raise _STOPPED
         self.metrics.add(last)
-        usage = Usage(last.prompt_tokens, last.generation_tokens, last.cached_tokens)
-        if predicted := len(config.prompt_lookup.reference):
-            accepted = min(last.generation_tokens - last.target_calls, predicted)
-            usage = replace(
-                usage,
-                accepted_prediction_tokens=accepted,
-                rejected_prediction_tokens=predicted - accepted,
-            )
+        predicted = len(config.prompt_lookup.reference)
+        accepted = min(last.generation_tokens - last.target_calls, predicted)
+        counts = (accepted, predicted - accepted) if predicted else ()
+        usage = Usage(last.prompt_tokens, last.generation_tokens, last.cached_tokens, *counts)
         reason: Literal["stop", "length"] = "stop" if last.finish_reason == "stop" else "length"
         yield End(reason, usage, last.stop, timings_of(last), choice)
 

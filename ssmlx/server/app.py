@@ -266,8 +266,11 @@ def make_app(
     routes, doors = Routes(answering, config or GenerateConfig()), doors or Doors()
 
     open_to_all = {"/": routes.page, "/health": routes.health}
-    with_key = {"/v1/models": routes.models, "/v1/models/{name:path}": routes.models}
-    with_key["/metrics"] = routes.metrics
+    with_key = {
+        "/v1/models": routes.models,
+        "/v1/models/{name:path}": routes.models,
+        "/metrics": routes.metrics,
+    }
     pages = Middleware(
         CORSMiddleware, allow_origin_regex=_LOCAL_PAGES, allow_headers="*", allow_methods="*"
     )

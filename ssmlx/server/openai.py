@@ -42,9 +42,6 @@ _WHOLE = {
     "seed": ("seed", -(2**63), 2**63 - 1),
     "max_tokens": ("max_tokens", 1, 2**31),
     "max_completion_tokens": ("max_tokens", 1, 2**31),
-    "repetition_context_size": ("repetition_context_size", 1, 2**16),
-    "presence_context_size": ("presence_context_size", 1, 2**16),
-    "frequency_context_size": ("frequency_context_size", 1, 2**16),
 }
 """Numbers of a request, OpenAI's and those that mlx-lm's server adds: which settings they are, and
 from where to where they may go."""
@@ -181,11 +178,9 @@ def _chat_choice(parts: Sequence[Part], seen: Counter[Any] | None = None) -> dic
         message["content"] = _said(parts, Text)
     if thought := _said(parts, Reasoning):
         message["reasoning_content"] = thought
-    first = seen[choice, ToolCall] if seen else 0
-    calls = [
-        {"index": index, "id": call.id, "type": "function", "function": _function(call)}
-        for index, call in enumerate((one for one in parts if isinstance(one, ToolCall)), first)
-    ]
+    calls = [_call(one) for one in parts if isinstance(one, ToolCall)]
+    for index, call in enumerate(calls, seen[choice, ToolCall] if seen else 0):
+        call["index"] = index
     if calls:
         message["tool_calls"] = calls
     if seen is None:
@@ -194,8 +189,9 @@ def _chat_choice(parts: Sequence[Part], seen: Counter[Any] | None = None) -> dic
     return {**_finish(parts), name: message, "logprobs": logprobs}
 
 
-def _function(call: ToolCall) -> dict[str, str]:
-    return {"name": call.name, "arguments": call.arguments}
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _text_choice(parts: Sequence[Part], seen: object = None) -> dict[str, Any]:
