@@ -458,7 +458,10 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
 """
 
 
-@pytest.mark.parametrize("module", [PROG, "ssmlx.chat", "ssmlx.train", "convert.__main__"])
+HELPED = [PROG, "ssmlx.chat", "ssmlx.server.__main__", "ssmlx.train", "convert.__main__"]
+
+
+@pytest.mark.parametrize("module", HELPED)
 def test_help_does_not_wait_for_mlx_and_fits_two_screens(module):
     done = subprocess.run(
         [sys.executable, "-c", HELP.format(module=module)], capture_output=True, text=True,
