@@ -114,11 +114,18 @@ def test_text_completions(client):
     assert texts[0] == texts[1]
 
 
-def test_a_stop_string_ends_an_answer_and_its_tokens_are_counted(client):
-    whole = said(reply(client, chat())).split()
-    (found,) = reply(client, chat(stop=[" " + whole[3]], logprobs=True))
-    assert said([found]).split() == whole[:3] and found["choices"][0]["finish_reason"] == "stop"
-    assert found["usage"]["completion_tokens"] == 4
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_inside_an_accepted_run_ends_an_answer(client, stream):
+    text = said(reply(client, chat()))
+    whole, prediction = text.split(), {"type": "content", "content": text}
+    body = chat(stop=[" " + whole[4]], logprobs=True, stream=stream)
+    for more in ({}, {"prediction": prediction}):
+        found = reply(client, {**body, **more})
+        assert said(found).split() == whole[:4]
+        assert found[-1]["usage"]["completion_tokens"] == 5
+        ends = [choice["finish_reason"] for chunk in found for choice in chunk["choices"]]
+        assert ends[-1] == "stop"
+    assert found[-1]["timings"]["target_calls"] == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
