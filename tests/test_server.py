@@ -161,6 +161,9 @@ def test_what_cannot_be_followed_is_refused_in_a_line(client, stream):
         assert word in error["message"] and "\n" not in error["message"]
     for bad in ({"prompt": [99999]}, {"prompt": ["a", "b"]}, {"prompt": "w1", "echo": True}, {}):
         assert client.post(COMPLETIONS, json=bad).status_code == 400, bad
+    for path, bad in (("messages", chat(words(400))), ("responses", {"input": words(400)})):
+        bad = {"model": "tiny", "max_tokens": 9, "stream": stream, **bad}
+        assert client.post(f"/v1/{path}", json=bad).status_code == 400
     unknown = client.post(CHAT, json=chat(model="../secret"))
     assert unknown.status_code == 404 and "tiny, tiny:own" in unknown.json()["error"]["message"]
     assert client.post("/v1/nothing", json={}).json()["error"]["type"] == "not_found_error"

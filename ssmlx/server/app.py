@@ -27,7 +27,7 @@ from ..errors import InputError
 from ..settings import GenerateConfig, parse_json
 from . import anthropic, openai, responses
 from .answering import Answering
-from .asks import Api, Ask, Event, Ids
+from .asks import Api, Ask, Event, Ids, Part
 
 APIS: dict[str, Api] = {
     "/v1/chat/completions": openai.CHAT,
@@ -202,25 +202,20 @@ class Reply(Response):
         end = asyncio.get_running_loop().time() + self._limit
         async with asyncio.timeout_at(end + _GRACE), aclosing(self._parts) as parts:
             async with asyncio.timeout_at(end):
+                found = [await anext(parts)]  # before it, a refusal still has a status
                 if not self._ask.stream:
-                    found = [part async for part in parts]
+                    found += [part async for part in parts]
                     whole = _json(self._api.whole(self._ask, found, self._ids))
                     await whole(scope, receive, send)
                     return
-                events = self._api.events(self._ask, parts, self._ids)
-                first = await anext(events)
-            await self._stream(first, events, end, send)
+            await self._stream(_chain(found, parts), end, send)
 
-    async def _stream(
-        self, first: Event, events: AsyncIterator[Event], end: float, send: Send
-    ) -> None:
-        """From the first event on; before it, a refusal still has a status."""
+    async def _stream(self, parts: AsyncIterator[Part], end: float, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async with asyncio.timeout_at(end):
-                await _send_event(first, send)
-                async for event in events:
+                async for event in self._api.events(self._ask, parts, self._ids):
                     await _send_event(event, send)
         except Exception as failure:
             status, message, _ = _refusal(failure)
@@ -236,6 +231,13 @@ async def _send_event(event: Event, send: Send) -> None:
     text = data.encode() if isinstance(data, str) else _encoded(data)
     body = (f"event: {name}\n".encode() if name else b"") + b"data: " + text + b"\n\n"
     await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _chain(first: Sequence[Part], more: AsyncIterator[Part]) -> AsyncIterator[Part]:
+    for part in first:
+        yield part
+    async for part in more:
+        yield part
 
 
 async def _gone(receive: Receive) -> None:
@@ -264,7 +266,6 @@ def make_app(
 ) -> Starlette:
     """The application; `config` holds where a request says nothing, its `max_tokens` always."""
     routes, doors = Routes(answering, config or GenerateConfig()), doors or Doors()
-
     open_to_all = {"/": routes.page, "/health": routes.health}
     with_key = {
         "/v1/models": routes.models,
