@@ -1,0 +1,249 @@
+"""`python -m perf.serving`: our server beside mlx-lm's own, on the same weights, with one client.
+
+So many requests at once ask each server in turns, round after round, other prompts each time; and
+`ssmlx.generate`, without any server, one at a time. Then a long prompt arrives while another answer
+is written: the longest time between two of its tokens, beside that of a piece of the prompt. Writes
+JSON and a table.
+"""
+
+import argparse
+import json
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, pairwise
+from math import ceil
+from pathlib import Path
+from statistics import median
+from subprocess import Popen
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.request import Request, urlopen
+
+import numpy as np
+from mlx_lm.utils import save_config, save_model
+
+import ssmlx
+from ssmlx.commands.machine import machine
+from ssmlx.commands.options import add_options, make_parser, run
+from ssmlx.commands.results import write_result
+from ssmlx.errors import require
+from ssmlx.loading.files import make_folder
+from ssmlx.loading.names import resolve_model
+from ssmlx.settings import PREFILL_STEP_SIZE
+from ssmlx.tuning.report import Columns, table
+
+from .run.options import add_base, add_out, check_counts
+from .run.results import ROOT, machine_load
+from .run.target import FLOATS, load_in
+
+PROG = "perf.serving"
+DATA = ROOT / "examples" / "data" / "chat_test.jsonl"
+MODULES = {"ssmlx": "ssmlx.server", "mlx-lm": "mlx_lm.server"}
+START = 180.0  # seconds that a server may take to start
+BEFORE = 6  # tokens of an answer before the long prompt arrives
+Row = Mapping[str, Any]
+
+
+@dataclass
+class Heard:
+    """An answer as a client heard it."""
+
+    asked: float = field(default_factory=time.perf_counter)
+    times: list[float] = field(default_factory=list)  # of each chunk of text
+    tokens: int = 0
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.times[0] - self.asked
+
+
+Ask = Callable[..., Heard]
+"""A prompt and the most tokens to an answer; and what is told the chunks so far."""
+
+
+def ask_server(
+    address: str, model: str, prompt: str, max_tokens: int,
+    tell: Callable[[int], object] = lambda count: None,
+) -> Heard:  # fmt: skip
+    body = {
+        "model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
+        "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    heard, headers = Heard(), {"Content-Type": "application/json"}
+    address, data = f"{address}/v1/chat/completions", json.dumps(body).encode()
+    with urlopen(Request(address, data, headers), timeout=600) as reply:
+        for line in reply:
+            chunk = json.loads(line[6:]) if line.startswith(b"data: {") else {"choices": ()}
+            heard.tokens = (chunk.get("usage") or {}).get("completion_tokens", heard.tokens)
+            if any(one["delta"].get("content") for one in chunk["choices"]):
+                heard.times.append(time.perf_counter())
+                tell(len(heard.times))
+    heard.times = heard.times or [time.perf_counter()]
+    return heard
+
+
+def ask_engine(engine: ssmlx.Engine, prompt: str, max_tokens: int) -> Heard:
+    heard = Heard()
+    for segment in engine.stream([{"role": "user", "content": prompt}], max_tokens=max_tokens):
+        heard.times.append(time.perf_counter())
+        heard.tokens += len(segment.tokens)
+    return heard
+
+
+@contextmanager
+def serving(name: str, folder: Path, adapter: str) -> Iterator[Ask]:
+    """A server that answers, on the BLAS that ssmlx chooses; it is ended with the block."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code = f"import ssmlx, runpy; runpy.run_module({MODULES[name]!r}, run_name='__main__')"
+    options, model = ["--model", str(folder), "--port", str(port)], str(folder)
+    if name == "ssmlx":
+        options, model = [*options, "--adapter", adapter], f"{folder.name}:{adapter}"
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START
+    with (folder / f"{name}.log").open("w") as log:
+        process = Popen([sys.executable, "-c", code, *options], stdout=log, stderr=log, cwd=ROOT)
+    try:
+        while not _answers(address):
+            ok = process.poll() is None and time.monotonic() < deadline
+            found, do = f"{MODULES[name]} did not start", "pip install 'ssmlx[server]'"
+            require(ok, found, expected="a server", do=do)
+            time.sleep(0.2)
+        yield partial(ask_server, address, model)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _answers(address: str) -> bool:
+    with suppress(OSError), urlopen(f"{address}/health") as reply:
+        return bool(reply.status == 200)
+    return False
+
+
+def write_weights(model: str, dtype: str, folder: Path) -> None:
+    """A folder of the weights as both servers load them."""
+    base = resolve_model(model)
+    modules, settings = load_in(dtype, base)
+    save_model(folder, modules)
+    own = {name: value for name, value in settings.items() if "quantization" not in name}
+    save_config({**own, "torch_dtype": dtype}, folder / "config.json")
+    for path in (*base.glob("*token*"), *base.glob("*.jinja"), *base.glob("merges.txt")):
+        shutil.copy(path, folder)
+
+
+def at_once(ask: Ask, prompts: list[str], max_tokens: int) -> tuple[float, list[Heard]]:
+    """Seconds that all of them took, and what was heard."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        started = time.perf_counter()
+        heard = list(pool.map(lambda prompt: ask(prompt, max_tokens), prompts))
+        return time.perf_counter() - started, heard
+
+
+def row_of(system: str, count: int, rounds: list[tuple[float, list[Heard]]]) -> Row:
+    heard = [one for _, some in rounds for one in some]
+    p50, p95 = np.percentile([one.first for one in heard], [50, 95])
+    tokens = sum(one.tokens for one in heard)
+    each = median((one.times[-1] - one.times[0]) / max(1, one.tokens - 1) for one in heard)
+    speed = tokens / sum(seconds for seconds, _ in rounds)
+    row = {"system": system, "open": count, "tokens": tokens, "tokens_per_second": speed}
+    return {**row, "first_p50": float(p50), "first_p95": float(p95), "each": each}
+
+
+def delay_of(system: str, ask: Ask, prompt: str, count: int) -> Row:
+    """What a prompt of `count` tokens does to an answer that is being written as it arrives."""
+    pieces, others = ceil(count / PREFILL_STEP_SIZE), list[Future[Heard]]()
+    with ThreadPoolExecutor(1) as pool:
+
+        def tell(chunks: int) -> None:
+            if chunks == BEFORE:
+                others.append(pool.submit(ask, " word" * count, 1))
+
+        heard = ask(prompt, 4 * BEFORE + 2 * pieces, tell)
+    gaps, first = [b - a for a, b in pairwise(heard.times)], others[0].result().first
+    usual, longest = median(gaps[: BEFORE - 1]), max(gaps[BEFORE - 1 :])
+    times = {"usual": usual, "longest": longest, "first": first, "piece": first / pieces}
+    return {"system": system, "prompt_tokens": count, **times}
+
+
+def report(result: Row) -> str:
+    def columns(names: Mapping[str, str]) -> Columns:
+        return {head: partial(cell, name) for head, name in names.items()}
+
+    def cell(name: str, row: Row) -> str:
+        return f"{row[name]:.3f}" if isinstance(row[name], float) else str(row[name])
+
+    rows = columns({
+        "open": "open", "system": "system", "tokens": "tokens", "tokens/s": "tokens_per_second",
+        "first token p50, s": "first_p50", "p95, s": "first_p95", "a token, s": "each",
+    })  # fmt: skip
+    delays = columns({
+        "beside a prompt, tokens": "prompt_tokens", "system": "system", "usually, s": "usual",
+        "longest, s": "longest", "its first token, s": "first", "a piece, s": "piece",
+    })  # fmt: skip
+    where = result["machine"]
+    title = f"{result['model']}, adapter {result['adapter']}, {result['dtype']}, greedy"
+    return "\n".join([
+        f"{title}; {where['machine']}, mlx {where['mlx']}, mlx-lm {where['mlx-lm']}",
+        f"{result['load']}; at most {result['max_tokens']} tokens an answer, in turns\n",
+        *table(rows, result["rows"]), "", *table(delays, result["delays"]),
+    ])  # fmt: skip
+
+
+def _main(args: argparse.Namespace) -> int:
+    make_folder(args.out)
+    examples = [json.loads(line) for line in DATA.read_text().splitlines()]
+    prompts = cycle(one["prompt"] for one in examples if "prompt" in one)
+    upcoming = (f"{number}. {prompt}" for number, prompt in enumerate(prompts))
+    load, rows = machine_load(), []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(dir=args.out)))
+        write_weights(args.model, args.dtype, folder)
+        systems = {n: stack.enter_context(serving(n, folder, args.adapter)) for n in MODULES}
+        engine = stack.enter_context(ssmlx.Engine(folder, [args.adapter]))
+        alone: dict[str, Ask] = {**systems, "ssmlx.generate": partial(ask_engine, engine)}
+        for ask in alone.values():
+            ask("Hello", 4)
+        for count in args.open:
+            rounds: dict[str, list[Any]] = {name: [] for name in (alone if count == 1 else systems)}
+            for _ in range(args.count):
+                asked = [next(upcoming) for _ in range(count)]
+                for name, found in rounds.items():
+                    found.append(at_once(alone[name], asked, args.max_tokens))
+            rows += [row_of(name, count, found) for name, found in rounds.items()]
+        prompt = next(upcoming)
+        delays = [delay_of(name, ask, prompt, args.long) for name, ask in systems.items()]
+    names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "max_tokens")}
+    result = {"machine": machine(), "load": load, **names, "rows": rows, "delays": delays}
+    write_result(result, args.out / "serving", report(result))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    parser = make_parser(PROG, __doc__)
+    add_base(parser)
+    add_options(
+        parser,
+        ("--adapter", None, "what streams (default: %(default)s)", "chat"),
+        ("--dtype", None, "of the weights (default: %(default)s)", "float32", FLOATS),
+        ("--open", "N", "requests at once (default: 1 2 4 8)", [1, 2, 4, 8]),
+        ("--count", None, "rounds of each (default: %(default)s)", 2),
+        ("--max-tokens", None, "of an answer (default: %(default)s)", 32),
+        ("--long", None, "tokens of the prompt that delays another's (default: %(default)s)", 4000),
+    )  # fmt: skip
+    add_out(parser)
+    args = parser.parse_args(argv)
+    check_counts(parser, args, "open", "count", "max_tokens", "long")
+    return run(lambda: _main(args), PROG)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
