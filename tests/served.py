@@ -1,0 +1,79 @@
+"""The server in a process of its own; `python tests/served.py '["a text", ...]' --model ...` is one
+whose answers are these texts."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx2 as httpx
+
+ROOT = Path(__file__).parents[1]
+
+
+class Served(NamedTuple):
+    process: subprocess.Popen[str]
+    port: int
+    url: str
+
+    def gauges(self) -> list[float]:
+        """Answers that are open, and requests that wait."""
+        told = httpx.get(f"{self.url}/metrics", timeout=60).text
+        return [float(one) for one in re.findall(r"\nssmlx_(?:open|waiting) (.*)", told)]
+
+    def is_idle(self) -> bool:
+        end = time.monotonic() + 30
+        while any(self.gauges()) and time.monotonic() < end:
+            time.sleep(0.02)
+        return not any(self.gauges())
+
+
+@contextmanager
+def serving(folder: Path, *options: object, answers: Sequence[str] = ()) -> Iterator[Served]:
+    """A server at any free port, scripted if there are `answers`; its log, which is in `folder`,
+    holds no traceback in the end."""
+    log = folder / "server.log"
+    command = [__file__, json.dumps(answers)] if answers else ["-m", "ssmlx.server"]
+    told = map(str, (*options, "--port", 0, "--dtype", "float32"))
+    with log.open("w") as err:
+        process = subprocess.Popen(
+            [sys.executable, *command, *told], stdout=subprocess.PIPE, stderr=err, text=True,
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    with process:
+        try:
+            url = process.stdout.readline().split(" ")[0]
+            assert url.startswith("http://"), log.read_text()
+            yield Served(process, int(url.rpartition(":")[2]), url)
+        finally:
+            process.kill()
+    assert "Traceback" not in log.read_text(), log.read_text()
+
+
+def script(texts: Iterator[str]) -> None:
+    """Let every answer of an engine be the next of these, four characters a call."""
+    from ssmlx import Engine, GenerationResponse
+    from ssmlx.answers import Answer
+
+    same = {"tokens": (9,), "prefill_seconds": 1, "decode_seconds": 1, "peak_memory": 0}
+
+    def segments(text: str) -> Iterator[GenerationResponse]:
+        for count, start in enumerate(range(0, len(text), 4), 1):
+            own = {"prompt_tokens": 9, "generation_tokens": count, "target_calls": count, **same}
+            reason = "stop" if start + 4 >= len(text) else None
+            yield GenerationResponse(text=text[start : start + 4], finish_reason=reason, **own)
+
+    Engine.stream = lambda *_, **__: Answer(segments(next(texts)))
+
+
+if __name__ == "__main__":
+    from ssmlx.server.__main__ import main
+
+    script(iter(json.loads(sys.argv[1])))
+    raise SystemExit(main(sys.argv[2:]))
