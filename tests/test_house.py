@@ -40,7 +40,7 @@ EXCEPTIONS = {
     ("ssmlx/export.py", "convert/export"),  # the command's stub; the PyTorch side does it
     ("ssmlx/exported/__main__.py", "ssmlx/commands"),  # a command, beside what it runs
 }
-MOST = (30, 29_750, 21_200)  # `sizes`
+MOST = (30, 30_900, 21_900)  # `sizes`
 
 
 @cache
