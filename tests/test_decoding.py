@@ -830,6 +830,8 @@ def test_an_answer_that_ended_can_go_on(after):
 class Pause:
     """A pace that drafts nothing from call `first` to call `last`, and keeps what it is told."""
 
+    num_drafted = 0
+
     def __init__(self, first, last):
         self.first, self.last, self.told = first, last, []
 
@@ -864,6 +866,8 @@ def test_drafting_can_pause():
 
 class Turns:
     """A pace that takes one rung after the other."""
+
+    num_drafted = 0
 
     def __init__(self, rungs):
         self.turns = cycle(rungs)

@@ -53,6 +53,8 @@ def test_what_is_kept_is_read_again(tmp_path, monkeypatch):
 class Turns:
     """A pace that takes one rung after the other, and notes what calls verify."""
 
+    num_drafted = 0
+
     def __init__(self, rungs):
         self.turns, self.told = cycle(rungs), []
         self.rung = next(self.turns)
