@@ -268,7 +268,8 @@ def test_a_signal_ends_it_in_seconds(tiny, kind):
         clients = [sent(served, asking(stream=n % 2 == 0, max_tokens=8000)) for n in range(8)]
         assert clients[0].recv(1000)
         served.process.send_signal(kind)
-        assert served.process.wait(10) in (130, -kind)
+        # 0 where the shell that began the tests had this signal ignored.
+        assert served.process.wait(10) in (0, 130, -kind)
 
 
 @pytest.mark.long
