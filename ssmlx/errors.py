@@ -27,6 +27,11 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].strip()
 
 
+def quoted(value: object) -> str:
+    """A value that was found, short enough for a line."""
+    return repr(value)[:80]
+
+
 def require(ok: bool, found: str, *, expected: str, do: str) -> None:
     """Raise the `InputError` of these three unless `ok`."""
     if not ok:

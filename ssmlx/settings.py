@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
-from .errors import InputError, require
+from .errors import InputError, quoted, require
 
 Decoding = Literal["streaming", "plain"]
 StreamInit = Literal["identity", "low_rank", "residual"]
@@ -575,7 +575,7 @@ class GenerateConfig(SamplingConfig):
         object.__setattr__(self, "stop", stop)
         for text in stop:
             ok = isinstance(text, str) and 0 < len(text) <= MAX_STOP
-            found = f"--stop {repr(text)[:80]}"
+            found = f"--stop {quoted(text)}"
             require(ok, found, expected="some text", do="give some, or drop it")
 
     @property

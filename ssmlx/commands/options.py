@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from ..bars import PATIENCE_SECONDS, shown
-from ..errors import InputError, check_choice, require
+from ..errors import InputError, check_choice, quoted, require
 from ..loading.names import bundled_adapters
 from ..settings import (
     ACCEPTANCES,
@@ -83,7 +83,7 @@ def _json_object(text: str) -> dict[str, Any]:
     with suppress(ValueError):
         if isinstance(found := parse_json(text), dict):
             return found
-    raise argparse.ArgumentTypeError(f"{repr(text)[:80]} is not a JSON object")
+    raise argparse.ArgumentTypeError(f"{quoted(text)} is not a JSON object")
 
 
 def add_prompt_cache_option(group: argparse._ActionsContainer, kept: str) -> None:

@@ -12,7 +12,7 @@ from mlx_lm import utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..bars import Progress
-from ..errors import InputError, check_choice, first_line, require
+from ..errors import InputError, check_choice, first_line, quoted, require
 from ..model import opt
 from ..model.backbone import PACKED_KINDS, Backbone
 from ..model.ranks import Group, shard
@@ -151,7 +151,7 @@ def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         require(
             value is None or (is_number and 1 <= value <= most),
-            f"{path} has {repr(value)[:80]} for {name}",
+            f"{path} has {quoted(value)} for {name}",
             expected=f"1 to {most}",
             do="download or convert the model again",
         )
@@ -213,7 +213,7 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
         require(
             ends is None
             or all(isinstance(end, int) for end in (ends if isinstance(ends, list) else [ends])),
-            f"{path} has {repr(ends)[:80]} for eos_token_id",
+            f"{path} has {quoted(ends)} for eos_token_id",
             expected="a token id, or a list of them",
             do="download or convert the model again",
         )

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import require
+from ..errors import quoted, require
 from ..prompts import Message, Tools
 from ..settings import Allowed, GenerateConfig
 
@@ -123,7 +123,7 @@ def number(body: Body, name: str, least: float, most: float, *, whole: bool = Fa
     value, kind = body.get(name), "a whole number" if whole else "a number"
     ok = value is None or Allowed(least=least, most=most).holds(value, whole=whole)
     expected = f"{kind} from {least} to {most}"
-    require(ok, f"{name} is {shown(value)}", expected=expected, do="correct or drop it")
+    require(ok, f"{name} is {quoted(value)}", expected=expected, do="correct or drop it")
     return value
 
 
@@ -134,7 +134,7 @@ def typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
     """A value of one JSON type of a request's body; `default` where it is absent or null."""
     value = body.get(name)
     ok = value is None or isinstance(value, kind)
-    require(ok, f"{name} is {shown(value)}", expected=_NAMES[kind], do="correct or drop it")
+    require(ok, f"{name} is {quoted(value)}", expected=_NAMES[kind], do="correct or drop it")
     return default if value is None else value
 
 
@@ -143,10 +143,5 @@ def turns_of(body: Body, name: str = "messages") -> list[Message]:
     turns = typed(body, name, list, [])
     ok = all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)
     expected = "a list of objects with a role each, one at least"
-    require(bool(turns) and ok, f"{name} is {shown(turns)}", expected=expected, do="correct it")
+    require(bool(turns) and ok, f"{name} is {quoted(turns)}", expected=expected, do="correct it")
     return turns
-
-
-def shown(value: Any) -> str:
-    """A value that was found, short enough for a line."""
-    return repr(value)[:80]

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator, Callable
 from copy import deepcopy
 from typing import Any, Protocol
 
-from ..errors import require
+from ..errors import quoted, require
 from ..settings import GenerateConfig
-from .asks import Api, Ask, Body, End, Event, Ids, Part, Reasoning, Text, ToolCall, shown, typed
+from .asks import Api, Ask, Body, End, Event, Ids, Part, Reasoning, Text, ToolCall, typed
 
 SHARED = ("model", "stream", "temperature", "top_p", "top_k", "max_tokens", "tool_choice")
 """Fields of requests that mean what they do in a chat's."""
@@ -22,7 +22,7 @@ class Turns(list[dict[str, Any]]):
 
     def say(self, role: Any, content: Any) -> None:
         ok = role in ("user", "assistant", "system", "developer")
-        require(ok, f"the role {shown(role)}", expected="user or assistant", do="correct it")
+        require(ok, f"the role {quoted(role)}", expected="user or assistant", do="correct it")
         turn, said = self._turn("system" if role == "developer" else role), text_of(content)
         turn["content"] = "\n\n".join(one for one in (turn["content"], said) if one)
 
@@ -34,7 +34,7 @@ class Turns(list[dict[str, Any]]):
         """`arguments` are an object, or its JSON."""
         ok = isinstance(id, str) and isinstance(name, str) and isinstance(arguments, str | dict)
         expected = "an id, a name and arguments"
-        require(ok, f"a call of {shown(name)}", expected=expected, do="correct it")
+        require(ok, f"a call of {quoted(name)}", expected=expected, do="correct it")
         self._names[id] = name
         function = {"name": name, "arguments": arguments}
         calls = self._turn("assistant").setdefault("tool_calls", [])
@@ -42,7 +42,7 @@ class Turns(list[dict[str, Any]]):
 
     def result(self, id: Any, content: Any) -> None:
         known = isinstance(id, str) and id in self._names
-        found = f"a result of the call {shown(id)}"
+        found = f"a result of the call {quoted(id)}"
         require(known, found, expected="a call before it", do="send that, too")
         more = {"tool_call_id": id, "name": self._names[id]}
         self.append({"role": "tool", "content": text_of(content), **more})
@@ -57,7 +57,7 @@ def parts_of(content: Any) -> list[dict[str, Any]]:
     """Objects; a text stands for one of type text."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     ok = isinstance(parts, list) and all(isinstance(one, dict) for one in parts)
-    require(ok, f"content is {shown(content)}", expected="a text, or parts", do="correct it")
+    require(ok, f"content is {quoted(content)}", expected="a text, or parts", do="correct it")
     return parts
 
 
@@ -66,7 +66,7 @@ def text_of(content: Any) -> str:
     texts = {"text", "input_text", "output_text", "reasoning_text"}
     for part in parts_of(content):
         ok = part.get("type") in [*texts] and isinstance(part.get("text"), str)
-        require(ok, f"content has {shown(part)}", expected="text", do="leave out anything else")
+        require(ok, f"content has {quoted(part)}", expected="text", do="leave out anything else")
     return "".join(part["text"] for part in parts_of(content))
 
 
@@ -76,7 +76,7 @@ def tools_of(body: Body, parameters: str) -> list[dict[str, Any]]:
     for tool in typed(body, "tools", list, []):
         ok = isinstance(tool, dict) and isinstance(tool.get("name"), str) and parameters in tool
         expected = f"a name and {parameters}, for the client to run it"
-        require(ok, f"the tool {shown(tool)}", expected=expected, do="correct or drop it")
+        require(ok, f"the tool {quoted(tool)}", expected=expected, do="correct or drop it")
         function = {"name": tool["name"], "description": tool.get("description") or ""}
         function["parameters"] = tool[parameters] or {"type": "object", "properties": {}}
         found.append({"type": "function", "function": function})

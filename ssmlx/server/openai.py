@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from ..errors import require
+from ..errors import quoted, require
 from ..settings import GenerateConfig
 from .asks import (
     Api,
@@ -21,7 +21,6 @@ from .asks import (
     Text,
     ToolCall,
     number,
-    shown,
     turns_of,
     typed,
 )
@@ -50,7 +49,7 @@ from where to where they may go."""
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    found, do = f"tool_choice is {shown(choice)}", "ask for a JSON schema, to have a form"
+    found, do = f"tool_choice is {quoted(choice)}", "ask for a JSON schema, to have a form"
     require(kind in (None, "auto", "none"), found, expected="auto or none", do=do)
     config = _settings(body, config)
     if typed(body, "logprobs", bool, False):
@@ -70,11 +69,11 @@ def read_completion(body: Body, config: GenerateConfig) -> Ask:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     is_tokens = isinstance(prompt, list) and all(type(one) is int for one in prompt)
-    found, do = f"prompt is {shown(prompt)}", "ask for one at a time"
+    found, do = f"prompt is {quoted(prompt)}", "ask for one at a time"
     require(is_tokens or isinstance(prompt, str), found, expected="a text or token ids", do=do)
     for name, usual in (("echo", False), ("suffix", None), ("best_of", body.get("n"))):
         given = body.get(name) in (None, usual, "")
-        require(given, f"{name} is {shown(body.get(name))}", expected="none", do="drop it")
+        require(given, f"{name} is {quoted(body.get(name))}", expected="none", do="drop it")
     config = _settings(body, config)
     config = replace(config, logprobs=number(body, "logprobs", 0, 20, whole=True))
     return Ask(question=cast("str | list[int]", prompt), config=config, **_common(body))
@@ -96,7 +95,7 @@ def _settings(body: Body, config: GenerateConfig) -> GenerateConfig:
         typed(found, "stop", list)
     bias = typed(body, "logit_bias", dict, {})
     ids = all(one.isascii() and one.isdecimal() and len(one) < 10 for one in bias)
-    require(ids, f"logit_bias is {shown(bias)}", expected="token ids", do="correct or drop it")
+    require(ids, f"logit_bias is {quoted(bias)}", expected="token ids", do="correct or drop it")
     if bias:
         found["logit_bias"] = {int(one): number(bias, one, -100, 100) or 0.0 for one in bias}
     return replace(config, **found)
@@ -124,7 +123,7 @@ def _schema(form: Body) -> Body | None:
     schema = named.get("schema") if isinstance(named, dict) else None
     expected = "type text, json_object, or json_schema with a schema"
     ok = kind == "json_schema" and isinstance(schema, dict)
-    require(ok, f"the format is {shown(form)}", expected=expected, do="correct or drop it")
+    require(ok, f"the format is {quoted(form)}", expected=expected, do="correct or drop it")
     return schema
 
 

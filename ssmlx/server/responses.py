@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from ..errors import require
+from ..errors import quoted, require
 from ..settings import GenerateConfig
 from . import openai
-from .asks import Ask, Body, End, Event, Part, Reasoning, ToolCall, shown, typed
+from .asks import Ask, Body, End, Event, Part, Reasoning, ToolCall, typed
 from .blocks import SHARED, Run, Teller, Turns, event, parts_of, told_by, tools_of
 
 _KEPT = ("previous_response_id", "conversation", "prompt", "background")
@@ -56,7 +56,7 @@ def _add(turns: Turns, item: Body) -> None:
             turns.think(item.get("content") or [])
         case kind:
             expected = "messages, reasoning, function calls and their outputs"
-            require(False, f"an item of type {shown(kind)}", expected=expected, do="drop it")
+            require(False, f"an item of type {quoted(kind)}", expected=expected, do="drop it")
 
 
 class _Response(Teller):
