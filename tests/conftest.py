@@ -86,3 +86,16 @@ def nothing_known(monkeypatch, tmp_path):
     monkeypatch.setattr("ssmlx.tuning.profile._FOLDER", str(tmp_path / "profiles"))
     monkeypatch.setattr("ssmlx.tuning.experience._FOLDER", str(tmp_path / "experience"))
     monkeypatch.setattr("ssmlx.plan.Pace", lambda ladder=(), *_, **__: Pace(ladder))
+
+
+@pytest.fixture(scope="module")
+def folders(base):
+    """Adapters of both scopes, by what the tests call them."""
+    from real import write_tiny_adapter
+
+    shelf = base.parent / "adapters"
+    return {
+        "streams": str(write_tiny_adapter(shelf / "one", base, scope="streams")),
+        "all": str(write_tiny_adapter(shelf / "other", base, template="w5 {prompt} w6")),
+        "none": "none",
+    }

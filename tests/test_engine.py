@@ -27,17 +27,6 @@ PROMPT = [1, 5, 2, 7]
 ADAPTERS = ("streams", "all", "none")
 
 
-@pytest.fixture(scope="module")
-def folders(base):
-    """Adapters of both scopes, by what the tests call them."""
-    shelf = base.parent / "adapters"
-    return {
-        "streams": str(write_tiny_adapter(shelf / "one", base, scope="streams")),
-        "all": str(write_tiny_adapter(shelf / "other", base, template="w5 {prompt} w6")),
-        "none": "none",
-    }
-
-
 @pytest.fixture
 def engine(base, folders):
     with ssmlx.Engine(str(base), (folders["streams"],), dtype="float32") as engine:

@@ -6,7 +6,7 @@ from itertools import islice, pairwise
 
 import mlx.core as mx
 import pytest
-from real import words, write_tiny_adapter
+from real import words
 from tiny import ARCHITECTURES, make_base
 
 import ssmlx
@@ -29,16 +29,6 @@ SETTINGS = {
     "sampled": {"temp": 0.8, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.2},
     "told": {"logprobs": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def folders(base):
-    shelf = base.parent / "adapters"
-    return {
-        "streams": str(write_tiny_adapter(shelf / "one", base, scope="streams")),
-        "all": str(write_tiny_adapter(shelf / "other", base, template="w5 {prompt} w6")),
-        "none": "none",
-    }
 
 
 @pytest.fixture(scope="module")
