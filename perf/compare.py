@@ -19,10 +19,10 @@ from ssmlx.errors import require
 from ssmlx.loading.adapter import read_lora
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import CONFIG_FILE
-from ssmlx.memory import MIB
-from ssmlx.plan import shape_of
 from ssmlx.prompts import read_prompts, user_text
 from ssmlx.settings import read_json
+from ssmlx.tuning.memory import MIB
+from ssmlx.tuning.plan import shape_of
 from ssmlx.tuning.report import Columns, table
 
 from .run import show

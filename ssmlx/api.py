@@ -19,13 +19,13 @@ from .decoding.sampling import TokenLogprobs
 from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
 from .errors import require
-from .memory import Memory, memory_of
 from .model.cache import TreeCache
 from .model.shapes import to_int
 from .model.streams import StreamFusedModel
-from .plan import Plan, make_plan
 from .prompts import encode
 from .settings import GenerateConfig, PruneConfig, Settings
+from .tuning.memory import Memory, memory_of
+from .tuning.plan import Plan, make_plan
 
 FinishReason = Literal["stop", "length", "context"]
 

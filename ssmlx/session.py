@@ -16,13 +16,13 @@ from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
 from .errors import require
 from .loading.attach import swap_adapter
-from .memory import Memory, memory_of
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
-from .plan import Plan, make_plan
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, chat_tokens, check_text, common_prefix
 from .settings import GenerateConfig
+from .tuning.memory import Memory, memory_of
+from .tuning.plan import Plan, make_plan
 
 
 @dataclass

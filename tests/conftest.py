@@ -85,7 +85,7 @@ def nothing_known(monkeypatch, tmp_path):
     """What this machine was calibrated for, or does in which time, decides nothing."""
     monkeypatch.setattr("ssmlx.tuning.profile._FOLDER", str(tmp_path / "profiles"))
     monkeypatch.setattr("ssmlx.tuning.experience._FOLDER", str(tmp_path / "experience"))
-    monkeypatch.setattr("ssmlx.plan.Pace", lambda ladder=(), *_, **__: Pace(ladder))
+    monkeypatch.setattr("ssmlx.tuning.plan.Pace", lambda ladder=(), *_, **__: Pace(ladder))
 
 
 @pytest.fixture(scope="module")

@@ -32,9 +32,9 @@ from ssmlx.loading.load import load
 from ssmlx.model import shapes
 from ssmlx.model.backbone import arrays_of
 from ssmlx.model.tree import root_tree
-from ssmlx.plan import make_plan
 from ssmlx.settings import GenerateConfig, PruneConfig, SamplingConfig, TreeConfig
 from ssmlx.tuning.chips import CONDITION_KERNELS, ROOT_KERNELS
+from ssmlx.tuning.plan import make_plan
 
 # --- Sorts, and passes over all logits ---
 

@@ -44,7 +44,6 @@ from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN, root_tree
-from ssmlx.plan import make_plan
 from ssmlx.settings import (
     DraftModelConfig,
     GenerateConfig,
@@ -54,6 +53,7 @@ from ssmlx.settings import (
     SpeculatorTreeConfig,
     TreeConfig,
 )
+from ssmlx.tuning.plan import make_plan
 
 BUDGET = PruneConfig(kind="budget", keep=4)
 THRESHOLD = PruneConfig(kind="threshold", threshold=0.05)

@@ -70,7 +70,7 @@ def answer(model, **settings):
 
 
 def test_what_is_learned_outlives_answers_and_processes(model, monkeypatch, tmp_path):
-    monkeypatch.setattr("ssmlx.plan.Pace", Pace)
+    monkeypatch.setattr("ssmlx.tuning.plan.Pace", Pace)
     monkeypatch.setattr(experience, "_EVERY", -1.0)
     expected = answer(model, decoding="plain")
     for _ in range(3):

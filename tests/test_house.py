@@ -19,14 +19,13 @@ CODE = (".py", ".js", ".html", ".metal", ".swift", ".c", ".h")
 # From the top down; an import goes to a later word or line, or stays on its own.
 BUILDINGS = ["examples", "perf", "convert", "ssmlx"]
 ROOMS = [
-    "chat generate train export calibrate caches server",
+    "chat generate adapt train upload export calibrate caches server",
     "commands",
     "engine",
     "calibration",
     "api session exported",
-    "plan prompt_cache",
+    "prompt_cache",
     "training",
-    "memory",
     "tuning",
     "drafters",
     "decoding",

@@ -18,13 +18,13 @@ from ssmlx.commands.chat import Chat, Screen, turn
 from ssmlx.decoding.pace import Pace
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.loading.attach import fuse_streams
-from ssmlx.memory import MIB, Memory, memory_of
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import encode_prompt, read_prompts
 from ssmlx.session import ChatSession
 from ssmlx.settings import GenerateConfig, TreeConfig
+from ssmlx.tuning.memory import MIB, Memory, memory_of
 
 PROMPT, VOCAB, DRAFT_VOCAB, WIDTH = [3, 1, 4, 1, 5], 512, 40, 128
 # Large enough that MLX's rounding of small arrays does not count.
@@ -231,7 +231,7 @@ def test_with_a_packed_draft_head_streaming_takes_little_more_than_the_base_alon
 @pytest.mark.parametrize("settings", [{"decoding": "streaming"}, {}, {"decoding": "plain"}])
 def test_an_answer_leaves_nothing_for_the_garbage_collector(settings, monkeypatch):
     """Its cache is freed with it: who waits for a collection may hold many of them meanwhile."""
-    monkeypatch.setattr("ssmlx.plan.Pace", Pace)
+    monkeypatch.setattr("ssmlx.tuning.plan.Pace", Pace)
     model, held = make_model(), []
     gc.collect(), gc.disable()
     try:

@@ -13,11 +13,11 @@ from ssmlx.api import token_steps
 from ssmlx.commands import chat, generate
 from ssmlx.decoding.pace import Learned, Pace, Rung
 from ssmlx.errors import InputError
-from ssmlx.plan import make_plan
 from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning.chips import CHIPS, Decoder, chip_named, costs, left_out, row_costs
 from ssmlx.tuning.cost import DraftShape, Surface, interpolate
+from ssmlx.tuning.plan import make_plan
 from ssmlx.tuning.profile import ProfileKey, profile_of, store_profile
 
 SECOND = DraftShape(tree=TreeConfig(size=16), num_streams=5)
@@ -451,7 +451,7 @@ def test_an_answer_is_drafted_as_its_context_says(model):
 
 
 def test_only_where_nothing_is_asked_for_the_clock_decides(model, monkeypatch):
-    monkeypatch.setattr("ssmlx.plan.Pace", Pace)
+    monkeypatch.setattr("ssmlx.tuning.plan.Pace", Pace)
     for profiled in (False, True):
         if profiled:
             store_profile(profile(model))
@@ -467,7 +467,7 @@ def test_only_where_nothing_is_asked_for_the_clock_decides(model, monkeypatch):
 
 def test_decoding_falls_back_and_says_the_same(model, monkeypatch):
     """Drafts of a tiny random model do not pay where a call costs three plain ones."""
-    monkeypatch.setattr("ssmlx.plan.Pace", Pace)
+    monkeypatch.setattr("ssmlx.tuning.plan.Pace", Pace)
     store_profile(profile(model, costs=replace(COSTS, lower=flat(27.0, 0.0))))
     length, answers, lengths = 120, {}, {}
     for decoding in (None, "streaming", "plain"):

@@ -14,10 +14,10 @@ from ssmlx.decoding.loop import streaming_decode
 from ssmlx.model import metal
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import Tree
-from ssmlx.plan import make_plan
 from ssmlx.settings import GenerateConfig
 from ssmlx.tuning.chips import Decoder
 from ssmlx.tuning.ladder import USUAL_CONTEXT, expected_costs, this_chip
+from ssmlx.tuning.plan import make_plan
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 TURNS = (3, 40)  # of all numbers of rows: at least and at most

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ssmlx.memory import MIB
+from ssmlx.tuning.memory import MIB
 from ssmlx.tuning.report import Columns, aligned, table
 
 from ..run.show import TOKENS_PER_CALL, Cell, Panel, Row, draw_tasks, interval, same_text

@@ -26,12 +26,12 @@ from ssmlx.errors import require
 from ssmlx.loading.adapter import Adapter, cast_streams, load_adapter
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
-from ssmlx.memory import Memory, memory_of
 from ssmlx.model.backbone import Backbone, on_same_arrays
 from ssmlx.model.lora import LoraWeights, RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.plan import make_plan
 from ssmlx.settings import HEAD_DRAFTERS, GenerateConfig
+from ssmlx.tuning.memory import Memory, memory_of
+from ssmlx.tuning.plan import make_plan
 
 from .rounding import round_products
 

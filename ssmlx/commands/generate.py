@@ -61,7 +61,7 @@ def _main(args: argparse.Namespace) -> None:
     import mlx.core as mx
 
     from ..api import check_prompt, record, stream_generate, summary
-    from ..plan import make_plan
+    from ..tuning.plan import make_plan
 
     # All prompts are encoded and checked first: a bad one must not stop a run half-way.
     how = (model, tokenizer, args.template, args.template_args)

@@ -87,7 +87,7 @@ def _main(args: argparse.Namespace) -> None:
         raise not_installed("the server", error, "server") from error
     from ..engine import Engine
     from ..model import metal
-    from ..plan import make_plan
+    from ..tuning.plan import make_plan
     from .answering import Answering, Limits
 
     limits = Limits(open=args.max_open, waiting=args.max_waiting, time=args.timeout)

@@ -30,8 +30,8 @@ from ..decoding.sampling import TokenLogprobs
 from ..loading.prompt_files import PromptKey
 from ..model.cache import TreeCache
 from ..model.streams import StreamFusedModel
-from ..plan import Plan
 from ..tuning.ladder import known_costs
+from ..tuning.plan import Plan
 
 STAY = 1.05
 """What the present way is favoured by, times its tokens a second."""

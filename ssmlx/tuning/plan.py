@@ -5,17 +5,17 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Unpack
 
-from .decoding.drafter import Drafter
-from .decoding.loop import scratch_rows
-from .decoding.pace import Pace, Rung
-from .decoding.sampling import Sampling
-from .drafters.draft_model import DraftModel, DraftModelDrafter
-from .drafters.head_drafter import DraftingHeads, HeadDrafter
-from .drafters.lookup import WithLookup
-from .drafters.streams import StreamDrafter
-from .errors import require
-from .model.streams import StreamFusedModel
-from .settings import (
+from ..decoding.drafter import Drafter
+from ..decoding.loop import scratch_rows
+from ..decoding.pace import Pace, Rung
+from ..decoding.sampling import Sampling
+from ..drafters.draft_model import DraftModel, DraftModelDrafter
+from ..drafters.head_drafter import DraftingHeads, HeadDrafter
+from ..drafters.lookup import WithLookup
+from ..drafters.streams import StreamDrafter
+from ..errors import require
+from ..model.streams import StreamFusedModel
+from ..settings import (
     FREE_DRAFTERS,
     HEAD_DRAFTERS,
     TEXT_DRAFTERS,
@@ -23,10 +23,10 @@ from .settings import (
     GenerateConfig,
     Settings,
 )
-from .tuning import ladder
-from .tuning.cost import DraftShape
-from .tuning.experience import Experience, experience_of
-from .tuning.profile import Profile, profile_of
+from . import ladder
+from .cost import DraftShape
+from .experience import Experience, experience_of
+from .profile import Profile, profile_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -221,7 +221,7 @@ def _make_drafter(
     )
     if kind in FREE_DRAFTERS:
         module, _, name = FREE_DRAFTERS[kind].partition(".")
-        home = import_module(f".drafters.{module}", __package__)
+        home = import_module(f"..drafters.{module}", __package__)
         return getattr(home, name)(getattr(config, kind.replace("-", "_")))
     if draft_model is not None and kind == "draft-model":
         return DraftModelDrafter(draft_model, config.draft, sampling)

@@ -5,15 +5,15 @@ from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
-from .decoding.drafter import Drafter
-from .drafters.draft_model import DraftModel
-from .drafters.head_drafter import DraftingHeads
-from .loading.adapter import stream_tensors
-from .model.backbone import head_bytes
-from .model.cache import TreeCache
-from .model.lora import RowLora
-from .model.shapes import arrays_in
-from .model.streams import StreamFusedModel
+from ..decoding.drafter import Drafter
+from ..drafters.draft_model import DraftModel
+from ..drafters.head_drafter import DraftingHeads
+from ..loading.adapter import stream_tensors
+from ..model.backbone import head_bytes
+from ..model.cache import TreeCache
+from ..model.lora import RowLora
+from ..model.shapes import arrays_in
+from ..model.streams import StreamFusedModel
 
 MIB = 2**20
 LABELS = {"base": "base model", "lora": "LoRA", "streams": "stream weights"}
