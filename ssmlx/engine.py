@@ -17,7 +17,7 @@ from .errors import require
 from .loading.adapter import load_adapter
 from .loading.attach import adapters_for, fuse_streams
 from .loading.load import load
-from .loading.names import NO_ADAPTER, resolve_adapter
+from .loading.names import NO_ADAPTER, Fetch, resolve_adapter
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
 from .prompts import Message, Tools, chat_tokens, prompt_tokens
@@ -42,9 +42,9 @@ class Engine:
 
     Args:
         model: as `ssmlx.load` takes it.
-        adapters: bundled adapters, or folders of others, to load now; any other one is loaded when
-            it is first asked for. The first of them is the default; without any, the bundled
-            adapter "chat", where it belongs to the model.
+        adapters: bundled adapters, folders or Hub names of others, to load now; any other one is
+            loaded when it is first asked for. The first of them is the default; without any, the
+            bundled adapter "chat", where it belongs to the model.
         merge_lora: as `ssmlx.load` does. That takes memory for every such adapter, as large as
             the layers that it changes; False, the default, takes a little time a step instead.
         prompt_cache: prompts that were processed, to be shared; of 1 GiB in memory unless given.
@@ -65,6 +65,8 @@ class Engine:
     ) -> None:
         own, self.tokenizer = load(model, merge_lora=merge_lora, **loading)
         self._merge_lora = merge_lora
+        told = ("cache_dir", "offline", "progress")
+        self._fetch = Fetch(**{name: loading[name] for name in told if name in loading})
         self._base = own.backbone.base()
         self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
         self._loading = threading.Lock()
@@ -93,13 +95,15 @@ class Engine:
             InputError: there is no such adapter, or it belongs to another model.
         """
         name = self._default if adapter is None else str(adapter)
+        folder = None
+        if self._models and name not in self._models:  # to fetch one keeps nobody else waiting
+            folder = resolve_adapter(name if adapter is None else adapter, self._fetch)
         with self._loading:
             require(
                 bool(self._models),
                 "the engine is closed", expected="an open one", do="make a new `ssmlx.Engine`",
             )  # fmt: skip
             if name not in self._models:
-                folder = resolve_adapter(name if adapter is None else adapter)
                 assert folder is not None
                 loaded = load_adapter(folder)
                 self._models[name] = fuse_streams(self._base, loaded, merge_lora=self._merge_lora)

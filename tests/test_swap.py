@@ -261,7 +261,7 @@ def test_a_bare_name_is_a_folder_here_or_else_a_bundled_adapter(
     assert resolve_adapter(Path("sql")) == Path("sql")
     assert resolve_adapter("./sql") == Path("sql")
     assert resolve_adapter("none") is None and resolve_adapter("./none") == Path("none")
-    assert resolve_adapter("some/where") == Path("some/where")
+    assert resolve_adapter("some/far/where") == Path("some/far/where")
     assert resolve_adapter("~/x") == Path.home() / "x"
     assert resolve_adapter("~no-such-user-here/x") == Path("~no-such-user-here/x")
     (tmp_path / "sql").touch()

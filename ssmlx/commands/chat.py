@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .. import has_fast_blas
 from ..blas import HINT
 from ..errors import InputError
-from ..loading.names import bundled_adapters
+from ..loading.names import Fetch, bundled_adapters, resolve_adapter
 from . import options
 from .caches import PromptFile
 
@@ -41,7 +41,7 @@ HELP = """/help            this list
 /memory          where the memory goes
 /compare         answer the last message again, streaming and plain: same text? how much faster?
 /adapter         the adapter in use, and those that ship with ssmlx
-/adapter NAME    go on with another adapter (a name, a folder, or none) and the same conversation
+/adapter NAME    another adapter (a name, a folder, org/name on the Hub, or none), same conversation
 /quit            leave (so does Ctrl-D)"""
 
 
@@ -171,7 +171,8 @@ def adapter(rest: str, chat: Chat) -> str:
         names += f" (for other models: {', '.join(others)})" if others else ""
         hint = "/adapter NAME, FOLDER or none takes another"
         return f"{current_adapter(chat)}\nshipped with ssmlx: {names}; {hint}"
-    chat.session.swap_adapter(rest)
+    found = resolve_adapter(rest, Fetch(progress=options.DownloadBar()))
+    chat.session.swap_adapter(found)
     mx.reset_peak_memory()
     chat.adapter = rest
     _note_tuning(chat)

@@ -234,7 +234,8 @@ def add_model_options(
         ("--model", "MODEL", "a folder (mlx-lm or Hugging Face layout), a Hub name such as "
          "org/name or org/name@revision, or an alias (default: %(default)s)", DEFAULT_MODEL),
         ("--adapter", "ADAPTER", "the streams that draft, and LoRA: one that ships with ssmlx "
-         f"({bundled}), a trained folder, or none (default: the model's own, or {default})",
+         f"({bundled}), a trained folder, org/name or org/name@revision of the Hub, or none "
+         f"(default: the model's own, or {default})",
          adapters),
         ("--dtype", "TYPE", "stored, or the weights unpacked and cast to float32, float16 or "
          "bfloat16 (default: auto, as stored on a GPU and float32 on the CPU)", DTYPES[0], DTYPES),

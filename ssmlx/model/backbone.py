@@ -196,12 +196,16 @@ class Backbone:
         final_norm: what last hidden states pass before the LM head.
         replaced: the base model's modules that an attached adapter's LoRA stands in for, by path;
             None for those that `reload` gives.
+        name: what the model is called.
         cache_dir: the folder that was given to keep things in; None for the user's cache folder.
+        offline: whether nothing may be fetched.
         turn_opening: the tokens with which a user's turn begins, where a chat has several; none
             where nobody knows.
     """
 
+    name: str = "this model"
     cache_dir: str | Path | None = None
+    offline: bool = False
     turn_opening: tuple[int, ...] = ()
 
     def __init__(

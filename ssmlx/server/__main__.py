@@ -98,7 +98,7 @@ def _main(args: argparse.Namespace) -> None:
         args.model, prompt_cache=caches[0], dtype=args.dtype, draft_head=drafter.draft_head,
         progress=options.DownloadBar(),
     )  # fmt: skip
-    adapters = {Path(one).name: one for one in args.adapter or ()}
+    adapters = {Path(one).name if Path(one).exists() else one: one for one in args.adapter or ()}
     drafts = options.load_drafts(args, engine.model(), engine.tokenizer)
     for one in (None, *adapters.values()):
         make_plan(engine.model(one), config, **drafts)  # what does not fit is told now
