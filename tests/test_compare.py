@@ -1,4 +1,4 @@
-"""perf.compare and perf.first_token: every system, its tables, what stops and goes on."""
+"""perf.compare: every system, its tables, what stops and goes on."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from tiny_heads import HEAD_KINDS, LEVELS, random_heads
 
 import ssmlx
-from perf import compare, first_token
+from perf import compare
 from perf.compare import draw, report
 from perf.run import experiment as figures
 from perf.run import target
@@ -170,21 +170,6 @@ def test_every_tree_of_an_adapter_is_lossless(command, tmp_path, name):
     assert step["name"] == rows[2]["name"] and step["nodes"] == 3
     assert 0 < step["one_row"] < 1 and step["forward"] > 0 and step["allowed"] > 0
     assert "2 of 2" in out and "a step of its 3 nodes: its forward" in out
-
-
-def test_the_first_token_is_timed_cold_and_warm(folders, tmp_path, capsys):
-    argv = ["--model", str(folders / "base"), "--adapter", str(folders / "light")]
-    argv += ["--contexts", "40", "8", "--repeats", "2", "--out", str(tmp_path)]
-    assert first_token.main(argv) == 0
-    found = saved(tmp_path, "first-token")["rows"]
-    rows = [(row["context"], row["decoding"], row["same"]) for row in found]
-    assert rows == [(n, how, True) for n in (8, 40) for how in ("plain", "streaming")]
-    assert all(row[side] > 0 for row in found for side in first_token.SIDES)
-    assert "warm from disk" in capsys.readouterr().out
-    assert {path.name for path in tmp_path.iterdir()} == {"first-token.json", "first-token.txt"}
-    assert first_token.main([*argv, "--contexts", "256"]) == 2
-    said = real.one_line(capsys.readouterr().err, first_token.PROG)
-    assert "less than the model's context of 256" in said
 
 
 def test_a_system_without_its_weights_is_left_out(command, folders, arguments, tmp_path):
