@@ -2,8 +2,7 @@
 
 What rows and launches cost beside what was predicted; then mlx-lm's own stream_generate, plain
 decoding, and streaming with the bundled adapters answer the same prompts in turns; then behind a
-long context. Prints a report to paste, which names nobody, saves it with a picture, and ends with
-a line of JSON for a shared table.
+long context. Prints a report to paste, which names nobody, and saves it with a picture.
 """
 
 import argparse
@@ -40,7 +39,7 @@ from ..run.results import Kept, machine_load
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, data_file, read_examples
 from .machine import machine_result, trials_result
-from .report import draw, line, report
+from .report import draw, report
 
 PROG = "perf.bench"
 EPILOG = """examples:
@@ -48,8 +47,8 @@ EPILOG = """examples:
   python -m perf.bench --minutes 2 --dtype float16
   python -m perf.bench --minutes 20 --contexts 64 512 2000 4000
 
-Writes bench.json, .txt and .png into --out, and adds the line to bench.jsonl there. What there is
-no time for is left out, and the report says so."""
+Writes bench.json, .txt and .png into --out. What there is no time for is left out, and the report
+says so."""
 STREAMING = "streaming"
 Now = Callable[[], float]
 CONTEXTS = (2000,)
@@ -275,8 +274,6 @@ def _main(args: argparse.Namespace) -> int:
     make_folder(args.out)
     result = measure(args, PARTS)
     publish(result, args.out / "bench", report(result), draw)
-    with (args.out / "bench.jsonl").open("a", encoding="utf-8") as file:
-        file.write(line(result) + "\n")
     differing = [
         task["adapter"]
         for task in result["answers"]

@@ -1,10 +1,8 @@
-"""What `perf.bench` says: a report, a picture, and one line of JSON for a table of machines."""
+"""What `perf.bench` says: a report and a picture."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ssmlx.tuning.memory import MIB
 from ssmlx.tuning.report import Columns, aligned, table
@@ -41,7 +39,6 @@ def report(result: Row) -> str:
         *(_block(task) for task in result["answers"]),
         [*map(_context_line, result["contexts"])],
         notes,
-        ["for a shared table:", line(result)],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -157,52 +154,6 @@ def _peak(task: Row, row: Row) -> int:
 def prefill_rate(context: Row, row: Row) -> float:
     """Tokens/s until the first token."""
     return float(context["tokens"] / row["first_token_seconds"]["value"])
-
-
-def line(result: Row) -> str:
-    """The result in one line of flat JSON; null is what was not measured."""
-    found, rows, launches = result["machine"], result["rows"], result["launches"]
-    names = ("memory", "os", "power", "mlx", "mlx-lm", "ssmlx", "commit")
-    values: dict[str, Any] = {
-        "bench": 2,
-        "date": result["date"],
-        "chip": found["machine"].partition(", ")[2],
-        **{name: found[name] for name in names},
-        "model": result["model"],
-        "weights": result["weights"],
-        "row_ms": round(1e3 * rows["seconds"][0], 2),
-        "launch_us": round(1e6 * rows["launch"], 2),
-        "reads_per_step": launches["reads"],
-    }
-    for name in ("straight", "paused"):
-        values[f"step_ms_{name}"] = round(1e3 * launches[f"{name}_seconds"], 2)
-        values[f"step_peak_mib_{name}"] = round(launches[f"{name}_peak"] / MIB, 1)
-    for row, one, expected in zip(rows["rows"], rows["ratios"], rows["predicted"], strict=True):
-        values |= {f"t{row}": round(one, 3), f"t{row}_predicted": round(expected, 3)}
-    for one in result["trials"]:
-        values[f"kernel_gain_{one['rows']}x{one['keys']}"] = round(one["gain"], 2)
-    for task in (*result["answers"], *result["contexts"]):
-        name = f"context{task['tokens']}" if "tokens" in task else task["adapter"]
-        values[f"{name}_prompts"] = task["prompts"]
-        for row in task["systems"]:
-            values |= _system_values(task, row, f"{name}_{row['name'].replace('-', '_')}")
-    return json.dumps(values, separators=(",", ":"))
-
-
-def _system_values(task: Row, row: Row, name: str) -> dict[str, Any]:
-    """The columns of a system's answers."""
-    values: dict[str, Any] = {
-        f"{name}_tps": round(row["tokens_per_second"], 1),
-        f"{name}_first_ms": round(1e3 * row["first_token_seconds"]["value"], 1),
-        f"{name}_peak_mib": round(_peak(task, row) / MIB, 1),
-        f"{name}_tokens_per_call": round(row["tokens_per_call"]["value"], 3),
-        f"{name}_same": row["same_as_plain"],
-    }
-    for label in ("speedup", "over_plain", "latency_over_plain"):
-        for end, suffix in (("value", ""), ("low", "_low"), ("high", "_high")):
-            is_known = row[label] and (end == "value" or task["prompts"] > 1)
-            values[f"{name}_{label}{suffix}"] = round(row[label][end], 3) if is_known else None
-    return values
 
 
 def draw(result: Row, path: Path) -> None:
