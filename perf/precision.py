@@ -7,21 +7,20 @@ an answer parts from plain decoding's its tokens are compared, and from there on
 
 import argparse
 from dataclasses import asdict, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
 
 from ssmlx.commands.options import make_parser, run
-from ssmlx.commands.results import publish
+from ssmlx.commands.results import write_result
 from ssmlx.model.shapes import to_float
 from ssmlx.tuning.report import Columns
 
 from .compare import difference_text
 from .run.experiment import Experiment, Measured, differences_of, failures, result_of
 from .run.options import add_experiment_options, add_out, check_counts, experiment_of
-from .run.show import Panel, Row, draw_tasks, figure, heading, markdown_table, number
+from .run.show import Row, figure, heading, markdown_table, number
 from .run.statistics import Estimate, ratio
 from .run.target import MLX_LM, PLAIN, System
 from .run.tasks import differences, figures
@@ -41,7 +40,7 @@ whole text chooses otherwise, which is rounding alone. The gap: between the targ
 two tokens there, by such a pass, and as a share of the larger.
 8bit and 4bit are packed weights, with activations in float16. Without a GPU, products are summed in
 float32 by BLAS and rounded, as a GPU does it: MLX's CPU backend takes seconds a row in these types.
-Writes precision.json, .txt and .png. Every answer is kept: a run that was stopped goes on.
+Writes precision.json and .txt. Every answer is kept: a run that was stopped goes on.
 Exit code 1: answers part by more than rounding explains."""
 
 
@@ -161,26 +160,12 @@ def report(result: Row) -> str:
     return "\n".join([heading(result), "", markdown_table(COLUMNS, lines_of(result)), "", *notes])
 
 
-def draw(result: Row, path: Path) -> None:
-    parts = [
-        {**part, "task": f"{part['task']}, {part['dtype']}", "adapter": None}
-        for part in result["tasks"]
-    ]
-    panels = [
-        Panel("divergences per 1,000 tokens", lambda row: row["per_thousand"], digits=1),
-        Panel("exact match or ROUGE-L, %", lambda row: row["metric"], digits=1),
-    ]
-    products = " and ".join({part["products"] for part in parts})
-    title = f"{result['model']}, greedy; {result['machine']['machine']}; products: {products}"
-    draw_tasks(parts, panels, f"{title}\n95 % intervals over prompts", path)
-
-
 def _main(args: argparse.Namespace) -> int:
     plans = experiments(args)
     parts = [part_of(plan.run()) for plan in plans]
     dtypes = ", ".join(dict.fromkeys(part["dtype"] for part in parts))
     result = {**result_of(plans[0], args.model, parts), "dtype": dtypes}
-    publish(result, args.out / "precision", report(result), draw)
+    write_result(result, args.out / "precision", report(result))
     return 1 if failures(result) else 0
 
 

@@ -16,21 +16,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
-from pathlib import Path
 from random import Random
 from statistics import mean
 from typing import Any
 
 from ssmlx.bars import bar
 from ssmlx.commands.options import make_parser, run
-from ssmlx.commands.results import publish
+from ssmlx.commands.results import write_result
 from ssmlx.decoding.pace import Learned, Pace, Rung
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.settings import StreamConfig, read_json
 from ssmlx.tuning.chips import CHIPS, costs
 from ssmlx.tuning.ladder import priced, shapes, text_kind, tokens_of, up_to_fastest
-from ssmlx.tuning.report import Columns, finish, new_figure, table
+from ssmlx.tuning.report import Columns, table
 
 from .acceptance import read_kept
 from .predict import LABEL, MODELS, ON, drafting
@@ -272,27 +271,11 @@ def report(rows: Sequence[Row]) -> str:
     return "\n".join([title, *table(columns, by_scenario[TABLE]), "", *summaries, *failures])
 
 
-def draw(result: Row, path: Path) -> None:
-    """The speeds of all cases of an adapter, in the order of what is best."""
-    rows = [row for row in result["rows"] if row["scenario"] == TABLE]
-    adapters, figure = sorted({row["adapter"] for row in rows}), new_figure(9.6, 3.6)
-    panels = figure.subplots(1, len(adapters), sharey=True, squeeze=False)[0]
-    for axes, adapter in zip(panels, adapters, strict=True):
-        own = sorted((r for r in rows if r["adapter"] == adapter), key=lambda row: row["best"])
-        for name, colour in (("always 16", "#e09f3e"), ("best", "#8d99ae"), ("brake", "#0b6e4f")):
-            axes.plot([row[name] for row in own], color=colour, lw=1, label=name)
-        axes.axhline(1.0, color="#2b2d42", lw=0.8, ls=":")
-        axes.set(title=adapter, xlabel="chip, precision, model, context")
-    panels[0].set_ylabel("tokens/s over plain decoding's")
-    panels[0].legend(frameon=False, fontsize=8)
-    finish(figure, LABEL, path)
-
-
 def _main(args: argparse.Namespace) -> int:
     make_folder(args.out)
     todo = list(product(cases(args.chips, args.contexts), args.scenarios))
     rows = [case.play(scenario) for case, scenario in bar(todo, "conversations")]
-    publish({"label": LABEL, "rows": rows}, args.out / "simulate", report(rows), draw)
+    write_result({"label": LABEL, "rows": rows}, args.out / "simulate", report(rows))
     return int(any(broken(row) for row in rows))
 
 

@@ -247,7 +247,6 @@ def test_the_command_measures_chooses_checks_and_keeps(calibrated, tmp_path):
     code, out, _ = calibrated("--noisy")
     assert code == 0
     result = json.loads((tmp_path / "out" / "calibrate-adapter.json").read_text())
-    assert (tmp_path / "out" / "calibrate-adapter.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "calibrate-adapter.txt").read_text().strip() in out
     (kept,) = (tmp_path / "profiles").iterdir()
     assert json.loads(kept.read_text()) == result["profile"]

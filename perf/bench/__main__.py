@@ -2,7 +2,7 @@
 
 What rows and launches cost beside what was predicted; then mlx-lm's own stream_generate, plain
 decoding, and streaming with the bundled adapters answer the same prompts in turns; then behind a
-long context. Prints a report to paste, which names nobody, and saves it with a picture.
+long context. Prints and saves a report to paste, which names nobody.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from ssmlx.answers import run as on_mlx_thread
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_options, make_parser, run
-from ssmlx.commands.results import publish
+from ssmlx.commands.results import write_result
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.load import is_quantised
 from ssmlx.loading.names import resolve_model
@@ -39,7 +39,7 @@ from ..run.results import Kept, machine_load
 from ..run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ..run.tasks import TASKS, Example, data_file, read_examples
 from .machine import machine_result, trials_result
-from .report import draw, report
+from .report import report
 
 PROG = "perf.bench"
 EPILOG = """examples:
@@ -47,7 +47,7 @@ EPILOG = """examples:
   python -m perf.bench --minutes 2 --dtype float16
   python -m perf.bench --minutes 20 --contexts 64 512 2000 4000
 
-Writes bench.json, .txt and .png into --out. What there is no time for is left out, and the report
+Writes bench.json and .txt into --out. What there is no time for is left out, and the report
 says so."""
 STREAMING = "streaming"
 Now = Callable[[], float]
@@ -68,7 +68,6 @@ class Part(NamedTuple):
     data: Path | None = None
 
 
-RESERVED_SECONDS = 8.0  # for the picture
 ROWS_WEIGHT = 0.06
 # The last adapter is also what contexts are measured with.
 PARTS = (Part("chat", "chat", 96, 0.3), Part("e2e", "e2e", 64, 0.25), Part("sql", "sql", 64, 0.25))
@@ -133,7 +132,7 @@ def measure(args: argparse.Namespace, parts: Sequence[Part]) -> dict[str, Any]:
     weights = {"rows": ROWS_WEIGHT, **{part.adapter: part.weight for part in parts}}
     # Mostly what reading the context takes.
     weights |= {str(length): 0.06 + 7e-5 * length for length in args.contexts}
-    ends = deadlines(started, 60 * args.minutes - RESERVED_SECONDS, weights)
+    ends = deadlines(started, 60 * args.minutes, weights)
     result: dict[str, Any] = {
         "machine": machine(),
         "load": machine_load(),
@@ -273,7 +272,7 @@ def context_result(
 def _main(args: argparse.Namespace) -> int:
     make_folder(args.out)
     result = measure(args, PARTS)
-    publish(result, args.out / "bench", report(result), draw)
+    write_result(result, args.out / "bench", report(result))
     differing = [
         task["adapter"]
         for task in result["answers"]

@@ -1,13 +1,12 @@
-"""What `perf.bench` says: a report and a picture."""
+"""What `perf.bench` says."""
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from ssmlx.tuning.memory import MIB
 from ssmlx.tuning.report import Columns, aligned, table
 
-from ..run.show import TOKENS_PER_CALL, Cell, Panel, Row, draw_tasks, interval, same_text
+from ..run.show import Cell, Row, interval, same_text
 from ..run.statistics import FEW
 
 NOTES = (
@@ -154,18 +153,3 @@ def _peak(task: Row, row: Row) -> int:
 def prefill_rate(context: Row, row: Row) -> float:
     """Tokens/s until the first token."""
     return float(context["tokens"] / row["first_token_seconds"]["value"])
-
-
-def draw(result: Row, path: Path) -> None:
-    """The picture: a row for each adapter, and for each length of context."""
-    tasks = [
-        {**one, "task": _name(one), "adapter": None}
-        for one in (*result["answers"], *result["contexts"])
-    ]
-    rate = Panel("decode tokens/s", lambda row: row["decode_rate"], digits=1)
-    found = result["machine"]
-    title = (
-        f"{found['machine']}, {found['memory']}; {result['model']}, {result['weights']}; mlx "
-        f"{found['mlx']}\n95 % intervals; systems take turns"
-    )
-    draw_tasks(tasks, [rate, TOKENS_PER_CALL], title, path)

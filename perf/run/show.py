@@ -121,7 +121,7 @@ class Panel:
     label: str  # of the axis
     of: Callable[[Row], Any]  # the figure of a row, as JSON values; None where there is none
     # the paper's range for a task and a kind of system; None where it has none
-    paper: Callable[[str, str], Span | None] = lambda task, kind: None
+    paper: Callable[[str, str], Span | None]
     digits: int = 2  # of the figures
 
 

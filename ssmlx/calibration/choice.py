@@ -221,7 +221,6 @@ def compare(
             {
                 "name": name,
                 "what": str(priced.shape) if priced else "plain decoding",
-                "nodes": priced.shape.num_nodes if priced else 1,
                 "expected": expected,
                 "measured": measured,
                 "ratio": expected / measured,

@@ -1,21 +1,19 @@
-"""What calibration found, as text and as a picture."""
+"""What calibration found, as text."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..model.streams import StreamFusedModel
 from ..settings import from_json, to_json
 from ..tuning.cost import DraftShape, StepCosts
 from ..tuning.profile import FORMAT, Profile
-from ..tuning.report import Columns, finish, new_figure, table
+from ..tuning.report import Columns, table
 from . import BUSY
 from .choice import Choice
 from .guesses import rank_table
 
 Result = Mapping[str, Any]
 RANKS = (1, 2, 3, 4, 8, 16)
-COLOURS = {"second-pass": "#0b6e4f", "fused": "#b06f10"}
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN_SHAPES = 6
 
@@ -134,37 +132,3 @@ def report(result: Result) -> str:
             "calibrate again when the machine has nothing else to do"
         ])  # fmt: skip
     return "\n\n".join("\n".join(lines) for lines in parts)
-
-
-def draw(result: Result, path: Path) -> None:
-    figure = new_figure(6.4, 4.8)
-    axes, chosen = figure.subplots(), result["chosen"]
-    points: dict[str, dict[int, float]] = {}
-    for one in result["candidates"]:
-        shape = one["shape"]
-        if shape["num_streams"] == chosen["shape"]["num_streams"]:
-            own = points.setdefault(shape["stream_schedule"], {})
-            own[shape["tree"]["size"]] = one["tokens_per_second"]
-    for schedule, found in points.items():
-        label, values = schedule.replace("-", " "), zip(*sorted(found.items()), strict=True)
-        axes.plot(*values, "-", color=COLOURS[schedule], label=label)
-    plain = 1 / chosen["plain_seconds"]
-    axes.axhline(plain, color="#8d99ae", ls="--", label="plain decoding, expected")
-    nodes = from_json(DraftShape, chosen["shape"]).num_nodes
-    axes.plot(nodes, chosen["tokens_per_second"], "*", ms=14, color="#b23a48", label="chosen")
-    measured = [(one["nodes"], one["measured"]) for one in result["checks"]]
-    if measured:
-        axes.plot(*zip(*measured, strict=True), "D", ms=5, mfc="none", color="#2b2d42",
-                  label="measured")  # fmt: skip
-    axes.set(xlabel="nodes N of the tree (1: plain decoding)", ylabel="tokens/s after the first")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=8)
-    figure.suptitle(
-        f"{result['model']}, adapter {result['adapter']}, {result['dtype']}\n{result['where']}",
-        fontsize=9,
-    )
-    caption = (
-        "Best trees of the chosen number of streams, expected from costs and replayed answers; "
-        "diamonds are held-out prompts, measured."
-    )
-    finish(figure, caption, path)

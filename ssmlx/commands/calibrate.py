@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         group,
         ("--data", "FILE.jsonl", "prompts such as the adapter will be asked: a JSON object with "
          f"`prompt` or `messages` a line (default: {PROMPTS_FILE} in the adapter's folder)", Path),
-        ("--out", "FOLDER", "for calibrate-ADAPTER.json, .txt and .png (default: calibration in "
+        ("--out", "FOLDER", "for calibrate-ADAPTER.json and .txt (default: calibration in "
          "the cache folder)", cache_dir() / "calibration"),
         ("--contexts", "L", "committed tokens behind which forwards are timed "
          "(default: %(default)s)", list(CONTEXTS)),
@@ -107,11 +107,11 @@ def _main(args: argparse.Namespace) -> None:
     from ..calibration.choice import check, choose
     from ..calibration.costs import measure_costs
     from ..calibration.guesses import read_tokens, record_answers, split_prompts
-    from ..calibration.report import draw, report, result_of
+    from ..calibration.report import report, result_of
     from ..loading.files import make_folder
     from ..tuning.profile import store_profile
     from .machine import machine
-    from .results import publish
+    from .results import write_result
 
     plan = plan_of(args)
     make_folder(args.out)
@@ -141,7 +141,7 @@ def _main(args: argparse.Namespace) -> None:
         **result_of(model, profile, choice, checks),
         "noise": noise,
     }
-    publish(result, args.out / f"calibrate-{adapter}", report(result), draw)
+    write_result(result, args.out / f"calibrate-{adapter}", report(result))
 
 
 main = command(PROG, parse_args, _main)
