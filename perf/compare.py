@@ -7,7 +7,7 @@ scope "all" can stand beside --baseline, the same LoRA trained without streams.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,9 @@ from ssmlx.tuning.report import Columns, table
 from .run import show
 from .run.experiment import Experiment, Measured, failures, result_of, task_result
 from .run.options import add_experiment_options, check_counts, experiment_of, split_name
-from .run.published import METHODS, Latency, Speed, latencies, span, speeds
+from .run.published import METHODS, latencies, span, speeds
 from .run.results import RESULTS, reading
-from .run.show import Cell, Panel, Row
+from .run.show import Panel, Row
 from .run.target import MLX_LM, PLAIN, STREAMS, System, Weights
 from .run.tasks import TASKS, data_file, differences, figures, read_examples
 
@@ -46,7 +46,7 @@ EPILOG = """examples:
   python -m perf.compare --task sql --systems "streams --tree-size 6" --steps 40
   python -m perf.compare --task sql --adapter adapters/sql --baseline adapters/sql-lora
   python -m perf.compare --task sql --answers lora=lora.jsonl streams=streams.jsonl
-  python -m perf.compare --from sql/compare.json e2e/compare.json --markdown
+  python -m perf.compare --from sql/compare.json e2e/compare.json
 
 A system's own options are those of python -m ssmlx.generate, with it in quotes. A system whose
 weights are not given is left out, and the report says so. For an adapter of scope "all" the
@@ -65,41 +65,22 @@ the same command goes on where a run was stopped, and another choice of systems 
 Exit code 1: an answer that must be plain decoding's, token for token, is not."""
 NOTES = (
     "speed-up: ratio of median decode tokens/s to mlx-lm's own stream_generate; "
-    "tokens/call: the paper's call reduction",
+    "tokens per call: the paper's call reduction",
     "latency: of whole answers, from the prompt to the last token; over mlx-lm: ratio of means",
-    "=: every token is plain decoding's, so the metric is that of the same answers",
     "peak: most memory in use while answering, beside the target's weights; KV cache included",
     "the paper: models of 1.3B to 7B on an A100, float16; least to most over models",
 )
 
 
 def report(result: Row) -> str:
-    blocks = [[show.heading(result)]]
-    for task in result["tasks"]:
-        rows = task["systems"]
-        memory: Columns = {
-            "beside the target": lambda row: row["name"],
-            "weights, MiB": lambda row: _mib(row["weight_bytes"]) if row["weight_bytes"] else "-",
-            "peak, MiB": lambda row: _mib(row["peak_bytes"]),
-            "same tokens as plain": show.same_text(task["prompts"]),
-        }
-        blocks += [
-            [f"== {show.task_heading(task)}"],
-            table(_speed_columns(task), rows, _paper_lines(task, speeds, _speed_cells)),
-            table(_latency_columns(task), rows, _paper_lines(task, latencies, _latency_cells)),
-            table(memory, rows),
-            _task_notes(task),
-        ]
-    blocks.append([_timing_text(result), *NOTES])
-    return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def markdown(result: Row) -> str:
+    """The tables of README.md, and below them what is to be said of each task."""
     lead = f"{show.heading(result)}. {_timing_text(result)}."
-    return "\n\n".join([lead, *(_task_markdown(task) for task in result["tasks"])])
+    tables = [_task_table(task) for task in result["tasks"]]
+    notes = [f"{task['task']}: {note}" for task in result["tasks"] for note in _task_notes(task)]
+    return "\n\n".join([lead, *tables, "\n".join([*notes, *NOTES])])
 
 
-def _task_markdown(task: Row) -> str:
+def _task_table(task: Row) -> str:
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
         "speed-up over mlx-lm": _speedup_text,
@@ -107,48 +88,13 @@ def _task_markdown(task: Row) -> str:
         "latency, ms (over mlx-lm)": lambda row: (
             f"{1e3 * row['latency_seconds']['value']:.0f} ({_latency_speedup_text(task, row)})"
         ),
+        "target calls (draft model's)": _calls_text,
         **show.metrics(task["figures"][:1]),
         "extra parameters": show.number("extra_parameters", "0"),
-        "peak memory beside the weights, MiB": lambda row: _mib(row["peak_bytes"]),
+        "peak memory beside the weights, MiB": lambda row: f"{row['peak_bytes'] / MIB:.1f}",
         "same tokens as plain": show.same_text(task["prompts"]),
     }
-    lines = show.markdown_table(columns, task["systems"])
-    missing = "; ".join(f"{name}: {why}" for name, why in task["left_out"].items())
-    blocks = [f"**{show.task_heading(task)}**", lines, f"Left out: {missing}." if missing else ""]
-    return "\n\n".join(block for block in blocks if block)
-
-
-def _speed_columns(task: Row) -> Columns:
-    return {
-        "table 1": lambda row: row["name"],
-        "speed-up over mlx-lm": _speedup_text,
-        "tokens/call": show.figure("tokens_per_call"),
-        **{name: _marked(cell) for name, cell in show.metrics(task["figures"]).items()},
-        "extra parameters": show.number("extra_parameters"),
-    }
-
-
-def _latency_columns(task: Row) -> Columns:
-    drafts = show.figure("draft_calls_per_answer", 1)
-    return {
-        "table 2": lambda row: row["name"],
-        "target calls": show.figure("target_calls_per_answer", 1),
-        "draft calls": lambda row: drafts(row) if row["draft_calls"] else "-",
-        "latency, ms": show.figure("latency_seconds", 0, 1e3),
-        "over mlx-lm": lambda row: _latency_speedup_text(task, row),
-        "first token, ms": show.figure("first_token_seconds", 0, 1e3),
-        "decode, ms": show.figure("decode_seconds", 0, 1e3),
-        "decode tokens/s": lambda row: f"{row['tokens_per_second']:.1f}",
-    }
-
-
-def _marked(cell: Cell) -> Cell:
-    """A metric, marked where it is plain decoding's since all tokens are the same."""
-    return lambda row: cell(row) + (" =" if row["figures_of"] != row["name"] else "  ")
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:.1f}"
+    return f"**{show.task_heading(task)}**\n\n{show.markdown_table(columns, task['systems'])}"
 
 
 def _speedup_text(row: Row) -> str:
@@ -170,47 +116,40 @@ def _latency_speedup_text(task: Row, row: Row) -> str:
     return f"{base['latency_seconds']['value'] / row['latency_seconds']['value']:.2f}"
 
 
-def _paper_lines(
-    task: Row,
-    rows_of: Callable[[str, str], Sequence[Any]],
-    cells_of: Callable[[Sequence[Any], int], list[str]],
-) -> list[list[str]]:
+def _calls_text(row: Row) -> str:
+    """Target calls an answer, and a draft model's."""
+    target, draft = (row[f"{kind}_calls_per_answer"]["value"] for kind in ("target", "draft"))
+    return f"{target:.1f} ({draft:.1f})" if draft else f"{target:.1f}"
+
+
+def _paper_lines(task: Row) -> list[str]:
     """The paper's figures for the same task, from least to most over its models."""
-    kinds = {row["kind"] for row in task["systems"]}
-    found = {kind: rows_of(task["task"], METHODS[kind]) for kind in METHODS if kind in kinds}
-    return [
-        [f"  paper: {METHODS[kind]}", *cells_of(rows, len(task["figures"]))]
-        for kind, rows in found.items()
-        if rows
-    ]
+    kinds, lines = {row["kind"] for row in task["systems"]}, []
+    for kind, method in METHODS.items():
+        speed, latency = speeds(task["task"], method), latencies(task["task"], method)
+        columns = {
+            "speed-up": [row.speedup for row in speed],
+            "tokens per call": [row.call_reduction for row in speed],
+            "latency, ms": [row.milliseconds for row in latency],
+            "target calls": [row.target_calls for row in latency],
+            "draft calls": [row.draft_calls for row in latency],
+            ", ".join(task["figures"][:1]): [row.metrics[0] for row in speed],
+            "extra parameters": [row.extra_parameters for row in speed],
+        }
+        told = ", ".join(f"{name} {_span_text(one)}" for name, one in columns.items() if any(one))
+        lines += [f"the paper's {method}: {told}"] if told and kind in kinds else []
+    return lines
 
 
-def _speed_cells(rows: Sequence[Speed], figures: int) -> list[str]:
-    """The paper's cells of table 1; it has a single exact match, where we have two."""
-    found = [_span_text(column) for column in zip(*(r.metrics for r in rows), strict=True)]
-    return [
-        _span_text(row.speedup for row in rows),
-        _span_text(row.call_reduction for row in rows),
-        *(found + ["-"] * figures)[:figures],
-        _span_text((row.extra_parameters for row in rows), ",.0f"),
-    ]
-
-
-def _latency_cells(rows: Sequence[Latency], figures: int) -> list[str]:
-    columns = [[r.target_calls, r.draft_calls, r.milliseconds] for r in rows]
-    target, draft, time = zip(*columns, strict=True)
-    drafts = _span_text(draft) if any(draft) else "-"
-    return [_span_text(target), drafts, _span_text(time, ".0f"), *["-"] * 4]
-
-
-def _span_text(values: Iterable[float], form: str = ".2f") -> str:
-    low, high = span(values)
-    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}"
+def _span_text(values: Sequence[float]) -> str:
+    low, high = (f"{one:,.2f}".removesuffix(".00") for one in span(values))
+    return low if low == high else f"{low} to {high}"
 
 
 def _task_notes(task: Row) -> list[str]:
     rows = task["systems"]
     lines = [f"{name}: left out, {why}" for name, why in task["left_out"].items()]
+    lines += _paper_lines(task)
     for row in rows:
         lines += [f"{row['name']}: {difference_text(one)}" for one in row["differences"]]
     lines += show.difference_lines(task["adapter"], BASELINE, task.get("differences", {}))
@@ -399,7 +338,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--steps", "N", "of the first streams, that are taken apart: the model's forward, and all "
          "else", int),
         ("--out", "FOLDER", f"for the results (default: {RESULTS})", Path),
-        ("--markdown", None, "the table of perf/README.md too", bool),
     )  # fmt: skip
     args = parser.parse_args(argv)
     check_counts(parser, args, "repeats", "max_tokens", "steps")
@@ -437,8 +375,8 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
 def _read_result(path: Path) -> dict[str, Any]:
     result = read_json(path, "a result of perf.compare")
     with reading(path, PROG):
-        for shown in (report, markdown, failures):
-            shown(result)
+        report(result)
+        failures(result)
     return result
 
 
@@ -457,8 +395,6 @@ def _main(args: argparse.Namespace) -> int:
     else:
         make_folder(args.out)
         publish(result, args.out / "compare", text, draw)
-    if args.markdown:
-        print(markdown(result))
     differing = failures(result)
     if differing:
         print(f"tokens differ from plain decoding's: {'; '.join(differing)}", file=sys.stderr)

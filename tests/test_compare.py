@@ -146,9 +146,9 @@ def test_every_system_from_end_to_end(command, weights, tmp_path):
     # And what is said of it.
     assert (tmp_path / "out" / "compare.txt").read_text() == out == report(result) + "\n"
     assert "power: " in out and "fewer than 30 prompts" in out and "load: " in out
-    paper = [line.split() for line in out.splitlines() if line.startswith("  paper: SS")]
-    assert " ".join(paper[0][3:9]) == "2.39 to 3.14 3.53 to 4.13"
-    assert " ".join(paper[1][3:6]) == "6.88 to 7.79" and "133 to 157" in " ".join(paper[1])
+    (paper,) = [line for line in out.splitlines() if line.startswith("sql: the paper's SS")]
+    for told in ("tokens per call 3.53 to 4.13", "133.48 to 157.04", "calls 6.88 to 7.79"):
+        assert told in paper
     draw(result, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -320,7 +320,6 @@ def test_mlx_lm_that_differs_is_told_and_no_failure(command, monkeypatch, tmp_pa
     rows = rows_of(saved(tmp_path))
     assert rows["mlx-lm"]["same_as_plain"] == 0 and rows["streams"]["same_as_plain"] == 3
     assert rows["streams"]["figures_of"] == "plain"
-    assert " =" in next(line for line in out.splitlines() if line.startswith("streams"))
 
 
 def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
@@ -347,8 +346,8 @@ def test_a_near_tie_is_rounding_in_half_precision_alone(arguments):
 def test_the_published_tables_are_those_of_the_saved_result(capsys):
     readme = (MEASURED.parent / "README.md").read_text()
     table = readme.partition("<!-- perf.compare -->")[2].partition("<!-- /perf.compare -->")[0]
-    assert compare.main(["--from", str(MEASURED / "compare.json"), "--markdown"]) == 0
-    assert table.strip() and capsys.readouterr().out.endswith(table[1:])
+    assert compare.main(["--from", str(MEASURED / "compare.json")]) == 0
+    assert len(table) > 4000 and capsys.readouterr().out.startswith(table[1:])
     for name in ("compare-100.json", "figure-5.json"):
         assert report(compare.read_results([MEASURED / name])).startswith("smollm2-135m-q4_1")
 
