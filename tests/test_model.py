@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
-from mlx_lm.models import gpt2, mamba
+from mlx_lm.models import gpt2, llama, mamba
 from mlx_lm.models.rope_utils import initialize_rope
 from real import refusal
 
@@ -31,11 +31,20 @@ PROMPT = [5, 2, 3, 11, 7]
 # --- what is needed of a model: regular layers, and rotary embeddings with positions ---
 
 
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+class Shifted(llama.LlamaModel):
+    def __call__(self, *given, **named):
+        return super().__call__(*given, **named) + 1
+
+
+def make_shifted():
+    model = tiny.make_base()
+    model.model.__class__ = Shifted
+    return model
+
+
 DYNAMIC = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
 IRREGULAR = {
-    "differ by": lambda: tiny.make_base("gemma2"),
-    "layer 0 keeps a RotatingKVCache": lambda: tiny.make_base(num_hidden_layers=2, **SLIDING),
+    "differ by": make_shifted,
     "embed_tokens": lambda: gpt2.Model(gpt2.ModelArgs("gpt2", 32, 16, 2, 2, 32, 1e-5, 13)),
     "'mamba'": lambda: mamba.Model(mamba.ModelArgs("mamba", 13, 16, 32, 4, 2, 4, False, True, 2)),
     "DynamicNTKScalingRoPE": lambda: tiny.make_base(**DYNAMIC),

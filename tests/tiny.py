@@ -61,11 +61,9 @@ def make_base(architecture: str = "llama", *, seed: int = 0, vocab: int = VOCAB,
 
 def linears(model: nn.Module, first_layer: int) -> list[str]:
     """Paths of the linear modules from layer `first_layer` on."""
-    names = []
-    for index in range(first_layer, len(model.layers)):
-        modules = model.layers[index].named_modules()
-        names += [f"model.layers.{index}.{name}" for name, m in modules if isinstance(m, KINDS)]
-    return sorted(names)
+    found = [name for name, one in model.named_modules() if isinstance(one, KINDS)]
+    parts = ((name, name.partition("layers.")[2].split(".")[0]) for name in found)
+    return sorted(name for name, layer in parts if layer and int(layer) >= first_layer)
 
 
 def make_lora(model: nn.Module, first_layer: int, seed: int, scale: float = 2.0):

@@ -85,6 +85,11 @@ class Batch:
         self._calls: deque[tuple[list[Row | None], mx.array, list[mx.array | None]]] = deque()
 
     @property
+    def shares_calls(self) -> bool:
+        """Whether rows share calls; else each has its own, and keeps its cache."""
+        return self._model.backbone.takes_batches
+
+    @property
     def members(self) -> list[Row]:
         """Those that the next call has a row for."""
         return self._rows + self._joining
@@ -102,9 +107,10 @@ class Batch:
         if row not in self._rows:
             return
         number = self._rows.index(row)
-        found = [cache.extract(number) for cache in self._caches]
-        own = TreeCache.of_rows([mx.concatenate([one.keys, one.values]) for one in found])
-        row.cache.restore(own)
+        if self.shares_calls:
+            found = [cache.extract(number) for cache in self._caches]
+            own = TreeCache.of_rows([mx.concatenate([one.keys, one.values]) for one in found])
+            row.cache.restore(own)
         row.cache.trim(len(row.text) - 1)
         mx.eval(row.cache.state)
         self._rows.remove(row)
@@ -130,7 +136,7 @@ class Batch:
 
     def _step(self) -> None:
         # A first token is waited for, and a mask has to know the tokens before it.
-        waits = bool(self._joining) or any(row.mask for row in self._rows)
+        waits = bool(self._joining) or any(row.mask for row in self._rows) or not self.shares_calls
         self._admit()
         if waits or not self._calls:
             self._launch()
@@ -143,20 +149,26 @@ class Batch:
         rows = self._joining
         if not rows:
             return
-        layers = zip(*(row.key_values() for row in rows), strict=True)
-        merged = [BatchKVCache.merge(list(layer)) for layer in layers]
-        for row in rows:
-            row.cache.restore(row.model.make_cache())
-        for cache, more in zip(self._caches, merged, strict=False):
-            cache.extend(more)
-        self._caches = self._caches or merged
+        if self.shares_calls:
+            layers = zip(*(row.key_values() for row in rows), strict=True)
+            merged = [BatchKVCache.merge(list(layer)) for layer in layers]
+            for row in rows:
+                row.cache.restore(row.model.make_cache())
+            for cache, more in zip(self._caches, merged, strict=False):
+                cache.extend(more)
+            self._caches = self._caches or merged
         newest = mx.array([row.text[-1] for row in rows], mx.int32)
         self._newest = mx.concatenate([self._newest, newest])
         self._rows, self._joining = self.members, []
 
     def _launch(self) -> None:
-        rows, newest, model = self._rows, self._newest, self._model.backbone.model
-        logits = model(newest[:, None], cache=self._caches)[:, -1]
+        rows, newest, backbone = self._rows, self._newest, self._model.backbone
+        if self.shares_calls:
+            logits = backbone.model(newest[:, None], cache=self._caches)[:, -1]
+        else:
+            calls = zip(mx.split(newest, len(rows)), rows, strict=True)
+            hidden = [backbone.append(token, row.cache) for token, row in calls]
+            logits = mx.concatenate([backbone.logits(one) for one in hidden])
         told: list[mx.array | None] = [None] * len(rows)
         if all(row.sampler.is_argmax and row.mask is None for row in rows):
             self._newest = mx.argmax(logits, axis=-1).astype(mx.int32)

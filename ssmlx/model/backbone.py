@@ -1,8 +1,9 @@
 """The stages of an mlx-lm model: embed, decoder layers, final norm, head.
 
-mlx-lm's own layers run unchanged. What the package must know of a model is small, and is checked
-when the model is wrapped: that its cache is the plain one, that its rotary embedding takes
-positions, and, by running both on a few tokens, that the stages put together are the model.
+mlx-lm's own layers run unchanged, and so does what a model does before and behind them, to scale
+embeddings or cap logits: it is called without its layers. What the package must know of a model is
+small, and is checked when the model is wrapped: how far its layers see, that its rotary embedding
+takes positions, and, by running both on some tokens, that the stages put together are the model.
 
 A model without rotary embedding adds learned positions to its embeddings (OPT, in `models`). A
 node then has its own position. A stream starts from its node's hidden state, which carries the
@@ -18,6 +19,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +28,22 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import rope_utils
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import InputError, first_line, require
 from .cache import TreeCache
-from .metal import TreeMask, hook_layers
+from .masks import CausalMasks, WindowMasks
+from .metal import TreeMask, calls_attention, hook_layers
 from .ranks import Group, from_first
-from .rope import PositionedRope
+from .rope import PositionedRope, Positions
 from .shapes import arrays_in, to_float, to_list
 
 # Which of them there are depends on mlx-lm's release.
 _ROPE_NAMES = ("SuScaledRoPE", "Llama3RoPE", "YarnRoPE", "ProportionalRoPE")
 _ROPES = (nn.RoPE, *(getattr(rope_utils, n) for n in _ROPE_NAMES if hasattr(rope_utils, n)))
-_PROBE_TOKENS = (1, 2, 3)
+_PROBE_TOKENS, _PROBE_WINDOW = (1, 2, 3, 5, 1, 4, 2, 6, 3, 1, 5, 2), 4
+_WINDOW_NAMES = ("sliding_window", "window_size")
+_NORM_NAMES = ("norm", "final_layernorm", "embedding_norm")
 PACKED_KINDS = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 _HEAD_KINDS = (nn.Linear, nn.Embedding, *PACKED_KINDS)
 PROBE_LENGTH = 32
@@ -47,6 +52,40 @@ _DIGEST_VALUES = 64
 
 LMHead = Callable[[mx.array], mx.array]
 """Normed hidden states [1, R, D] to logits [1, R, number of tokens]."""
+
+Mask = mx.array | TreeMask | WindowMasks | CausalMasks
+"""Who sees whom: a bool array [.., R, keys], a `TreeMask` where the backbone takes them, or one of
+these for each layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """An LM head of whose logits its model makes others: it scales them, or caps them."""
+
+    layer: nn.Module  # with a row for each token
+    model: nn.Module  # with that head, and a body that gives back what it takes
+
+    def __call__(self, normed: mx.array) -> mx.array:
+        return self.model(normed)
+
+
+def with_parts(module: nn.Module, call: Any = None, **parts: Any) -> Any:
+    """A module like `module`, on the same arrays, with some other parts, and maybe another call."""
+    twin, kind = copy.copy(module), type(module)
+    for name, part in parts.items():
+        setattr(twin, name, part)
+    if call is not None:
+        twin.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    return twin
+
+
+def _given_back(_self: nn.Module, hidden: mx.array, *_more: Any, **_others: Any) -> mx.array:
+    return hidden
+
+
+def _in_float32(self: Any, tokens: mx.array) -> Any:
+    kind: Any = type(self).__base__
+    return kind.__call__(self, tokens).astype(mx.float32)
 
 
 def arrays_of(model: nn.Module) -> list[mx.array]:
@@ -97,10 +136,15 @@ def pack_rows(layer: nn.Module, bits: int) -> nn.Module:
 
 def head_bytes(head: LMHead | None) -> int:
     """Bytes of the weights behind an LM head, such as `Backbone.draft_head` made."""
-    # A tied head is its embedding's own method.
-    layer = getattr(head, "__self__", head)
+    layer = _layer_of(head)
     arrays = arrays_in(layer.parameters()) if isinstance(layer, nn.Module) else []
     return sum(array.nbytes for array in arrays)
+
+
+def _layer_of(head: LMHead | None) -> Any:
+    """The module that has a row for each token."""
+    # A tied head is its embedding's own method.
+    return head.layer if isinstance(head, Head) else getattr(head, "__self__", head)
 
 
 def digest_of(tensors: Iterable[tuple[str, mx.array]]) -> str:
@@ -218,9 +262,6 @@ class Backbone:
         self.model, self.reload, self.draft_bits = model, reload, draft_bits
         self.group = group
         self.replaced: Mapping[str, nn.Module | None] = {}
-        inner = getattr(model, "model", None)
-        # What has embedding, layers and norm.
-        self._decoder: Any = getattr(inner, "decoder", inner)
         self._take_parts()
         self._position_ropes()
         mx.eval(arrays_of(model))
@@ -230,8 +271,6 @@ class Backbone:
         """The same model with modules of its own, to be exchanged, on the very same arrays."""
         twin = copy.copy(self)
         twin.model = on_same_arrays(self.model)
-        inner: Any = twin.model.model
-        twin._decoder = getattr(inner, "decoder", inner)
         twin._take_parts()
         return twin
 
@@ -266,7 +305,7 @@ class Backbone:
 
         Of the base model: it is asked for before an adapter changes layers.
         """
-        settings = json.dumps(vars(self.model.args), sort_keys=True, default=str)
+        settings = json.dumps(vars(self.args), sort_keys=True, default=str)
         return digest_of([(settings, mx.array(0)), *tree_flatten(self.model.parameters())])
 
     @property
@@ -277,12 +316,12 @@ class Backbone:
     @property
     def context_length(self) -> int | None:
         """Most positions that the model was made for, where its settings say."""
-        return getattr(self.model.args, "max_position_embeddings", None)
+        return getattr(self.args, "max_position_embeddings", None)
 
     @property
     def vocab_size(self) -> int:
         """V."""
-        return int(self.model.args.vocab_size)
+        return int(self.args.vocab_size)
 
     @property
     def final_norm_weight(self) -> mx.array:
@@ -296,6 +335,8 @@ class Backbone:
 
     def embed(self, tokens: mx.array, positions: mx.array | None = None) -> mx.array:
         """[1, R, D] embeddings of `tokens` [R] at `positions` [R], where they are embedded too."""
+        if self._front is not None:
+            return self._front(tokens[None], cache=[_NoCache()] * len(self.layers))
         if not self.embeds_positions:
             return self._decoder.embed_tokens(tokens[None])
         if positions is None:
@@ -303,20 +344,39 @@ class Backbone:
         return self._decoder.embed_at(tokens[None], positions[None])
 
     def token_embeddings(self, tokens: mx.array) -> mx.array:
-        """[..., D] of `tokens` [...] alone, wherever they stand."""
+        """[..., D] of `tokens` [...] alone, wherever they stand, as they are stored."""
         return self._decoder.embed_tokens(tokens)
 
-    def run(self, hidden: mx.array, first: int, last: int, mask: Any, views: list[Any]) -> mx.array:
+    def run(
+        self, hidden: mx.array, first: int, last: int, mask: Mask, views: list[Any]
+    ) -> mx.array:
         """[1, R, D] output of layers `first` to `last` - 1 for their input `hidden`.
 
-        Args:
-            mask: as mlx-lm's layers take it: None, "causal" or a bool array [R, keys]; or a
-                `metal.TreeMask`, where the backbone `takes_tree_masks`.
-            views: the cache object of each of these layers.
+        `views` are the cache objects of these layers.
         """
-        for layer, view in zip(self.layers[first:last], views, strict=True):
-            hidden = layer(hidden, mask, view)
+        more: dict[str, Any] = {}
+        if self._scales_queries:
+            more["attn_scale"] = self._query_scale(hidden, views[0].offset) if views else None
+        own: Any = mask
+        for number, view in enumerate(views, first):
+            if isinstance(mask, WindowMasks | CausalMasks):
+                own, *hidden_keys = mask.of(self.windows[number])
+                view = view.without(*hidden_keys)
+            hidden = self.layers[number](hidden, mask=own, cache=view, **more)
         return hidden
+
+    def _query_scale(self, hidden: mx.array, offset: int | mx.array | Positions) -> mx.array:
+        """[B, 1, R, 1] what a layer's queries are multiplied by, for where they stand."""
+        if isinstance(offset, Positions):
+            offset = offset.array
+        places = mx.array(offset).reshape(-1)
+        if places.size == 1:
+            places = places + mx.arange(hidden.shape[1])
+        by_length = type(self.layers[0]).__call__.__globals__["_get_llama_4_attn_scale"]
+        rope = self.args.rope_parameters
+        beta, most = rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
+        scale = by_length(1, places, beta, most).astype(hidden.dtype)
+        return scale.reshape(-1, 1, hidden.shape[1], 1)
 
     def logits(self, hidden: mx.array, head: LMHead | None = None) -> mx.array:
         """[R, V] next-token logits of `hidden` [1, R, D], through final norm and head.
@@ -330,15 +390,24 @@ class Backbone:
     @property
     def lm_head(self) -> LMHead:
         """[..., D] to [..., V], tied, packed or plain, without the final norm before it."""
-        return self._decoder.embed_tokens.as_linear if self._head is None else self._head
+        return self._head_of(None)
+
+    def _head_of(self, rows: Any) -> LMHead:
+        """The head with these rows, or all, and with what the model makes of its logits."""
+        layer = rows or (self._decoder.embed_tokens if self._head is None else self._head)
+        if not self._bends_logits:
+            return layer.as_linear if self._head is None else layer  # type: ignore[no-any-return]
+        body = {} if self._head is not None else {"embed_tokens": layer}
+        parts = {} if self._head is None else {"lm_head": layer}
+        parts["model"] = with_parts(self._outer.model, _given_back, **body)
+        return Head(layer, with_parts(self._outer, **parts))
 
     def draft_head(self, tokens: mx.array) -> LMHead:
         """The LM head of `tokens` [Vd] alone, with its own copy of their rows.
 
         It only guesses, so its weights may be packed to `draft_bits`: an answer does not change.
         """
-        tied = self._head is None
-        head: Any = self._decoder.embed_tokens if tied else self._head
+        head: Any = _layer_of(self.lm_head)
         self._require_rows(head, "a draft vocabulary")
         rows: Any = copy.copy(head)
         for name in ("weight", "scales", "biases", "bias"):
@@ -347,12 +416,11 @@ class Backbone:
         if self.draft_bits is not None:
             rows = pack_rows(rows, self.draft_bits)
         mx.eval(rows.parameters())
-        return rows.as_linear if tied else rows
+        return self._head_of(rows)
 
     def head_rows(self, columns: mx.array, head: LMHead | None = None) -> mx.array:
         """[..., D] unpacked weights of `columns` [...] of the LM head, or of a `draft_head`."""
-        # A tied head is its embedding's own method.
-        layer: Any = getattr(head or self.lm_head, "__self__", head or self.lm_head)
+        layer = _layer_of(head or self.lm_head)
         self._require_rows(layer, "a condition")
         kind = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
         return kind.__call__(layer, columns)
@@ -367,7 +435,7 @@ class Backbone:
         cache.reserve(tokens=count)
         num_layers = len(self.layers)
         views = [cache.append_view(layer) for layer in range(num_layers)]
-        mask = "causal" if count > 1 else None
+        mask = CausalMasks(count, cache.offset, dense=not self._takes_names)
         embedded = self.embed(tokens, mx.arange(count) + cache.offset)
         hidden = self.run(embedded, 0, num_layers, mask, views)
         cache.advance(count)
@@ -391,23 +459,59 @@ class Backbone:
         )
 
     def _take_parts(self) -> None:
-        decoder = self._decoder
-        if decoder is None or not hasattr(self.model, "layers"):
+        # A model that also sees wraps the one that reads.
+        model: Any = self.model
+        self._outer = getattr(model, "language_model", model)
+        inner = getattr(self._outer, "model", None)
+        # What has embedding, layers and norm.
+        decoder: Any = getattr(inner, "decoder", inner)
+        self._decoder = decoder
+        if decoder is None or not hasattr(model, "layers"):
             raise self._unsupported("it has no `model.layers`")
         if not hasattr(decoder, "embed_tokens"):
             raise self._unsupported("it has no token embedding named `embed_tokens`")
-        norm = getattr(decoder, "norm", None) or getattr(decoder, "final_layernorm", None)
-        if norm is None:
+        name = next((one for one in _NORM_NAMES if hasattr(decoder, one)), None)
+        if name is None:
             raise self._unsupported("it has no final norm")
-        self.final_norm = norm
-        self._head = getattr(self.model, "lm_head", None)
-        self.layers: list[Any] = list(self.model.layers)
-        for layer, cache in enumerate(make_prompt_cache(self.model)):
-            if type(cache) is not KVCache:
-                raise self._unsupported(
-                    f"layer {layer} keeps a {type(cache).__name__} (a sliding window or a "
-                    "recurrent state), from which rejected tokens cannot be taken back"
-                )
+        self.args: Any = self._outer.args
+        self.final_norm = getattr(decoder, name)
+        self._head = getattr(self._outer, "lm_head", None)
+        self.layers: list[Any] = list(model.layers)
+        self.windows = [
+            self._window(layer, cache) for layer, cache in enumerate(make_prompt_cache(self._outer))
+        ]
+        self._takes_names = calls_attention(self.layers)
+        self._scales_queries = "attn_scale" in signature(type(self.layers[0]).__call__).parameters
+        self._take_ends(name)
+
+    def _window(self, layer: int, cache: Any) -> int | None:
+        """Tokens that the layer sees, itself among them; None where it sees all."""
+        if type(cache) is RotatingKVCache and cache.keep == 0:
+            return int(cache.max_size)
+        if type(cache) is not KVCache:
+            raise self._unsupported(
+                f"layer {layer} keeps a {type(cache).__name__}, from which rejected tokens cannot "
+                "be taken back"
+            )
+        return None
+
+    def _take_ends(self, norm: str) -> None:
+        """What the model does before its layers and behind its head, where it does something."""
+        self._front, self._bends_logits = None, False
+        if self.embeds_positions:
+            return
+        tokens = mx.array([[1, 2]])
+        try:
+            front = with_parts(self._decoder, layers=[], **{norm: nn.Identity()})
+            embedded = front(tokens, cache=[_NoCache()] * len(self.layers))
+            plain = self._decoder.embed_tokens(tokens)
+            self._front = None if mx.array_equal(embedded, plain) else front
+            self._bends_logits = True
+            own = self.lm_head(plain)
+            self._bends_logits = False
+            self._bends_logits = not mx.array_equal(own, self.lm_head(plain))
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            raise self._not_in_stages(first_line(error)) from error
 
     def _position_ropes(self) -> None:
         if self.embeds_positions:
@@ -415,9 +519,9 @@ class Backbone:
         for index, layer in enumerate(self.layers):
             attention: Any = getattr(layer, "self_attn", None)
             rope: Any = getattr(attention, "rope", None)
-            if isinstance(rope, PositionedRope):
+            if rope is None or isinstance(rope, PositionedRope):
                 continue
-            if not isinstance(rope, _ROPES):
+            if not isinstance(rope, _ROPES) and not _turns_nothing(rope):
                 raise self._unsupported(
                     f"layer {index} has the rotary embedding {type(rope).__name__}, which does "
                     "not take positions"
@@ -425,19 +529,46 @@ class Backbone:
             attention.rope = PositionedRope(rope)
 
     def _check_stages(self) -> None:
-        tokens = mx.array(_PROBE_TOKENS)
+        """Run some tokens both ways, in float32, past windows that are made short for it."""
+        probe = self._with_short_windows()
+        longest = max(one or 0 for one in probe.windows)
+        tokens = mx.tile(mx.array(_PROBE_TOKENS), 1 + longest // 6)
+        caches: Any = make_prompt_cache(probe._outer)
+        first = tokens.size // 2
+        calls = mx.split(tokens, range(first, tokens.size) if longest else [first])
         try:
-            staged = self._tree_logits(tokens)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise self._unsupported(
-                f"its layers cannot be run one by one ({first_line(error)})"
-            ) from error
-        gap = self._gap(staged, self.model(tokens[None])[0])
+            staged = probe._tree_logits(tokens, behind=first)
+            own = mx.concatenate([probe._outer(call[None], cache=caches)[0] for call in calls])
+            gap = probe._gap(staged, own)
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            raise self._not_in_stages(first_line(error)) from error
         if gap is not None:
             raise self._unsupported(
                 f"embedding, layers, norm and head one by one give logits that differ by {gap:.3g} "
-                "from its own (it scales embeddings or logits, or masks in its own way)"
+                "from its own"
             )
+
+    def _not_in_stages(self, why: str) -> InputError:
+        return self._unsupported(f"its layers cannot be run one by one ({why})")
+
+    def _with_short_windows(self) -> Backbone:
+        """The same weights in float32, with windows of a few tokens where they can be set."""
+        probe = copy.copy(self)
+        twin: Any = on_same_arrays(self.model)
+        probe.model, outer = twin, getattr(twin, "language_model", twin)
+        decoder = getattr(outer.model, "decoder", outer.model)
+        short = dict.fromkeys(_WINDOW_NAMES, _PROBE_WINDOW)
+        for module in (outer, decoder):
+            if hasattr(module, "args"):
+                module.args = copy.copy(module.args)
+            for one in (module, getattr(module, "args", None)):
+                for name, size in short.items():
+                    if isinstance(getattr(one, name, None), int):
+                        setattr(one, name, size)
+        if self.dtype != mx.float32:
+            decoder.embed_tokens = with_parts(decoder.embed_tokens, _in_float32)
+        probe._take_parts()
+        return probe
 
     def _gap(self, logits: mx.array, expected: mx.array) -> float | None:
         """Largest difference between two logits; None where rounding explains it."""
@@ -465,12 +596,49 @@ class Backbone:
             return False
         return self._gap(logits, expected) is None
 
-    def _tree_logits(self, tokens: mx.array, mask: Any = None) -> mx.array:
-        """[R, V] logits of a chain of `tokens` [R], run as the rows of a step."""
-        rows, num_layers = tokens.shape[0], len(self.layers)
+    @cached_property
+    def takes_batches(self) -> bool:
+        """Whether rows of texts of other lengths do not disturb each other in the model's calls."""
+        probe, tokens = self._with_short_windows(), mx.array(_PROBE_TOKENS)
+        first, padding = tokens.size // 2, mx.zeros(tokens.size // 2, tokens.dtype)
+        rows = mx.stack([tokens, mx.concatenate([padding, tokens[first:]])])
+        caches = [BatchKVCache([0, first]) for _ in self.layers]
+        try:
+            calls = mx.split(rows, [first, rows.shape[1] - 1], axis=1)
+            both = [probe._outer(call, cache=caches)[:, -1] for call in calls][-1]
+        except (TypeError, ValueError, AttributeError, IndexError):
+            return False
+        alone = (probe._tree_logits(one)[-1] for one in (tokens, tokens[first:]))
+        return probe._gap(both, mx.stack([*alone])) is None
+
+    def _tree_logits(
+        self, tokens: mx.array, mask: mx.array | TreeMask | None = None, behind: int = 0
+    ) -> mx.array:
+        """[R, V] logits of a chain of `tokens` [R], run as the rows of a step.
+
+        Those `behind` which it stands are appended before.
+        """
+        rows, num_layers = tokens.shape[0] - behind, len(self.layers)
         cache = TreeCache(num_layers, scratch=rows)
-        positions = mx.arange(rows)
+        found = [self.logits(self.append(tokens[:behind], cache))] if behind else []
+        positions = mx.arange(behind, tokens.shape[0])
         views = [cache.view(layer, positions) for layer in range(num_layers)]
-        mask = positions[:, None] >= positions if mask is None else mask
-        embedded = self.embed(tokens, positions)
-        return self.logits(self.run(embedded, 0, num_layers, mask, views))
+        if mask is None:
+            seen = mx.concatenate([positions, mx.arange(behind)])
+            mask = positions[:, None] >= seen
+        by_layer = WindowMasks(mask, positions, rows, cache)
+        embedded = self.embed(tokens[behind:], positions)
+        hidden = self.run(embedded, 0, num_layers, by_layer, views)
+        return mx.concatenate([*found, self.logits(hidden)])
+
+
+class _NoCache:
+    """What a model without layers takes for their caches."""
+
+    offset = 0
+
+
+def _turns_nothing(rope: Any) -> bool:
+    """Whether what stands in the place of a rotary embedding leaves all as it is."""
+    ones = mx.ones((1, 1, 2, 8))
+    return isinstance(rope, nn.Module) and bool(mx.array_equal(rope(ones, offset=3), ones))

@@ -65,12 +65,25 @@ class LayerView:
     # keys and values of the rows, to those that attention reads
     update_and_fetch: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 
+    def without(self, first: int, last: int) -> LayerView:
+        """The same, where attention does not read the keys from `first` up to `last`."""
+        if first == last:
+            return self
+
+        def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            keys, values = self.update_and_fetch(keys, values)
+            return _without(keys, first, last), _without(values, first, last)
+
+        return LayerView(self.offset, write)
+
 
 class RowsCache:
     """Buffers by layer: `scratch` (S) rows for steps, then room for `capacity` committed tokens.
 
     With it go the masks of the steps that it serves, of lower and of upper layers.
     """
+
+    _skipped = 0  # committed tokens between the sinks and the others, which it does not hold
 
     def __init__(self, layers: range, scratch: int = 0) -> None:
         self.layers = layers
@@ -93,6 +106,23 @@ class RowsCache:
     def offset(self) -> int:
         """L, the committed tokens that the host knows of."""
         return self._offset
+
+    @property
+    def end(self) -> int:
+        """The position behind the committed tokens."""
+        return self._skipped + self._offset
+
+    def places(self, own: mx.array, window: int) -> tuple[mx.array, int]:
+        """Positions of what attention reads for a step's rows at `own` [R], and how many of the
+        committed tokens are not among them: those that a `window` hides from any row."""
+        first, start, columns = max(0, self.end + 1 - window), mx.array([self.end]), [own]
+        dropped = first if first <= SINKS else max(SINKS, first - self._skipped)
+        for path in self._paths:
+            columns.append(start + indices(path.length))
+            start = start + path.count
+        held = mx.arange(dropped, self._offset)
+        columns.append(mx.where(held < SINKS, held, held + self._skipped))
+        return mx.concatenate(columns), dropped
 
     @property
     def nbytes(self) -> int:
@@ -321,8 +351,6 @@ class StreamCache(RowsCache):
     when it begins to follow, when the window moves, or when it has not followed for a while.
     """
 
-    _skipped = 0  # committed tokens between the sinks and the window
-
     def follow(self, cache: TreeCache, num_streams: int, first: int = 0) -> None:
         """Take over what `cache` has committed, and its paths; the newest holds the streams' node.
 
@@ -339,7 +367,7 @@ class StreamCache(RowsCache):
             self._skipped, self._offset = skipped, cache.offset - skipped
             room = cache.capacity - cache.offset
             self._buffers = {
-                n: _pad(_without(rows, skipped), self.scratch, room)
+                n: _pad(_without(rows, SINKS, SINKS + skipped), self.scratch, room)
                 for n, rows in zip(self.layers, cache.rows(cache.offset, self.layers), strict=True)
             }
         else:
@@ -349,11 +377,12 @@ class StreamCache(RowsCache):
         self._paths = list(cache.paths)
 
 
-def _without(rows: mx.array, skipped: int) -> mx.array:
-    """The sinks of `rows` [2, Hkv, L, Dh], and what comes `skipped` rows behind them."""
-    if skipped == 0:
+def _without(rows: mx.array, first: int, last: int) -> mx.array:
+    """`rows` [B, Hkv, L, Dh] before `first`, and those from `last` on."""
+    if first == last:
         return rows
-    return mx.concatenate([rows[:, :, :SINKS], rows[:, :, SINKS + skipped :]], axis=2)
+    behind = rows[:, :, last:]
+    return mx.concatenate([rows[:, :, :first], behind], axis=2) if first else behind
 
 
 def _pad(buffer: mx.array, front: int, back: int) -> mx.array:

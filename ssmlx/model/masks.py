@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Protocol
 
 import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
 
 from ..errors import require
 from . import metal
@@ -93,7 +94,70 @@ class Columns(Protocol):
     @property
     def offset(self) -> int: ...
 
+    @property
+    def end(self) -> int: ...
+
     def path_masks(self, num_rows: int) -> list[mx.array]: ...
+
+    def places(self, own: mx.array, window: int) -> tuple[mx.array, int]: ...
+
+
+LayerMask = tuple[mx.array | metal.TreeMask | str | None, int, int]
+"""A mask as mlx-lm's layers take it, and the first and last of the keys that it has no column for:
+those from the one number up to the other."""
+
+
+class WindowMasks:
+    """A step's mask, for layers that see the whole text and for those that see a window of it.
+
+    A row at position p of a layer with a window of W tokens sees none before p - W + 1. What no
+    row sees is left out of its keys, so a long text costs such a layer no more than a short one.
+
+    Args:
+        whole: [R, C + L], as `StepMasks` gives it.
+        positions: [R] of the rows; or [1], the first one's, where the others follow it.
+        cache: that they stand in.
+    """
+
+    def __init__(
+        self, whole: mx.array | metal.TreeMask, positions: mx.array, num_rows: int, cache: Columns
+    ) -> None:
+        self._whole, self._cache = whole, cache
+        self._rows = positions if positions.size == num_rows else positions + indices(num_rows)
+        self._made: dict[int, LayerMask] = {}
+
+    def of(self, window: int | None) -> LayerMask:
+        if window is None:
+            return self._whole, 0, 0
+        if window not in self._made:
+            self._made[window] = self._make(window)
+        return self._made[window]
+
+    def _make(self, window: int) -> LayerMask:
+        columns, dropped = self._cache.places(self._rows, window)
+        first = columns.size + dropped - self._cache.offset
+        if self._cache.end + first <= window:
+            return self._whole, 0, 0
+        dense = self._whole if isinstance(self._whole, mx.array) else self._whole.dense
+        if dropped:
+            dense = mx.concatenate([dense[:, :first], dense[:, first + dropped :]], axis=1)
+        return dense & (columns > self._rows[:, None] - window), first, first + dropped
+
+
+class CausalMasks:
+    """The same for `count` tokens that are appended to `offset` others."""
+
+    def __init__(self, count: int, offset: int, *, dense: bool) -> None:
+        self._count, self._offset, self._dense = count, offset, dense
+
+    def of(self, window: int | None) -> LayerMask:
+        known = self._offset if window is None else min(self._offset, window - 1)
+        if self._count == 1:
+            return None, 0, self._offset - known
+        if self._dense or (window is not None and known + self._count > window):
+            mask = create_causal_mask(self._count, known, window_size=window)
+            return mask, 0, self._offset - known
+        return "causal", 0, self._offset - known
 
 
 class StepMasks:

@@ -12,12 +12,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
-from .backbone import Backbone, LMHead
-from .cache import StreamCache, TreeCache
+from .backbone import Backbone, LMHead, Mask
+from .cache import RowsCache, StreamCache, TreeCache
 from .condition import Condition, unit
 from .lora import RowScope
 from .masks import (
     SINKS,
+    WindowMasks,
     earlier_streams,
     in_window,
     stream_positions,
@@ -107,7 +108,7 @@ class NodeRows:
     """What every layer is told of a step's nodes."""
 
     positions: Positions  # [N]
-    mask: mx.array | TreeMask  # whom they see, as `Backbone.run` takes it
+    mask: Mask  # whom they see
 
 
 class StreamFusedModel:
@@ -200,7 +201,8 @@ class StreamFusedModel:
         """Positions and mask of the tree's nodes, without streams."""
         key, takes_bits = tree.topology, self._takes_bits
         mask = cache.lower_masks.step_mask(tree.ancestors, cache, key, takes_bits)
-        return NodeRows(Positions(tree.depths + cache.length), mask)
+        positions = Positions(tree.depths + cache.length)
+        return NodeRows(positions, self._by_layer(mask, positions, tree.num_nodes, cache))
 
     def lower(self, tree: Tree, cache: TreeCache, nodes: NodeRows | None = None) -> mx.array:
         """[1, N, D] hidden states of the tree's nodes before the insertion layer.
@@ -318,7 +320,8 @@ class StreamFusedModel:
             dense = cache.upper_masks.mask(visible, cache, tree.topology)
             mask = in_window(dense, columns, starts, num_nodes)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
-        return self._run_upper(rows, mask, views, num_nodes)
+        by_layer = self._by_layer(mask, positions, rows.shape[1], cache)
+        return self._run_upper(rows, by_layer, views, num_nodes)
 
     @property
     def turn_opening(self) -> tuple[int, ...]:
@@ -369,7 +372,16 @@ class StreamFusedModel:
         if self.rotation is not None:
             rotate = partial(self.rotation.turn, num_streams=num_streams)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
-        return self._run_upper(rows, mask, views, 0)
+        by_layer = self._by_layer(mask, positions, num_streams, cache)
+        return self._run_upper(rows, by_layer, views, 0)
+
+    def _by_layer(
+        self, mask: mx.array | TreeMask, positions: Positions, num_rows: int, cache: RowsCache
+    ) -> Mask:
+        """A step's mask for the layers of this model."""
+        if not any(self.backbone.windows):
+            return mask
+        return WindowMasks(mask, positions.array, num_rows, cache)
 
     def _takes_bits(self) -> bool:
         return self.backbone.takes_tree_masks
@@ -379,7 +391,7 @@ class StreamFusedModel:
         return range(self.insertion_layer, self.num_layers)
 
     def _run_upper(
-        self, rows: mx.array, mask: Any, views: list[Any], first_stream: int | None
+        self, rows: mx.array, mask: Mask, views: list[Any], first_stream: int | None
     ) -> mx.array:
         layers = self._upper_layers
         if self._scope.first == 0:  # LoRA acts on every row

@@ -64,7 +64,7 @@ class _Group:
     def decide(self) -> None:
         """Settle whether the answers that are read go together from now on."""
         rows = [row for row in self.open if not row.rests]
-        if len(rows) < 2:
+        if len(rows) < 2 or not self.batch.shares_calls:
             self.together = False
             return
         outlooks = [row.plan.pace.outlook for row in rows]

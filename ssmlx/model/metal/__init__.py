@@ -10,6 +10,26 @@ MLX's `scaled_dot_product_attention` stays the reference and the fallback. The k
 its meaning, on the CPU (`tests/metal`); it has not run on an Apple GPU yet.
 """
 
-from .hook import TreeMask, hook_layers, in_use, is_available, is_on, settle, trials, use
+from .hook import (
+    TreeMask,
+    calls_attention,
+    hook_layers,
+    in_use,
+    is_available,
+    is_on,
+    settle,
+    trials,
+    use,
+)
 
-__all__ = ["TreeMask", "hook_layers", "in_use", "is_available", "is_on", "settle", "trials", "use"]
+__all__ = [
+    "TreeMask",
+    "calls_attention",
+    "hook_layers",
+    "in_use",
+    "is_available",
+    "is_on",
+    "settle",
+    "trials",
+    "use",
+]

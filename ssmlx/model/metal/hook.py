@@ -83,17 +83,26 @@ class TreeMask:
         return self._dense()
 
 
+def calls_attention(layers: Iterable[Any]) -> bool:
+    """Whether the `self_attn` of all `layers` calls mlx-lm's function by its usual name."""
+    calls: list[Any] = [type(getattr(layer, "self_attn", None)).__call__ for layer in layers]
+    codes = (getattr(call, "__code__", None) for call in calls)
+    return all(
+        code is not None and _NAME in code.co_names and _NAME in call.__globals__
+        for call, code in zip(calls, codes, strict=True)
+    )
+
+
 def hook_layers(layers: Iterable[Any]) -> bool:
     """Let the attention of `layers` take a `TreeMask`; whether all of them can.
 
-    Only a layer whose `self_attn` calls mlx-lm's function by its usual name can.
+    Only layers can that `calls_attention`.
     """
-    calls = [type(getattr(layer, "self_attn", None)).__call__ for layer in layers]
-    for call in calls:
-        code = getattr(call, "__code__", None)
-        if code is None or _NAME not in code.co_names or _NAME not in call.__globals__:
-            return False
-    for call in calls:
+    layers = list(layers)
+    if not calls_attention(layers):
+        return False
+    for layer in layers:
+        call: Any = type(layer.self_attn).__call__
         original = call.__globals__[_NAME]
         if not hasattr(original, _HOOKED):
             call.__globals__[_NAME] = _taking_tree_masks(original)

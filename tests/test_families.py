@@ -1,0 +1,172 @@
+"""mlx-lm's families of models: each decodes as mlx-lm itself does, drafting or not."""
+
+import re
+from itertools import islice
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tiny
+from mlx_lm.generate import generate_step
+from tiny import slow
+
+from ssmlx.api import token_steps
+from ssmlx.decoding.batch import Batch, Row
+from ssmlx.decoding.loop import plain_decode, prefill
+from ssmlx.decoding.sampling import GREEDY
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
+from ssmlx.settings import GenerateConfig, TreeConfig
+
+WINDOW = 8
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5, "vocab_size": 64,
+    "max_position_embeddings": 512, "rope_theta": 1000.0, "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 8, "sliding_window_pattern": 2,
+}  # fmt: skip
+BY_LAYER = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+MINISTRAL = {**BY_LAYER, "rope_parameters": {
+    "rope_theta": 1000.0, "type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 16,
+}}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+           "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}  # fmt: skip
+
+
+def wrapped(kind, **settings):
+    return {"text_config": {**SIZES, "model_type": kind, **settings}}
+
+
+FAMILIES = {
+    "llama": {"rope_scaling": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "gemma3": wrapped("gemma3_text"),
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **BY_LAYER},
+    "ministral3": MINISTRAL,
+    "mistral3": wrapped("ministral3", **MINISTRAL),
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {
+        "logits_scaling": 4.0, "attention_multiplier": 0.4, "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5, "attention_bias": False, "mlp_bias": False,
+    },
+    "minicpm": {"dim_model_base": 16, "scale_depth": 1.4, "scale_emb": 3},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5},
+    "olmo3": BY_LAYER,
+    "exaone4": {"sliding_window_pattern": "LG", "rope_scaling": None},
+    "phi3": {},
+}  # fmt: skip
+WINDOWED = {
+    "gemma3_text",
+    "gemma3",
+    "gpt_oss",
+    "ministral3",
+    "mistral3",
+    "cohere2",
+    "olmo3",
+    "exaone4",
+}
+HEADS = {"llama": (True, False), "qwen3": (True, False), "minicpm": (False,)}
+CASES = [(name, tied) for name in FAMILIES for tied in HEADS.get(name, (True,))]
+FIRST = [("qwen3", False), ("gemma3_text", True), ("gpt_oss", True), ("mistral3", True)]
+SOME = [*FIRST, *slow(*(case for case in CASES if case not in FIRST))]
+PROMPT = [(7 * i * i + 3 * i) % 60 + 1 for i in range(2 * WINDOW + 5)]
+LENGTH = 4 * WINDOW
+DRAFTS = [
+    {"tree": TreeConfig(kind="full", width=3)},
+    {"tree": TreeConfig(size=12)},
+    {"tree": TreeConfig(kind="full", width=2), "stream_schedule": "fused"},
+    {"drafter": "prompt-lookup"},
+]
+SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
+
+
+def make_base(name, tied=True, bits=None):
+    settings = {"tie_word_embeddings": tied, **FAMILIES[name]}
+    model = tiny.make_base(name, vocab=SIZES["vocab_size"], **{**SIZES, **settings})
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits, class_predicate=tiny._is_packable)
+    return model
+
+
+def expected_of(model, prompt=PROMPT):
+    steps = generate_step(mx.array(prompt), model, max_tokens=LENGTH)
+    return [int(token) for token, _ in steps]
+
+
+def decoded(model, prompt=PROMPT, cache=None, context=(), **settings):
+    """Tokens of an answer, and how many each call brought."""
+    config = GenerateConfig(prefill_step_size=5, **settings)
+    steps = token_steps(model, prompt, cache or model.make_cache(), config, context=context)
+    return tiny.first_tokens(steps, LENGTH)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("name, tied", SOME)
+def test_decoding_is_mlx_lms(name, tied, bits):
+    """Prompt and answer are longer than the windows."""
+    base = make_base(name, tied, bits)
+    expected = expected_of(base)
+    model = tiny.make_model(base=base, scope="streams")
+    assert set(model.backbone.windows) == ({WINDOW, None} if name in WINDOWED else {None})
+    assert decoded(model, decoding="plain")[0] == expected
+    sampled, _ = decoded(model, decoding="plain", **SAMPLED)
+    assert len(set(expected)) > 1 and sampled != expected
+    calls = []
+    for draft in DRAFTS:
+        tokens, lengths = decoded(model, **draft)
+        assert tokens == expected
+        calls.append(len(lengths))
+        assert decoded(model, **draft, **SAMPLED)[0] == sampled
+    assert min(calls) < LENGTH
+    second_pass = {**DRAFTS[2], "stream_schedule": "second-pass"}
+    assert decoded(model, **second_pass)[1] == decoded(model, **DRAFTS[2])[1]
+
+
+@pytest.mark.parametrize("name, tied", SOME)
+def test_a_cache_goes_on_where_texts_part(name, tied):
+    base = make_base(name, tied)
+    other = [*PROMPT, 9, 8, *PROMPT[:WINDOW]]
+    expected = expected_of(base, other)
+    model = tiny.make_model(base=base, scope="streams")
+    for draft in ({"decoding": "plain"}, DRAFTS[1], DRAFTS[3]):
+        cache = model.make_cache()
+        decoded(model, cache=cache, **draft)
+        fork = cache.fork(len(PROMPT) - 2)
+        cache.trim(len(PROMPT) - 2)
+        known, rest = other[: cache.offset], other[cache.offset :]
+        for one in (fork, cache):
+            assert decoded(model, rest, one, known, **draft)[0] == expected
+
+
+@pytest.mark.parametrize("name, tied", SOME)
+def test_rows_of_a_batch_are_answers_alone(name, tied):
+    model = StreamFusedModel(Backbone(make_base(name, tied)))
+    batch, rows = Batch(model), []
+    for prompt in (PROMPT[:3], PROMPT):
+        cache = model.make_cache()
+        prefill(model, prompt[:-1], cache)
+        rows.append(Row(model, GREEDY, cache, prompt.copy()))
+        batch.join(rows[-1])
+    for _ in range(2 * WINDOW):
+        batch.step()
+    for row in rows:
+        prompt, count = row.text[: -len(row.unread)], len(row.unread)
+        steps = filter(None, plain_decode(model, prompt, model.make_cache()))
+        expected = [step[0] for step in islice(steps, count)]
+        assert [token for token, _ in row.unread] == expected and count > WINDOW
+
+
+def test_the_table_has_the_families_that_are_tested():
+    page = Path(__file__).parents[1] / "ssmlx/model/README.md"
+    rows = re.findall(r"^\| `(\w+)`(.*)\|$", page.read_text(), re.MULTILINE)
+    assert {name for name, _ in rows} == FAMILIES.keys()
+    assert {name for name, cells in rows if "past it" in cells} == WINDOWED
