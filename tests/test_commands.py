@@ -458,7 +458,14 @@ assert not slow & set(sys.modules), slow & set(sys.modules)
 """
 
 
-HELPED = [PROG, "ssmlx.chat", "ssmlx.server.__main__", "ssmlx.train", "convert.__main__"]
+HELPED = [
+    PROG,
+    "ssmlx.chat",
+    "ssmlx.server.__main__",
+    "ssmlx.train",
+    "ssmlx.upload",
+    "convert.__main__",
+]
 
 
 @pytest.mark.parametrize("module", HELPED)

