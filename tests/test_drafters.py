@@ -32,7 +32,7 @@ from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
 from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
-from ssmlx.drafters.draft_model import DraftModel, check_vocabulary
+from ssmlx.drafters.draft_model import DraftCache, DraftModel, check_vocabulary
 from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice, continuation, extend
@@ -531,11 +531,27 @@ def test_the_drafter_follows_from_what_is_loaded():
             assert make_plan(target, heads=heads, **asked).kind == kind
 
 
+@pytest.mark.parametrize("settings", [{}, {"temp": 1.0, "seed": 2}])
+@pytest.mark.parametrize("sizes", [(VOCAB, VOCAB + 5), (VOCAB + 5, VOCAB)])
+def test_vocabularies_are_padded_to_sizes_of_their_own(sizes, settings):
+    """As Qwen2.5's are: what the other has not is never drafted."""
+    model = StreamFusedModel(Backbone(make_base(vocab=sizes[0])))
+    draft = DraftModel(make_base(vocab=sizes[1], num_hidden_layers=1))
+    draft.target_vocab_size = sizes[0]
+    expected = plain(model, PROMPT, 40, **settings)
+    wide = {"draft": DraftModelConfig(num_draft_tokens=3, width=min(sizes))}
+    tokens, lengths = written(model, PROMPT, 40, draft_model=draft, **wide, **settings)
+    assert tokens == expected and len(lengths) < 40
+    logits = DraftCache(draft).logits(mx.array(PROMPT))
+    assert logits.shape == (1, sizes[0]) and mx.isfinite(logits).sum().item() == min(sizes)
+
+
 def test_another_vocabulary_is_refused():
     draft, tokenizer = DraftModel(make_base(), "--draft-model x"), make_tokenizer()
     check_vocabulary(draft, make_tokenizer(), tokenizer, VOCAB)
-    with pytest.raises(InputError, match="a vocabulary of 13 tokens; expected the target's 14"):
-        check_vocabulary(draft, tokenizer, tokenizer, 14)
+    check_vocabulary(draft, tokenizer, tokenizer, VOCAB + 1)
+    with pytest.raises(InputError, match="a vocabulary of 13 tokens; expected the target's 12"):
+        check_vocabulary(draft, tokenizer, tokenizer, VOCAB - 1)
     with pytest.raises(InputError, match="another token map: 1 tokens differ, such as 'w13'"):
         check_vocabulary(draft, make_tokenizer(VOCAB + 1), tokenizer, VOCAB)
 

@@ -1,5 +1,6 @@
 """Drafts from a second, smaller model with the same vocabulary."""
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ class DraftModel:
 
     Attributes:
         vocab_size: Vd, tokens of its embedding.
+        target_vocab_size: V, those of the target's, padding included.
     """
 
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
@@ -54,7 +56,9 @@ class DraftModel:
                 do="choose another draft model",
             )
         self.num_parameters: int = get_total_parameters(model)
-        self.vocab_size: int = model.args.vocab_size
+        wrapped: Any = model
+        self.vocab_size: int = getattr(wrapped, "language_model", wrapped).args.vocab_size
+        self.target_vocab_size = self.vocab_size
         self._caches: list[DraftCache] = []  # the one that was taken last stands first
 
     @property
@@ -72,7 +76,7 @@ class DraftModel:
         most of `tokens`. At most `_MOST_IDLE` of the others are kept."""
         idle = [cache for cache in self._caches if cache.drafter() is None]
         shared = {id(cache): common_prefix(cache.text, tokens) for cache in idle}
-        cache = max(idle, key=lambda one: shared[id(one)], default=DraftCache(self.model))
+        cache = max(idle, key=lambda one: shared[id(one)], default=DraftCache(self))
         spare = [one for one in idle if one is not cache][_MOST_IDLE:]
         dropped = {id(one) for one in (cache, *spare)}
         self._caches = [cache, *(one for one in self._caches if id(one) not in dropped)]
@@ -83,8 +87,8 @@ class DraftModel:
 class DraftCache:
     """A draft model's keys and values of one text."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._layers = model, cast("list[Any]", make_prompt_cache(model))
+    def __init__(self, draft: DraftModel) -> None:
+        self._draft, self._layers = draft, cast("list[Any]", make_prompt_cache(draft.model))
         self.text: list[int] = []
         self.drafter: Callable[[], object] = lambda: None
 
@@ -109,8 +113,16 @@ class DraftCache:
         return calls
 
     def logits(self, tokens: mx.array) -> mx.array:
-        """[1, V] logits after the last of `tokens` [R], which join the cache."""
-        return self._model(tokens[None], cache=self._layers)[:, -1]
+        """[1, V] logits after the last of `tokens` [R], which join the cache.
+
+        Two embeddings of one vocabulary may be padded to sizes of their own: what one lacks is
+        never drafted.
+        """
+        known, wanted = self._draft.vocab_size, self._draft.target_vocab_size
+        logits = self._draft.model(mx.minimum(tokens, known - 1)[None], cache=self._layers)[:, -1]
+        if known < wanted:
+            return mx.pad(logits, [(0, 0), (0, wanted - known)], constant_values=-math.inf)
+        return logits[:, :wanted]
 
     def note(self, tokens: Sequence[int], held: int) -> None:
         """The text has gone on by `tokens`; keep `held` of all its tokens in the cache."""
@@ -130,7 +142,8 @@ class DraftModelDrafter:
     waits = True
 
     def __init__(self, model: DraftModel, config: DraftModelConfig, sampling: Sampling) -> None:
-        width, levels = min(config.width, model.vocab_size), config.num_draft_tokens
+        most = min(model.vocab_size, model.target_vocab_size)
+        width, levels = min(config.width, most), config.num_draft_tokens
         self._model, self._sampling = model, sampling
         self._width, self.num_levels = width, levels
         self._topology = comb_topology(width, levels)
@@ -199,6 +212,7 @@ def load_draft_model(
     path = resolve_model(name, Fetch(cache_dir=cache_dir, offline=offline, progress=progress))
     model, config = load_weights(path, dtype, f"the draft model {name} cannot be loaded")
     draft = DraftModel(model, f"the draft model {name}")
+    draft.target_vocab_size = vocab_size
     check_vocabulary(draft, load_tokenizer(path, config), tokenizer, vocab_size)
     return draft
 
@@ -208,19 +222,19 @@ def check_vocabulary(
 ) -> None:
     """Check that a drafted token means to the target what it means to the draft model."""
     do = "choose a draft model of the same family"
-    require(
-        draft.vocab_size == vocab_size,
-        f"{draft.name} has a vocabulary of {draft.vocab_size} tokens",
-        expected=f"the target's {vocab_size}",
-        do=do,
-    )
     ours, theirs = own.get_vocab(), tokenizer.get_vocab()
     words = [word for word in {**ours, **theirs} if ours.get(word) != theirs.get(word)]
-    word = min(words, default="")
+    word, last = min(words, default=""), max(ours.values(), default=0)
     require(
         not words,
         f"{draft.name} has another token map: {len(words)} tokens differ, such as {word!r} "
         f"({ours.get(word)} there, {theirs.get(word)} in the target)",
         expected="the same tokens under the same ids",
+        do=do,
+    )
+    require(
+        draft.vocab_size == vocab_size or last < min(draft.vocab_size, vocab_size),
+        f"{draft.name} has a vocabulary of {draft.vocab_size} tokens",
+        expected=f"the target's {vocab_size}, or padding alone in which they differ",
         do=do,
     )
