@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 import tiny
 from mlx_lm.generate import generate_step
@@ -17,7 +18,10 @@ from ssmlx.decoding.loop import plain_decode, prefill
 from ssmlx.decoding.sampling import GREEDY
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
+from ssmlx.model.tree import root_tree
 from ssmlx.settings import GenerateConfig, TreeConfig
+from ssmlx.training.data import Batch as TrainingBatch
+from ssmlx.training.mlx_model import Layout, TrainedModel
 
 WINDOW = 8
 SIZES = {
@@ -163,6 +167,36 @@ def test_rows_of_a_batch_are_answers_alone(name, tied):
         steps = filter(None, plain_decode(model, prompt, model.make_cache()))
         expected = [step[0] for step in islice(steps, count)]
         assert [token for token, _ in row.unread] == expected and count > WINDOW
+
+
+@pytest.mark.parametrize("name, tied", SOME)
+def test_training_sees_what_decoding_sees(name, tied):
+    """Streams of a carrier far behind the first window, and a gradient."""
+    model = tiny.make_model(base=make_base(name, tied), scope="streams")
+    backbone = Backbone(make_base(name, tied))
+    own = tiny.make_adapter(backbone, "streams", seed=1, **tiny.RESIDUAL)
+    trained = TrainedModel(backbone, own)
+    count, streams = len(PROMPT), own.config.num_streams
+    tokens = np.array([[*PROMPT, 0]])
+    batch = TrainingBatch(np.zeros(1, int), tokens, np.array([count + 1]), np.zeros(1, int), count)
+    layout = Layout.of(batch, streams)
+    nodes, rows = trained.upper(trained.lower(layout), layout)
+    cache, root = model.make_cache(), root_tree(mx.array(PROMPT[-1:]))
+    prefill(model, PROMPT[:-1], cache)
+    cache.reserve(tokens=1, scratch=1 + streams)
+    inserted = model.insert(model.lower(root, cache), streams)
+    found = model.upper(inserted, root, cache, streams, starts=mx.zeros(1, mx.int32))
+    expected = mx.concatenate([nodes[:, count - 1 : count], rows], axis=1)
+    tiny.assert_close(found, expected, 1e-4)
+    tiny.assert_close(model.draft_logits(found), trained.logits(expected[0], drafting=True), 1e-4)
+
+    def loss(weights):
+        trained.bind(weights)
+        _, rows = trained.upper(trained.lower(layout), layout)
+        return trained.logits(rows[0], drafting=True).square().mean()
+
+    gradients = mx.grad(loss)(trained.weights)["stream_embeddings"]
+    assert mx.isfinite(gradients).all() and mx.abs(gradients).max() > 0
 
 
 def test_the_table_has_the_families_that_are_tested():

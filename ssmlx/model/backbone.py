@@ -425,6 +425,17 @@ class Backbone:
         kind = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
         return kind.__call__(layer, columns)
 
+    @cached_property
+    def logit_scale(self) -> float:
+        """What the model multiplies logits by, where they are small enough not to be capped."""
+        if not self._bends_logits:
+            return 1.0
+        hidden = 1e-3 * mx.ones((1, self.hidden_size), self.dtype)
+        layer: Any = _layer_of(self.lm_head)
+        plain = (layer.as_linear if self._head is None else layer)(hidden)
+        scaled, most = self.lm_head(hidden), mx.argmax(mx.abs(plain))
+        return to_float(scaled.flatten()[most]) / to_float(plain.flatten()[most])
+
     def agreed(self, *arrays: mx.array) -> list[mx.array]:
         """What rank 0 has for `arrays`, where the model is split over ranks; else themselves."""
         return from_first(arrays, self.group)

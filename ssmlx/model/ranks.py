@@ -7,6 +7,7 @@ steps; rank 0 decides for all (`from_first`), as other chips may round in anothe
 import os
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,7 +35,8 @@ def shard(model: nn.Module, group: Group) -> None:
     Raises:
         InputError: mlx-lm cannot split such models, or this one into so many parts.
     """
-    args, size = model.args, group.size()
+    wrapped: Any = model
+    args, size = getattr(wrapped, "language_model", wrapped).args, group.size()
     require(
         hasattr(model, "shard"),
         f"mlx-lm cannot split the model type {getattr(model, 'model_type', '')!r} over ranks",

@@ -236,7 +236,7 @@ class StreamFusedModel:
         condition, embedded = self.streams.condition, self.backbone.token_embeddings(previous)
         rows = self.backbone.head_rows(columns, self.draft_head)
         mixed = condition.mix(normed[..., None, :], embedded)
-        return mixed @ (rows @ condition.out).swapaxes(-1, -2)
+        return self.backbone.logit_scale * mixed @ (rows @ condition.out).swapaxes(-1, -2)
 
     def root_states(self, roots: mx.array, last_hidden: mx.array) -> mx.array:
         """[B, M, 2 D] what `root_init` takes of nodes, whose last hidden states are [B, M, D].

@@ -52,6 +52,14 @@ Weights = dict[str, mx.array]
 class Rows:
     positions: mx.array  # [B, R]
     mask: mx.array  # [B, 1, R, keys] bool, which row sees which key
+    key_positions: mx.array  # [B, keys]
+
+    def mask_in(self, window: int | None) -> mx.array:
+        """`mask` in a layer that sees so many tokens."""
+        if window is None:
+            return self.mask
+        first = self.positions[:, None, :, None] - window + 1
+        return self.mask & (self.key_positions[:, None, None] >= first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +71,8 @@ class Layout:
     @classmethod
     def of(cls, batch: Batch, num_streams: int) -> Layout:
         visible, carriers = batch.visible, batch.carriers
-        nodes = Rows(mx.array(batch.positions), mx.array(visible[:, None]))
+        positions = mx.array(batch.positions)
+        nodes = Rows(positions, mx.array(visible[:, None]), positions)
         cuts = range(0, len(carriers) if num_streams else 0, _CARRIERS_AT_ONCE)
         parts = [carriers[first : first + _CARRIERS_AT_ONCE] for first in cuts]
         groups = [
@@ -84,7 +93,8 @@ def _stream_rows(
     sees_nodes = np.repeat(visible[:, carriers], num_streams, axis=1)
     sees_streams = np.broadcast_to(siblings, (len(positions), *siblings.shape))
     mask = np.concatenate([sees_nodes, sees_streams], axis=2)[:, None]
-    return Rows(mx.array(own_positions), mx.array(mask))
+    keys = np.concatenate([positions, own_positions], axis=1)
+    return Rows(mx.array(own_positions), mx.array(mask), mx.array(keys))
 
 
 class _View:
@@ -159,8 +169,9 @@ class TrainedModel:
         batch, length = layout.tokens.shape
         embedded = self.backbone.embed(layout.tokens.flatten(), layout.nodes.positions.flatten())
         nodes = embedded.reshape(batch, length, -1)
-        views = [_View(layout.nodes) for _ in range(self.config.insertion_layer)]
-        return self.backbone.run(nodes, 0, len(views), layout.nodes.mask, views)
+        for index in range(self.config.insertion_layer):
+            nodes = self._run(index, nodes, layout.nodes, _View(layout.nodes))
+        return nodes
 
     def upper(self, nodes: mx.array, layout: Layout) -> tuple[mx.array, mx.array]:
         """Last hidden states before the norm, of `nodes` [B, T, D] and of streams [B, K * G, D]."""
@@ -207,7 +218,8 @@ class TrainedModel:
         return rank_given(self._fused, streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
-        return self.backbone.run(hidden, index, index + 1, rows.mask, [view])
+        mask = rows.mask_in(self.backbone.windows[index])
+        return self.backbone.run(hidden, index, index + 1, mask, [view])
 
 
 def trained_weights(adapter: Adapter, part: Part | None = None) -> Weights:

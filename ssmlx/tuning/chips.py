@@ -211,7 +211,7 @@ class Decoder:
     @classmethod
     def of(cls, model: StreamFusedModel) -> Self:
         """That of a loaded model."""
-        backbone, args = model.backbone, model.backbone.model.args
+        backbone, args = model.backbone, model.backbone.args
         hidden, layers = backbone.hidden_size, len(backbone.layers)
         heads = getattr(args, "num_attention_heads", hidden // 64)
         packed = [one.bits for one in backbone.layers[0].modules() if hasattr(one, "bits")]
