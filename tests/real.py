@@ -109,15 +109,6 @@ def write_packed(folder: Path, base: Path, *, dtype: mx.Dtype | None = None, **o
     return folder
 
 
-def write_nested_base(folder: Path, base: Path) -> Path:
-    """A copy of a folder of `write_base` whose sizes are nested, as those of a vision model are."""
-    shutil.copytree(base, folder)
-    settings = json.loads((folder / "config.json").read_text())
-    nested = {"model_type": settings["model_type"], "text_config": settings}
-    (folder / "config.json").write_text(json.dumps(nested))
-    return folder
-
-
 def _leaves(model):
     from mlx.utils import tree_flatten
 

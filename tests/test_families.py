@@ -152,21 +152,22 @@ def test_a_cache_goes_on_where_texts_part(name, tied):
 
 
 @pytest.mark.parametrize("name, tied", SOME)
-def test_rows_of_a_batch_are_answers_alone(name, tied):
+def test_rows_stand_at_places_of_their_own(name, tied):
+    """Texts of other lengths, a single token among them, that join one after the other."""
     model = StreamFusedModel(Backbone(make_base(name, tied)))
     batch, rows = Batch(model), []
-    for prompt in (PROMPT[:3], PROMPT):
+    for prompt in ([3], PROMPT.copy(), PROMPT[:3]):
         cache = model.make_cache()
         prefill(model, prompt[:-1], cache)
-        rows.append(Row(model, GREEDY, cache, prompt.copy()))
+        rows.append(Row(model, GREEDY, cache, prompt))
         batch.join(rows[-1])
-    for _ in range(2 * WINDOW):
-        batch.step()
+        for _ in range(WINDOW):
+            batch.step()
     for row in rows:
         prompt, count = row.text[: -len(row.unread)], len(row.unread)
         steps = filter(None, plain_decode(model, prompt, model.make_cache()))
         expected = [step[0] for step in islice(steps, count)]
-        assert [token for token, _ in row.unread] == expected and count > WINDOW
+        assert [token for token, _ in row.unread] == expected and count >= WINDOW
 
 
 @pytest.mark.parametrize("name, tied", SOME)

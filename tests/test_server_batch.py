@@ -2,21 +2,16 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import mlx.core as mx
 import pytest
 from real import words
-from tiny import ARCHITECTURES, make_base
 
 import ssmlx
 from ssmlx.answers import run
-from ssmlx.decoding.batch import MOST_UNREAD, Batch, Row
-from ssmlx.decoding.loop import plain_decode, prefill
+from ssmlx.decoding.batch import MOST_UNREAD, Batch
 from ssmlx.decoding.pace import Pace
-from ssmlx.decoding.sampling import GREEDY
-from ssmlx.model.backbone import Backbone
-from ssmlx.model.streams import StreamFusedModel
 from ssmlx.server import batch as batching
 from ssmlx.server.batch import Batches, CallError
 from ssmlx.tuning.cost import StepCosts
@@ -221,24 +216,6 @@ def test_a_mask_is_told_the_tokens_before(ask, together):
     before = []
     assert tokens(ask(QUESTIONS[0], mask=only, max_tokens=3)) == [7, 8, 7]
     assert before[:3] == [[], [7], [7, 8]]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_rows_stand_at_places_of_their_own(architecture):
-    """Texts of other lengths, a single token among them, that join one after the other."""
-    model = StreamFusedModel(Backbone(make_base(architecture)))
-    batch, rows = Batch(model), []
-    for prompt in ([3], [4, 5, 6, 7, 8, 9, 10, 11], [2, 1, 2]):
-        cache = model.make_cache()
-        prefill(model, prompt[:-1], cache)
-        rows.append(Row(model, GREEDY, cache, prompt))
-        batch.join(rows[-1])
-        batch.step(), batch.step()
-    for row in rows:
-        first, count = row.text[: -len(row.unread)], len(row.unread)
-        steps = filter(None, plain_decode(model, first, model.make_cache()))
-        expected = [step[0] for step in islice(steps, count)]
-        assert [token for token, _ in row.unread] == expected and count > 1
 
 
 @pytest.mark.parametrize(
