@@ -22,6 +22,7 @@ from tiny import (
     make_base,
     make_model,
     make_tokenizer,
+    mlx_lm_tokens,
     random_tree,
     slow,
     target_of,
@@ -300,11 +301,6 @@ def test_scripted_mixtures_across_cache_growth(seed):
     rng = random.Random(seed)
     right = [rng.randint(0, 5) for _ in range(10)]
     run_script(right, step=4, wrong=rng.randint(0, 3), below=rng.randint(0, 2), seed=seed)
-
-
-def mlx_lm_tokens(model, prompt, count):
-    found = mlx_lm.stream_generate(model, make_tokenizer(), prompt, max_tokens=count)
-    return [response.token for response in found]
 
 
 def streamed(model, count, *, tree=TREES[2], prune=PRUNINGS[0], prompt=PROMPT, step=256, **options):

@@ -58,19 +58,6 @@ def test_irregular_models_are_refused(told):
     assert "cannot draft for itself" in error.value.found
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_regular_models_are_wrapped_once(architecture):
-    model = tiny.make_base(architecture)
-    tokens = mx.array([[4, 2, 9, 7]])
-    before = model(tokens)
-    Backbone(model)
-    backbone = Backbone(model)
-    assert mx.array_equal(model(tokens), before)
-    assert not isinstance(backbone.layers[0].self_attn.rope.rope, PositionedRope)
-    assert (backbone.hidden_size, backbone.vocab_size, len(backbone.layers)) == (32, 13, 3)
-    assert backbone.context_length == 512
-
-
 ROPES = {
     "plain": None,
     "linear": {"type": "linear", "factor": 4.0},

@@ -8,12 +8,21 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_unflatten
-from mlx_lm.generate import generate_step
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_adapters, load_model
 from real import ROOT, answer, write_packed
 from real import write_base as write_folder
-from tiny import LAYERS, VOCAB, make_adapter, make_base, make_lora, make_model, make_tokenizer, slow
+from tiny import (
+    LAYERS,
+    VOCAB,
+    make_adapter,
+    make_base,
+    make_lora,
+    make_model,
+    make_tokenizer,
+    mlx_lm_tokens,
+    slow,
+)
 from tiny_heads import make_heads
 
 from ssmlx.drafters.draft_model import DraftModel
@@ -66,11 +75,6 @@ def mlx_lm_target(base: nn.Module, scope: str) -> nn.Module:
 
 def dtype_of(model: nn.Module) -> mx.Dtype:
     return model(mx.array([[1]])).dtype
-
-
-def mlx_lm_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
-    steps = generate_step(mx.array(prompt), model, max_tokens=count)
-    return [token for token, _ in steps]
 
 
 def written(model: StreamFusedModel, count: int = COUNT, **settings) -> list[int]:

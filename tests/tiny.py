@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,7 +20,7 @@ from ssmlx.loading.adapter import Adapter, BaseIdentity
 from ssmlx.loading.attach import fuse_streams
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.condition import Condition
-from ssmlx.model.lora import LoraWeights
+from ssmlx.model.lora import LoraWeights, layer_of
 from ssmlx.model.streams import LowRank, StreamFusedModel, StreamWeights
 from ssmlx.model.tree import Tree
 from ssmlx.settings import StreamConfig
@@ -62,8 +63,8 @@ def make_base(architecture: str = "llama", *, seed: int = 0, vocab: int = VOCAB,
 def linears(model: nn.Module, first_layer: int) -> list[str]:
     """Paths of the linear modules from layer `first_layer` on."""
     found = [name for name, one in model.named_modules() if isinstance(one, KINDS)]
-    parts = ((name, name.partition("layers.")[2].split(".")[0]) for name in found)
-    return sorted(name for name, layer in parts if layer and int(layer) >= first_layer)
+    in_layers = [name for name in found if "layers." in name]
+    return sorted(name for name in in_layers if layer_of(name)[0] >= first_layer)
 
 
 def make_lora(model: nn.Module, first_layer: int, seed: int, scale: float = 2.0):
@@ -172,6 +173,11 @@ def make_tokenizer(vocab: int = VOCAB, eos: int | None = None) -> TokenizerWrapp
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=words)
     return TokenizerWrapper(fast, eos_token_ids=[] if eos is None else [eos])
+
+
+def mlx_lm_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    """What mlx-lm itself writes."""
+    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
 
 
 def first_tokens(steps, count: int) -> tuple[list[int], list[int]]:
