@@ -165,9 +165,6 @@ def test_both_functions_are_there_and_share_their_weights(make_export):
     assert len(prefill) > 8 and prefill <= decode
     weights = (package / "Data/com.apple.CoreML/weights/weight.bin").stat().st_size
     assert weights < 1.3 * 2 * made.report.weight_error.weights
-    texts = spec.description.metadata.userDefined
-    assert texts["ssmlx.profile"] == "gpu"
-    assert texts["ssmlx.adapter"] == "adapter"
 
 
 def weights_of(spec, function: str) -> set[int]:
@@ -200,6 +197,7 @@ def test_the_folder_holds_all_that_a_host_needs(make_export):
     manifest = exported.Manifest.read(made.out)
     assert (manifest.num_slots, manifest.chunk, manifest.num_nodes) == (64, 4, 6)
     assert manifest.end_token_ids == (2,)
+    assert (manifest.profile, manifest.adapter) == ("gpu", "adapter")
     assert manifest.versions["coremltools"] == import_coremltools().__version__
     report = json.loads((made.out / "report.json").read_text())
     assert report == asdict(made.report)

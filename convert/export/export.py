@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -88,21 +88,21 @@ def export(model: str, adapter: str | None, out: Path, config: ExportConfig) -> 
             folder = resolve_model(model)
             own = adapter_for_export(folder, adapter)
             graphs = build_graphs(folder, own, config)
-        manifest = replace(
-            make_manifest(graphs[-1], own, config),
-            model=own.config.base_model or Path(model).name,
-            adapter=Path(adapter or model).name,
-            versions=_versions(),
-        )
         with new_folder(out) as work:
             package = work / PACKAGES[config.target]
-            _write_package(graphs, config, package, _texts(manifest, own), report)
+            _write_package(graphs, config, package, report)
             copy_settings(folder, work)
             words = load_tokenizer(work, read_json(work / "config.json", "a model's settings"))
             ends = {*words.eos_token_ids, *own.config.end_token_ids}
-            replace(
-                manifest, end_token_ids=tuple(sorted(ends)), digest=package_digest(package)
-            ).write(work)
+            manifest = replace(
+                make_manifest(graphs[-1], own, config),
+                model=own.config.base_model or Path(model).name,
+                adapter=Path(adapter or model).name,
+                versions=_versions(),
+                end_token_ids=tuple(sorted(ends)),
+                digest=package_digest(package),
+            )
+            manifest.write(work)
             files = [file for file in package.rglob("*") if file.is_file()]
             report.package_bytes = sum(file.stat().st_size for file in files)
             saved = json.dumps(asdict(report), indent=1) + "\n"
@@ -155,28 +155,12 @@ def make_manifest(graph: Graph, adapter: Adapter, config: ExportConfig) -> Manif
     )
 
 
-def _texts(manifest: Manifest, adapter: Adapter) -> dict[str, str]:
-    return {
-        "ssmlx.version": __version__,
-        "ssmlx.model": manifest.model,
-        "ssmlx.adapter": manifest.adapter,
-        "ssmlx.scope": adapter.config.adapter_scope,
-        "ssmlx.profile": manifest.profile,
-        "ssmlx.compression": manifest.compression,
-        "ssmlx.precision": manifest.dtype,
-    }
-
-
 def _write_package(
-    graphs: Sequence[Graph],
-    config: ExportConfig,
-    package: Path,
-    texts: Mapping[str, str],
-    report: Report,
+    graphs: Sequence[Graph], config: ExportConfig, package: Path, report: Report
 ) -> None:
     if config.target == "coreai":
         with report.stage("convert"):
-            packages.write_coreai(graphs, config, package, texts)
+            packages.write_coreai(graphs, config, package)
         return
     models, expected = {}, {}
     for graph in graphs:
@@ -190,7 +174,6 @@ def _write_package(
                 models[graph.name] = compression.compress(model, config.compression, graph)
     with report.stage("write"):
         packages.merge_functions(models, package)
-        packages.write_metadata(package, texts)
     models.clear()
     with report.stage("compare weights"):
         report.weight_error = compression.weight_error(package, expected)

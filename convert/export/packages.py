@@ -178,20 +178,8 @@ def merge_functions(models: Mapping[str, Any], package: Path) -> None:
         ct.utils.save_multifunction(descriptor, str(package))
 
 
-def write_metadata(package: Path, texts: Mapping[str, str]) -> None:
-    """Put `texts` into the package's own metadata, where Xcode shows them."""
-    ct = import_coremltools()
-    path = package / "Data" / "com.apple.CoreML" / "model.mlmodel"
-    spec = ct.utils.load_spec(str(package))
-    for name, text in texts.items():
-        spec.description.metadata.userDefined[name] = text
-    path.write_bytes(spec.SerializeToString())
-
-
-def write_coreai(
-    graphs: Sequence[Graph], config: ExportConfig, package: Path, texts: Mapping[str, str]
-) -> None:
-    """Convert `graphs` and write them as one package, with `texts` in its metadata.
+def write_coreai(graphs: Sequence[Graph], config: ExportConfig, package: Path) -> None:
+    """Convert `graphs` and write them as one package.
 
     The cache is state in either precision. Nothing is compressed.
     """
@@ -214,9 +202,5 @@ def write_coreai(
             )
         program = conversion.to_coreai()
 
-    def describe(metadata: Any) -> None:
-        for name, text in texts.items():
-            metadata.set_custom(name, text)
-
     with writing(package), quiet():
-        program.save_asset(package).update_metadata(describe)
+        program.save_asset(package)
