@@ -6,7 +6,7 @@ own pass, section 3.2.1); with greedy decoding that is what they do draft there,
 tree. `ssmlx.tuning.replay` replays it; a test compares with real decoding, call for call.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, full_topology, num_candidates
 from ..prompts import encode_prompt, read_prompts
 from ..settings import GenerateConfig, TreeConfig
-from ..tuning.replay import NEVER, Guesses, true_ranks
+from ..tuning.replay import Guesses
 from .timing import ssmlx_answer
 
 _LEAST_TOKENS = 50
@@ -134,17 +134,3 @@ def guesses_along(
         parts.append((np.array(tokens, np.int32), np.array(logprobs, np.float32)))
     tokens_along, logprobs_along = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Guesses(tokens_along, logprobs_along, np.array(answer))
-
-
-def rank_table(guesses: Iterable[Guesses], ranks: Sequence[int]) -> list[list[float]]:
-    """a[j][r]: how often stream j + 1 has the answer's token among its first `ranks[r]`.
-
-    Counted at the places where the streams before it had theirs among all that they ranked.
-    """
-    found = np.concatenate([true_ranks(one) for one in guesses])
-    table, reached = [], np.ones(len(found), bool)
-    for column in found.T:
-        own = column[reached]
-        table.append([float((own < rank).mean()) if len(own) else 0.0 for rank in ranks])
-        reached &= column < NEVER
-    return table

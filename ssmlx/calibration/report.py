@@ -10,10 +10,8 @@ from ..tuning.profile import FORMAT, Profile
 from ..tuning.report import Columns, table
 from . import BUSY
 from .choice import Choice
-from .guesses import rank_table
 
 Result = Mapping[str, Any]
-RANKS = (1, 2, 3, 4, 8, 16)
 _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _SHOWN_SHAPES = 6
 
@@ -30,7 +28,6 @@ def result_of(
         "tokens": sum(len(one.answer) for one in guesses),
         "context": profile.context,
         "streams": model.config.to_dict(),
-        "ranks": rank_table(guesses, RANKS),
         "costs": to_json(profile.costs),
         "candidates": [one.to_dict() for one in choice.candidates],
         "chosen": choice.chosen.to_dict(),
@@ -96,9 +93,6 @@ def report(result: Result) -> str:
     chosen, candidates = result["chosen"], result["candidates"]
     fastest = sorted(candidates, key=lambda one: -one["tokens_per_second"])[:_SHOWN_SHAPES]
     shape = str(from_json(DraftShape, chosen["shape"]))
-    ranks = {
-        f"first {rank}": lambda row, at=at: f"{row[1][at]:.2f}" for at, rank in enumerate(RANKS)
-    }
     plain = "plain decoding; the best draft would be " if chosen["speedup"] <= 1 else ""
     parts = [
         [f"{result['model']}, adapter {result['adapter']}, {result['dtype']}; {result['where']}"],
@@ -107,12 +101,8 @@ def report(result: Result) -> str:
             *forward_table(from_json(StepCosts, result["costs"])),
         ],
         [
-            f"streams on {result['answers']} answers of {result['data']}, {result['tokens']} "
-            "tokens: how often the answer's token is among",
-            *table({"stream": lambda row: str(row[0]), **ranks}, enumerate(result["ranks"], 1)),
-        ],
-        [
-            f"expected behind {result['context']} tokens, {len(candidates)} ways tried",
+            f"expected behind {result['context']} tokens, of {result['answers']} answers to "
+            f"{result['data']}, {result['tokens']} tokens in all; {len(candidates)} ways tried",
             *shape_lines(fastest, without="behind"),
         ],
         [
