@@ -12,6 +12,7 @@ from test_continuations import greedy, make_model, make_tokenizer
 from examples.recipes import chat_prompts, e2e_prompts
 from examples.recipes.e2e_prompts import PROG, main, parse_attributes, spell
 from ssmlx.errors import InputError
+from ssmlx.training import questions
 
 TRAIN = [
     "name[Aromi], eatType[pub], area[riverside]",
@@ -96,36 +97,36 @@ def test_more_values_come_half_of_the_time_and_never_a_held_out_name(task, value
 
 
 def test_splits_share_no_hand_written_prompt_and_no_list_item():
-    lists = chat_prompts.split_lists(0)
-    written = chat_prompts.written_prompts(0)
-    assert written == chat_prompts.written_prompts(0)
+    lists = questions.split_lists(0)
+    written = questions.written_prompts(0)
+    assert written == questions.written_prompts(0)
     for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
-        texts = [set(map(chat_prompts.normalised, written[split])) for split in (one, other)]
+        texts = [set(map(questions.normalised, written[split])) for split in (one, other)]
         assert not texts[0] & texts[1]
-        for name in chat_prompts.read_lists():
+        for name in questions.read_lists():
             assert not set(lists[one][name]) & set(lists[other][name])
     for split, texts in written.items():
-        assert len(texts) == chat_prompts.COUNTS[split].written
+        assert len(texts) == questions.WRITTEN[split]
         assert not [text for text in texts if "{" in text.replace("{}", "") and "}" in text]
 
 
 def test_lists_that_run_out_say_so():
     lists = {"templates": ["Hi."], "plain": ["a b"]}
     with pytest.raises(InputError, match="the lists give 2 different prompts"):
-        chat_prompts.write_prompts(lists, 3, random.Random(0))
+        questions.write_prompts(lists, 3, random.Random(0))
 
 
 def test_a_prompt_that_stands_alone():
-    assert chat_prompts.is_good_prompt("How do I cook rice?")
+    assert questions.is_good_prompt("How do I cook rice?")
     for text in ("Hi", "a" * 401, "Что такое гравитация, скажите?", "go go go go go go go go"):
-        assert not chat_prompts.is_good_prompt(text)
-    assert not chat_prompts.is_good_prompt("What is this <|im_start|> here?")
-    assert chat_prompts.normalised("  What's UP?! ") == chat_prompts.normalised("what s up")
+        assert not questions.is_good_prompt(text)
+    assert not questions.is_good_prompt("What is this <|im_start|> here?")
+    assert questions.normalised("  What's UP?! ") == questions.normalised("what s up")
 
 
 def test_the_model_continues_its_templates_user_turn():
     tokenizer = make_tokenizer()
-    assert tokenizer.decode(chat_prompts.user_prefix(tokenizer)).split() == ["<s>", "user", ":"]
+    assert tokenizer.decode(questions.user_prefix(tokenizer)).split() == ["<s>", "user", ":"]
 
 
 @pytest.mark.slow  # a random model seldom writes a good prompt
@@ -133,13 +134,13 @@ def test_sampled_prompts_are_new_each_time():
     model, tokenizer = make_model(), make_tokenizer()
     draw = {"batch_size": 32, "seed": 1}
     found = chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
-    assert len({chat_prompts.normalised(text) for text in found}) == 6
+    assert len({questions.normalised(text) for text in found}) == 6
     assert found == chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
 
 
 def test_sampled_prompts_go_to_one_split_each(monkeypatch):
-    counts = chat_prompts.Counts(written=0, sampled=2, two_turn=0)
-    monkeypatch.setattr(chat_prompts, "COUNTS", dict.fromkeys(chat_prompts.SPLITS, counts))
+    counts = chat_prompts.Counts(sampled=2, two_turn=0)
+    monkeypatch.setattr(chat_prompts, "COUNTS", dict.fromkeys(questions.SPLITS, counts))
     start = "one two three four five six seven eight"
     found = ["known text", f"{start} nine", f"{start} ten", *(f"text {n}" for n in range(5))]
     splits = chat_prompts.sampled_prompts(found, {"train": ["Known text!"]})
