@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmlx.commands.options import add_counts, add_options, command, make_parser
-from ssmlx.errors import InputError, require
-from ssmlx.loading.files import folder_digest, hold, make_folder, unwritable, write_whole
+from ssmlx.errors import require, unwritable
+from ssmlx.loading.files import PartFile, folder_digest, make_folder, write_whole
 from ssmlx.prompts import as_messages, encode, read_prompts
-from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, parse_json, setting
+from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
 from ssmlx.templates import refusing_turns
 
 from . import check_torch
@@ -200,64 +199,6 @@ def plan_batches(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
 
-class PartFile:
-    """Finished batches on disk, `done`: a line of settings, which must match, then a line each."""
-
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path = path
-        self.done: list[list[Continuation]] = []
-        try:
-            self._file = path.open("a+b")
-        except OSError as error:
-            raise unwritable(path, error) from error
-        try:
-            hold(self._file, path)
-            whole = self._read(settings)
-        except InputError:
-            self._file.close()
-            raise
-        self._file.truncate(whole)  # a line that a kill cut short
-        self._file.seek(whole)
-        if not whole:
-            self._write(settings)
-
-    def append(self, answers: Sequence[Continuation]) -> None:
-        """Keep a batch; once this returns, a kill does not lose it."""
-        self._write([list(answer) for answer in answers])
-        self.done.append(list(answers))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, value: Any) -> None:
-        self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _read(self, settings: dict[str, Any]) -> int:
-        """Fill `done`; the number of bytes that hold whole lines."""
-        data = self.path.read_bytes()
-        lines = data[: data.rfind(b"\n") + 1].splitlines()
-        try:
-            found, *batches = [parse_json(line) for line in lines] or [settings]
-            self.done = [[Continuation(*answer) for answer in batch] for batch in batches]
-        except (ValueError, TypeError) as error:
-            raise InputError(
-                f"{self.path} cannot be read",
-                expected="the finished batches of an earlier run",
-                do="delete it to start again",
-            ) from error
-        old = found if isinstance(found, dict) else {}
-        names = [name for name in settings if old.get(name) != settings[name]]
-        require(
-            found == settings,
-            f"{self.path} was made with another {', '.join(names) or 'command'}",
-            expected="the command that began it",
-            do="repeat that command, choose another --out, or delete the file to start again",
-        )
-        return sum(len(line) + 1 for line in lines)
-
-
 def generate_all(
     encoded: Sequence[Sequence[int]],
     generate: Callable[[Sequence[Sequence[int]], int], list[Continuation]],
@@ -271,10 +212,11 @@ def generate_all(
     done = sum(map(len, part.done))
     with tqdm(total=len(encoded), initial=done, unit="prompt", disable=None, leave=False) as bar:
         for number in range(len(part.done), len(batches)):
-            part.append(generate([encoded[index] for index in batches[number]], number))
+            answers = generate([encoded[index] for index in batches[number]], number)
+            part.append([list(answer) for answer in answers])
             bar.update(len(batches[number]))
     order = [index for batch in batches for index in batch]
-    answers = [answer for batch in part.done for answer in batch]
+    answers = [Continuation(*answer) for batch in part.done for answer in batch]
     return [answer for _, answer in sorted(zip(order, answers, strict=True))]
 
 

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from convert import continuations
 from convert.__main__ import main as convert
-from convert.continuations import PartFile, Sampling, encode_prompts, generate_batch
+from convert.continuations import Sampling, encode_prompts, generate_batch
 from ssmlx.errors import InputError
+from ssmlx.loading.files import PartFile
 from ssmlx.prompts import as_messages, read_prompts
 from ssmlx.settings import StreamConfig
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import logging
 import math
 import os
@@ -16,7 +17,8 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from ..errors import InputError, first_line, unwritable
+from ..errors import InputError, first_line, require, unwritable
+from ..settings import parse_json
 
 logger = logging.getLogger("ssmlx")
 _UNFINISHED = ".unfinished"
@@ -135,6 +137,65 @@ def clear_leftovers(folder: Path, name: str = "") -> list[Path]:
                 path.unlink()
                 cleared.append(path)
     return cleared
+
+
+class PartFile:
+    """What a long run has made so far: a line of settings, which must match, then lists, `done`."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        self.done: list[list[Any]] = []
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise unwritable(path, error) from error
+        try:
+            hold(self._file, path)
+            whole = self._read(settings)
+        except InputError:
+            self._file.close()
+            raise
+        self._file.truncate(whole)  # a line that a kill cut short
+        self._file.seek(whole)
+        if not whole:
+            self._write(settings)
+
+    def append(self, value: list[Any]) -> None:
+        """Keep a list; once this returns, a kill does not lose it."""
+        self._write(value)
+        self.done.append(value)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, value: Any) -> None:
+        self._file.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _read(self, settings: dict[str, Any]) -> int:
+        """Fill `done`; the number of bytes that hold whole lines."""
+        data = self.path.read_bytes()
+        lines = data[: data.rfind(b"\n") + 1].splitlines()
+        try:
+            found, *self.done = [parse_json(line) for line in lines] or [settings]
+            if not all(isinstance(one, list) for one in self.done):
+                raise TypeError
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"{self.path} cannot be read",
+                expected="the finished part of an earlier run",
+                do="delete it to start again",
+            ) from error
+        old = found if isinstance(found, dict) else {}
+        names = [name for name in settings if old.get(name) != settings[name]]
+        require(
+            found == settings,
+            f"{self.path} was made with another {', '.join(names) or 'command'}",
+            expected="the command that began it",
+            do="repeat that command, choose another --out, or delete the file to start again",
+        )
+        return sum(len(line) + 1 for line in lines)
 
 
 def folder_digest(folder: Path | None) -> str:
