@@ -126,7 +126,7 @@ def _main(args: argparse.Namespace) -> None:
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity(str(dtype), *(task if is_below else []))
 
-    def write() -> Path | None:
+    def write(_: object) -> Path | None:
         if start is not None:
             folder = options.out / TRAINED_FOLDER
             with new_folder(folder) as work:

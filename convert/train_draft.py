@@ -78,7 +78,7 @@ def _main(args: argparse.Namespace) -> None:
     run_to_end(
         job, trainer,
         prog=PROG, dtype=args.dtype, identity=job.identity(args.dtype, PROG),
-        write=lambda: write_draft(trained_weights(model), path, args.layers, folder),
+        write=lambda _: write_draft(trained_weights(model), path, args.layers, folder),
         lower=lambda: objective.lower, replay_size=args.num_draft_tokens,
     )  # fmt: skip
 

@@ -245,7 +245,7 @@ def _main(args: argparse.Namespace) -> None:
     run_to_end(
         job, trainer,
         prog=PROG, dtype=args.dtype, identity=identity,
-        write=lambda: save_published(model, out, job.options.model, lm_head),
+        write=lambda _: save_published(model, out, job.options.model, lm_head),
         lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity, "frozen model"),
     )  # fmt: skip
 

@@ -79,8 +79,9 @@ def _run(args: argparse.Namespace) -> None:
     from ..model.lora import layer_of
     from ..model.ranks import launched
     from ..training.job import prepare, run_to_end
-    from ..training.mlx_model import TrainedModel, new_adapter, start_from, with_new_parts
+    from ..training.mlx_model import TrainedModel, new_adapter, start_from, told, with_new_parts
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
+    from ..training.objective import Validation
 
     start = with_new_parts(load_adapter(args.init), train) if train.train_only else None
     job, path = prepare(options, train, start)
@@ -101,9 +102,9 @@ def _run(args: argparse.Namespace) -> None:
     lower_identity = job.lower_identity(*frozen, *kept, *(task if is_below else []))
     folder = options.out / TRAINED_FOLDER
 
-    def write() -> Path:
+    def write(validate: Validation) -> Path:
         with new_folder(folder) as work:
-            write_adapter(work, model.adapter)
+            write_adapter(work, told(model.adapter, validate))
         return folder
 
     with wired_limit(backbone.model):

@@ -219,14 +219,17 @@ def run_to_end(
     dtype: str,
     identity: str,
     lower: Callable[[], Lower],
-    write: Callable[[], Path | None],
+    write: Callable[[Validation], Path | None],
     replay_size: int | None = None,
+    keep_best: bool = False,
+    wait: Callable[[], None] = lambda: None,
 ) -> None:
     """Go on with a run where it was stopped, if it was; write, draw and tell what it came to.
 
     `lower` makes what the frozen layers, of `dtype`, say of a batch; `write` writes what was
     trained, and returns where, or None for the run's folder. Validations replay the nodes of the
-    options' tree, or `replay_size`.
+    options' tree, or `replay_size`. With `keep_best`, what is untrained is validated too, and that
+    is written which brought most tokens per call, whenever it does. `wait` is called before steps.
     """
     out, options = job.options.out, job.options
     make_folder(out)
@@ -250,19 +253,26 @@ def run_to_end(
     validate = Validation(trainer.objective, job.valid, replay_size or options.tree_size)
     last = min(options.max_steps or job.num_steps, job.num_steps)
     plan = BatchPlan(job.examples, job.train.batch_size, job.train.seed, *trainer.part)
-    first = trainer.step
+    first, result = trainer.step, None
+    best = max((entry.get("tokens_per_call", 0.0) for entry in record.entries), default=0.0)
+    if keep_best and not record.entries:
+        record.add({"step": 0, **validate()})
     for step in bar(range(first, last), "training", initial=first, total=last, unit="step"):
+        wait()
         batch = plan.batch(step)
         entry = trainer.advance(batch, lower_of(batch))
         if trainer.step % options.valid_every == 0 or trainer.step == last:
             entry |= validate()
             _say(entry, job.num_steps)
         record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
+        if keep_best and entry.get("tokens_per_call", 0.0) > best:
+            best, result = entry["tokens_per_call"], write(validate)
         if trainer.step % options.save_every == 0 or trainer.step == last:
             trainer.save(state, identity)
-    result = write() or out
+    if not keep_best:
+        result = write(validate)
     record.draw(out / PICTURE_FILE, out.name)
-    logger.info("%s: step %d of %d", result, trainer.step, job.num_steps)
+    logger.info("%s: step %d of %d", result or out, trainer.step, job.num_steps)
 
 
 def _differences(path: Path, settings: Mapping[str, Any]) -> str:

@@ -37,9 +37,11 @@ from ..model.lora import (
 )
 from ..model.streams import LowRank, StreamFusedModel, StreamWeights, ValueRotation
 from ..settings import StreamConfig
+from ..tuning.ladder import SIZES
 from .config import Part, TrainConfig
 from .data import Batch
 from .job import check_init, check_scale, check_shapes
+from .objective import Validation
 
 EMBEDDING_STD = 0.02
 _CARRIERS_AT_ONCE = 64
@@ -272,6 +274,12 @@ def with_new_parts(adapter: Adapter, train: TrainConfig) -> Adapter:
     )
     streams = replace(streams, condition=condition, root_init=root_init)
     return replace(adapter, config=config, streams=streams)
+
+
+def told(adapter: Adapter, validate: Validation) -> Adapter:
+    """The adapter with what it was found to bring on held-out text, by the nodes of a tree."""
+    curve = validate.curve(SIZES) or None
+    return replace(adapter, config=replace(adapter.config, tokens_per_call=curve))
 
 
 def new_root_init(train: TrainConfig, size: int) -> LowRank | None:

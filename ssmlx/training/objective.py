@@ -142,11 +142,17 @@ class Objective(ABC):
         """
         if not self.train.num_streams:
             return None
-        # A stream cannot rank more tokens than it may guess.
-        tree = TreeConfig(kind="best", size=size, width=self.draft_vocab_size)
+        tree = self.tree(size)
+        return replay(self.guesses(batch, lower, self.num_ranked(tree)), tree)
+
+    def tree(self, size: int) -> TreeConfig:
+        """The best tree of `size` nodes."""
+        return TreeConfig(kind="best", size=size, width=self.draft_vocab_size)
+
+    def num_ranked(self, tree: TreeConfig) -> int:
+        """Candidates of a stream that a tree may need: no more than it may guess."""
         count = num_candidates(tree, self.train.num_streams, conditional=self.is_conditional)
-        count = min(count, self.draft_vocab_size)
-        return replay(self.guesses(batch, lower, count), tree)
+        return min(count, self.draft_vocab_size)
 
 
 class Validation:
@@ -171,6 +177,16 @@ class Validation:
             whole = Replay(sum(r.num_tokens for r in replays), sum(r.num_calls for r in replays))
             entry["tokens_per_call"] = round(whole.tokens_per_call, 4)
         return entry
+
+    def curve(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Tokens per call with best trees of these sizes; nothing where nothing drafts."""
+        objective = self._objective
+        if not objective.train.num_streams:
+            return {}
+        count = objective.num_ranked(objective.tree(max(sizes)))
+        guesses = [g for b, lower in self._batches for g in objective.guesses(b, lower, count)]
+        replays = {size: replay(guesses, objective.tree(size)) for size in sizes}
+        return {size: round(found.tokens_per_call, 3) for size, found in replays.items()}
 
 
 def answers(batch: Batch) -> Iterator[np.ndarray]:

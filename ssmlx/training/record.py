@@ -20,6 +20,10 @@ class Record:
         kept = [entry for entry in read_record(path) if entry["step"] <= step]
         path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
 
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        return read_record(self._path)
+
     def add(self, entry: dict[str, Any]) -> None:
         """Append an entry; it holds its `step`."""
         with self._path.open("a", encoding="utf-8") as file:
@@ -29,7 +33,7 @@ class Record:
         """Draw losses and tokens per call against steps, where matplotlib is installed."""
         if find_spec("matplotlib") is None:
             return
-        entries, figure = read_record(self._path), new_figure(11, 4)
+        entries, figure = self.entries, new_figure(11, 4)
         left, right = figure.subplots(1, 2)
         _draw_losses(left, entries)
         left.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title=title)
