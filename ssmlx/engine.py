@@ -15,7 +15,7 @@ from .api import GenerationResponse, segments_of, with_seed
 from .bars import Progress
 from .errors import require
 from .loading.adapter import load_adapter
-from .loading.attach import adapters_for, fuse_streams
+from .loading.attach import default_adapter, fuse_streams
 from .loading.load import load
 from .loading.names import NO_ADAPTER, Fetch, resolve_adapter
 from .model.streams import StreamFusedModel
@@ -85,8 +85,7 @@ class Engine:
         if own.config is not None:  # a fused folder brings its own streams
             self._models["own"] = own
             return "own"
-        fitting = adapters_for(own)
-        return DEFAULT_ADAPTER if DEFAULT_ADAPTER in fitting else NO_ADAPTER
+        return default_adapter(own, DEFAULT_ADAPTER) or NO_ADAPTER
 
     def model(self, adapter: str | Path | None = None) -> StreamFusedModel:
         """The base with an adapter, loaded when it is first asked for; the default one if None.

@@ -416,7 +416,7 @@ def test_slash_commands(talk):
         "nothing was said yet\n", "nothing was said yet; expected a message", "/reset",
         "no command /nonsense; /help lists them", "the conversation is forgotten",
         "a new conversation with that system prompt", "a new conversation with no system prompt",
-        "the same tokens", "base model", "shipped with ssmlx: ",
+        "the same tokens", "base model", "that are here: ",
     ):  # fmt: skip
         assert said in err
 

@@ -451,7 +451,7 @@ def test_chat_drafts_with_the_chat_adapter_where_it_belongs(base, run, loads, sh
     current, available, quiet = err.splitlines()
     assert current == "adapter chat: 2 streams draft; the base model's answers are untouched"
     assert available == (
-        "shipped with ssmlx: chat, e2e, sql (for other models: foreign); "
+        "that are here: chat, e2e, sql (for other models: foreign); "
         "/adapter NAME, FOLDER or none takes another"
     )
     assert quiet.startswith(f"[{LENGTH} tokens")
@@ -469,7 +469,7 @@ CURRENT = {
         "ssmlx ships no chat adapter for this model: plain decoding; "
         "`python -m convert.train --help` says how to train one",
         "no adapter: plain decoding",
-        "shipped with ssmlx: foreign (for other models: chat, e2e, sql)",
+        "that are here: foreign (for other models: chat, e2e, sql)",
     ],
     "--model fused": [
         "the model's own streams: 2 streams draft; the model was fine-tuned with them"

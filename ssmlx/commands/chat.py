@@ -170,7 +170,7 @@ def adapter(rest: str, chat: Chat) -> str:
         names = ", ".join(fitting) or "none for this model"
         names += f" (for other models: {', '.join(others)})" if others else ""
         hint = "/adapter NAME, FOLDER or none takes another"
-        return f"{current_adapter(chat)}\nshipped with ssmlx: {names}; {hint}"
+        return f"{current_adapter(chat)}\nthat are here: {names}; {hint}"
     found = resolve_adapter(rest, Fetch(progress=options.DownloadBar()))
     chat.session.swap_adapter(found)
     mx.reset_peak_memory()

@@ -475,10 +475,11 @@ def load_target(
 ) -> tuple[Any, Any]:
     """The model and tokenizer that the options of `add_model_options` name.
 
-    The bundled `default_adapter` is used where none is named, the model brings no streams, and the
-    adapter belongs to the model; `args.adapter` then names it.
+    Where no adapter is named and the model brings no streams, one that was made from it is used, or
+    the bundled `default_adapter`, where that belongs to it; `args.adapter` then names it.
     """
     from ..loading.attach import adapters_for, swap_adapter
+    from ..loading.attach import default_adapter as default
     from ..loading.load import load
     from ..model import metal
 
@@ -488,10 +489,9 @@ def load_target(
         progress=DownloadBar(), group=group,
     )  # fmt: skip
     if args.adapter is None and default_adapter and model.num_streams == 0:
-        folder = adapters_for(model).get(default_adapter)
-        if folder is not None:
-            model = swap_adapter(model, folder)
-            args.adapter = default_adapter
+        args.adapter = default(model, default_adapter)
+        if args.adapter is not None:
+            model = swap_adapter(model, adapters_for(model)[args.adapter])
     return model, tokenizer
 
 

@@ -14,7 +14,7 @@ from ..model.ranks import LINEARS, UNPACKED_LINEARS
 from ..model.streams import StreamFusedModel
 from .adapter import Adapter, cast_streams, load_adapter, lora_tensors, read_identity, read_lora
 from .files import account_for
-from .names import CONFIG_FILE, Fetch, bundled_adapters, resolve_adapter
+from .names import CONFIG_FILE, Fetch, bundled_adapters, own_adapters, resolve_adapter
 
 
 def check_base(adapter: Adapter, backbone: Backbone) -> None:
@@ -115,16 +115,24 @@ def swap_adapter(
 
 
 def adapters_for(model: StreamFusedModel) -> dict[str, Path]:
-    """Folders of the bundled adapters that belong to `model`'s base, by name.
+    """Folders of the adapters, bundled or made here, that belong to `model`'s base, by name.
 
     Reads their settings, no weights. One whose settings cannot be read belongs to no model.
     """
     identity, found = BaseIdentity.of(model.backbone), {}
-    for name, folder in bundled_adapters().items():
+    for name, folder in {**own_adapters(), **bundled_adapters()}.items():
         with suppress(InputError):
             if read_identity(folder).difference(identity) is None:
                 found[name] = folder
     return found
+
+
+def default_adapter(model: StreamFusedModel, bundled: str) -> str | None:
+    """What drafts for a model that brings no streams: an adapter that was made from it, the newest
+    one, or the bundled one of this name; None where neither belongs to it."""
+    fitting, folder = adapters_for(model), model.backbone.folder
+    own = own_adapters(folder) if folder is not None else {}
+    return next((name for name in (*own, bundled) if name in fitting), None)
 
 
 def read_task_lora(folder: Path, backbone: Backbone) -> dict[str, LoraWeights]:

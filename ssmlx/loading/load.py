@@ -167,7 +167,9 @@ def load_base(
     model, config = load_weights(path, dtype, failure, group=group)
     reload = partial(load_modules, path, dtype, group)
     with reading(path, failure, expected=_WHOLE, do=_AGAIN):
-        return Backbone(model, reload, draft_bits, group), config
+        backbone = Backbone(model, reload, draft_bits, group)
+    backbone.folder = path
+    return backbone, config
 
 
 def load_modules(

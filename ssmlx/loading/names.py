@@ -30,6 +30,7 @@ FIGURES_FILE = "figures.json"
 ADAPTER_FILES = (CONFIG_FILE, STREAMS_FILE, *LORA_FILES.values(), LORA_SETTINGS, FIGURES_FILE)
 """What an adapter on the Hub consists of, and all that is fetched of it."""
 TRAINED_FOLDER = "adapter"  # of a training run, where the adapter is
+PLAN_FILE = "plan.json"  # of a run of `ssmlx.adapt`
 ADAPTERS_FOLDER = Path(__file__).parents[1] / "adapters"
 
 # mlx-lm's own list, but for code.
@@ -121,6 +122,29 @@ def bundled_adapters() -> dict[str, Path]:
     return {folder.name: folder for folder in sorted(folders)}
 
 
+def adapters_home() -> Path:
+    """Where `ssmlx.adapt` keeps what it makes, a folder for each adapter."""
+    return cache_dir() / "adapters"
+
+
+def own_adapters(model: Path | None = None) -> dict[str, Path]:
+    """Folders of the adapters that were made on this machine, by name, the newest first.
+
+    Of a model's folder, those that were made from it.
+    """
+    found = {}
+    for folder in adapters_home().glob(f"*/{TRAINED_FOLDER}"):
+        with suppress(InputError, AttributeError, OSError):
+            plan = read_json(folder.parent / PLAN_FILE, "the plan of a run")
+            if model is None or plan["settings"]["model"] == str(model.resolve()):
+                found[folder.parent.name] = (folder / CONFIG_FILE).stat().st_mtime, folder
+    return {name: folder for name, (_, folder) in sorted(found.items(), key=_newest)}
+
+
+def _newest(one: tuple[str, tuple[float, Path]]) -> float:
+    return -one[1][0]
+
+
 def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | None:
     """The folder of an adapter; None for "none", which means to decode without one.
 
@@ -146,14 +170,14 @@ def _adapter_folder(adapter: str | Path, fetch: Fetch) -> Path:
         if on_hub is None or _local_path(str(adapter)) is not None:
             return _expanded(adapter)
         return _from_hub(on_hub, fetch, ADAPTER_FILES, _lacks, _fetch_adapter)
-    folder, bundled = Path(adapter), bundled_adapters().get(adapter)
+    folder, bundled = Path(adapter), {**own_adapters(), **bundled_adapters()}.get(adapter)
     if adapter and folder.is_dir():
         if bundled is not None:
             place = "the folder of that name in the working directory, not the bundled adapter"
             logger.info("adapter %s: %s", adapter, place)
         return folder
     if bundled is None:
-        names = ", ".join(bundled_adapters())
+        names = ", ".join((*bundled_adapters(), *own_adapters()))
         or_bundled = f", or a bundled adapter ({names})" if names else ""
         raise InputError(
             f"no adapter folder {adapter}, and no bundled adapter of that name",

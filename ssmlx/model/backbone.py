@@ -243,6 +243,7 @@ class Backbone:
         name: what the model is called.
         cache_dir: the folder that was given to keep things in; None for the user's cache folder.
         offline: whether nothing may be fetched.
+        folder: where its weights were read, if they were.
         turn_opening: the tokens with which a user's turn begins, where a chat has several; none
             where nobody knows.
     """
@@ -251,6 +252,7 @@ class Backbone:
     cache_dir: str | Path | None = None
     offline: bool = False
     turn_opening: tuple[int, ...] = ()
+    folder: Path | None = None
 
     def __init__(
         self,

@@ -1,0 +1,73 @@
+"""The command that makes a model on this machine draft for itself."""
+
+import argparse
+import re
+from pathlib import Path
+
+from ..errors import require
+from ..loading.names import NO_ADAPTER, adapters_home, bundled_adapters
+from .options import add_options, command, make_parser
+
+PROG = "ssmlx.adapt"
+EPILOG = """examples:
+  python -m ssmlx.adapt --model mlx-community/Qwen3-4B-4bit
+  python -m ssmlx.chat --model mlx-community/Qwen3-4B-4bit     # drafts from then on
+
+The model answers prompts that ship with ssmlx, and questions that it asks itself; streams learn to
+guess these answers. Its own answers stay what they are, token for token. With --data it answers
+your prompts too (JSON lines with "prompt" or "messages"), and nothing else of yours is read; what
+streams have learnt of them can be guessed from the adapter, so keep it as you keep the data.
+
+The same command again goes on where it was stopped, at whatever moment. All is kept in the cache
+folder (`python -m ssmlx.caches`); `figures.json` beside the adapter says what it brings."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser(PROG, "Let a model learn to draft for itself, on this machine.", EPILOG)
+    parser.add_argument(
+        "--model", required=True, metavar="MODEL",
+        help="a folder (mlx-lm or Hugging Face layout), a Hub name, or an alias",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", type=Path, action="append", default=[], metavar="FILE",
+        help="prompts such as it will be asked; repeatable",
+    )  # fmt: skip
+    add_options(
+        parser,
+        ("--hours", "H", "how long this may take (default: %(default)s)", 1.0),
+        ("--name", "N", "what the adapter is called (default: the model's name)", str),
+        ("--memory-gb", "X", "memory that this may take (default: 70 %% of the machine's)", float),
+        ("--seed", "N", "another one, other questions (default: %(default)s)", 0),
+    )  # fmt: skip
+    parser.add_argument(
+        "--give-way", action="store_true",
+        help="wait while other programs keep the machine busy, or while it runs on battery",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def name_of(args: argparse.Namespace) -> str:
+    name = args.name or re.sub(r"[^\w.-]+", "-", Path(args.model).name.split("@")[0].lower())
+    ok = re.fullmatch(r"[\w-][\w.-]*", name) and name not in (NO_ADAPTER, *bundled_adapters())
+    require(
+        bool(ok), f"--name {name}", expected="letters, digits, dots and dashes, and no name of "
+        "an adapter that ships", do="give another --name",
+    )  # fmt: skip
+    return name
+
+
+def _main(args: argparse.Namespace) -> None:
+    from ..loading.files import alone_in
+    from .adapting import Run
+
+    require(args.hours > 0, f"--hours {args.hours}", expected="more than 0", do="give more")
+    folder = adapters_home() / name_of(args)
+    with alone_in(folder):
+        run = Run(args, folder)
+        run.prepare()
+        run.answer()
+        run.learn()
+        run.check()
+
+
+main = command(PROG, parse_args, _main)

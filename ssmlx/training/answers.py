@@ -1,0 +1,103 @@
+"""What a model asks and answers by itself, many texts at once, by mlx-lm's `BatchGenerator`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import apply_min_p
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..bars import bar
+from ..loading.files import PartFile
+from .questions import is_good_prompt, normalised, user_prefix
+
+QUESTION_TOKENS = 110
+PREFILL_AT_ONCE = 8
+_MIN_P = 0.02
+_TRIES = 6  # a wanted question: a model that makes none gives up
+
+
+@dataclass(frozen=True)
+class Text:
+    number: int  # its noise depends on this and the seed alone
+    prompt: Sequence[int]
+    temp: float = 0.0  # greedy
+
+
+@dataclass(frozen=True)
+class Speaker:
+    model: nn.Module  # mlx-lm's
+    tokenizer: TokenizerWrapper
+    batch_size: int  # texts that are decoded together
+    seed: int = 0
+    wait: Callable[[], None] = field(default=lambda: None)  # called between tokens
+
+    def answers(self, texts: Sequence[Text], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
+        """The number of each and what follows its prompt, an end token included, as they end."""
+        if not texts:
+            return
+        generator: Any = BatchGenerator(
+            self.model,
+            max_tokens=max_tokens,
+            stop_tokens=[[end] for end in self.tokenizer.eos_token_ids],
+            completion_batch_size=self.batch_size,
+            prefill_batch_size=min(self.batch_size, PREFILL_AT_ONCE),
+        )
+        samplers = [self._sampler(text) if text.temp else None for text in texts]
+        ids = generator.insert([[*text.prompt] for text in texts], samplers=samplers)
+        by_id = dict(zip(ids, texts, strict=True))
+        try:
+            while responses := generator.next_generated():
+                self.wait()
+                for one in (one for one in responses if one.finish_reason is not None):
+                    text = by_id[one.uid]
+                    yield text.number, list(one.all_tokens[len(text.prompt) :])
+        finally:
+            generator.close()
+
+    def _sampler(self, text: Text) -> Callable[[mx.array], mx.array]:
+        key = mx.random.key(self.seed * 1_000_003 + text.number)
+
+        def draw(logprobs: mx.array) -> mx.array:
+            nonlocal key
+            key, now = mx.random.split(key)
+            return mx.random.categorical(apply_min_p(logprobs, _MIN_P) / text.temp, key=now)
+
+        return draw
+
+    def answer(self, texts: Sequence[Text], max_tokens: int, part: PartFile) -> list[list[int]]:
+        """What follows each text's prompt; finished ones are kept in `part`, and taken from it."""
+        known = dict(part.done)
+        left = [text for text in texts if text.number not in known]
+        made = self.answers(left, max_tokens)
+        for number, tokens in bar(made, "answers", initial=len(known), total=len(texts)):
+            part.append([number, tokens])
+            known[number] = tokens
+        return [known[text.number] for text in texts]
+
+    def questions(self, wanted: int, part: PartFile) -> list[str]:
+        """At most so many different questions of the model's own, in the order of their numbers."""
+        prefix, known = user_prefix(self.tokenizer), dict(part.done)
+        found: dict[str, str] = {}
+        for first in count(0, 2 * self.batch_size):
+            if len(found) >= wanted or first >= _TRIES * max(wanted, self.batch_size):
+                break
+            numbers = range(first, first + 2 * self.batch_size)
+            texts = [Text(number, prefix, 1.0) for number in numbers if number not in known]
+            label = f"questions, {len(found)} of {wanted}"
+            for number, tokens in bar(
+                self.answers(texts, QUESTION_TOKENS), label, total=len(texts)
+            ):
+                ended = tokens[-1] in self.tokenizer.eos_token_ids
+                known[number] = self.tokenizer.decode(tokens[:-1]).strip() if ended else ""
+                part.append([number, known[number]])
+            for text in (known[number] for number in numbers):
+                if is_good_prompt(text):
+                    found.setdefault(normalised(text), text)
+        return list(found.values())[:wanted]

@@ -1,0 +1,218 @@
+"""What streams a model should have, what they should bring, and how long that takes here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import require
+from ..model.backbone import Backbone
+from ..model.streams import StreamFusedModel
+from ..settings import StreamConfig
+from ..tuning.chips import Bound, Chip, Decoder, costs
+from ..tuning.cost import interpolate
+from ..tuning.ladder import USUAL_CONTEXT, shapes
+from .answers import Speaker, Text
+from .config import DRAFT_VOCAB_SIZE, TrainConfig
+from .data import Example, collate
+from .mlx_model import TrainedModel, new_adapter
+from .mlx_trainer import MlxObjective, MlxTrainer
+
+ANSWER_TOKENS = 160
+USUAL_TOKENS = 120  # of an answer, of the tokens that it may have
+_QUESTION_SHARE = 0.15  # of the time of answers, that the model's own questions take
+RESERVE = 0.12  # of the time: validations, and figures at the end
+_MOST_EPOCHS = 3
+EXPECTED: Mapping[int, float] = {2: 1.35, 3: 1.46, 4: 1.54, 6: 1.62, 8: 1.68, 12: 1.75, 16: 1.8}
+"""Tokens per call by nodes after an hour: what SmolLM2-135M came to on chat."""
+SHARES: Mapping[float, float] = {1 / 15: 0.8, 1 / 8: 0.95, 1 / 4: 1.0}
+"""What is left of the accepted drafts where only so many of the layers have streams."""
+_STREAMS: Mapping[int, float] = {2: 0.88, 3: 0.96, 4: 1.0}
+"""What is left of them where only so many streams guess."""
+_BATCHES = (16, 8, 4, 2, 1)
+_TOGETHER = (32, 16, 8, 4, 1)
+_PROBED = (1, 3)
+_PROBED_TOKENS = 16
+_MEMORY_SHARE = 0.7  # of the machine's, that may be used unless told
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Streams, and the speed-up over plain decoding that they should bring on a chip."""
+
+    num_layers: int
+    num_streams: int
+    nodes: int  # of the tree that should be fastest
+    low: float
+    middle: float
+    high: float
+
+    def train(self, **more: Any) -> TrainConfig:
+        return TrainConfig(
+            num_streams=self.num_streams, num_msa_layers=self.num_layers,
+            adapter_scope="streams", root_init_rank=64, condition_rank=64,
+            stream_weights=(1.0,), schedule="cosine", learning_rate=1e-3, prune_rank=0, **more,
+        )  # fmt: skip
+
+
+def choose_sizes(backbone: Backbone, chip: Chip) -> Sizes:
+    """Those that should be fastest on a chip, by what others published of its rows."""
+    decoder = Decoder.of(StreamFusedModel(backbone))
+    layers = {max(1, round(share * decoder.layers)) for share in SHARES}
+    found = [_predicted(decoder, chip, n, g) for n in sorted(layers) for g in _STREAMS]
+    return max(found, key=lambda one: one.middle)
+
+
+def _predicted(decoder: Decoder, chip: Chip, layers: int, streams: int) -> Sizes:
+    drafting = replace(
+        decoder, msa_layers=layers, num_streams=streams, is_conditional=True,
+        starts_from_root=True, draft_vocab=min(decoder.vocab, DRAFT_VOCAB_SIZE),
+    )  # fmt: skip
+    kept = interpolate([*SHARES], [*SHARES.values()], layers / decoder.layers) * _STREAMS[streams]
+    tokens = {n: 1 + kept * (one - 1) for n, one in {1: 1.0, **EXPECTED}.items()}
+
+    def speedups(bound: Bound) -> dict[int, float]:
+        steps = costs(drafting, chip, bound)
+        every = {shape.num_nodes: shape for shape in shapes(streams)}
+        return {n: tokens[n] / steps.breakeven(one, USUAL_CONTEXT) for n, one in every.items()}
+
+    middle = speedups("middle")
+    nodes = max(middle, key=middle.__getitem__)
+    return Sizes(
+        num_layers=layers, num_streams=streams, nodes=nodes,
+        low=speedups("high")[nodes], middle=middle[nodes], high=speedups("low")[nodes],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What was measured here, of real steps on random tokens."""
+
+    answer: float  # tokens/s of answers, together
+    token: float  # seconds that learning a token of an answer takes
+    lower: float  # seconds that the frozen layers take of a token
+    batch_size: int  # examples of a step, as many as the memory allows
+    together: int  # answers at a time
+    memory: int  # bytes that all this takes at the most
+
+
+def memory_here() -> int:
+    """Bytes that may be used."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(_MEMORY_SHARE * whole)
+
+
+def measure(
+    backbone: Backbone,
+    config: StreamConfig,
+    train: TrainConfig,
+    speaker: Speaker,
+    prompt_tokens: int,
+    most: int,
+) -> Rates:
+    """Time some answers, and some steps, of the longest prompts; `most` is the bytes allowed.
+
+    Raises:
+        InputError: not even one example at a time fits.
+    """
+    rng = np.random.default_rng(train.seed)
+    tokens = rng.integers(0, backbone.vocab_size, prompt_tokens + ANSWER_TOKENS).astype(np.int32)
+    example = Example(tokens, prompt_tokens)
+    together, answer, for_answers = _answer_rate(speaker, tokens[:prompt_tokens].tolist(), most)
+    twin, size = backbone.twin(), train.draft_vocab_size
+    vocab = np.arange(size, dtype=np.int32) if size else None
+    model = TrainedModel(twin, new_adapter(twin, config, train, vocab))
+    objective = MlxObjective(model, train, vocab)
+    trainer, peaks = MlxTrainer(objective, 100), {}
+    for count in _PROBED:
+        batch = collate([example] * count, np.arange(count))
+        with _watched() as lower:
+            states = objective.lower(batch)
+        with _watched() as step:
+            trainer.advance(batch, states)
+        peaks[count] = step.peak
+    batch_size, for_steps = _largest(_BATCHES, peaks, most, "training")
+    return Rates(
+        answer=answer,
+        token=step.seconds / count / ANSWER_TOKENS,
+        lower=lower.seconds / count / len(tokens),
+        batch_size=batch_size,
+        together=together,
+        memory=max(for_answers, for_steps),
+    )
+
+
+def _answer_rate(speaker: Speaker, prompt: list[int], most: int) -> tuple[int, float, int]:
+    """Answers at a time, their tokens/s, and the bytes that they take."""
+    peaks = {}
+    for count in _PROBED:
+        texts = [Text(number, prompt) for number in range(count)]
+        with _watched() as prompts:
+            list(replace(speaker, batch_size=count).answers(texts, ANSWER_TOKENS // 10))
+        peaks[count] = prompts.peak
+    together, memory = _largest(_TOGETHER, peaks, most, "answering")
+    texts = [Text(number, prompt[-8:], 1.0) for number in range(together)]
+    with _watched() as spent:
+        found = list(replace(speaker, batch_size=together).answers(texts, _PROBED_TOKENS))
+    return together, sum(len(answer) for _, answer in found) / spent.seconds, memory
+
+
+@dataclass
+class _Spent:
+    seconds: float = 0.0
+    peak: int = 0  # bytes that were in use at the most
+
+
+@contextmanager
+def _watched() -> Iterator[_Spent]:
+    spent, start = _Spent(), time.perf_counter()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    yield spent
+    spent.seconds, spent.peak = time.perf_counter() - start, mx.get_peak_memory()
+
+
+def _largest(
+    sizes: Sequence[int], peaks: Mapping[int, int], most: int, what: str
+) -> tuple[int, int]:
+    """The largest of `sizes` that fits, and its bytes, by those of two others."""
+    (low, few), (high, many) = peaks.items()
+    used = {size: int(few + (many - few) * (size - low) / (high - low)) for size in sizes}
+    fitting = [size for size in sizes if used[size] <= most]
+    require(
+        bool(fitting),
+        f"{what} takes {min(used.values()) / 2**30:.1f} GiB",
+        expected=f"at most {most / 2**30:.1f}",
+        do="give --memory-gb more, or a smaller --model",
+    )
+    return fitting[0], used[fitting[0]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is made in the time that there is."""
+
+    answers: int
+    epochs: int
+    answer_seconds: float
+    train_seconds: float
+
+    @classmethod
+    def within(cls, seconds: float, rates: Rates, prompt_tokens: int) -> Plan:
+        """Answers and passes over them; more passes where answers take longer to make."""
+        asking, tokens = 1 + _QUESTION_SHARE, USUAL_TOKENS
+        made = tokens / rates.answer * asking
+        frozen, learnt = rates.lower * (prompt_tokens + tokens), rates.token * tokens
+        epochs = min(_MOST_EPOCHS, max(1, round(made / learnt)))
+        answers = int((1 - RESERVE) * seconds / (made + frozen + epochs * learnt))
+        return cls(
+            answers=answers, epochs=epochs, answer_seconds=answers * made,
+            train_seconds=answers * (frozen + epochs * learnt),
+        )  # fmt: skip
