@@ -63,7 +63,7 @@ def _main(args: argparse.Namespace) -> None:
     require(args.hours > 0, f"--hours {args.hours}", expected="more than 0", do="give more")
     folder = adapters_home() / name_of(args)
     with alone_in(folder):
-        run = Run(args, folder)
+        run = Run(args, folder, PROG)
         run.prepare()
         run.answer()
         run.learn()

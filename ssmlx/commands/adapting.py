@@ -23,7 +23,7 @@ from ..loading.adapter import load_adapter, write_adapter
 from ..loading.attach import fuse_streams
 from ..loading.files import PartFile, make_folder, new_folder, write_whole
 from ..loading.load import load_tokenizer
-from ..loading.names import PLAN_FILE, TRAINED_FOLDER, Fetch, resolve_model
+from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, Fetch, resolve_model
 from ..model.streams import StreamFusedModel
 from ..prompts import asked_tokens, read_prompts, user_text
 from ..settings import read_json
@@ -46,12 +46,10 @@ from ..training.sizing import (
     memory_here,
 )
 from ..tuning import ladder
-from .adapt import PROG
 from .machine import power_source
 from .options import DownloadBar
 from .train import STORE_FILE
 
-FIGURES_FILE = "figures.json"
 PAYS = 1.1
 """The predicted speed-up from which on the training is worth its time."""
 SAMPLED_EVERY, SAMPLED_TEMP = 4, 0.8
@@ -98,10 +96,12 @@ def waiting(give_way: bool) -> Callable[[], None]:
 class Run:
     """The stages, to be called in this order."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        self.args, self.folder, self.wait = args, folder, waiting(args.give_way)
+    def __init__(self, args: argparse.Namespace, folder: Path, prog: str) -> None:
+        self.prog, self.args, self.folder = prog, args, folder
+        self.wait = waiting(args.give_way)
         files = [row for file in args.data for row in read_prompts(file, "--data")]
         path = resolve_model(args.model, Fetch(progress=DownloadBar()))
+        self.revision = path.name if path.parent.name == "snapshots" else None
         self.settings = {
             "model": str(path.resolve()), "hours": args.hours, "seed": args.seed,
             "memory": args.memory_gb, "data": _digest(files), "made by": __version__,
@@ -256,7 +256,7 @@ class Run:
 
         run_to_end(
             job, MlxTrainer(objective, job.num_steps),
-            prog=PROG, dtype=str(twin.dtype).removeprefix("mlx.core."),
+            prog=self.prog, dtype=str(twin.dtype).removeprefix("mlx.core."),
             identity=job.identity(*frozen), write=write, keep_best=True, wait=self.wait,
             lower=lambda: job.stored_lower(objective, STORE_FILE, job.lower_identity(*frozen)),
         )  # fmt: skip
@@ -309,12 +309,13 @@ class Run:
         untrained = entries[0]["tokens_per_call"]
         figures = {
             "base": {
-                "model": self.args.model, "revision": None,
+                "model": self.args.model, "revision": self.revision,
                 "bits": self.base.get("quantization", {}).get("bits"),
             },
             "recipe": {
-                "command": " ".join([f"python -m {PROG}", *sys.argv[1:]]), "version": __version__,
-                "steps": entries[-1]["step"], "seconds": time.time() - self.known["began"],
+                "command": " ".join([f"python -m {self.prog}", *sys.argv[1:]]),
+                "version": __version__,
+                "steps": entries[-1]["step"], "seconds": round(time.time() - self.known["began"]),
                 "train": self.train.to_dict(),
             },
             "data": {
@@ -325,7 +326,7 @@ class Run:
             "figures": {
                 "prompts": HELD_OUT, "max_tokens": ANSWER_TOKENS, "plain_tokens_per_call": 1.0,
                 "tokens_per_call": adapter.config.tokens_per_call,
-                "lookup_tokens_per_call": per_call[LOOKUP],
+                "lookup_tokens_per_call": round(per_call[LOOKUP], 3),
                 "untrained_tokens_per_call": untrained,
             },
         }  # fmt: skip

@@ -83,7 +83,8 @@ class Speaker:
 
     def questions(self, wanted: int, part: PartFile) -> list[str]:
         """At most so many different questions of the model's own, in the order of their numbers."""
-        prefix, known = user_prefix(self.tokenizer), dict(part.done)
+        prefix = user_prefix(self.tokenizer) if wanted else []
+        known = dict(part.done)
         found: dict[str, str] = {}
         for first in count(0, 2 * self.batch_size):
             if len(found) >= wanted or first >= _TRIES * max(wanted, self.batch_size):

@@ -1,0 +1,230 @@
+"""`ssmlx.adapt`: a model learns to draft for itself, however often the run is stopped."""
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+from real import answer, one_line, words, write_packed
+
+import ssmlx
+from ssmlx.commands import adapt, adapting, upload
+from ssmlx.commands.adapt import PROG, main
+from ssmlx.loading.attach import adapters_for, default_adapter
+from ssmlx.loading.files import PartFile, folder_digest
+from ssmlx.loading.names import own_adapters, resolve_adapter
+from ssmlx.training import answers, record, sizing
+from ssmlx.training.answers import Speaker, Text
+
+HELD_OUT, ANSWERS, LENGTH = 4, 26, 12
+RATES = {"answer": 9.0, "token": 0.1, "lower": 0.1, "batch_size": 4, "together": 3, "memory": 2**30}
+
+
+@pytest.fixture(scope="module")
+def packed(base):
+    folder = write_packed(base.parent / "packed", base)
+    shutil.copy(base / "chat_template.jinja", folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    """A plan of seconds, the same each time."""
+    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
+    plan = sizing.Plan(answers=ANSWERS, epochs=2, answer_seconds=1.0, train_seconds=1.0)
+    monkeypatch.setattr(sizing.Plan, "within", lambda *_: plan)
+    monkeypatch.setattr(adapting, "measure", lambda *_: sizing.Rates(**RATES))
+    monkeypatch.setattr(adapting, "ANSWER_TOKENS", LENGTH)
+    monkeypatch.setattr(adapting, "HELD_OUT", HELD_OUT)
+    monkeypatch.setattr(adapting, "CHECKED", 2)
+    monkeypatch.setattr(answers, "QUESTION_TOKENS", 6)
+    monkeypatch.setattr(record, "find_spec", lambda _: None)  # no picture
+    monkeypatch.setattr(adapting, "CHECKED_TOKENS", 8)
+
+
+def adapted(model, *more):
+    assert main(["--model", str(model), "--name", "mine", *map(str, more)]) == 0
+    return resolve_adapter("mine")
+
+
+def test_a_packed_model_drafts_for_itself_afterwards(packed, capsys):
+    folder = adapted(packed)
+    said = capsys.readouterr().out
+    assert "plan: 26 answers" in said and "of 2 answers the same" in said
+    assert "should bring" in said and "less than 1.1x" in said
+    # By itself, and by its name; of no other model's folder.
+    assert own_adapters(packed) == own_adapters() == {"mine": folder}
+    assert own_adapters(packed.parent) == {}
+    plain, tokenizer = ssmlx.load(packed, dtype="float32")
+    assert default_adapter(plain, "chat") == "mine" and list(adapters_for(plain)) == ["mine"]
+    with ssmlx.Engine(str(packed), dtype="float32") as engine:
+        assert engine.model().config.num_streams > 0
+        found = [t for one in engine.stream("w1 w2 w3", max_tokens=LENGTH) for t in one.tokens]
+    prompt = ssmlx.prompt_tokens("w1 w2 w3", plain, tokenizer)
+    assert found == answer(plain, tokenizer, prompt, max_tokens=LENGTH, decoding="plain")[0]
+
+
+def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys):
+    folder = adapted(packed)
+    figures = json.loads((folder / "figures.json").read_text())
+    curve = ssmlx.load(packed, adapter=folder)[0].config.tokens_per_call
+    assert figures["figures"]["tokens_per_call"] == {str(n): one for n, one in curve.items()}
+    assert figures["figures"]["untrained_tokens_per_call"] <= curve[6]
+    assert figures["data"]["private"] is False
+    assert figures["base"] == {"model": str(packed), "revision": None, "bits": 4}
+    capsys.readouterr()
+    assert upload.main(["--adapter", "mine", "--repo", "me/mine", "--dry-run"]) == 0
+    assert f"6: {curve[6]}," in capsys.readouterr().out
+
+
+class Stopped(KeyboardInterrupt):
+    pass
+
+
+def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path, monkeypatch):
+    whole = folder_digest(adapted(packed))
+    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "again"))
+    places = [
+        (PartFile, "append", 3),
+        (PartFile, "append", 20),
+        (sizing.MlxTrainer, "advance", 4),
+        (adapting.Run, "check", 1),
+    ]
+    for owner, name, turn in places:
+        real, calls = getattr(owner, name), []
+
+        def stops(self, *values, real=real, calls=calls, turn=turn):
+            calls.append(self)
+            if len(calls) == turn:
+                raise Stopped
+            return real(self, *values)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, stops)
+            assert main(["--model", str(packed), "--name", "mine"]) == 130
+    assert folder_digest(adapted(packed)) == whole
+
+
+def test_your_prompts_come_first_and_are_told_to_be_private(packed, tmp_path):
+    data = tmp_path / "own.jsonl"
+    asked = [{"prompt": f"w7 w8 w{n}"} for n in range(6)] + [{"prompt": words(2000)}]
+    data.write_text("\n".join(map(json.dumps, asked)))
+    folder = adapted(packed, "--data", data)
+    figures = json.loads((folder / "figures.json").read_text())
+    assert figures["data"]["private"] is True
+    rows = [
+        json.loads(line)
+        for name in ("train", "valid")
+        for line in (folder.parent / "data" / f"{name}.jsonl").read_text().splitlines()
+    ]
+    assert sum(row["source"] == adapting.FILES for row in rows) == 6
+
+
+def refused(capsys, *argv):
+    assert main(list(map(str, argv))) == 2
+    return one_line(capsys.readouterr().err, PROG)
+
+
+def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
+    model = ["--model", packed]
+    assert "--hours 0.0" in refused(capsys, *model, "--hours", 0)
+    assert "--name chat" in refused(capsys, *model, "--name", "chat")
+    assert "--name ../x" in refused(capsys, *model, "--name", "../x")
+    assert "does not exist" in refused(capsys, "--model", tmp_path / "none", "--name", "x")
+    assert "none.jsonl" in refused(capsys, *model, "--data", tmp_path / "none.jsonl")
+    assert own_adapters() == {} and not list((tmp_path / "cache").rglob("plan.json"))
+    adapted(packed)
+    capsys.readouterr()
+    other = [*model, "--name", "mine", "--hours", 2]
+    assert "other settings" in refused(capsys, *other)
+
+
+def test_memory_decides_how_many_go_at_a_time():
+    peaks = {1: 100, 3: 300}
+    assert sizing._largest((16, 8, 4), peaks, 900, "training") == (8, 800)
+    with pytest.raises(ssmlx.InputError, match="training takes"):
+        sizing._largest((16, 8, 4), peaks, 300, "training")
+
+
+def test_what_is_measured_is_what_steps_then_take(base):
+    import mlx.core as mx
+
+    backbone, _ = sizing_base(base)
+    train = sizing.TrainConfig(
+        num_streams=2, num_msa_layers=2, adapter_scope="streams", draft_vocab_size=0,
+        max_length=64 + sizing.ANSWER_TOKENS,
+    )  # fmt: skip
+    speaker = Speaker(backbone.model, ssmlx.load(base)[1], 1)
+    options = SimpleNamespace(template=None, model="tiny")
+    settings = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 64}
+    config = adapting.stream_config(train, settings, options, [2])
+    rates = sizing.measure(backbone, config, train, speaker, 64, 2**33)
+    assert rates.batch_size == 16 and rates.together == 32 and min(rates.answer, rates.token) > 0
+    # The largest batch, for real.
+    rng = sizing.np.random.default_rng(1)
+    tokens = rng.integers(0, 64, train.max_length).astype("int32")
+    twin = backbone.twin()
+    model = sizing.TrainedModel(twin, sizing.new_adapter(twin, config, train, None))
+    objective = sizing.MlxObjective(model, train, None)
+    trainer = sizing.MlxTrainer(objective, 10)
+    batch = sizing.collate([sizing.Example(tokens, 64)] * 16, sizing.np.arange(16))
+    states = objective.lower(batch)
+    mx.reset_peak_memory()
+    trainer.advance(batch, states)
+    assert mx.get_peak_memory() == pytest.approx(rates.memory, rel=0.15)
+
+
+def sizing_base(base):
+    from ssmlx.loading.load import load_base
+
+    return load_base(base, "float32")
+
+
+def test_answers_are_those_of_one_text_after_the_other(base, tmp_path):
+    model, tokenizer = ssmlx.load(base, dtype="float32")
+    speaker = Speaker(model.backbone.model, tokenizer, 3, seed=5)
+    prompts = [ssmlx.prompt_tokens(words(n), model, tokenizer) for n in (1, 9, 3, 5, 2)]
+    texts = [Text(n, prompt, 0.8 * (n == 2)) for n, prompt in enumerate(prompts)]
+    together = dict(speaker.answers(texts, LENGTH))
+    alone = dict(one for text in texts for one in speaker.answers([text], LENGTH))
+    assert together == alone and sorted(together) == [0, 1, 2, 3, 4]
+    for number in (0, 1, 3, 4):
+        expected, _ = answer(model, tokenizer, prompts[number], max_tokens=LENGTH, decoding="plain")
+        assert together[number] == expected
+    other = dict(Speaker(model.backbone.model, tokenizer, 3, seed=6).answers(texts, LENGTH))
+    assert other[2] != together[2]
+
+
+def test_a_model_that_asks_nothing_sensible_is_not_waited_for(base, tmp_path, monkeypatch):
+    model, tokenizer = ssmlx.load(base, dtype="float32")
+    monkeypatch.setattr(answers, "QUESTION_TOKENS", 4)
+    part = PartFile(tmp_path / "questions.part", {})
+    speaker = Speaker(model.backbone.model, tokenizer, 2)
+    assert speaker.questions(2, part) == []  # it never ends a text
+    assert len(part.done) == answers._TRIES * 2
+
+
+@pytest.mark.parametrize(
+    ("load", "power", "waits"), [(0.0, "AC", 0), (9.0, "AC", 1), (0.0, "battery", 1)]
+)
+def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
+    clock, slept = iter(range(0, 1000, 20)), []
+    now = SimpleNamespace(
+        monotonic=lambda: next(clock), process_time=lambda: 0.0, sleep=slept.append
+    )
+    free = iter([(load,) * 3, *[(0.0,) * 3] * 9])
+    sources = iter([power, *["AC"] * 9])
+    monkeypatch.setattr(adapting, "time", now)
+    monkeypatch.setattr(adapting, "power_source", lambda: next(sources))
+    monkeypatch.setattr(os, "getloadavg", lambda: next(free))
+    adapting.waiting(True)()
+    assert len(slept) == waits
+    adapting.waiting(False)()
+    assert len(slept) == waits
+
+
+def test_names_of_models_become_names_of_adapters():
+    for model, name in (("org/Some-Model_4bit@main", "some-model_4bit"), ("a/b c", "b-c")):
+        assert adapt.name_of(Namespace(model=model, name=None)) == name
