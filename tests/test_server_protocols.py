@@ -25,10 +25,9 @@ from transformers import PreTrainedTokenizerFast
 
 import ssmlx
 from ssmlx.server import grammar
-from ssmlx.server.answering import Answering, Limits, sorted_parts
+from ssmlx.server.answering import Answering, Limits, Metrics, sorted_parts
 from ssmlx.server.app import make_app
-from ssmlx.server.asks import End, Reasoning, Text, ToolCall, Usage
-from ssmlx.server.metrics import Metrics
+from ssmlx.server.asks import End, Reasoning, Text, ToolCall
 from ssmlx.server.parsing import Parser
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
@@ -67,7 +66,7 @@ class Scripted:
     def model_name(self, ask):
         return "tiny"
 
-    def prepared(self, ask, name):
+    def prepared(self, ask):
         return [1] * 7, ask.config
 
     async def parts(self, ask, user=0):
@@ -81,7 +80,7 @@ class Scripted:
             yield Text(text, 2)
         if self.reason is None:
             raise RuntimeError("a step")
-        yield End(self.reason, Usage(7, 20, 4), self.stop, {"draft_n": 5})
+        yield End(self.reason, 7, 20, 4, stop=self.stop, timings={"draft_n": 5})
 
 
 def pieces(text, size):
@@ -120,10 +119,10 @@ async def collected(manager):
 def told(parser, texts, reason="stop"):
     """Parts, neighbours of one kind joined, and why the answer ended."""
     found = [one for text in texts for one in parser.read(Text(text, 1))]
-    *found, end = [*found, *parser.read(End(reason, Usage(1, 1)))]
+    *found, end = [*found, *parser.read(End(reason, 1, 1))]
     said = []
     for part in found:
-        value = json.loads(part.arguments) if isinstance(part, ToolCall) else part.text
+        value = json.loads(part.text) if isinstance(part, ToolCall) else part.text
         if said and said[-1][0] is type(part) and not isinstance(part, ToolCall):
             said[-1] = type(part), said[-1][1] + value
         elif value:
@@ -162,7 +161,7 @@ def test_text_before_a_call_is_told_at_once_and_every_token_once():
     assert parser.read(Text(" <to", 2)) == [Text(" ", 2)]
     assert parser.read(Text("o many", 2)) == [Text("<too many", 2)]
     (call,) = parser.read(Text(CALL, 9))
-    assert call.name == "add" and len(parser.read(End("stop", Usage(1, 1)))) == 1
+    assert call.name == "add" and len(parser.read(End("stop", 1, 1))) == 1
 
 
 def test_other_models_markers():

@@ -15,13 +15,13 @@ from ..settings import read_text
 
 PROG = "ssmlx.server"
 EPILOG = """examples:
-  python -m ssmlx.server
   python -m ssmlx.server --model org/name --adapter runs/mine --port 9000
   python -m ssmlx.server --api-keys keys.txt --host 192.168.1.5 --prompt-cache ~/.cache/prompts
 
 It speaks OpenAI's and Anthropic's APIs below /v1, and has a chat page at /. A request names the
 model, or MODEL:ADAPTER for one with an adapter; the settings here hold where it says nothing.
 What comes by other names than this machine's own, or from pages of other places, is refused."""
+BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}]}'
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -94,19 +94,16 @@ def _main(args: argparse.Namespace) -> None:
     sock = listening(args.host, args.port)
     metal.use(drafter.attention)
     caches = prompt_caches(args.prompt_cache, keys)
-    engine = Engine(
-        args.model, prompt_cache=caches[0], dtype=args.dtype, draft_head=drafter.draft_head,
-        progress=options.DownloadBar(),
-    )  # fmt: skip
+    loading: Any = {"dtype": args.dtype, "draft_head": drafter.draft_head}
+    loading["progress"] = options.DownloadBar()
+    engine = Engine(args.model, prompt_cache=caches[0], **loading)
     adapters = {Path(one).name if Path(one).exists() else one: one for one in args.adapter or ()}
     drafts = options.load_drafts(args, engine.model(), engine.tokenizer)
     for one in (None, *adapters.values()):
         make_plan(engine.model(one), config, **drafts)  # what does not fit is told now
     name = Path(args.model).name if Path(args.model).is_dir() else args.model
-    answering = Answering(
-        engine, name, adapters, prompts=caches, drafts=drafts, limits=limits,
-        template_args=args.template_args,
-    )  # fmt: skip
+    more: Any = {"limits": limits, "template_args": args.template_args}
+    answering = Answering(engine, name, adapters, prompts=caches, drafts=drafts, **more)
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(answering, config, Doors(hosts=hosts, keys=keys))
     _greet(sock, [*answering.models], bool(keys))
@@ -117,23 +114,20 @@ def _main(args: argparse.Namespace) -> None:
             await asyncio.to_thread(answering.close)
             await super().shutdown(sockets)
 
-    settings = uvicorn.Config(
-        app, ws="none", lifespan="off", log_level="warning", timeout_graceful_shutdown=3
-    )
-    Server(settings).run(sockets=[sock])
+    own: Any = {"ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 3}
+    Server(uvicorn.Config(app, log_level="warning", **own)).run(sockets=[sock])
 
 
 def _greet(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
     host, port = sock.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    body = '{"messages": [{"role": "user", "content": "Name three primary colours."}]}'
     headers = "-H 'Content-Type: application/json'"
     if needs_key:
         headers += ' -H "Authorization: Bearer $KEY"'
     elif host != "::1" and not host.startswith("127."):
         print("whoever reaches this address may ask: see --api-keys")
     print(f"{address} has {', '.join(models)}; a chat page is at {address}/\n")
-    print(f"curl {address}/v1/chat/completions {headers} -d '{body}'\n", flush=True)
+    print(f"curl {address}/v1/chat/completions {headers} -d '{BODY}'\n", flush=True)
 
 
 main = options.command(PROG, parse_args, _main)

@@ -7,13 +7,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 from ..answers import Answer
-from ..api import Decode, GenerationResponse
+from ..api import GenerationResponse
 from ..decoding.sampling import TokenLogprobs
 from ..engine import Engine
 from ..errors import require
@@ -21,12 +22,10 @@ from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt, plain_turns
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
 from . import grammar
-from .asks import Ask, End, Logprob, Part, Text, Usage
+from .asks import Ask, End, Part, Text
 from .batch import Batches
-from .metrics import Metrics
 from .parsing import Parser, parsed
 
-Segments = Answer[GenerationResponse]
 _AGAIN = {"Retry-After": "1"}
 _STOPPED = HTTPException(503, "the server is being stopped", _AGAIN)
 
@@ -35,17 +34,38 @@ _STOPPED = HTTPException(503, "the server is being stopped", _AGAIN)
 class Limits:
     """What one server does at most."""
 
-    # answers at once
-    open: int = setting(8, least=1, option="--max-open")
-    # requests that wait for one of those to end
-    waiting: int = setting(64, least=0, option="--max-waiting")
-    wait: float = setting(60.0, above=0)  # seconds that a request waits, or takes to come
-    # seconds of a request, all in all
-    time: float = setting(600.0, above=0, option="--timeout")
+    open: int = setting(8, least=1, option="--max-open")  # answers at once
+    waiting: int = setting(64, least=0, option="--max-waiting")  # requests that wait for that
+    # seconds that a request waits, or takes to come, or an event of its reply to be taken
+    wait: float = setting(60.0, above=0)
+    time: float = setting(600.0, above=0, option="--timeout")  # seconds of a request in all
     body: int = setting(8 * 2**20, least=1)  # bytes of a request
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+
+class Metrics:
+    """One server's counts: numbers alone, of all users together."""
+
+    def __init__(self) -> None:
+        own = self.registry = CollectorRegistry()
+        about = "Requests that were refused, or failed, by status."
+        self.refused = Counter("ssmlx_refused", about, ["status"], registry=own)
+        self.waiting = Gauge("ssmlx_waiting", "Requests that wait.", registry=own)
+        self.open = Gauge("ssmlx_open", "Answers that are being written.", registry=own)
+        about = "Seconds to the first token, of answers that ended by themselves."
+        self._prefill = Histogram("ssmlx_prefill_seconds", about, registry=own)
+        about = "Their tokens, and target calls, by kind."
+        self._counts = Counter("ssmlx_tokens", about, ["kind"], registry=own)
+
+    def add(self, last: GenerationResponse) -> None:
+        """Count an answer, of its last segment."""
+        self._prefill.observe(last.prefill_seconds)
+        self._counts.labels("prompt").inc(last.prompt_tokens)
+        self._counts.labels("cached").inc(last.cached_tokens)
+        self._counts.labels("completion").inc(last.generation_tokens)
+        self._counts.labels("calls").inc(last.target_calls)
 
 
 class Answering:
@@ -74,7 +94,7 @@ class Answering:
         self.engine, self.name = engine, name
         own = {f"{name}:{adapter}": place for adapter, place in (adapters or {}).items()}
         self.models: dict[str, str | None] = {name: None, **own}
-        self._prompts, self._drafts = prompts or (engine.prompt_cache,), drafts
+        self._prompts, self._drafts = prompts or (engine.prompt_cache,), drafts or {}
         self.limits, self.metrics = limits or Limits(), Metrics()
         self._slots, self._waiting = asyncio.Semaphore(self.limits.open), 0
         self._is_closed, self._template_args = False, template_args or {}
@@ -83,9 +103,10 @@ class Answering:
     def close(self) -> None:
         """Cancel what is open, keep the prompts where they are kept on disk, free the memory."""
         self._is_closed = True
-        self.engine.close()
+        self.engine.close()  # and its own prompt cache
         for one in self._prompts:
-            one.close()
+            if one is not self.engine.prompt_cache:
+                one.close()
 
     def model_name(self, ask: Ask) -> str:
         """What the model that is asked is called; the server's own where none is named."""
@@ -99,17 +120,17 @@ class Answering:
 
         Raises:
             InputError: it cannot be followed.
-            HTTPException: there is no such model, or no room.
+            HTTPException: there is no room.
         """
-        name = self.model_name(ask)
         async with self._slot():
             if self._is_closed:
                 raise _STOPPED
-            prompt, config = await asyncio.to_thread(self.prepared, ask, name)
+            prompt, config = await asyncio.to_thread(self.prepared, ask)
             for choice in range(ask.choices):
                 seed = None if config.seed is None else (config.seed + choice) % 2**63
-                answer = await self._begin(ask, name, prompt, replace(config, seed=seed), user)
-                async with answer, aclosing(self._told(answer, config, choice)) as told:
+                own = replace(config, seed=seed)
+                answer = await asyncio.to_thread(self._begun, ask, prompt, own, user)
+                async with answer, aclosing(self._told(answer, own, choice)) as told:
                     async for part in sorted_parts(ask, self.engine.tokenizer, prompt, told):
                         yield part
 
@@ -133,7 +154,7 @@ class Answering:
         finally:
             self._slots.release()
 
-    def prepared(self, ask: Ask, name: str) -> tuple[list[int], GenerateConfig]:
+    def prepared(self, ask: Ask) -> tuple[list[int], GenerateConfig]:
         """The prompt's tokens, and how to answer it."""
         config, tokenizer = ask.config, self.engine.tokenizer
         if config.seed is None and config.temp > 0:
@@ -144,14 +165,14 @@ class Answering:
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
                 lookup = PromptLookupConfig(size=32, num_draft_tokens=16, reference=text)
                 config = replace(config, drafter="prompt-lookup", prompt_lookup=lookup)
-            return self._tokens(ask, name), config
+            return self._tokens(ask), config
 
-    def _tokens(self, ask: Ask, name: str) -> list[int]:
+    def _tokens(self, ask: Ask) -> list[int]:
         """The prompt's; turns are under the template of the adapter or the model."""
-        model, tokenizer = self.engine.model(self.models[name]), self.engine.tokenizer
+        model, tokenizer = self.engine.model(self.models[ask.model]), self.engine.tokenizer
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
-        if ask.question and isinstance(ask.question[0], Mapping):
+        if ask.is_chat:
             prompt = {"messages": plain_turns(ask.question), "tools": ask.tools}
             args = {**self._template_args, **(ask.template_args or {})}
             if "enable_thinking" not in str(tokenizer.chat_template):
@@ -160,32 +181,25 @@ class Answering:
                 args["enable_thinking"] = False
             return encode_prompt(prompt, model, tokenizer, template_args=args)
         tokens, size = list[Any](ask.question), model.backbone.vocab_size
-        found, expected = "the prompt has ids of no tokens", f"ids below {size}"
         known = all(0 <= token < size for token in tokens)
-        require(known, found, expected=expected, do="correct them")
+        found = "the prompt has ids of no tokens"
+        require(known, found, expected=f"ids below {size}", do="correct them")
         return tokens
 
-    async def _begin(
-        self, ask: Ask, name: str, prompt: list[int], config: GenerateConfig, user: int
-    ) -> Segments:
+    def _begun(
+        self, ask: Ask, prompt: list[int], config: GenerateConfig, user: int
+    ) -> Answer[GenerationResponse]:
         """The segments of a choice."""
-
-        def begin() -> Segments:
-            decode: Decode = self._batches.decode
-            if ask.schema is not None:
-                with self._tokenizing:
-                    mask = grammar.processor(self.engine.tokenizer, ask.schema)
-                decode = partial(decode, mask=mask)
-            drafts = {**(self._drafts or {}), "decode": decode}
-            return self.engine.stream(
-                prompt, config, adapter=self.models[name], drafts=drafts,
-                prompt_cache=self._prompts[user],
-            )  # fmt: skip
-
-        return await asyncio.to_thread(begin)
+        decode: Any = self._batches.decode
+        if ask.schema is not None:
+            with self._tokenizing:
+                mask = grammar.processor(self.engine.tokenizer, ask.schema)
+            decode = partial(decode, mask=mask)
+        more: Any = {"adapter": self.models[ask.model], "prompt_cache": self._prompts[user]}
+        return self.engine.stream(prompt, config, drafts={**self._drafts, "decode": decode}, **more)
 
     async def _told(
-        self, answer: Segments, config: GenerateConfig, choice: int
+        self, answer: Answer[GenerationResponse], config: GenerateConfig, choice: int
     ) -> AsyncGenerator[Text | End]:
         """A choice as it is written, whatever its text may stand for."""
         last = None
@@ -197,19 +211,19 @@ class Answering:
         self.metrics.add(last)
         predicted = len(config.prompt_lookup.reference)
         accepted = min(last.generation_tokens - last.target_calls, predicted)
-        counts = (accepted, predicted - accepted) if predicted else ()
-        usage = Usage(last.prompt_tokens, last.generation_tokens, last.cached_tokens, *counts)
-        reason: Literal["stop", "length"] = "stop" if last.finish_reason == "stop" else "length"
-        yield End(reason, usage, last.stop, timings_of(last), choice)
+        counts = (accepted, predicted - accepted) if predicted else None
+        more: Any = {"stop": last.stop, "timings": timings_of(last), "choice": choice}
+        reason: Any = "stop" if last.finish_reason == "stop" else "length"
+        tokens = (last.prompt_tokens, last.generation_tokens, last.cached_tokens)
+        yield End(reason, *tokens, counts, **more)
 
 
 def sorted_parts(
     ask: Ask, tokenizer: TokenizerWrapper, prompt: Sequence[int], parts: AsyncGenerator[Text | End]
 ) -> AsyncGenerator[Part]:
     """A choice's parts; of a chat's, what is reasoning, and what calls tools, told apart."""
-    is_chat = isinstance(ask.question, list) and isinstance(ask.question[0], Mapping)
     has_markers = tokenizer.has_thinking or tokenizer.has_tool_calling
-    if not (is_chat and has_markers) or ask.schema is not None:
+    if not (ask.is_chat and has_markers) or ask.schema is not None:
         return parts
     return parsed(parts, Parser(tokenizer, ask.tools, prompt))
 
@@ -220,7 +234,6 @@ def timings_of(last: GenerationResponse) -> dict[str, Any]:
         "cache_n": last.cached_tokens,
         "prompt_n": last.prompt_tokens - last.cached_tokens,
         "prompt_ms": round(1000 * last.prefill_seconds, 3),
-        "prompt_per_second": round(last.prompt_tps, 3),
         "predicted_n": last.generation_tokens,
         "predicted_ms": round(1000 * last.decode_seconds, 3),
         "predicted_per_second": round(last.generation_tps, 3),
@@ -233,18 +246,20 @@ def timings_of(last: GenerationResponse) -> dict[str, Any]:
 
 def logprobs_of(
     tokenizer: TokenizerWrapper, told: Sequence[TokenLogprobs] | None
-) -> tuple[Logprob, ...] | None:
-    """With texts in place of ids; an end token is no text."""
+) -> list[dict[str, Any]] | None:
+    """Of each token its text with its log probability, and the likeliest in its place."""
     if told is None:
         return None
     (*_, anchor) = tokenizer.encode("a", add_special_tokens=False)
 
-    def text(token: int) -> str:
+    def shape(token: int, logprob: float) -> dict[str, Any]:
         # Behind another one: alone, some would lose a space.
-        return tokenizer.decode([anchor, token])[len(tokenizer.decode([anchor])) :]
+        text = tokenizer.decode([anchor, token])[len(tokenizer.decode([anchor])) :]
+        # A part of a character has no text of its own.
+        known = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
+        return {"token": text, "logprob": logprob, "bytes": known}
 
-    return tuple(
-        Logprob(text(one.token), one.logprob, tuple((text(other), lp) for other, lp in one.top))
-        for one in told
-        if one.token not in tokenizer.eos_token_ids
-    )
+    texts = [one for one in told if one.token not in tokenizer.eos_token_ids]
+    tops = [[shape(*other) for other in one.top] for one in texts]
+    pairs = zip(texts, tops, strict=True)
+    return [{**shape(one.token, one.logprob), "top_logprobs": top} for one, top in pairs]

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from ..errors import quoted, require
 from ..prompts import Message, Tools
@@ -29,15 +29,9 @@ class Ask:
     prediction: str | None = None  # a text that the answer may repeat much of; drafted from
     stream: bool = False  # whether the answer is told part by part
     body: Body = field(default_factory=dict)  # the request, for what a reply repeats of it
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """A token's text with its log probability, and those of the likeliest in its place."""
-
-    text: str
-    logprob: float
-    top: tuple[tuple[str, float], ...] = ()
+    is_chat: bool = True
+    id: str = field(default_factory=lambda: secrets.token_hex(12))  # of the reply
+    created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(frozen=True)
@@ -46,65 +40,53 @@ class Text:
 
     text: str
     tokens: int = 0
-    logprobs: tuple[Logprob, ...] | None = None
+    logprobs: list[dict[str, Any]] | None = None  # of its tokens, as chats tell them
     choice: int = 0
 
 
-@dataclass(frozen=True)
-class Reasoning:
+class Reasoning(Text):
     """What one target call brought of what a model thinks before it answers."""
-
-    text: str
-    tokens: int = 0
-    choice: int = 0
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call, whole; `arguments` are JSON."""
+    """A call, whole; its text is its arguments, an object's JSON."""
 
     id: str
     name: str
-    arguments: str
+    text: str
+    index: int = 0  # among the calls of its choice
     choice: int = 0
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens; those of a prediction None where none was given."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-    accepted_prediction_tokens: int | None = None
-    rejected_prediction_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class End:
-    """A choice is over; `stop` is the stop string that ended it, if one did."""
+    """A choice is over."""
 
     reason: Literal["stop", "length", "tool_calls"]
-    usage: Usage
-    stop: str | None = None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    # tokens of a prediction, accepted and not, where one was given
+    predicted: tuple[int, int] | None = None
+    stop: str | None = None  # the stop string that ended it, if one did
     timings: Mapping[str, Any] = field(default_factory=dict)
     choice: int = 0
 
 
-Part = Text | Reasoning | ToolCall | End
-
-
-@dataclass(frozen=True)
-class Ids:
-    """What a reply is known by; each API puts a prefix of its own before `id`."""
-
-    model: str
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-    created: int = field(default_factory=lambda: int(time.time()))
-
-
+Part = Text | ToolCall | End
 Event = tuple[str | None, Mapping[str, Any] | str]
 """The name of a server-sent event, if it has one, and its data: an object, or a text as it is."""
+
+
+class Teller(Protocol):
+    """Tells an answer as an API does."""
+
+    reply: dict[str, Any]  # in one piece, once all events are told
+
+    def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+        """One a part at least. Their data change once the next one is asked for."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -112,18 +94,21 @@ class Api:
     """How an API asks and is answered."""
 
     read: Callable[[Body, GenerateConfig], Ask]  # of a request, and the server's own settings
-    whole: Callable[[Ask, list[Part], Ids], dict[str, Any]]  # the reply in one piece
-    events: Callable[[Ask, AsyncIterator[Part], Ids], AsyncIterator[Event]]  # one a part at least
-    error: Callable[[int, str], dict[str, Any]]  # of an HTTP status and a line about it
+    teller: Callable[[Ask], Teller]
+    error: Callable[[int, str], Body]  # of an HTTP status and a line about it
     error_name: str | None = None  # of the event that ends a reply which fails on its way
 
 
-def number(body: Body, name: str, least: float, most: float, *, whole: bool = False) -> Any:
-    """A number of a request's body; None where it is absent or null."""
-    value, kind = body.get(name), "a whole number" if whole else "a number"
+def check(ok: bool, found: str, expected: str) -> None:
+    require(ok, found, expected=expected, do="correct or drop it")
+
+
+def number(body: Body, name: str, least: float, most: float) -> Any:
+    """A number of a request's body, a whole one if `least` is; None where it is absent or null."""
+    value, whole = body.get(name), isinstance(least, int)
     ok = value is None or Allowed(least=least, most=most).holds(value, whole=whole)
-    expected = f"{kind} from {least} to {most}"
-    require(ok, f"{name} is {quoted(value)}", expected=expected, do="correct or drop it")
+    kind = "a whole number" if whole else "a number"
+    check(ok, f"{name} is {quoted(value)}", f"{kind} from {least} to {most}")
     return value
 
 
@@ -134,14 +119,14 @@ def typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
     """A value of one JSON type of a request's body; `default` where it is absent or null."""
     value = body.get(name)
     ok = value is None or isinstance(value, kind)
-    require(ok, f"{name} is {quoted(value)}", expected=_NAMES[kind], do="correct or drop it")
+    check(ok, f"{name} is {quoted(value)}", _NAMES[kind])
     return default if value is None else value
 
 
-def turns_of(body: Body, name: str = "messages") -> list[Message]:
-    """The turns of a request's body: objects with a role each, one at least."""
-    turns = typed(body, name, list, [])
+def turns_of(body: Body) -> list[Message]:
+    """The messages of a request's body: objects with a role each, one at least."""
+    turns = typed(body, "messages", list, [])
     ok = all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)
     expected = "a list of objects with a role each, one at least"
-    require(bool(turns) and ok, f"{name} is {quoted(turns)}", expected=expected, do="correct it")
+    check(bool(turns) and ok, f"messages is {quoted(turns)}", expected)
     return turns

@@ -1,51 +1,72 @@
-"""What Anthropic's messages and OpenAI's responses share: turns of typed parts, answers in runs."""
+"""Anthropic's messages and OpenAI's responses: turns of typed blocks, answers in runs of a kind.
 
-from collections.abc import AsyncIterator, Callable
-from copy import deepcopy
-from typing import Any, Protocol
+Of responses nothing is kept: a request brings its whole conversation.
+"""
 
-from ..errors import quoted, require
-from ..settings import GenerateConfig
-from .asks import Api, Ask, Body, End, Event, Ids, Part, Reasoning, Text, ToolCall, typed
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
 
-SHARED = ("model", "stream", "temperature", "top_p", "top_k", "max_tokens", "tool_choice")
-"""Fields of requests that mean what they do in a chat's."""
-Run = Text | Reasoning | ToolCall
+from ..errors import quoted
+from ..settings import GenerateConfig, parse_json
+from . import asks, openai
+from .asks import Api, Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
+
+_SHARED = ("model", "stream", "temperature", "top_p", "top_k", "max_tokens", "tool_choice")
+"""Fields of a request that mean what they do in a chat's."""
+_KEPT = ("previous_response_id", "conversation", "prompt", "background")
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
+_BLOCKS = {
+    "message": ("say", "role", "content"),
+    "thinking": ("think", "thinking"),
+    "redacted_thinking": ("think", "thinking"),
+    "reasoning": ("think", "content"),
+    "tool_use": ("call", "id", "name", "input"),
+    "function_call": ("call", "call_id", "name", "arguments"),
+    "tool_result": ("result", "tool_use_id", "content"),
+    "function_call_output": ("result", "call_id", "output"),
+}
+"""What becomes of a block or an item, by its type, and of which of its fields; others are texts."""
 
 
-class Turns(list[dict[str, Any]]):
+class _Turns(list[dict[str, Any]]):
     """A chat's turns. What one role says at once is one turn, as templates want it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[Any, str] = {}  # of tools, by the ids of their calls
 
+    def add(self, role: Any, block: Body) -> None:
+        """What a role said, thought or called, or what a call brought."""
+        does, *names = _BLOCKS.get(str(block.get("type", "message")), ["say"])
+        fields = [block.get(name) for name in names] or [role, [block]]
+        getattr(self, does)(*fields)
+
     def say(self, role: Any, content: Any) -> None:
-        ok = role in ("user", "assistant", "system", "developer")
-        require(ok, f"the role {quoted(role)}", expected="user or assistant", do="correct it")
-        turn, said = self._turn("system" if role == "developer" else role), text_of(content)
+        ok = role in ["user", "assistant", "system", "developer"]
+        asks.check(ok, f"the role {quoted(role)}", "user or assistant")
+        turn, said = self._turn("system" if role == "developer" else role), _text_of(content)
         turn["content"] = "\n\n".join(one for one in (turn["content"], said) if one)
 
     def think(self, content: Any) -> None:
-        if thought := text_of(content):
+        if thought := _text_of(content or ""):
             self._turn("assistant")["reasoning_content"] = thought
 
     def call(self, id: Any, name: Any, arguments: Any) -> None:
         """`arguments` are an object, or its JSON."""
         ok = isinstance(id, str) and isinstance(name, str) and isinstance(arguments, str | dict)
-        expected = "an id, a name and arguments"
-        require(ok, f"a call of {quoted(name)}", expected=expected, do="correct it")
-        self._names[id] = name
-        function = {"name": name, "arguments": arguments}
+        asks.check(ok, f"a call of {quoted(name)}", "an id, a name and arguments")
+        self._names[id], function = name, {"name": name, "arguments": arguments}
         calls = self._turn("assistant").setdefault("tool_calls", [])
         calls.append({"id": id, "type": "function", "function": function})
 
     def result(self, id: Any, content: Any) -> None:
-        known = isinstance(id, str) and id in self._names
-        found = f"a result of the call {quoted(id)}"
-        require(known, found, expected="a call before it", do="send that, too")
-        more = {"tool_call_id": id, "name": self._names[id]}
-        self.append({"role": "tool", "content": text_of(content), **more})
+        is_known = isinstance(id, str) and id in self._names
+        asks.check(is_known, f"a result of the call {quoted(id)}", "that call before it")
+        told = {"role": "tool", "content": _text_of(content or "")}
+        self.append({**told, "tool_call_id": id, "name": self._names[id]})
 
     def _turn(self, role: str) -> dict[str, Any]:
         if not self or self[-1]["role"] != role:
@@ -53,93 +74,253 @@ class Turns(list[dict[str, Any]]):
         return self[-1]
 
 
-def parts_of(content: Any) -> list[dict[str, Any]]:
+def _parts_of(content: Any) -> list[dict[str, Any]]:
     """Objects; a text stands for one of type text."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     ok = isinstance(parts, list) and all(isinstance(one, dict) for one in parts)
-    require(ok, f"content is {quoted(content)}", expected="a text, or parts", do="correct it")
+    asks.check(ok, f"content is {quoted(content)}", "a text, or parts")
     return parts
 
 
-def text_of(content: Any) -> str:
+def _text_of(content: Any) -> str:
     """What a text says, or parts that are texts."""
-    texts = {"text", "input_text", "output_text", "reasoning_text"}
-    for part in parts_of(content):
-        ok = part.get("type") in [*texts] and isinstance(part.get("text"), str)
-        require(ok, f"content has {quoted(part)}", expected="text", do="leave out anything else")
-    return "".join(part["text"] for part in parts_of(content))
+    parts, kinds = _parts_of(content), ["text", "input_text", "output_text", "reasoning_text"]
+    for part in parts:
+        ok = part.get("type") in kinds and isinstance(part.get("text"), str)
+        asks.check(ok, f"content has {quoted(part)}", "text")
+    return "".join(part["text"] for part in parts)
 
 
-def tools_of(body: Body, parameters: str) -> list[dict[str, Any]]:
-    """Tools as templates take them, whose schemas are in `parameters`."""
+def _tools_of(tools: list[Any], schema: str) -> list[dict[str, Any]]:
+    """Tools as templates take them; `schema` is the field that has that of their arguments."""
     found = []
-    for tool in typed(body, "tools", list, []):
-        ok = isinstance(tool, dict) and isinstance(tool.get("name"), str) and parameters in tool
-        expected = f"a name and {parameters}, for the client to run it"
-        require(ok, f"the tool {quoted(tool)}", expected=expected, do="correct or drop it")
+    for tool in tools:
+        ok = isinstance(tool, dict) and isinstance(tool.get("name"), str) and schema in tool
+        expected = f"a name and {schema}, for the client to run it"
+        asks.check(ok, f"the tool {quoted(tool)}", expected)
         function = {"name": tool["name"], "description": tool.get("description") or ""}
-        function["parameters"] = tool[parameters] or {"type": "object", "properties": {}}
+        function["parameters"] = tool[schema] or {"type": "object", "properties": {}}
         found.append({"type": "function", "function": function})
     return found
 
 
-class Teller(Protocol):
-    """Tells an answer in runs: text, or reasoning, as long as it comes, and each call by itself.
-
-    An API's own keeps them in `runs` as its replies have them: `opened` adds one, `added` adds a
-    part to the last, `closed` completes it, before an `End` if that is `next`.
-    """
-
-    ask: Ask
-    ids: Ids
-    runs: list[dict[str, Any]]
-    _open: type[Part] | None = None
-
-    def begun(self) -> list[Event]: ...
-    def opened(self, part: Run) -> list[Event]: ...
-    def added(self, part: Run) -> list[Event]: ...
-    def closed(self, next: Part) -> list[Event]: ...
-    def ended(self, end: End) -> list[Event]: ...
-    def reply(self, end: End) -> dict[str, Any]: ...
-
-    def __init__(self, ask: Ask, ids: Ids) -> None:
-        self.ask, self.ids, self.runs = ask, ids, []
-
-    def told(self, part: Part) -> list[Event]:
-        if isinstance(part, Text | Reasoning) and not part.text:
-            return []
-        events: list[Event] = []
-        if type(part) is not self._open or isinstance(part, ToolCall):
-            events += self.closed(part) if self._open else []
-            self._open = type(part)
-            events += self.ended(part) if isinstance(part, End) else self.opened(part)
-        return events if isinstance(part, End) else [*events, *self.added(part)]
+def _read_message(body: Body, config: GenerateConfig) -> Ask:
+    """What is asked for; `max_tokens` may be missing, as it is where tokens are counted."""
+    turns = _Turns()
+    if system := body.get("system"):
+        turns.say("system", system)
+    for message in asks.turns_of(body):
+        for block in _parts_of(message.get("content")):
+            turns.add(message["role"], block)
+    ok = bool(turns) and turns[-1]["role"] != "assistant"
+    asks.check(ok, "the last message", "a user's: an answer is not gone on from")
+    thinking = asks.typed(body, "thinking", dict, {}).get("type")
+    chat = {
+        **{name: body.get(name) for name in _SHARED},
+        "messages": [*turns],
+        "tools": _tools_of(asks.typed(body, "tools", list, []), "input_schema"),
+        "stop": body.get("stop_sequences"),
+        "response_format": asks.typed(body, "output_config", dict, {}).get("format"),
+        "chat_template_kwargs": {"enable_thinking": thinking != "disabled"} if thinking else None,
+    }
+    return replace(openai.read_chat(chat, config), body=body)
 
 
-def event(name: str, **data: Any) -> Event:
-    """An event, of what its data are now, whatever becomes of them."""
-    return name, {"type": name, **deepcopy(data)}
+def _read_response(body: Body, config: GenerateConfig) -> Ask:
+    for name in _KEPT:
+        expected = "the whole conversation as input: nothing is kept here"
+        asks.check(not body.get(name), name, expected)
+    turns = _Turns()
+    if instructions := asks.typed(body, "instructions", str):
+        turns.say("system", instructions)
+    for item in _parts_of(body.get("input")):
+        turns.add("user", item)
+    asks.check(bool(turns), "input is empty", "a text, or items")
+    # What others would run is not offered to the model, so that it calls none of it.
+    given = asks.typed(body, "tools", list, [])
+    tools = [one for one in given if isinstance(one, dict) and one.get("type") == "function"]
+    is_quiet = asks.typed(body, "reasoning", dict, {}).get("effort") == "none"
+    chat = {
+        **{name: body.get(name) for name in _SHARED},
+        "messages": [*turns],
+        "tools": _tools_of(tools, "parameters"),
+        "max_tokens": body.get("max_output_tokens"),
+        "response_format": asks.typed(body, "text", dict, {}).get("format"),
+        "chat_template_kwargs": {"enable_thinking": False} if is_quiet else None,
+    }
+    return replace(openai.read_chat(chat, config), body=body)
 
 
-def told_by(
-    teller: Callable[[Ask, Ids], Teller],
-    read: Callable[[Body, GenerateConfig], Ask],
-    error: Callable[[int, str], dict[str, Any]],
-) -> Api:
-    """An API whose answers such a teller tells."""
+async def _runs(parts: AsyncIterator[Part]) -> AsyncIterator[tuple[str, Any]]:
+    """What parts do to runs: one opens a run and adds to it, the one behind a run closes it."""
+    is_open: type | None = None
+    async for part in parts:
+        if isinstance(part, Text) and not part.text:
+            continue
+        if type(part) is not is_open or isinstance(part, ToolCall):
+            if is_open:
+                yield "closes", part
+            is_open = type(part)
+            yield "ends" if isinstance(part, End) else "opens", part
+        if not isinstance(part, End):
+            yield "adds", part
 
-    def whole(ask: Ask, parts: list[Part], ids: Ids) -> dict[str, Any]:
-        own = teller(ask, ids)
-        for part in parts:
-            own.told(part)
-        return own.reply(next(part for part in parts if isinstance(part, End)))
 
-    async def events(ask: Ask, parts: AsyncIterator[Part], ids: Ids) -> AsyncIterator[Event]:
-        own = teller(ask, ids)
-        for told in own.begun():
-            yield told
-        async for part in parts:
-            for told in own.told(part):
-                yield told
+class _Message:
+    """Runs are the blocks of its content."""
 
-    return Api(read, whole, events, error, "error")
+    def __init__(self, ask: Ask) -> None:
+        self._blocks: list[dict[str, Any]] = []
+        self.reply: dict[str, Any] = {"id": f"msg_{ask.id}", "type": "message"}
+        self.reply |= {"role": "assistant", "model": ask.model, "content": self._blocks}
+        self.reply |= {"stop_reason": None, "stop_sequence": None}
+        self.reply["usage"] = {"input_tokens": 0, "output_tokens": 0}  # known at the end
+
+    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+        yield _event("message_start", message=self.reply)
+        async for does, part in _runs(parts):
+            match does:
+                case "opens":
+                    self._blocks.append(_block(part))
+                    yield self._of_block("start", content_block=self._blocks[-1])
+                case "adds":
+                    yield self._of_block("delta", delta=_added(self._blocks[-1], part))
+                case "closes":
+                    if "signature" in self._blocks[-1]:
+                        delta = {"type": "signature_delta", "signature": _SIGNATURE}
+                        yield self._of_block("delta", delta=delta)
+                    yield self._of_block("stop")
+                case "ends":
+                    stop, totals = _ended(part)
+                    self.reply |= {**stop, **totals}
+                    yield _event("message_delta", delta=stop, **totals)
+                    yield _event("message_stop")
+
+    def _of_block(self, name: str, **data: Any) -> Event:
+        return _event(f"content_block_{name}", index=len(self._blocks) - 1, **data)
+
+
+def _event(name: str, **data: Any) -> Event:
+    return name, {"type": name, **data}
+
+
+def _block(part: Text | ToolCall) -> dict[str, Any]:
+    if isinstance(part, ToolCall):
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+    if isinstance(part, Reasoning):
+        return {"type": "thinking", "thinking": "", "signature": _SIGNATURE}
+    return {"type": "text", "text": ""}
+
+
+def _added(block: dict[str, Any], part: Text | ToolCall) -> dict[str, Any]:
+    """What a part adds to its block, after it was added."""
+    if isinstance(part, ToolCall):
+        block["input"] = parse_json(part.text)
+        return {"type": "input_json_delta", "partial_json": part.text}
+    kind = block["type"]
+    block[kind] += part.text
+    return {"type": f"{kind}_delta", kind: part.text}
+
+
+def _ended(end: End) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Why an answer ended, and what it took."""
+    reason = "stop_sequence" if end.stop else _REASONS[end.reason]
+    usage = {"input_tokens": end.prompt_tokens - end.cached_tokens}
+    usage |= {"cache_read_input_tokens": end.cached_tokens, "cache_creation_input_tokens": 0}
+    usage["output_tokens"] = end.completion_tokens
+    stop = {"stop_reason": reason, "stop_sequence": end.stop}
+    return stop, {"usage": usage, "timings": end.timings}
+
+
+class _Response:
+    """Runs are the items of its output."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask, self._items, self._sequence = ask, list[dict[str, Any]](), count()
+        self.reply: dict[str, Any] = {"id": f"resp_{ask.id}", "object": "response"}
+        self.reply |= {"created_at": ask.created, "status": "in_progress", "model": ask.model}
+        self.reply |= {"output": self._items, "error": None, "parallel_tool_calls": True}
+        self.reply |= {"store": False, "tools": ask.body.get("tools") or []}
+        self.reply["tool_choice"] = ask.body.get("tool_choice") or "auto"
+
+    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+        thought, kind, item, held, name = 0, "", dict[str, Any](), dict[str, Any](), ""
+        for begins in ("created", "in_progress"):
+            yield self._event(begins, response=self.reply)
+        async for does, part in _runs(parts):
+            match does:
+                case "opens":
+                    kind, item, held, name = self._opened(part)
+                    yield self._inside("output_item.added", item=item)
+                    if held is not item:
+                        item["content"].append(held)
+                        yield self._inside("content_part.added", part=held)
+                case "adds":
+                    thought += part.tokens if isinstance(part, Reasoning) else 0
+                    held[name] += part.text
+                    yield self._inside(f"{kind}.delta", delta=part.text, logprobs=[])
+                case "closes":
+                    item["status"] = _status(part)
+                    yield self._inside(f"{kind}.done", **{name: held[name]}, logprobs=[])
+                    if held is not item:
+                        yield self._inside("content_part.done", part=held)
+                    yield self._inside("output_item.done", item=item)
+                case "ends":
+                    self._end(part, thought)
+                    yield self._event(_status(part), response=self.reply)
+
+    def _opened(self, part: Text | ToolCall) -> tuple[str, dict[str, Any], dict[str, Any], str]:
+        """Of what is made a new item, that item, what has its text, and by what name."""
+        item: dict[str, Any] = {"id": f"item_{len(self._items)}_{self._ask.id}"}
+        item["status"] = "in_progress"
+        self._items.append(item)
+        if isinstance(part, ToolCall):
+            item |= {"type": "function_call", "call_id": part.id, "name": part.name}
+            item["arguments"] = ""
+            return "function_call_arguments", item, item, "arguments"
+        if isinstance(part, Reasoning):
+            item |= {"type": "reasoning", "summary": [], "content": []}
+            return "reasoning_text", item, {"type": "reasoning_text", "text": ""}, "text"
+        item |= {"type": "message", "role": "assistant", "content": []}
+        held = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return "output_text", item, held, "text"
+
+    def _end(self, end: End, thought: int) -> None:
+        is_cut, total = end.reason == "length", end.prompt_tokens + end.completion_tokens
+        cached = {"cached_tokens": end.cached_tokens, "cache_write_tokens": 0}
+        usage = {"input_tokens": end.prompt_tokens, "input_tokens_details": cached}
+        usage |= {"output_tokens": end.completion_tokens, "total_tokens": total}
+        usage["output_tokens_details"] = {"reasoning_tokens": thought}
+        self.reply |= {"status": _status(end), "usage": usage, "timings": end.timings}
+        self.reply["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+
+    def _inside(self, name: str, **data: Any) -> Event:
+        number = len(self._items) - 1
+        where = {"item_id": self._items[-1]["id"], "output_index": number, "content_index": 0}
+        return self._event(name, **where, **data)
+
+    def _event(self, name: str, **data: Any) -> Event:
+        return _event(f"response.{name}", sequence_number=next(self._sequence), **data)
+
+
+def _status(next: Part) -> str:
+    """What becomes of a run before it, or of the whole reply."""
+    is_cut = isinstance(next, End) and next.reason == "length"
+    return "incomplete" if is_cut else "completed"
+
+
+def _message_error(status: int, message: str) -> dict[str, Any]:
+    own = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+    kind = own.get(status, openai.error(status, message)["error"]["type"])
+    told = {"type": kind.replace("server_error", "api_error"), "message": message}
+    return {"type": "error", "error": told}
+
+
+def _response_error(status: int, message: str) -> dict[str, Any]:
+    """A refusal, which is also the event that ends a reply."""
+    told = openai.error(status, message)
+    return {**told["error"], **told, "type": "error"}
+
+
+MESSAGES = Api(_read_message, _Message, _message_error, "error")
+RESPONSES = Api(_read_response, _Response, _response_error, "error")

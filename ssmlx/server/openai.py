@@ -1,49 +1,29 @@
 """OpenAI's chat and text completions."""
 
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 from ..errors import quoted, require
 from ..settings import GenerateConfig
-from .asks import (
-    Api,
-    Ask,
-    Body,
-    End,
-    Event,
-    Ids,
-    Logprob,
-    Part,
-    Reasoning,
-    Text,
-    ToolCall,
-    number,
-    turns_of,
-    typed,
-)
+from . import asks
+from .asks import Api, Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
 
 MAX_CHOICES = 16
-Choice = Callable[..., dict[str, Any]]
-"""Of the parts of a choice, or of new ones and a count of those before: how it is told."""
-_NUMBERS = {
-    "temperature": ("temp", 0, 2),
-    "top_p": ("top_p", 0, 1),
-    "min_p": ("min_p", 0, 1),
-    "presence_penalty": ("presence_penalty", -2, 2),
-    "frequency_penalty": ("frequency_penalty", -2, 2),
-    "repetition_penalty": ("repetition_penalty", 0, 1000),
-}
-_WHOLE = {
+_SETTINGS = {
+    "temperature": ("temp", 0.0, 2.0),
+    "top_p": ("top_p", 0.0, 1.0),
+    "min_p": ("min_p", 0.0, 1.0),
+    "presence_penalty": ("presence_penalty", -2.0, 2.0),
+    "frequency_penalty": ("frequency_penalty", -2.0, 2.0),
+    "repetition_penalty": ("repetition_penalty", 0.0, 1000.0),
     "top_k": ("top_k", 0, 2**31),
     "seed": ("seed", -(2**63), 2**63 - 1),
     "max_tokens": ("max_tokens", 1, 2**31),
     "max_completion_tokens": ("max_tokens", 1, 2**31),
 }
 """Numbers of a request, OpenAI's and those that mlx-lm's server adds: which settings they are, and
-from where to where they may go."""
+from where to where they may go; whole ones have whole bounds."""
 
 
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
@@ -51,66 +31,57 @@ def read_chat(body: Body, config: GenerateConfig) -> Ask:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     found, do = f"tool_choice is {quoted(choice)}", "ask for a JSON schema, to have a form"
     require(kind in (None, "auto", "none"), found, expected="auto or none", do=do)
-    config = _settings(body, config)
-    if typed(body, "logprobs", bool, False):
-        config = replace(config, logprobs=number(body, "top_logprobs", 0, 20, whole=True) or 0)
+    wants = asks.typed(body, "logprobs", bool, False)
     return Ask(
-        question=turns_of(body),
-        tools=None if kind == "none" else typed(body, "tools", list) or None,
-        template_args=typed(body, "chat_template_kwargs", dict),
-        schema=_schema(typed(body, "response_format", dict, {})),
-        config=config,
-        **_common(body),
+        question=asks.turns_of(body),
+        tools=None if kind == "none" else asks.typed(body, "tools", list) or None,
+        template_args=asks.typed(body, "chat_template_kwargs", dict),
+        schema=_schema(asks.typed(body, "response_format", dict, {})),
+        **_common(body, config, (asks.number(body, "top_logprobs", 0, 20) or 0) if wants else None),
     )
 
 
-def read_completion(body: Body, config: GenerateConfig) -> Ask:
+def _read_completion(body: Body, config: GenerateConfig) -> Ask:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     is_tokens = isinstance(prompt, list) and all(type(one) is int for one in prompt)
-    found, do = f"prompt is {quoted(prompt)}", "ask for one at a time"
-    require(is_tokens or isinstance(prompt, str), found, expected="a text or token ids", do=do)
+    ok, found = is_tokens or isinstance(prompt, str), f"prompt is {quoted(prompt)}"
+    asks.check(ok, found, "a text or token ids, of one prompt")
     for name, usual in (("echo", False), ("suffix", None), ("best_of", body.get("n"))):
-        given = body.get(name) in (None, usual, "")
-        require(given, f"{name} is {quoted(body.get(name))}", expected="none", do="drop it")
-    config = _settings(body, config)
-    config = replace(config, logprobs=number(body, "logprobs", 0, 20, whole=True))
-    return Ask(question=cast("str | list[int]", prompt), config=config, **_common(body))
+        ok, found = body.get(name) in (None, usual, ""), quoted(body.get(name))
+        asks.check(ok, f"{name} is {found}", "none")
+    common = _common(body, config, asks.number(body, "logprobs", 0, 20))
+    return Ask(question=cast("str | list[int]", prompt), is_chat=False, **common)
 
 
-def _settings(body: Body, config: GenerateConfig) -> GenerateConfig:
-    """The server's settings with those of a request; an answer is no longer than theirs."""
-    found: dict[str, Any] = {
-        name: number(body, theirs, *bounds, whole=table is _WHOLE)
-        for table in (_NUMBERS, _WHOLE)
-        for theirs, (name, *bounds) in table.items()
-        if body.get(theirs) is not None
-    }
+def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
+    """What both ask for; an answer is no longer than the server's settings say."""
+    numbers = {name: asks.number(body, name, *bounds) for name, (_, *bounds) in _SETTINGS.items()}
+    found = {_SETTINGS[name][0]: one for name, one in numbers.items() if one is not None}
     found["max_tokens"] = min(found.get("max_tokens", config.max_tokens), config.max_tokens)
     if "seed" in found:
         found["seed"] %= 2**63
     if body.get("stop") is not None:
         found["stop"] = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
-        typed(found, "stop", list)
-    bias = typed(body, "logit_bias", dict, {})
+        asks.typed(found, "stop", list)
+    bias = asks.typed(body, "logit_bias", dict, {})
     ids = all(one.isascii() and one.isdecimal() and len(one) < 10 for one in bias)
-    require(ids, f"logit_bias is {quoted(bias)}", expected="token ids", do="correct or drop it")
+    asks.check(ids, f"logit_bias is {quoted(bias)}", "token ids")
     if bias:
-        found["logit_bias"] = {int(one): number(bias, one, -100, 100) or 0.0 for one in bias}
-    return replace(config, **found)
-
-
-def _common(body: Body) -> dict[str, Any]:
-    content = typed(body, "prediction", dict, {}).get("content")
-    parts = content if isinstance(content, list) else [{"text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    typed(body, "stream_options", dict)
+        found["logit_bias"] = {
+            int(one): asks.number(bias, one, -100.0, 100.0) or 0.0 for one in bias
+        }
+    asks.typed(body, "stream_options", dict)
+    content = asks.typed(body, "prediction", dict, {}).get("content")
+    pieces = content if isinstance(content, list) else [{"text": content}]
+    texts = [asks.typed(one, "text", str, "") for one in pieces if isinstance(one, dict)]
     return {
-        "model": typed(body, "model", str, ""),
-        "choices": number(body, "n", 1, MAX_CHOICES, whole=True) or 1,
-        "prediction": "".join(typed({"content": one}, "content", str, "") for one in texts) or None,
-        "stream": typed(body, "stream", bool, False),
+        "config": replace(config, logprobs=logprobs, **found),
+        "model": asks.typed(body, "model", str, ""),
+        "choices": asks.number(body, "n", 1, MAX_CHOICES) or 1,
+        "prediction": "".join(texts) or None,
+        "stream": asks.typed(body, "stream", bool, False),
         "body": body,
     }
 
@@ -121,126 +92,105 @@ def _schema(form: Body) -> Body | None:
     if kind in ("text", "json_object"):
         return None if kind == "text" else {}
     schema = named.get("schema") if isinstance(named, dict) else None
-    expected = "type text, json_object, or json_schema with a schema"
     ok = kind == "json_schema" and isinstance(schema, dict)
-    require(ok, f"the format is {quoted(form)}", expected=expected, do="correct or drop it")
+    expected = "type text, json_object, or json_schema with a schema"
+    asks.check(ok, f"the format is {quoted(form)}", expected)
     return schema
 
 
-def _whole(kind: str, choice: Choice, ask: Ask, parts: list[Part], ids: Ids) -> dict[str, Any]:
-    by_choice = [[part for part in parts if part.choice == n] for n in range(ask.choices)]
-    choices = [choice(own) for own in by_choice]
-    return {**_head(ids, kind), "choices": choices, **_totals(parts)}
+class _Texts:
+    """Tells choices of plain texts: a chunk a part."""
+
+    prefix, kind, kind_of_chunk = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, ask: Ask) -> None:
+        self._has_usage = (ask.body.get("stream_options") or {}).get("include_usage")
+        self.reply: dict[str, Any] = {"id": self.prefix + ask.id, "object": self.kind}
+        self.reply |= {"created": ask.created, "model": ask.model, "choices": []}
+
+    async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
+        head, ends = {**self.reply, "object": self.kind_of_chunk}, list[End]()
+        async for part in parts:
+            more: dict[str, Any] = {}
+            if isinstance(part, End):
+                ends.append(part)
+                more["timings"] = part.timings
+            elif isinstance(part, Text):
+                more["ssmlx"] = {"tokens": part.tokens}
+            yield None, {**head, "choices": [self._choice(part)], **more}
+        totals = {"usage": _usage(ends), "timings": ends[-1].timings}
+        self.reply |= totals
+        if self._has_usage:
+            yield None, {**head, "choices": [], **totals}
+        yield None, "[DONE]"
+
+    def _choice(self, part: Part) -> dict[str, Any]:
+        """What a part brings to its choice, after it was added to the whole one."""
+        if part.choice == len(self.reply["choices"]):
+            self.reply["choices"].append({"index": part.choice, "logprobs": None})
+        whole, logprobs = self.reply["choices"][part.choice], None
+        if isinstance(part, Text) and part.logprobs is not None:
+            logprobs = self._logprobs(part.logprobs)
+            whole["logprobs"] = _added(whole["logprobs"] or {}, logprobs)
+        whole["finish_reason"] = reason = part.reason if isinstance(part, End) else None
+        own = {"index": part.choice, "finish_reason": reason, "logprobs": logprobs}
+        return own | self._said(whole, part)
+
+    def _said(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
+        more = {"text": part.text if isinstance(part, Text) else ""}
+        _added(whole, more)
+        return more
+
+    def _logprobs(self, told: list[dict[str, Any]]) -> dict[str, Any]:
+        tops = [{top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in told]
+        tokens, logprobs = [one["token"] for one in told], [one["logprob"] for one in told]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
 
 
-async def _events(
-    kind: str, choice: Choice, ask: Ask, parts: AsyncIterator[Part], ids: Ids
-) -> AsyncIterator[Event]:
-    """A chunk a part; then that of usage, where it was asked for, and the mark of the end."""
-    head, ends, seen = _head(ids, kind), list[Part](), Counter[Any]()
-    async for part in parts:
-        ends += [part] if isinstance(part, End) else []
-        yield None, {**head, "choices": [choice([part], seen)], **_brought(part)}
-        seen.update([part.choice, (part.choice, type(part))])
-    if (ask.body.get("stream_options") or {}).get("include_usage"):
-        yield None, {**head, "choices": [], **_totals(ends)}
-    yield None, "[DONE]"
+class _Chats(_Texts):
+    """Tells choices of messages."""
+
+    prefix, kind, kind_of_chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def _said(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
+        delta: dict[str, Any] = {} if "message" in whole else {"role": "assistant"}
+        match part:
+            case Reasoning():
+                delta["reasoning_content"] = part.text
+            case Text():
+                delta["content"] = part.text
+            case ToolCall():
+                call = {"index": part.index, "id": part.id, "type": "function"}
+                call["function"] = {"name": part.name, "arguments": part.text}
+                delta["tool_calls"] = [call]
+        message = _added(whole.setdefault("message", {}), delta)
+        if isinstance(part, End):
+            message["content"] = message.get("content") or (None if "tool_calls" in message else "")
+        return {"delta": delta}
+
+    def _logprobs(self, told: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"content": told}
 
 
-def _brought(part: Part) -> dict[str, Any]:
-    """What a chunk tells beside OpenAI's: the tokens of its target call, or the timings."""
-    if isinstance(part, End):
-        return {"timings": part.timings}
-    return {} if isinstance(part, ToolCall) else {"ssmlx": {"tokens": part.tokens}}
+def _added(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """A whole with more of its texts and lists."""
+    for name, value in more.items():
+        whole.setdefault(name, type(value)())
+        whole[name] += value
+    return whole
 
 
-def _head(ids: Ids, kind: str) -> dict[str, Any]:
-    prefix = "cmpl-" if kind == "text_completion" else "chatcmpl-"
-    return {"id": prefix + ids.id, "object": kind, "created": ids.created, "model": ids.model}
-
-
-def _said(parts: Sequence[Part], kind: type[Text] | type[Reasoning]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, kind))
-
-
-def _finish(parts: Sequence[Part]) -> dict[str, Any]:
-    reason = next((part.reason for part in parts if isinstance(part, End)), None)
-    return {"index": parts[0].choice, "finish_reason": reason}
-
-
-def _chat_choice(parts: Sequence[Part], seen: Counter[Any] | None = None) -> dict[str, Any]:
-    """A choice, or what is new of one behind the parts that were `seen`, counted."""
-    choice, message = parts[0].choice, dict[str, Any]()
-    if seen is None or not seen[choice]:
-        message["role"] = "assistant"
-    if any(isinstance(part, Text) for part in parts):
-        message["content"] = _said(parts, Text)
-    if thought := _said(parts, Reasoning):
-        message["reasoning_content"] = thought
-    calls = [_call(one) for one in parts if isinstance(one, ToolCall)]
-    for index, call in enumerate(calls, seen[choice, ToolCall] if seen else 0):
-        call["index"] = index
-    if calls:
-        message["tool_calls"] = calls
-    if seen is None:
-        message["content"] = message.get("content") or (None if calls else "")
-    name, logprobs = "message" if seen is None else "delta", _chat_logprobs(parts)
-    return {**_finish(parts), name: message, "logprobs": logprobs}
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _text_choice(parts: Sequence[Part], seen: object = None) -> dict[str, Any]:
-    logprobs, found = None, _logprobs(parts)
-    if found is not None:
-        logprobs = {
-            "tokens": [one.text for one in found],
-            "token_logprobs": [one.logprob for one in found],
-            "top_logprobs": [dict(one.top) for one in found],
-        }
-    return {**_finish(parts), "text": _said(parts, Text), "logprobs": logprobs}
-
-
-def _logprobs(parts: Sequence[Part]) -> list[Logprob] | None:
-    told = [part.logprobs for part in parts if isinstance(part, Text) and part.logprobs is not None]
-    return [one for some in told for one in some] if told else None
-
-
-def _chat_logprobs(parts: Sequence[Part]) -> dict[str, Any] | None:
-    found = _logprobs(parts)
-    if found is None:
-        return None
-    tops = [[_token(*other) for other in one.top] for one in found]
-    pairs = zip(found, tops, strict=True)
-    told = [{**_token(one.text, one.logprob), "top_logprobs": top} for one, top in pairs]
-    return {"content": told}
-
-
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    # A part of a character has no text of its own.
-    is_whole = "\N{REPLACEMENT CHARACTER}" not in text
-    return {"token": text, "logprob": logprob, "bytes": [*text.encode()] if is_whole else None}
-
-
-def _totals(parts: Sequence[Part]) -> dict[str, Any]:
-    """Usage over all choices, of one prompt, and the timings of the last."""
-    ends = [part for part in parts if isinstance(part, End)]
-    first, used = ends[0].usage, [end.usage for end in ends]
-    completion = sum(one.completion_tokens for one in used)
-    names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
-    sums = {name: sum(getattr(one, name) or 0 for one in used) for name in names}
-    has_prediction = first.accepted_prediction_tokens is not None
-    usage = {
-        "prompt_tokens": first.prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": first.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
-        **({"completion_tokens_details": sums} if has_prediction else {}),
-    }
-    return {"usage": usage, "timings": ends[-1].timings}
+def _usage(ends: Sequence[End]) -> dict[str, Any]:
+    """Over all choices, of one prompt."""
+    prompt, completion = ends[0].prompt_tokens, sum(end.completion_tokens for end in ends)
+    told: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+    told["total_tokens"] = prompt + completion
+    told["prompt_tokens_details"] = {"cached_tokens": ends[0].cached_tokens}
+    if predicted := [end.predicted for end in ends if end.predicted]:
+        accepted, rejected = map(sum, zip(*predicted, strict=True))
+        sums = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        told["completion_tokens_details"] = sums
+    return told
 
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -252,15 +202,5 @@ def error(status: int, message: str) -> dict[str, Any]:
     return {"error": told}
 
 
-CHAT = Api(
-    read_chat,
-    partial(_whole, "chat.completion", _chat_choice),
-    partial(_events, "chat.completion.chunk", _chat_choice),
-    error,
-)
-COMPLETIONS = Api(
-    read_completion,
-    partial(_whole, "text_completion", _text_choice),
-    partial(_events, "text_completion", _text_choice),
-    error,
-)
+CHAT = Api(read_chat, _Chats, error)
+COMPLETIONS = Api(_read_completion, _Texts, error)

@@ -29,24 +29,23 @@ class Parser:
         self._tokenizer, self._tools = tokenizer, tools
         self._name = _first_state(tokenizer, prompt)
         self._state = make_text_state_machine(tokenizer).make_state(self._name)
-        self._call, self._is_behind_marker, self._has_calls = "", False, False
-        self._brought: list[Text] = []  # and not told yet
+        self._call, self._is_behind_marker, self._num_calls = "", False, 0
 
     def read(self, part: Text | End) -> list[Part]:
         """What another part of the text says, or its end."""
         if isinstance(part, Text):
-            self._brought.append(part)
             self._state, segments = TextStateMachine.split(self._state, part.text)
-            return self._told(segments)
+            first, *more = self._told(segments) or [Text("")]
+            if isinstance(first, Text):  # tells of the whole part
+                first = replace(first, tokens=part.tokens, logprobs=part.logprobs)
+            return [first, *more]
         self._state, text, _ = TextStateMachine.flush(self._state)
         found = self._told([(self._name, text)])
         if self._name == "tool":
             # Where the text was cut, only a call without an end marker can be whole.
             is_cut = part.reason == "length" and bool(self._tokenizer.tool_call_end)
             found += self._calls(is_cut=is_cut)
-        if self._brought:
-            found.append(self._text(""))
-        is_call = self._has_calls and part.reason == "stop"
+        is_call = self._num_calls and part.reason == "stop"
         return [*found, replace(part, reason="tool_calls") if is_call else part]
 
     def _told(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
@@ -57,21 +56,12 @@ class Parser:
                 self._name, self._is_behind_marker = name, True
             if name == "tool":
                 self._call += text
-            elif name == "reasoning" and text:
-                found.append(Reasoning(text, self._text("").tokens))
-            elif name == "normal":
-                text = text.lstrip() if self._is_behind_marker else text
-                if text:
-                    self._is_behind_marker = False
-                    found.append(self._text(text))
+            elif name == "reasoning":
+                found += [Reasoning(text)] if text else []
+            elif said := text.lstrip() if self._is_behind_marker else text:
+                self._is_behind_marker = False
+                found.append(Text(said))
         return found
-
-    def _text(self, text: str) -> Text:
-        """With all that was brought and not told."""
-        brought, self._brought = self._brought, []
-        told = [one.logprobs for one in brought if one.logprobs is not None]
-        logprobs = tuple(one for some in told for one in some) if told else None
-        return Text(text, sum(one.tokens for one in brought), logprobs)
 
     def _calls(self, *, is_cut: bool = False) -> list[Part]:
         """The calls in the text between markers, or that text."""
@@ -79,11 +69,12 @@ class Parser:
         try:
             if is_cut or self._tools is None:
                 raise ValueError("it is no call")
-            parsed = self._tokenizer.tool_parser(text, self._tools)
-            calls = [_tool_call(one) for one in (parsed if isinstance(parsed, list) else [parsed])]
+            found = self._tokenizer.tool_parser(text, self._tools)
+            found = found if isinstance(found, list) else [found]
+            calls = [_tool_call(one, n) for n, one in enumerate(found, self._num_calls)]
         except Exception:  # whatever a parser makes of a model's words
-            return [self._text(text)] if text.strip() else []
-        self._brought, self._has_calls = [], True
+            return [Text(text)] if text.strip() else []
+        self._num_calls += len(calls)
         return [*calls]
 
 
@@ -95,7 +86,7 @@ def _first_state(tokenizer: TokenizerWrapper, prompt: Sequence[int]) -> str:
     return "reasoning" if end and end.endswith(tokenizer.think_start) else "normal"
 
 
-def _tool_call(parsed: Mapping[str, Any]) -> ToolCall:
+def _tool_call(parsed: Mapping[str, Any], index: int) -> ToolCall:
     """Raises an error of some kind where what was parsed is no call."""
     name, arguments = parsed["name"], parsed.get("arguments", {})
     if isinstance(arguments, str):
@@ -103,7 +94,7 @@ def _tool_call(parsed: Mapping[str, Any]) -> ToolCall:
     if not isinstance(arguments, dict) or not isinstance(name, str):
         raise ValueError("a call has a name, and an object of arguments")
     told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return ToolCall(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told)
+    return ToolCall(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told, index)
 
 
 async def parsed(parts: AsyncGenerator[Text | End], parser: Parser) -> AsyncGenerator[Part]:
