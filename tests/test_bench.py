@@ -173,10 +173,3 @@ def test_where_the_attention_kernel_is_taken(folders, tmp_path, monkeypatch, cap
 def test_bad_input_is_one_line(argv, said, tmp_path, capsys):
     assert exit_code(bench.main, *argv, "--out", tmp_path / "out") == 2
     assert said in one_line(capsys.readouterr().err, "perf.bench")
-
-
-def test_another_models_adapter_is_refused(folders, tmp_path, monkeypatch, capsys):
-    other = write_base(tmp_path / "other", norm=2.0)
-    assert run_bench(folders, tmp_path / "out", monkeypatch, "--model", str(other)) == 2
-    assert "belongs to another base model" in capsys.readouterr().err
-    assert not list((tmp_path / "out").iterdir())

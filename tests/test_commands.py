@@ -326,12 +326,6 @@ def test_the_adapters_template_comes_before_the_models(run, base, tmp_path):
     assert record["prompt_tokens"] == 3
 
 
-def test_a_seed_repeats_the_samples(run, adapter):
-    args = (*ASK, "--adapter", adapter, "--jsonl", "--max-tokens", 16, "--temp", 1.5)
-    tokens = [records(run(*args, "--seed", seed))[0]["tokens"] for seed in (1, 1, 2)]
-    assert tokens[0] == tokens[1] != tokens[2]
-
-
 def test_more_is_told_and_fixed_where_asked(run, adapter):
     args = (*ASK, "--adapter", adapter, "--jsonl", "--max-tokens", 9, "--temp", 1.5)
     (free,) = records(run(*args, "--deterministic"))
@@ -427,14 +421,6 @@ def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded):
     first = err.splitlines()[0]
     assert "expected less than the model's context of 256" in first
     assert first.endswith("; /reset starts anew")
-
-
-def test_a_stray_byte_spoils_its_message_alone(talk, loaded):
-    code, out, err = talk("w1 \udcff\n/system \udcff\nw1\n")
-    assert (code, out) == (0, replies(loaded, "w1"))
-    first, second, _ = err.splitlines()
-    assert first.startswith("the text is not Unicode: '\\udcff' at 3; expected UTF-8 text; ")
-    assert second.startswith("the text is not Unicode")
 
 
 def test_a_template_without_a_system_role_is_told(talk, loaded, monkeypatch):

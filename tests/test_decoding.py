@@ -36,7 +36,7 @@ from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
 from ssmlx.decoding.loop import own_turn, plain_decode, streaming_decode
-from ssmlx.decoding.pace import Pace, Rung
+from ssmlx.decoding.pace import Rung
 from ssmlx.decoding.prune import (
     is_pruned,
     nodes_over_threshold,
@@ -61,7 +61,7 @@ from ssmlx.errors import InputError
 from ssmlx.model import shapes
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
-from ssmlx.model.masks import earlier_streams, stream_visibility, window_start
+from ssmlx.model.masks import window_start
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import PAD_TOKEN, grow_tree
 from ssmlx.settings import (
@@ -454,58 +454,6 @@ def test_turns_share_a_cache(prune):
     assert calls["fused"] == calls["second-pass"]
 
 
-SMALL, DRAWS, LENGTH = 5, 900, 3
-
-
-def p_value(counts, probs):
-    """Chi-square of `counts` against `probs`, outcomes of fewer than 5 expected put together."""
-    torch = pytest.importorskip("torch")
-    expected = probs * counts.sum()
-    rare = expected < 5
-    observed = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    half = torch.tensor([(len(observed) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def exact_distribution(prompt):
-    """[V^3] probability of every continuation of 3 tokens, one sequence each."""
-    model = target_of("llama", "all", vocab=SMALL)
-    starts = list(product(range(SMALL), repeat=LENGTH - 1))
-    logits = model(mx.array([[*prompt, *start] for start in starts]))[:, len(prompt) - 1 :]
-    logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-    probs = []
-    for start, rows in zip(starts, logprobs, strict=True):
-        before = sum(float(rows[i, token]) for i, token in enumerate(start))
-        probs += np.exp(before + rows[LENGTH - 1]).tolist()
-    return np.array(probs)
-
-
-def sampled_counts():
-    model, cache = make_model(vocab=SMALL, adapter={"num_streams": 2}), TreeCache(3, scratch=21)
-    drafter = StreamDrafter(model, TreeConfig(kind="full", width=2), 2)
-    counts, steps_taken = np.zeros(SMALL**LENGTH), 0
-    mx.random.seed(0)
-    for _ in range(DRAWS):
-        cache.trim(0)
-        sampler = Sampling(SamplingConfig(temp=1.0), SMALL)
-        steps = streaming_decode(model, [1], cache, drafter=drafter, sampler=sampler)
-        tokens, lengths = first_tokens(steps, LENGTH)
-        steps_taken += len(lengths)
-        counts[np.ravel_multi_index(tokens, (SMALL,) * LENGTH)] += 1
-    return counts, steps_taken
-
-
-@pytest.mark.slow
-def test_sampling_draws_from_the_target():
-    probs = exact_distribution([1])
-    assert probs.sum() == pytest.approx(1, abs=1e-4)
-    counts, steps_taken = sampled_counts()
-    assert steps_taken < LENGTH * DRAWS  # drafts were accepted
-    assert p_value(counts, probs) > 1e-3
-
-
 @pytest.mark.parametrize("decoding", ["plain", "fused", "second-pass"])
 def test_neither_loop_copies_the_cache(decoding):
     model = make_model("llama")
@@ -632,13 +580,6 @@ def test_own_turn_is_the_last_of_several():
     assert own_turn([1, 5, 1, 6], ()) == 4
 
 
-@pytest.mark.parametrize("num_streams", [1, 2])
-def test_with_fewer_streams_than_trained(num_streams):
-    model = make_model()
-    fused = drafted(model, "fused", num_streams=num_streams)
-    assert drafted(model, "second-pass", num_streams=num_streams) == fused
-
-
 @pytest.mark.parametrize("scope", ["all", "streams"])
 def test_streams_told_apart_by_their_values(scope):
     rotated = {"stream_design": "value_rotation", "rotation_step": 0.4}
@@ -650,20 +591,6 @@ def test_streams_told_apart_by_their_values(scope):
         assert drafted(model, "second-pass", prune=prune) == fused
     embedded = make_model("llama", scope)
     assert drafted(embedded, "second-pass")[2] != fused[2]
-
-
-def test_a_second_pass_sees_what_a_fused_stream_sees():
-    """Its rows are those of the last accepted node in the mask of the whole step."""
-    ancestors = mx.array(np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool))
-    whole = np.array(stream_visibility(ancestors, 2))
-    for node, path in ((0, [0]), (2, [0, 2]), (3, [0, 2, 3])):
-        padded = path + [path[-1]] * (3 - len(path))
-        seen_of_path = np.tile(np.arange(3) < len(path), (2, 1))
-        found = np.concatenate([np.array(earlier_streams(2)), seen_of_path], axis=1)
-        rows = [4 + 2 * node, 5 + 2 * node]
-        assert np.array_equal(found[:, :2], whole[np.ix_(rows, rows)])
-        seen = [[padded[i] for i in range(3) if row[2 + i]] for row in found]
-        assert seen == [[n for n in range(4) if whole[row, n]] for row in rows] == [path, path]
 
 
 def test_a_drafter_starts_anew_with_every_sequence():
@@ -788,27 +715,6 @@ def test_caches_are_written_in_place(schedule, someone_holds_it):
     assert (mx.get_peak_memory() - before > layer) == someone_holds_it
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_mlx_copies_a_buffer_to_write_where_work_in_flight_reads_it(waits):
-    """Why a step is launched when its predecessor's tree is verified, and not before."""
-    slow = mx.random.normal((300, 300))
-    buffer = mx.zeros((1, 4, 400_000, 8))
-    mx.eval(slow, buffer)
-    mx.synchronize()
-    mx.reset_peak_memory()
-    before, product = mx.get_active_memory(), slow
-    for _ in range(20):
-        product = product @ slow
-    row = mx.take(buffer, (0 * product[0, :1]).astype(mx.int32), axis=2)
-    mx.async_eval(row)
-    if waits:
-        mx.eval(row)
-    buffer[:, :, 5:6] = row
-    mx.async_eval(buffer)
-    mx.synchronize()
-    assert (mx.get_peak_memory() - before < buffer.nbytes) == waits
-
-
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_an_answer_that_ended_can_go_on(after):
     """The step that was built and not run leaves no trace: neither in tokens nor in the cache."""
@@ -887,11 +793,6 @@ def test_a_pace_may_change_what_is_drafted_at_every_call():
         streaming(model, drafter=largest, pace=Turns([*rungs, rungs[2], None])), 60
     )
     assert tokens == expected and max(lengths) > 2
-
-
-def test_a_pace_that_learns_nothing_always_drafts():
-    _, expected = first_tokens(streaming(make_model()), 40)
-    assert first_tokens(streaming(make_model(), pace=Pace()), 40)[1] == expected
 
 
 def test_only_one_file_reads_arrays():
@@ -1129,22 +1030,6 @@ def test_typical_acceptance_says_that_it_is_lossy():
     assert calls["typical"] < calls["exact"]
     with pytest.raises(InputError, match="greedy decoding has no use for"):
         GenerateConfig(acceptance=lossy)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"temp": -1.0}, "--temp -1.0"), ({"top_p": 1.5}, "--top-p 1.5"),
-        ({"min_p": float("nan")}, "--min-p nan"), ({"top_k": -1}, "--top-k -1"),
-        ({"seed": -1}, "--seed -1"), ({"repetition_penalty": 0.0}, "--penalty repetition=0.0"),
-        ({"repetition_context_size": 0}, "--penalty context=0"),
-        ({"frequency_penalty": float("inf")}, "--penalty frequency=inf"),
-        ({"logit_bias": {-1: 1.0}}, "--logit-bias -1=1.0"),
-    ],
-)  # fmt: skip
-def test_settings_out_of_range(settings, said):
-    with pytest.raises(InputError, match=said):
-        SamplingConfig(**settings)
 
 
 def test_a_bias_of_an_unknown_token():

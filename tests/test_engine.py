@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import mlx.core as mx
 import pytest
@@ -504,22 +503,3 @@ def test_eight_threads_on_smollm2():
                 assert [one for each in wrong for one in each] == []
                 held.append(answers.run(mx.get_active_memory))
     assert held[1] - held[0] < 16 * 2**20  # what the prompt cache holds more or less of
-
-
-@pytest.mark.real
-@pytest.mark.slow
-def test_every_swap_on_smollm2_is_a_fresh_load():
-    """From each bundled adapter, and from none, to each and to itself."""
-    names = [*BUNDLED, "none"]
-    order = [names[int(place)] for place in "00102031121322330"]
-    assert len(set(pairwise(order))) == 16
-
-    def said(model, tokenizer):
-        prompt = ssmlx.prompt_tokens(QUESTIONS[1], model, tokenizer)
-        return answer(model, tokenizer, prompt, max_tokens=6)[0]
-
-    fresh = {name: said(*ssmlx.load(adapter=name, dtype="float32")) for name in names}
-    model, tokenizer = ssmlx.load(adapter=order[0], dtype="float32")
-    for name in order[1:]:
-        model = ssmlx.swap_adapter(model, name)
-        assert said(model, tokenizer) == fresh[name], name

@@ -12,10 +12,9 @@ from test_drafters import DRAFTERS, drafter_settings, streams_model
 from tiny import VOCAB, assert_close, make_base, make_tokenizer, slow
 
 from ssmlx.api import record, stream_generate
-from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.settings import AcceptanceConfig, GenerateConfig
+from ssmlx.settings import AcceptanceConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 LENGTH = 18
@@ -133,9 +132,3 @@ def test_a_record_holds_them_as_json():
     found = json.loads(json.dumps(record("w1", segments), allow_nan=False))
     assert [one["token"] for one in found["logprobs"]] == found["tokens"]
     assert all(len(one["top"]) == 2 for one in found["logprobs"])
-
-
-@pytest.mark.parametrize("count", [-1, 101, 1.5, True])
-def test_how_many_is_checked(count):
-    with pytest.raises(InputError, match=r"^--logprobs .*expected 0 to 100"):
-        GenerateConfig(logprobs=count)

@@ -115,18 +115,6 @@ def test_streaming_plain_and_mlx_lm_write_the_same(bits, group_size, scope):
         assert_same_but_for_a_near_tie(found, expected, target, PROMPT)
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("scope", ["all", "streams"])
-def test_half_precision_parts_at_near_ties_alone(scope, dtype):
-    model = with_streams(packed_base(4, 64, dtype), scope)
-    assert model.backbone.dtype == dtype
-    target = mlx_lm_target(packed_base(4, 64, dtype), scope)
-    expected = mlx_lm_tokens(target, PROMPT, 12)
-    for settings in ({"decoding": "plain"}, {"tree": BEST}):
-        found = written(model, 12, **settings)
-        assert_same_but_for_a_near_tie(found, expected, target, PROMPT)
-
-
 def drafter_settings(name: str, backbone: Backbone) -> dict:
     if name == "draft-model":
         return {"draft_model": DraftModel(packed_base(4, 32, seed=9))}

@@ -182,14 +182,6 @@ def test_every_decoding_writes_what_mlx_lm_writes(model_of, made, base, scope):
         assert max(value for name, value in calls.items() if name != "plain") < 1
 
 
-@pytest.mark.slow
-def test_the_fused_folder_drafts_as_the_adapter_does(model_of):
-    (ours, tokenizer), (fused, _) = model_of("all"), model_of("fused")
-    prompt = prompt_tokens(EXPECTED[8]["prompt"], ours, tokenizer)
-    one, other = (answer(model, tokenizer, prompt, max_tokens=LENGTH) for model in (ours, fused))
-    assert one[0] == other[0] and one[1].target_calls == other[1].target_calls
-
-
 @pytest.fixture(scope="session")
 def reference():
     pytest.importorskip("torch")

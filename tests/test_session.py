@@ -152,13 +152,3 @@ def test_compare_answers_twice_beside_the_chat(make_session):
     assert result.plain.target_calls == LENGTH >= result.streaming.target_calls
     assert (session.context_tokens, session.messages) == (held, messages)
     assert session.plain_tps == result.plain.generation_tps
-
-
-def test_totals_add_up(make_session):
-    session = make_session("plain")
-    for text in ("w1", "w2"):
-        list(session.reply(text))
-    totals = session.totals
-    assert (totals.answers, totals.tokens, totals.target_calls) == (2, 2 * LENGTH, 2 * LENGTH)
-    assert totals.decode_tokens == 2 * (LENGTH - 1) and totals.decode_seconds > 0
-    assert session.cache_bytes > 0

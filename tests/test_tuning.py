@@ -189,12 +189,6 @@ def profile(model, tokens_per_call=9.0, shape=SHAPE, **changes):
     return make_profile(model, shapes=shapes, **changes)
 
 
-def test_profiles_lie_in_the_cache_folder(model, tmp_path, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
-    assert store_profile(profile(model)).parent == tmp_path / "cache" / "profiles"
-
-
 def test_a_model_with_a_cache_folder_of_its_own_has_the_profiles_there(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
