@@ -15,7 +15,7 @@ import mlx.core as mx
 from .answers import run
 from .errors import InputError
 from .loading.prompt_files import PromptFolder, PromptKey, Tokens, mark_used, read_prompt
-from .model.cache import TreeCache
+from .model.cache import StateCache, TreeCache
 from .model.streams import StreamFusedModel
 from .prompts import common_prefix
 
@@ -148,6 +148,8 @@ class PromptCache:
     def _put(self, model: StreamFusedModel, tokens: Tokens, cache: TreeCache) -> None:
         key, tokens = PromptKey.of(model), tokens[: cache.offset]
         _, count = self._longest(key, tokens)
+        if isinstance(cache, StateCache):
+            return
         if tokens and count < len(tokens):
             fork = cache.fork(len(tokens))
             mx.eval(fork.state)

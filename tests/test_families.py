@@ -15,6 +15,7 @@ from ssmlx.api import token_steps
 from ssmlx.decoding.batch import Batch, Row
 from ssmlx.decoding.loop import plain_decode, prefill
 from ssmlx.decoding.sampling import GREEDY
+from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import root_tree
@@ -65,7 +66,22 @@ FAMILIES = {
 WINDOWED = {
     *re.findall(r"\w+", "gemma3_text gemma3 gpt_oss ministral3 mistral3 cohere2 olmo3 exaone4")
 }
-HEADS = {"llama": (True, False), "qwen3": (True, False), "minicpm": (False,)}
+LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+    "shared_expert_intermediate_size": 16, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+PLAIN = {
+    "qwen3_next": {**EXPERTS, **LINEAR},
+    "qwen3_5": wrapped("qwen3_5_text", **LINEAR),
+    "lfm2": {
+        "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "block_dim": 32,
+        "block_ff_dim": 48, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False, "full_attn_idxs": [1, 3],
+    },
+}  # fmt: skip
+BOTH = (True, False)
+HEADS = {"llama": BOTH, "qwen3": BOTH, "gemma3_text": BOTH, "minicpm": (False,)}
 CASES = [(name, tied) for name in FAMILIES for tied in HEADS.get(name, (True,))]
 FIRST = [("qwen3", False), ("gemma3_text", True), ("gpt_oss", True), ("mistral3", True)]
 SOME = [*FIRST, *slow(*(case for case in CASES if case not in FIRST))]
@@ -81,8 +97,10 @@ SAMPLED = {"temp": 1.0, "top_p": 0.9, "seed": 3}
 
 
 def make_base(name, tied=True, bits=None):
-    settings = {"tie_word_embeddings": tied, **FAMILIES[name]}
+    settings = {"tie_word_embeddings": tied, **{**FAMILIES, **PLAIN}[name]}
     model = tiny.make_base(name, vocab=SIZES["vocab_size"], **{**SIZES, **settings})
+    if tied and name == "gemma3_text":
+        model.sanitize({})
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits, class_predicate=tiny._is_packable)
     return model
@@ -134,7 +152,27 @@ def test_a_cache_goes_on_where_texts_part(name, tied):
             assert decoded(model, rest, one, known, **draft)[0] == expected
 
 
-@pytest.mark.parametrize("name, tied", SOME)
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_cannot_take_tokens_back_decodes_plainly(name, bits):
+    base = make_base(name, bits=bits)
+    expected = mlx_lm_tokens(base, PROMPT, LENGTH)
+    model = StreamFusedModel(Backbone(base))
+    cache = model.make_cache()
+    assert decoded(model, cache=cache)[0] == expected and len(set(expected)) > 1
+    assert decoded(model, **SAMPLED)[0] != expected
+    text = [*PROMPT, *expected]
+    assert cache.back_to(cache.offset) == len(text) and cache.nbytes > 0
+    more = mlx_lm_tokens(base, [*text, 9, 8], LENGTH)
+    assert decoded(model, [9, 8], cache, text)[0] == more
+    cache.trim(cache.back_to(5))
+    assert decoded(model, cache=cache)[0] == expected
+    for draft in ({"drafter": "prompt-lookup"}, {"decoding": "streaming"}):
+        with pytest.raises(InputError, match=r"ArraysCache, from which .* decode plainly"):
+            decoded(model, **draft)
+
+
+@pytest.mark.parametrize("name, tied", [*SOME, *((name, True) for name in PLAIN)])
 def test_rows_stand_at_places_of_their_own(name, tied):
     """Texts of other lengths, a single token among them, that join one after the other."""
     model = StreamFusedModel(Backbone(make_base(name, tied)))
@@ -186,5 +224,6 @@ def test_training_sees_what_decoding_sees(name, tied):
 def test_the_table_has_the_families_that_are_tested():
     page = Path(__file__).parents[1] / "ssmlx/model/README.md"
     rows = re.findall(r"^\| `(\w+)`(.*)\|$", page.read_text(), re.MULTILINE)
-    assert {name for name, _ in rows} == FAMILIES.keys()
+    assert {name for name, _ in rows} == {*FAMILIES, *PLAIN}
+    assert {name for name, cells in rows if "plain decoding" in cells} == PLAIN.keys()
     assert {name for name, cells in rows if "past it" in cells} == WINDOWED

@@ -52,6 +52,7 @@ class PromptFile:
         path = self.path
         if path is None:
             return
+        model.backbone.require_stages("--prompt-cache")
         self._key = run(lambda: PromptKey.of(model))
         if path.exists():
             self.tokens, self.cache = run(lambda: read_prompt(path, model))

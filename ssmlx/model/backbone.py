@@ -31,7 +31,7 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from ..errors import InputError, first_line, require
-from .cache import TreeCache
+from .cache import StateCache, TreeCache
 from .masks import CausalMasks, WindowMasks
 from .metal import TreeMask, calls_attention, hook_layers
 from .ranks import Group, from_first
@@ -244,6 +244,7 @@ class Backbone:
         cache_dir: the folder that was given to keep things in; None for the user's cache folder.
         offline: whether nothing may be fetched.
         folder: where its weights were read, if they were.
+        why_plain: why the model decodes plainly alone, by its own call; None of any other.
         turn_opening: the tokens with which a user's turn begins, where a chat has several; none
             where nobody knows.
     """
@@ -251,6 +252,11 @@ class Backbone:
     name: str = "this model"
     cache_dir: str | Path | None = None
     offline: bool = False
+    why_plain: str | None = None
+    args: Any
+    final_norm: Any = None
+    layers: list[Any]
+    windows: list[int | None]
     turn_opening: tuple[int, ...] = ()
     folder: Path | None = None
 
@@ -264,10 +270,13 @@ class Backbone:
         self.model, self.reload, self.draft_bits = model, reload, draft_bits
         self.group = group
         self.replaced: Mapping[str, nn.Module | None] = {}
-        self._take_parts()
-        self._position_ropes()
-        mx.eval(arrays_of(model))
-        self._check_stages()
+        try:
+            self._take_parts()
+            self._position_ropes()
+            mx.eval(arrays_of(model))
+            self._check_stages()
+        except InputError as error:
+            self._take_whole(error)
 
     def twin(self) -> Backbone:
         """The same model with modules of its own, to be exchanged, on the very same arrays."""
@@ -328,7 +337,7 @@ class Backbone:
     @property
     def final_norm_weight(self) -> mx.array:
         """[D] weight of the final norm."""
-        return self.final_norm.weight
+        return getattr(self.final_norm, "weight", mx.zeros(0))
 
     @property
     def embeds_positions(self) -> bool:
@@ -385,6 +394,8 @@ class Backbone:
 
         With a `head` that `draft_head` made, the logits [R, Vd] of its tokens alone.
         """
+        if self.why_plain is not None:
+            return hidden.squeeze(0)
         # Not [0], which MLX takes as a gather.
         normed = self.final_norm(hidden).squeeze(0)
         return (head or self.lm_head)(normed)
@@ -443,8 +454,14 @@ class Backbone:
         return from_first(arrays, self.group)
 
     def append(self, tokens: mx.array, cache: TreeCache) -> mx.array:
-        """[1, R, D] last hidden states of `tokens` [R], which join the cache."""
+        """[1, R, D] last hidden states of `tokens` [R], which join the cache.
+
+        Of a model that decodes plainly alone, what `logits` makes no others of.
+        """
         count = tokens.shape[0]
+        if isinstance(cache, StateCache):
+            cache.advance(count)
+            return self._outer(tokens[None], cache=cache.own)
         cache.reserve(tokens=count)
         num_layers = len(self.layers)
         views = [cache.append_view(layer) for layer in range(num_layers)]
@@ -456,7 +473,35 @@ class Backbone:
 
     def _embed_one(self) -> mx.array:
         """[1, 1, D] embedding of some token."""
+        if self.why_plain is not None:
+            return self._embedded
         return self.embed(mx.array([0]), mx.array([0]))
+
+    def make_own_cache(self) -> list[Any]:
+        """Caches by layer, of the model's own kinds."""
+        return list(make_prompt_cache(self._outer))
+
+    def require_stages(self, taker: str) -> None:
+        """Raises InputError where the model decodes plainly alone, which rules out `taker`."""
+        require(
+            self.why_plain is None,
+            self.why_plain or "",
+            expected=f"a decoder whose layers run one by one, for {taker}",
+            do="decode plainly, or use another model",
+        )
+
+    def _take_whole(self, error: InputError) -> None:
+        """Keep to the model's own call, where there is no more to be had."""
+        args = self._outer.args
+        try:
+            logits = self._outer(mx.array([_PROBE_TOKENS]), cache=self.make_own_cache())
+            self._embedded = mx.zeros((1, 1, getattr(args, "hidden_size", 1)), logits.dtype)
+            mx.eval(logits, self._embedded, arrays_of(self.model))
+        except (TypeError, ValueError, AttributeError, IndexError):
+            raise error from None
+        self.args, self.why_plain = args, error.found
+        self.layers = list(getattr(self._outer, "layers", []))
+        self.windows = [None] * len(self.layers)
 
     def _require_rows(self, head: Any, taker: str) -> None:
         if not isinstance(head, _HEAD_KINDS):
@@ -467,8 +512,8 @@ class Backbone:
         name = getattr(self.model, "model_type", type(self.model).__name__)
         return InputError(
             f"the model type {name!r} cannot draft for itself: {why}",
-            expected="a decoder of regular layers (such as Llama, Mistral, Qwen, Phi, OPT)",
-            do="use such a model, or mlx-lm for this one",
+            expected="a decoder whose layers run one by one",
+            do="use such a model",
         )
 
     def _take_parts(self) -> None:
@@ -486,10 +531,10 @@ class Backbone:
         name = next((one for one in _NORM_NAMES if hasattr(decoder, one)), None)
         if name is None:
             raise self._unsupported("it has no final norm")
-        self.args: Any = self._outer.args
+        self.args = self._outer.args
         self.final_norm = getattr(decoder, name)
         self._head = getattr(self._outer, "lm_head", None)
-        self.layers: list[Any] = list(model.layers)
+        self.layers = list(model.layers)
         self.windows = [
             self._window(layer, cache) for layer, cache in enumerate(make_prompt_cache(self._outer))
         ]
@@ -503,8 +548,8 @@ class Backbone:
             return int(cache.max_size)
         if type(cache) is not KVCache:
             raise self._unsupported(
-                f"layer {layer} keeps a {type(cache).__name__}, from which rejected tokens cannot "
-                "be taken back"
+                f"layer {layer} keeps its state in {type(cache).__name__}, from which rejected "
+                "tokens cannot be taken back"
             )
         return None
 
@@ -612,6 +657,8 @@ class Backbone:
     @cached_property
     def takes_batches(self) -> bool:
         """Whether rows of texts of other lengths do not disturb each other in the model's calls."""
+        if self.why_plain is not None:
+            return False
         probe, tokens = self._with_short_windows(), mx.array(_PROBE_TOKENS)
         first, padding = tokens.size // 2, mx.zeros(tokens.size // 2, tokens.dtype)
         rows = mx.stack([tokens, mx.concatenate([padding, tokens[first:]])])

@@ -25,12 +25,13 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 
 from .masks import SINKS, StepMasks
 from .rope import Positions
-from .shapes import expect_shape, indices
+from .shapes import arrays_in, expect_shape, indices
 
 ValueMap = Callable[[mx.array], mx.array]
 """The values of a step's rows [1, Hkv, R, Dh], to those that attention sees."""
@@ -325,6 +326,10 @@ class TreeCache(RowsCache):
         fork.capacity, fork._offset = self.capacity, num_tokens
         return fork
 
+    def back_to(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` committed tokens `trim` can keep."""
+        return num_tokens
+
     def trim(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` committed tokens, and every uncounted path."""
         if not 0 <= num_tokens <= self._offset:
@@ -336,6 +341,35 @@ class TreeCache(RowsCache):
         keys, values = super()._write_front(layer, rows)
         self._first_rows[layer] = self.scratch + self._offset - keys.shape[2]
         return keys, values
+
+
+class StateCache(TreeCache):
+    """What a model itself keeps of one sequence, of kinds from which no token can be taken back."""
+
+    def __init__(self, make: Callable[[], list[Any]]) -> None:
+        super().__init__(0)
+        self._make, self.own = make, make()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.state)
+
+    @property
+    def state(self) -> list[mx.array]:
+        found = arrays_in([one.state for one in self.own])
+        return [array for array in found if isinstance(array, mx.array)]
+
+    def advance(self, num_tokens: int) -> None:
+        self._offset += num_tokens
+
+    def back_to(self, num_tokens: int) -> int:
+        return num_tokens if num_tokens == self._offset else 0
+
+    def trim(self, num_tokens: int) -> None:
+        if num_tokens != self.back_to(num_tokens):
+            raise ValueError(f"cannot keep {num_tokens} tokens of {self._offset}")
+        if num_tokens != self._offset:
+            self.own, self._offset = self._make(), 0
 
 
 class StreamCache(RowsCache):

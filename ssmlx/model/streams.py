@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..settings import STREAM_SCHEDULES, StreamConfig, StreamSchedule
 from .backbone import Backbone, LMHead, Mask
-from .cache import RowsCache, StreamCache, TreeCache
+from .cache import RowsCache, StateCache, StreamCache, TreeCache
 from .condition import Condition, unit
 from .lora import RowScope
 from .masks import (
@@ -134,6 +134,7 @@ class StreamFusedModel:
         self.draft_head: LMHead | None = None  # of the draft vocabulary, where there is one
         if config is None or streams is None:
             return
+        backbone.require_stages("an adapter")
         sizes = config.num_streams, config.hidden_size
         if config.stream_design == "value_rotation":
             self.rotation = ValueRotation(config.num_streams, config.rotation_step)
@@ -195,6 +196,8 @@ class StreamFusedModel:
 
     def make_cache(self, scratch: int = 0) -> TreeCache:
         """An empty cache; `scratch` is the most rows that a step will have, if known."""
+        if self.backbone.why_plain is not None:
+            return StateCache(self.backbone.make_own_cache)
         return TreeCache(self.num_layers, scratch=scratch)
 
     def node_rows(self, tree: Tree, cache: TreeCache) -> NodeRows:

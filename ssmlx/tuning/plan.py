@@ -164,6 +164,8 @@ def _drafter_kind(
         kind = heads.drafter
     elif kind is None and (model.num_streams or config.decoding):
         kind = "streams"
+    if kind is not None:
+        model.backbone.require_stages("drafting")
     require(
         kind != "streams" or model.num_streams > 0,
         f"{'--drafter streams' if config.drafter else 'streaming'} was asked for, but the model "
