@@ -148,6 +148,13 @@ def test_memory_decides_how_many_go_at_a_time():
         sizing._largest((16, 8, 4), peaks, 300, "training")
 
 
+def test_weights_are_unpacked_where_there_is_room(packed):
+    settings = json.loads((packed / "config.json").read_text())
+    size = (packed / "model.safetensors").stat().st_size
+    assert sizing.frozen_dtype(packed, settings, 20 * size) == "auto"
+    assert sizing.frozen_dtype(packed, settings, 6 * size) == "stored"
+
+
 def test_what_is_measured_is_what_steps_then_take(base):
     import mlx.core as mx
 

@@ -22,7 +22,7 @@ from ..errors import require
 from ..loading.adapter import load_adapter, write_adapter
 from ..loading.attach import fuse_streams
 from ..loading.files import PartFile, make_folder, new_folder, write_whole
-from ..loading.load import load_tokenizer
+from ..loading.load import is_quantised, load_tokenizer
 from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, Fetch, resolve_model
 from ..model.streams import StreamFusedModel
 from ..prompts import asked_tokens, read_prompts, user_text
@@ -42,6 +42,7 @@ from ..training.sizing import (
     Rates,
     Sizes,
     choose_sizes,
+    frozen_dtype,
     measure,
     memory_here,
 )
@@ -108,7 +109,8 @@ class Run:
         }  # fmt: skip
         self.base = read_base(path)
         self.words = load_tokenizer(path, self.base)
-        self.backbone = load_frozen(path, "auto")
+        self.most = int((args.memory_gb or memory_here() / 2**30) * 2**30)
+        self.backbone = load_frozen(path, frozen_dtype(path, self.base, self.most))
         self.speaker = Speaker(self.backbone.model, self.words, 1, args.seed, self.wait)
         template = None if self.words.has_chat_template else "{prompt}"
         self.options = RunOptions(
@@ -147,9 +149,8 @@ class Run:
             print("goes on with what was planned")
         else:
             print("measuring, some seconds ...", flush=True)
-            most = memory_here() if self.args.memory_gb is None else self.args.memory_gb * 2**30
             config = stream_config(train, self.base, self.options, [self.words.eos_token_id])
-            rates = measure(self.backbone, config, train, self.speaker, self.longest, int(most))
+            rates = measure(self.backbone, config, train, self.speaker, self.longest, self.most)
             usual = int(fmean(len(one.tokens) for one in (*self.files, *self.shipped)))
             plan = Plan.within(3600 * self.args.hours, rates, usual)
             known = {
@@ -176,8 +177,10 @@ class Run:
     def _sizes_told(self, sizes: Sizes, vocab: int) -> list[str]:
         layers = self.base["num_hidden_layers"]
         gain = f"{sizes.middle:.2f}x ({sizes.low:.2f} to {sizes.high:.2f})"
+        held = f"held as {self.backbone.dtype}".replace("mlx.core.", "")
+        held = "packed as they are" if is_quantised(self.backbone.model) else held
         lines = [
-            f"{self.args.model}: {layers} layers of width {self.base['hidden_size']}",
+            f"{self.args.model}: {layers} layers of width {self.base['hidden_size']}, {held}",
             f"streams: {sizes.num_streams} in the top {sizes.num_layers} layers, which draft from "
             f"{vocab or self.base['vocab_size']:,} tokens, in trees of {sizes.nodes} nodes",
             f"should bring {gain} the speed of plain decoding here: a prediction from what others "

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -40,6 +41,7 @@ _BATCHES = (16, 8, 4, 2, 1)
 _TOGETHER = (32, 16, 8, 4, 1)
 _PROBED = (1, 3)
 _PROBED_TOKENS = 16
+_WEIGHTS_SHARE = 2 / 3
 _MEMORY_SHARE = 0.7  # of the machine's, that may be used unless told
 
 
@@ -107,6 +109,17 @@ def memory_here() -> int:
     """Bytes that may be used."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(_MEMORY_SHARE * whole)
+
+
+def frozen_dtype(path: Path, settings: Mapping[str, Any], most: int) -> str:
+    """How to hold a folder's weights, as `load_frozen` takes it, in `most` bytes.
+
+    MLX's CPU backend multiplies packed weights slowly: they are unpacked where two thirds of that
+    are enough for them.
+    """
+    bits = settings.get("quantization", {}).get("bits", 16)
+    stored = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+    return "auto" if stored * 32 / bits <= _WEIGHTS_SHARE * most else "stored"
 
 
 def measure(
