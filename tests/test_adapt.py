@@ -7,7 +7,10 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
-from real import answer, one_line, words, write_packed
+import test_families
+from mlx_lm.utils import save_config, save_model
+from real import answer, one_line, words, write_packed, write_tokenizer
+from tiny import slow
 
 import ssmlx
 from ssmlx.commands import adapt, adapting, upload
@@ -77,6 +80,18 @@ def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys)
     capsys.readouterr()
     assert upload.main(["--adapter", "mine", "--repo", "me/mine", "--dry-run"]) == 0
     assert f"6: {curve[6]}," in capsys.readouterr().out
+
+
+def write_family(folder, name):
+    """A random model of mlx-lm's class, in 4 bits, with a tokenizer."""
+    own = test_families.FAMILIES[name]
+    settings = {**({} if "text_config" in own else test_families.SIZES), **own, "model_type": name}
+    folder.mkdir()
+    save_model(folder, test_families.make_base(name, bits=4))
+    settings |= {"tie_word_embeddings": True, "eos_token_id": 2}
+    save_config({**settings, "quantization": {"group_size": 32, "bits": 4}}, folder / "config.json")
+    write_tokenizer(folder)
+    return folder
 
 
 class Stopped(KeyboardInterrupt):
@@ -235,3 +250,13 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
 def test_names_of_models_become_names_of_adapters():
     for model, name in (("org/Some-Model_4bit@main", "some-model_4bit"), ("a/b c", "b-c")):
         assert adapt.name_of(Namespace(model=model, name=None)) == name
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", *slow("gpt_oss", "mistral3", "cohere2")])
+def test_families_draft_for_themselves(name, tmp_path):
+    folder = write_family(tmp_path / name, name)
+    model, tokenizer = ssmlx.load(folder, adapter=adapted(folder), dtype="float32")
+    assert model.num_streams > 0 and model.backbone.base().model.model_type == name
+    prompt = ssmlx.prompt_tokens(words(40), model, tokenizer)
+    plain, _ = answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="plain")
+    assert answer(model, tokenizer, prompt, max_tokens=LENGTH, decoding="streaming")[0] == plain
