@@ -84,7 +84,7 @@ def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys)
 
 def write_family(folder, name):
     """A random model of mlx-lm's class, in 4 bits, with a tokenizer."""
-    own = test_families.FAMILIES[name]
+    own = {**test_families.FAMILIES, **test_families.PLAIN}[name]
     settings = {**({} if "text_config" in own else test_families.SIZES), **own, "model_type": name}
     folder.mkdir()
     save_model(folder, test_families.make_base(name, bits=4))
@@ -149,6 +149,8 @@ def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
     assert "--name ../x" in refused(capsys, *model, "--name", "../x")
     assert "does not exist" in refused(capsys, "--model", tmp_path / "none", "--name", "x")
     assert "none.jsonl" in refused(capsys, *model, "--data", tmp_path / "none.jsonl")
+    recurrent = write_family(tmp_path / "lfm2", "lfm2")
+    assert "cannot draft for itself" in refused(capsys, "--model", recurrent)
     assert own_adapters() == {} and not list((tmp_path / "cache").rglob("plan.json"))
     adapted(packed)
     capsys.readouterr()

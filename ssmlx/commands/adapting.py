@@ -34,7 +34,7 @@ from ..training.mlx_model import TrainedModel, new_adapter, told
 from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 from ..training.objective import Validation
 from ..training.questions import opening, written_prompts
-from ..training.record import LOG_FILE, read_record
+from ..training.record import LOG_FILE, PICTURE_FILE, read_record
 from ..training.sizing import (
     ANSWER_TOKENS,
     RESERVE,
@@ -111,6 +111,7 @@ class Run:
         self.words = load_tokenizer(path, self.base)
         self.most = int((args.memory_gb or memory_here() / 2**30) * 2**30)
         self.backbone = load_frozen(path, frozen_dtype(path, self.base, self.most))
+        self.backbone.require_stages("streams")
         self.speaker = Speaker(self.backbone.model, self.words, 1, args.seed, self.wait)
         template = None if self.words.has_chat_template else "{prompt}"
         self.options = RunOptions(
@@ -296,12 +297,14 @@ class Run:
             same += said[PLAIN] == said[DRAFTED]
         self._write_figures(folder, {way: tokens / count for way, count in calls.items()})
         curve = load_adapter(folder).config.tokens_per_call or {}
+        untrained = read_record(self.folder / LOG_FILE)[0]["tokens_per_call"]
         speedup = seconds[PLAIN] / seconds[DRAFTED]
         print(
             f"{self.folder.name}: {curve.get(6, 0.0):.2f} tokens per call with 6 nodes on held-out "
-            f"answers (prompt lookup {tokens / calls[LOOKUP]:.2f}); {speedup:.2f} times plain "
-            f"decoding's speed on {CHECKED} prompts, {same} of {CHECKED} answers the same, token "
-            f"for token\nuse it: python -m ssmlx.chat --model {self.args.model}"
+            f"answers (untrained {untrained:.2f}, prompt lookup {tokens / calls[LOOKUP]:.2f}); "
+            f"{speedup:.2f} times plain decoding's speed on {CHECKED} prompts, {same} of {CHECKED} "
+            f"answers the same, token for token\ncurves: {self.folder / PICTURE_FILE}\n"
+            f"use it: python -m ssmlx.chat --model {self.args.model}"
         )
 
     def _write_figures(self, folder: Path, per_call: dict[str, float]) -> None:
