@@ -145,32 +145,31 @@ def test_speed_ups_are_of_the_median_repeat():
 KEPT = Kept(TimedAnswer([1, 2], 1, 0.5), "a “b”")
 
 
+def stored(folder, *prompts, fresh=False, **settings):
+    """A store to which these were added, and which is closed."""
+    store = AnswerStore(folder, "sql", settings, fresh=fresh)
+    for prompt in prompts:
+        store.keep(prompt, KEPT)
+    store.file.close()
+    return store
+
+
 def test_kept_answers_come_back_and_a_line_that_was_cut_short_is_dropped(tmp_path):
-    store = AnswerStore(tmp_path, "sql", {"a": (1, 2)})
-    store.keep([1], KEPT)
-    store.keep([5, 6], KEPT)
-    whole = store.path.read_bytes()
-    again = AnswerStore(tmp_path, "sql", {"a": (1, 2)})
+    store = stored(tmp_path, [1], [5, 6], a=(1, 2))
+    path, again = store.file.path, stored(tmp_path, a=(1, 2))
+    whole = path.read_bytes()
     assert [5, 6] in again and [5] not in again and again[[5, 6]] == KEPT
     for cut in (1, 30, len(whole) // 3):
-        store.path.write_bytes(whole[:-cut])
-        again = AnswerStore(tmp_path, "sql", {"a": (1, 2)})
-        assert [1] in again
-        again.keep([3], KEPT)
-        assert [3] in AnswerStore(tmp_path, "sql", {"a": (1, 2)})
+        path.write_bytes(whole[:-cut])
+        assert [1] in stored(tmp_path, [3], a=(1, 2))
+        assert [3] in stored(tmp_path, a=(1, 2))
 
 
 def test_answers_of_other_settings_are_not_mixed_in(tmp_path):
-    one, two = ({"max_tokens": n} for n in (8, 9))
-    first = AnswerStore(tmp_path, "sql", one)
-    first.keep([1], KEPT)
-    second = AnswerStore(tmp_path, "sql", two)
-    assert [1] not in second and first.path != second.path
-    # Nor where a file with the right name says otherwise inside.
-    second.path.write_text(first.path.read_text())
-    assert [1] not in AnswerStore(tmp_path, "sql", two)
-    first.forget()
-    assert [1] not in AnswerStore(tmp_path, "sql", one)
+    stored(tmp_path, [1], max_tokens=8)
+    assert [1] not in stored(tmp_path, max_tokens=9)
+    assert [1] in stored(tmp_path, max_tokens=8)
+    assert [1] not in stored(tmp_path, fresh=True, max_tokens=8)
 
 
 def test_a_folder_whose_files_changed_is_another(tmp_path):

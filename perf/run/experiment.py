@@ -54,7 +54,7 @@ class Experiment:
     template: str | None = None  # of all prompts; None for the adapter's own
     repeats: int = 1
     warm_up: int = 1  # answers of each system before the first that counts
-    out: Path | None = None  # where answers are kept as they come; None keeps none
+    out: Path | None = None  # where `run` keeps answers as they come
     fresh: bool = False  # whether answers of an earlier run are forgotten
 
     def load(self) -> tuple[Target, list[list[int]]]:
@@ -74,14 +74,13 @@ class Experiment:
         mx.clear_cache()
         load, (target, prompts) = machine_load(), self.load()
         systems = {system.name: system for system in self.systems}
+        assert self.out is not None
         stores = {
-            name: AnswerStore(self.out, self.name, self.settings(system))
+            name: AnswerStore(self.out, self.name, self.settings(system), fresh=self.fresh)
             for name, system in systems.items()
         }
         keys = [[repeat, *prompt] for repeat in range(self.repeats) for prompt in prompts]
         for name, store in stores.items():
-            if self.fresh:
-                store.forget()
             kept = [store[key] for key in keys if key in store]
             if kept:
                 said = f"{self.name}, {name}: {len(kept)} answers of an earlier run"
@@ -97,6 +96,8 @@ class Experiment:
             name: [[store[[r, *prompt]] for r in range(self.repeats)] for prompt in prompts]
             for name, store in stores.items()
         }
+        for store in stores.values():
+            store.file.close()
         return Measured(self, target, prompts, answers, load)
 
     def settings(self, system: System) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine, power_source
 from ssmlx.errors import InputError
-from ssmlx.settings import parse_json
+from ssmlx.loading.files import PartFile
+from ssmlx.settings import to_json
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "perf" / "results"
-_ANSWER = [field.name for field in fields(TimedAnswer)]
 _TIMED_ON = ("machine", "device", "blas", "mlx", "mlx-lm", "transformers")
 
 
@@ -51,17 +51,19 @@ class Kept:
 class AnswerStore:
     """Answers on disk, one line each as they come: a run that is stopped goes on from there.
 
-    Other `settings`, all that an answer depends on beside its key, have another file; without a
-    `folder` answers are kept in memory alone.
+    Other `settings`, all that an answer depends on beside its key, have another file.
     """
 
-    def __init__(self, folder: Path | None, name: str, settings: Mapping[str, Any]) -> None:
-        self._header = json.dumps({"settings": settings})
-        own = f"{name}-{digest(settings)}.part.jsonl"
-        self.path = None if folder is None else folder / own
-        self._kept: dict[str, Kept] = {}
-        if self.path is not None and self.path.exists():
-            self._read(self.path)
+    def __init__(
+        self, folder: Path, name: str, settings: Mapping[str, Any], *, fresh: bool = False
+    ) -> None:
+        path = folder / f"{name}-{digest(settings)}.part.jsonl"
+        if fresh:
+            path.unlink(missing_ok=True)
+        self.file = PartFile(path, to_json(settings))
+        self._kept = {
+            prompt: Kept(TimedAnswer(**answer), text) for prompt, text, answer in self.file.done
+        }
 
     def __contains__(self, prompt: Sequence[int]) -> bool:
         return digest(prompt) in self._kept
@@ -69,41 +71,10 @@ class AnswerStore:
     def __getitem__(self, prompt: Sequence[int]) -> Kept:
         return self._kept[digest(prompt)]
 
-    def forget(self) -> None:
-        self._kept = {}
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
     def keep(self, prompt: Sequence[int], kept: Kept) -> None:
         """Add an answer; it is on disk when this returns."""
         self._kept[digest(prompt)] = kept
-        if self.path is None:
-            return
-        with self.path.open("a", encoding="utf-8") as file:
-            if not file.tell():
-                file.write(self._header + "\n")
-            file.write(_line(digest(prompt), kept))
-
-    def _read(self, path: Path) -> None:
-        text = path.read_bytes().decode("utf-8", errors="replace")
-        first, *lines = text.split("\n")
-        for line in lines if first == self._header else ():
-            # A run that was killed while it wrote leaves half a line.
-            try:
-                row = parse_json(line)
-                answer = TimedAnswer(**{name: row[name] for name in _ANSWER if name in row})
-                self._kept[row["prompt"]] = Kept(answer, row["text"])
-            except (ValueError, KeyError, TypeError):
-                continue
-        whole = [self._header + "\n", *(_line(*pair) for pair in self._kept.items())]
-        work = path.with_suffix(f".{os.getpid()}.new")
-        work.write_text("".join(whole), encoding="utf-8")
-        work.replace(path)
-
-
-def _line(prompt: str, kept: Kept) -> str:
-    values = {"prompt": prompt, "text": kept.text, **asdict(kept.answer)}
-    return json.dumps(values, ensure_ascii=False) + "\n"
+        self.file.append([digest(prompt), kept.text, asdict(kept.answer)])
 
 
 @lru_cache(maxsize=1)
