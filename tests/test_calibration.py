@@ -351,13 +351,11 @@ def real_calls(guesser, shape: DraftShape) -> tuple[list[int], int]:
 
 
 BEST = [TreeConfig(size=size) for size in (2, 7, LARGEST)]
-NARROW = TreeConfig(size=9, width=2)
-CHAIN, FULL = (TreeConfig(kind="full", width=width) for width in (1, 3))
 SHAPES = [
     DraftShape(tree=tree, num_streams=streams, stream_schedule=schedule)
     for streams, schedule, trees in (
-        (3, "second-pass", [*BEST, FULL, NARROW]), (3, "fused", [BEST[1], CHAIN]),
-        (2, "second-pass", [BEST[2], FULL]), (1, "fused", [BEST[1], FULL]),
+        (3, "second-pass", BEST), (3, "fused", BEST[1:2]), (2, "second-pass", BEST[2:]),
+        (1, "fused", BEST[1:2]),
     )
     for tree in trees
 ]  # fmt: skip
@@ -366,11 +364,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_replay_takes_the_calls_that_decoding_takes(guesser, guesses, shape):
     tokens, calls = real_calls(guesser, shape)
-    if shape.tree.kind == "best":
-        needed = replay.needed_sizes(guesses, shape.num_streams, LARGEST, shape.tree.width)
-        limit = shape.tree.size
-    else:
-        needed, limit = replay.needed_widths(guesses)[:, : shape.num_streams], shape.tree.width
-    replayed = replay.advance([replay.depths_within(needed, limit)])
+    needed = replay.needed_sizes(guesses, shape.num_streams, LARGEST)
+    replayed = replay.advance([replay.depths_within(needed, shape.tree.size)])
     assert tokens == guesses.answer.tolist()
     assert (replayed.num_tokens, replayed.num_calls) == (LENGTH - 1, calls)

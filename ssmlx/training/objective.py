@@ -142,15 +142,12 @@ class Objective(ABC):
         """
         if not self.train.num_streams:
             return None
-        tree = self.tree(size)
-        return replay(self.guesses(batch, lower, self.num_ranked(tree)), tree)
+        return replay(self.guesses(batch, lower, self.num_ranked(size)), size)
 
-    def tree(self, size: int) -> TreeConfig:
-        """The best tree of `size` nodes."""
-        return TreeConfig(kind="best", size=size, width=self.draft_vocab_size)
-
-    def num_ranked(self, tree: TreeConfig) -> int:
-        """Candidates of a stream that a tree may need: no more than it may guess."""
+    def num_ranked(self, size: int) -> int:
+        """Candidates of a stream that best trees of up to `size` nodes may need: no more than it
+        may guess."""
+        tree = TreeConfig(size=size, width=self.draft_vocab_size)
         count = num_candidates(tree, self.train.num_streams, conditional=self.is_conditional)
         return min(count, self.draft_vocab_size)
 
@@ -183,9 +180,9 @@ class Validation:
         objective = self._objective
         if not objective.train.num_streams:
             return {}
-        count = objective.num_ranked(objective.tree(max(sizes)))
+        count = objective.num_ranked(max(sizes))
         guesses = [g for b, lower in self._batches for g in objective.guesses(b, lower, count)]
-        replays = {size: replay(guesses, objective.tree(size)) for size in sizes}
+        replays = {size: replay(guesses, size) for size in sizes}
         return {size: round(found.tokens_per_call, 3) for size, found in replays.items()}
 
 

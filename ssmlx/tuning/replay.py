@@ -4,7 +4,7 @@ The text stands for what the target would have said, so one forward over it pred
 at the last accepted token the streams draft a tree, the text says how far it holds, and the next
 step starts behind it. For answers of the model itself this is what decoding does, call for call;
 for other texts it is an estimate. No tree is grown: where the text stands among the guesses says
-from which size, or width, on a tree would have held it, and so serves every tree at once.
+from which size on the best tree would have held it, and so serves every tree at once.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ..settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, TreeConfig
+from ..settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB
 
 NEVER = np.iinfo(np.int32).max
 Ints = NDArray[np.int32]
@@ -47,15 +47,10 @@ class Replay:
         return self.num_tokens / max(1, self.num_calls)
 
 
-def replay(guesses: Sequence[Guesses], tree: TreeConfig) -> Replay:
-    """Decode every answer with `tree` and without pruning, the prompt's call counted."""
-    if tree.kind == "full":
-        depths = [depths_within(needed_widths(one), tree.full_width) for one in guesses]
-    else:
-        levels = guesses[0].tokens.shape[1] if guesses else 0
-        needed = (needed_sizes(one, levels, tree.size, tree.width) for one in guesses)
-        depths = [depths_within(one, tree.size) for one in needed]
-    after = advance(depths)
+def replay(guesses: Sequence[Guesses], size: int) -> Replay:
+    """Decode every answer with best trees of `size` nodes, the prompt's call counted."""
+    levels = guesses[0].tokens.shape[1] if guesses else 0
+    after = advance([depths_within(needed_sizes(one, levels, size), size) for one in guesses])
     return Replay(after.num_tokens + len(guesses), after.num_calls + len(guesses))
 
 
@@ -72,7 +67,7 @@ def advance(depths: Sequence[Ints]) -> Replay:
 
 
 def depths_within(needed: Ints, limit: int) -> Ints:
-    """[A] how far the answer holds in the trees of size or width `limit`."""
+    """[A] how far the answer holds in the trees of size `limit`."""
     return (needed <= limit).sum(axis=1).astype(np.int32)
 
 
@@ -97,48 +92,25 @@ def true_edges(guesses: Guesses) -> tuple[Ints, Floats]:
     return np.where(before < NEVER, slots, NEVER).astype(np.int32), among
 
 
-def true_ranks(guesses: Guesses) -> Ints:
-    """[A, G] the rank at which each stream has the token that the answer holds; `NEVER` if none.
-
-    Given those before it, where streams are told of them.
-    """
-    slots, among = true_edges(guesses)
-    own = np.take_along_axis(among, np.where(slots < NEVER, slots, 0)[:, :, None], axis=2)
-    earlier = np.arange(among.shape[2]) < slots[:, :, None]
-    ranks = ((among > own) | ((among == own) & earlier)).sum(axis=2)
-    return np.where(slots < NEVER, ranks, NEVER).astype(np.int32)
-
-
-def needed_widths(guesses: Guesses) -> Ints:
-    """[A, G] children a level of the smallest full tree that holds the answer to each depth."""
-    widest = np.maximum.accumulate(true_ranks(guesses), axis=1)
-    return np.where(widest < NEVER, widest + 1, NEVER).astype(np.int32)
-
-
-def needed_sizes(guesses: Guesses, levels: int, largest: int, width: int | None = None) -> Ints:
+def needed_sizes(guesses: Guesses, levels: int, largest: int) -> Ints:
     """[A, levels] nodes of the smallest best tree that holds the answer to each depth.
 
     Best trees of one draft are nested, so one ranking of nodes serves every size up to `largest`.
-    `width` is of the trees.
     """
     slots, among = true_edges(guesses)
     own = np.take_along_axis(among, np.where(slots < NEVER, slots, 0)[:, :, None], axis=2)
-    is_held = slots < NEVER if width is None else true_ranks(guesses) < width
-    is_held = np.logical_and.accumulate(is_held[:, :levels], axis=1)
+    is_held = np.logical_and.accumulate(slots[:, :levels] < NEVER, axis=1)
     scores = np.cumsum(own[:, :levels, 0], axis=1, dtype=np.float32)
-    others = best_scores(guesses.edges[:, :levels], largest, width)
+    others = best_scores(guesses.edges[:, :levels], largest)
     better = (others[:, None] > scores[:, :, None]).sum(axis=2)
     needed = np.where(is_held, better + 2, NEVER)  # with the root and itself
     return np.where(needed <= largest, needed, NEVER).astype(np.int32)
 
 
-def best_scores(edges: Floats, size: int, width: int | None = None) -> Floats:
+def best_scores(edges: Floats, size: int) -> Floats:
     """[A, n] log probabilities of the nodes below the root among which the best of a tree of `size`
     nodes are, found as by `grow_conditional`, of `edges` [A, G, C or 1, C]."""
     length, levels, _, count = edges.shape
-    if width is not None and width < count:
-        least = np.partition(edges, count - width, axis=3)[..., count - width, None]
-        edges = np.where(edges >= least, edges, -np.inf)
     scores, slots, found = np.zeros((length, 1), np.float32), np.zeros((length, 1), int), []
     for level in range(min(levels, size - 1)):
         own = edges[:, level]
