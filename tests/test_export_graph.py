@@ -69,10 +69,11 @@ def test_both_profiles_know_these_architectures(architecture, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["Phi3", "Phi", "OPT"])
+@pytest.mark.parametrize("architecture", ["Phi3", "Phi", "OPT", "SmolLM3", "Ministral3", "Gemma"])
 def test_the_profile_gpu_takes_other_layers(architecture, tmp_path):
-    opt = {"ffn_dim": 64, "word_embed_proj_dim": 64, "tie_word_embeddings": True}
-    folders = write_pair(tmp_path, architecture, base=opt if architecture == "OPT" else {})
+    tied = {"ffn_dim": 64, "word_embed_proj_dim": 64, "tie_word_embeddings": True}
+    base = tied if architecture in ("OPT", "Gemma") else {}
+    folders = write_pair(tmp_path, architecture, base=base)
     assert_same_steps(folders, config())
     with pytest.raises(InputError, match="for --profile ane"):
         build_graphs(folders.base, folders.load_adapter(), config(profile="ane"))

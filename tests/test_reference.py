@@ -268,9 +268,10 @@ def test_a_faulty_or_missing_file_is_named(checkpoint, file):
 
 
 def test_bases_that_cannot_be_driven_are_refused():
-    for changes in ({"embedding_multiplier": 3.0}, {"logits_scaling": 2.0}):
+    granites = [{"embedding_multiplier": 3.0}, {"logits_scaling": 2.0}]
+    for name, changes in (*(("Granite", one) for one in granites), ("Olmo3", {})):
         with pytest.raises(InputError, match="computes more"):
-            StreamFusedReference(oracle.make_base("Granite", **changes), oracle.stream_config())
+            StreamFusedReference(oracle.make_base(name, **changes), oracle.stream_config())
     with pytest.raises(InputError, match="has no model"):
         StreamFusedReference(torch.nn.Linear(2, 2), oracle.stream_config())
     with pytest.raises(InputError, match="already carries"):

@@ -16,6 +16,7 @@ from ..reference.model import LoraLinear, LowRank, StreamFusedReference
 from .parts import Profile, Rows
 from .settings import GraphSizes
 
+_KINDS = [f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")]
 _PARTS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
@@ -168,7 +169,9 @@ def _check_layers(model: StreamFusedReference) -> None:
     for index, layer in enumerate(model.decoder.layers):
         found = dict(layer.named_modules())
         norms = (name for name in found if "norm" in name)
-        faults = [f"has no {name}" for name in _PARTS if name not in found]
+        kind = type(layer).__name__
+        faults = [] if kind in _KINDS else [f"is a {kind}"]
+        faults += [f"has no {name}" for name in _PARTS if name not in found]
         faults += [
             f"has a {name} that is no RMSNorm"
             for name in norms

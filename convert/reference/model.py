@@ -501,7 +501,10 @@ class StreamFusedReference(nn.Module):
         probe = torch.arange(4, device=device)[None] % self.base.config.vocab_size
         self.base.eval()
         expected = self.base(probe, use_cache=False).logits
-        found = self(probe, stream_rows=probe[0, :0]).main_logits
+        try:
+            found = self(probe, stream_rows=probe[0, :0]).main_logits
+        except TypeError:  # such as of a rotary embedding for each kind of layer
+            found = torch.zeros_like(expected)
         self.base.train(training)
         tolerance = 1e-3 if found.dtype == torch.float32 else 0.05
         require(

@@ -88,8 +88,9 @@ def flat_rope_settings(path: Path) -> dict[str, Any]:
     names = ("rope_theta", "partial_rotary_factor")
     settings = {name: nested[name] for name in names if name in nested and name not in config}
     kind = nested.get("rope_type", nested.get("type", "default"))
-    if kind != "default" and not config.get("rope_scaling"):
-        settings["rope_scaling"] = {k: v for k, v in nested.items() if k != "rope_theta"}
+    if not config.get("rope_scaling"):
+        scaling = {k: v for k, v in nested.items() if k != "rope_theta"}
+        settings["rope_scaling"] = None if kind == "default" else scaling
     return settings
 
 
@@ -136,6 +137,8 @@ def reading(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[N
                 do="choose another model; ssmlx never runs such code",
             )
             _check_sizes(folder / name, settings)
+            inner = settings.get("text_config")
+            _check_sizes(folder / name, inner if isinstance(inner, dict) else {})
         yield
     except InputError:
         raise
