@@ -1,14 +1,12 @@
 """Tables 1 and 2 of the paper: every way to decode, side by side on the same target.
 
 Systems take turns prompt by prompt in an order that rotates; mlx-lm's own stream_generate is the
-baseline of every speed-up, and plain decoding what every system's tokens must be. An adapter of
-scope "all" can stand beside --baseline, the same LoRA trained without streams.
+baseline of every speed-up, and plain decoding what every system's tokens must be.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,7 @@ from ssmlx.calibration.costs import CostPlan, forward_costs, with_whole_steps
 from ssmlx.commands.options import add_options, command, make_parser
 from ssmlx.commands.results import publish, write_result
 from ssmlx.errors import require
-from ssmlx.loading.adapter import read_lora
 from ssmlx.loading.files import make_folder
-from ssmlx.loading.names import CONFIG_FILE
 from ssmlx.prompts import read_prompts, user_text
 from ssmlx.settings import read_json
 from ssmlx.tuning.memory import MIB
@@ -26,16 +22,16 @@ from ssmlx.tuning.plan import shape_of
 from ssmlx.tuning.report import Columns, table
 
 from .run import show
-from .run.experiment import Experiment, Measured, failures, result_of, task_result
+from .run.experiment import Measured, failures, result_of, task_result
 from .run.options import add_experiment_options, check_counts, experiment_of, split_name
 from .run.published import METHODS, latencies, span, speeds
 from .run.results import RESULTS, reading
-from .run.show import Panel, Row
-from .run.target import MLX_LM, PLAIN, STREAMS, System, Weights
+from .run.show import Row, draw
+from .run.statistics import estimate
+from .run.target import STREAMS, System
 from .run.tasks import TASKS, data_file, differences, figures, read_examples
 
 PROG = "perf.compare"
-BASELINE = "baseline"
 EPILOG = """examples:
   python -m perf.compare --task sql --count 20 --systems streams lookahead prompt-lookup
   python -m perf.compare --task e2e --data e2e.jsonl --adapter adapters/e2e \\
@@ -44,7 +40,6 @@ EPILOG = """examples:
       "streams --tree full --tree-width 4" "medusa --tree-size 32"
   python -m perf.compare --task sql --systems trees --repeats 1
   python -m perf.compare --task sql --systems "streams --tree-size 6" --steps 40
-  python -m perf.compare --task sql --adapter adapters/sql --baseline adapters/sql-lora
   python -m perf.compare --task sql --answers lora=lora.jsonl streams=streams.jsonl
   python -m perf.compare --from sql/compare.json e2e/compare.json
 
@@ -58,7 +53,8 @@ rouge_score with its stemmer, best over the references; lines are ROUGE-LSum's s
 that is chosen by prompts and reported on them looks better than it is: choose with other --data.
 
 --answers decodes nothing: it judges files such as `convert.continuations` writes, which answers a
-whole test set in minutes, in batches, and writes score-TASK.json and .txt.
+whole test set in minutes, in batches, and writes score-TASK.json and .txt. So is LoRA with streams
+compared with the same LoRA trained without them, prompt by prompt.
 
 Writes compare.json, .txt and .png. Every answer is kept in compare-TASK-*.part.jsonl as it comes:
 the same command goes on where a run was stopped, and another choice of systems is another run.
@@ -152,7 +148,6 @@ def _task_notes(task: Row) -> list[str]:
     lines += _paper_lines(task)
     for row in rows:
         lines += [f"{row['name']}: {difference_text(one)}" for one in row["differences"]]
-    lines += show.difference_lines(task["adapter"], BASELINE, task.get("differences", {}))
     lines += _step_lines(task["step"]) if "step" in task else []
     for row in rows:
         over = row.get("speedup_over_draft_model")
@@ -192,22 +187,6 @@ def _timing_text(result: Row) -> str:
     )
 
 
-def draw(result: Row, path: Path) -> None:
-    panels = [
-        Panel(
-            "speed-up over mlx-lm (decode tokens/s)",
-            lambda row: row["speedup"],
-            show.paper_span(lambda row: row.speedup),
-        ),
-        show.TOKENS_PER_CALL,
-    ]
-    first = result["tasks"][0]
-    if "differences" in first:
-        name, paper = first["figures"][0], show.paper_span(lambda row: row.metrics[0])
-        panels.append(Panel(f"{name}, %", lambda row: row["figures"][name], paper, 1))
-    show.draw_tasks(result["tasks"], panels, show.title_of(result), path)
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     own = experiment_of(args, "compare")
     apart = next((one for one in own.systems if one.kind == STREAMS), None)
@@ -217,36 +196,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         expected="streams among --systems, and an --adapter that has some",
         do="drop --steps",
     )
-    baseline = None if args.baseline is None else _baseline(args.baseline.expanduser(), own)
-    if baseline is not None:
-        baseline.load()  # its mistakes are told before the first answer
     measured = own.run()
-    parts = [task_result(measured)]
+    part = task_result(measured)
     if args.steps and apart is not None:
-        row = next(one for one in parts[0]["systems"] if one["name"] == apart.name)
-        parts[0]["step"] = _step(measured, apart, row, args.steps)
-    if baseline is not None:
-        other = baseline.run()
-        parts.append(task_result(other, adapter=BASELINE))
-        texts = [[kept.text for kept in one.first(PLAIN)] for one in (measured, other)]
-        assert own.task is not None
-        parts[0]["differences"] = differences(own.task, own.examples, *texts)
-    return result_of(own, args.model, parts)
-
-
-def _baseline(folder: Path, first: Experiment) -> Experiment:
-    """LoRA without streams; template and end tokens are its own where it has them."""
-    lora, own = read_lora(folder, "--baseline"), dict[str, Any]()
-    if (folder / CONFIG_FILE).exists():
-        own = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
-    shared = first.weights.adapter and first.weights.adapter.config
-    ends = own.get("end_token_ids") or (shared.end_token_ids if shared else ())
-    weights = Weights(
-        first.weights.base, first.weights.dtype, lora=lora, end_tokens=tuple(ends), folder=folder
-    )
-    template = own.get("prompt_template") or (shared.prompt_template if shared else None)
-    systems = [one for one in first.systems if one.kind in (MLX_LM, PLAIN)]
-    return replace(first, weights=weights, template=template, systems=systems)
+        row = next(one for one in part["systems"] if one["name"] == apart.name)
+        part["step"] = _step(measured, apart, row, args.steps)
+    return result_of(own, args.model, [part])
 
 
 def _step(measured: Measured, system: System, row: Row, repeats: int) -> dict[str, Any]:
@@ -311,7 +266,10 @@ def judge(args: argparse.Namespace) -> int:
     lines = [f"{task.name}: {len(examples)} prompts [95 % intervals]", ""]
     lines += table({"answers": lambda row: row["name"], **show.metrics(own)}, rows)
     for row in rows[1:]:
-        lines += show.difference_lines(row["name"], first, row["differences"])
+        for figure, gap in row["differences"].items():
+            found = estimate(gap)
+            shown = f"{found.text(1, signed=True)}, {found.verdict}"
+            lines.append(f"{row['name']} - {first}, {figure}: {shown}")
     make_folder(args.out)
     result = {"task": task.name, "prompts": len(examples), "figures": own, "rows": rows}
     write_result(result, args.out / f"score-{task.name}", "\n".join(lines))
@@ -333,8 +291,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add_options(
         parser,
-        ("--baseline", "FOLDER", "the same LoRA trained without streams, as mlx-lm reads it "
-         "(adapters.safetensors and adapter_config.json); decoded plainly", Path),
         ("--steps", "N", "of the first streams, that are taken apart: the model's forward, and all "
          "else", int),
         ("--out", "FOLDER", f"for the results (default: {RESULTS})", Path),

@@ -51,7 +51,6 @@ class Experiment:
     data: str = ""
     # why a system does not take part, by its name
     left_out: Mapping[str, str] = field(default_factory=dict)
-    template: str | None = None  # of all prompts; None for the adapter's own
     repeats: int = 1
     warm_up: int = 1  # answers of each system before the first that counts
     out: Path | None = None  # where `run` keeps answers as they come
@@ -61,7 +60,7 @@ class Experiment:
         """The target and the prompts' tokens, and all that could fail later checked."""
         target = Target(self.weights)
         adapter = self.weights.adapter
-        template = self.template or (adapter.config.prompt_template if adapter else None)
+        template = adapter.config.prompt_template if adapter else None
         plain, tokenizer = target.plain, target.tokenizer
         prompts = [encode_prompt(one.asked, plain, tokenizer, template) for one in self.examples]
         for prompt in prompts:
@@ -109,7 +108,6 @@ class Experiment:
             "code": code_version(),
             "base": files_version(weights.base),
             "folder": folder_digest(weights.folder),
-            "end_tokens": sorted(weights.end_tokens),
             "checkpoint": files_version(weights.checkpoints.get(kind)),
             "dtype": weights.dtype,
             "rounds": weights.rounds,

@@ -1,4 +1,4 @@
-"""How results are shown: tables as text, and bars with intervals; matplotlib may be missing."""
+"""How results are shown: tables as text, and bars with intervals."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 from ssmlx.tuning.report import Columns, cells, new_figure
 
-from .published import METHODS, Span, Speed, span, speeds
+from .published import METHODS, Speed, span, speeds
 from .statistics import FEW, estimate
 
 Row = Mapping[str, Any]
@@ -64,14 +64,6 @@ def markdown_table(columns: Columns, rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def difference_lines(ours: str, theirs: str, gaps: Row) -> list[str]:
-    found = {name: estimate(gap) for name, gap in gaps.items()}
-    return [
-        f"{ours} - {theirs}, {name}: {gap.text(1, signed=True)}, {gap.verdict}"
-        for name, gap in found.items()
-    ]
-
-
 def notes_of(found: Row) -> list[str]:
     """What to keep in mind of a measurement: few prompts, and who else was computing."""
     few = f"fewer than {FEW} prompts: the intervals are narrower than they should be"
@@ -85,13 +77,6 @@ def heading(result: Row) -> str:
         f"{_measured_text(result)}, "
         f"{machine['memory']}, {machine['os']}, power: {machine['power']}; mlx {machine['mlx']}, "
         f"mlx-lm {machine['mlx-lm']}, ssmlx {machine['ssmlx']} ({machine['commit']})"
-    )
-
-
-def title_of(result: Row) -> str:
-    return (
-        f"{_measured_text(result)}\n95 % intervals over prompts; pale bands: the paper's table 1, "
-        "least to most over its models of 1.3B to 7B"
     )
 
 
@@ -119,60 +104,53 @@ def task_heading(task: Row) -> str:
 @dataclass(frozen=True)
 class Panel:
     label: str  # of the axis
-    of: Callable[[Row], Any]  # the figure of a row, as JSON values; None where there is none
-    # the paper's range for a task and a kind of system; None where it has none
-    paper: Callable[[str, str], Span | None]
-    digits: int = 2  # of the figures
+    figure: str  # of a row
+    column: Callable[[Speed], float]  # the same in the paper's table 1
 
 
-def paper_span(column: Callable[[Speed], float]) -> Callable[[str, str], Span | None]:
-    """The paper's range of a column of table 1, by task and kind of system."""
-
-    def found(task: str, kind: str) -> Span | None:
-        rows = speeds(task, METHODS.get(kind, ""))
-        return span(column(row) for row in rows) if rows else None
-
-    return found
-
-
-TOKENS_PER_CALL = Panel(
-    "tokens per target call",
-    lambda row: row["tokens_per_call"],
-    paper_span(lambda row: row.call_reduction),
+PANELS = (
+    Panel("speed-up over mlx-lm (decode tokens/s)", "speedup", lambda row: row.speedup),
+    Panel("tokens per target call", "tokens_per_call", lambda row: row.call_reduction),
 )
 
 
-def draw_tasks(tasks: Sequence[Row], panels: Sequence[Panel], title: str, path: Path) -> None:
+def draw(result: Row, path: Path) -> None:
+    """Bars for every task and system; matplotlib may be missing."""
+    tasks = result["tasks"]
     counts = [len(task["systems"]) for task in tasks]
-    picture = new_figure(5.25 * len(panels), 1.0 + sum(1.0 + 0.36 * count for count in counts))
+    picture = new_figure(5.25 * len(PANELS), 1.0 + sum(1.0 + 0.36 * count for count in counts))
     parts = picture.subplots(
-        len(tasks), len(panels), squeeze=False, gridspec_kw={"height_ratios": counts}
+        len(tasks), len(PANELS), squeeze=False, gridspec_kw={"height_ratios": counts}
     )
     for task, row in zip(tasks, parts, strict=True):
-        for axes, panel in zip(row, panels, strict=True):
+        for axes, panel in zip(row, PANELS, strict=True):
             _draw_panel(axes, task, panel)
-            names = [fill(one["name"] * (panel is panels[0]), 32) for one in task["systems"]]
+            names = [fill(one["name"] * (panel is PANELS[0]), 32) for one in task["systems"]]
             axes.set_yticks(range(len(names)), names)
             axes.invert_yaxis()
         name = ", ".join(dict.fromkeys([task["task"], task["adapter"] or task["task"]]))
         row[0].set_title(f"{name}: {task['prompts']} prompts", loc="left", fontsize=10)
-    picture.suptitle(title, fontsize=9)
+    picture.suptitle(
+        f"{_measured_text(result)}\n95 % intervals over prompts; pale bands: the paper's table 1, "
+        "least to most over its models of 1.3B to 7B",
+        fontsize=9,
+    )
     picture.savefig(path, dpi=150)
 
 
 def _draw_panel(axes: Any, task: Row, panel: Panel) -> None:
     """A bar a system with its interval, its figure behind that, and the paper's range around."""
     rows = task["systems"]
-    found = [estimate(panel.of(row) or _NOTHING) for row in rows]
+    found = [estimate(row[panel.figure] or _NOTHING) for row in rows]
     values, places = [one.value for one in found], range(len(rows))
     for place, row in zip(places, rows, strict=True):
-        paper = panel.paper(task["task"], row["kind"])
-        if paper is not None:
-            low, high = paper
+        paper = speeds(task["task"], METHODS.get(row["kind"], ""))
+        if paper:
+            low, high = span(map(panel.column, paper))
             style = {"color": PAPER_COLOUR, "alpha": 0.35, "lw": 0, "zorder": 0}
             axes.barh(place, high - low, left=low, height=0.86, **style)
             axes.annotate(
-                f"paper {low:.{panel.digits}f} to {high:.{panel.digits}f}", (1.0, place),
+                f"paper {low:.2f} to {high:.2f}", (1.0, place),
                 xycoords=("axes fraction", "data"), ha="right", va="center", fontsize=7.5,
                 color=PAPER_TEXT,
             )  # fmt: skip
@@ -180,7 +158,7 @@ def _draw_panel(axes: Any, task: Row, panel: Panel) -> None:
     errors = list(zip(*(one.errors for one in found), strict=True))
     axes.errorbar(values, places, xerr=errors, fmt="none", ecolor="#111111", capsize=3, lw=1)
     for place, one, row in zip(places, found, rows, strict=True):
-        text = "-" if panel.of(row) is None else f"{one.value:.{panel.digits}f}"
+        text = "-" if row[panel.figure] is None else f"{one.value:.2f}"
         axes.annotate(
             text, (max(one.high, one.value), place), (6, 0),
             textcoords="offset points", va="center", fontsize=9,

@@ -27,7 +27,7 @@ from ssmlx.loading.adapter import Adapter, cast_streams, load_adapter
 from ssmlx.loading.attach import check_base, check_lora
 from ssmlx.loading.load import cast_model, load_tokenizer, load_weights, resolve_draft_bits
 from ssmlx.model.backbone import Backbone, on_same_arrays
-from ssmlx.model.lora import LoraWeights, RowScope, attach_lora
+from ssmlx.model.lora import RowScope, attach_lora
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import HEAD_DRAFTERS, GenerateConfig
 from ssmlx.tuning.memory import Memory, memory_of
@@ -61,12 +61,8 @@ class Weights:
     dtype: str = "float32"  # one of `FLOATS` or `PACKED`
     rounds: bool = False  # whether products are `round_products`'s, in 16 bits
     draft_head: str = "stored"  # as `ssmlx.load` takes it
-    adapter: Adapter | None = None  # streams and LoRA; None for the base alone, or with `lora`
-    # LoRA on every row where there is no adapter
-    lora: Mapping[str, LoraWeights] = field(default_factory=dict)
-    # what ends answers beside the tokenizer's own and the adapter's
-    end_tokens: tuple[int, ...] = ()
-    folder: Path | None = None  # of the adapter or LoRA, where it comes from one
+    adapter: Adapter | None = None  # streams and LoRA; None for the base alone
+    folder: Path | None = None  # of the adapter
     # what each of `CHECKPOINTS` drafts with, where it is given
     checkpoints: Mapping[str, Path] = field(default_factory=dict)
 
@@ -78,7 +74,7 @@ class Weights:
     def scope(self) -> str | None:
         """The scope of the streams; "task" where they draft for a fine-tuned model."""
         if self.adapter is None:
-            return "task" if self.lora else None
+            return None
         return "task" if self.adapter.task_lora else self.adapter.config.adapter_scope
 
 
@@ -101,13 +97,13 @@ class Target:
         backbone = Backbone(self._computing(on_same_arrays(model)))
         if adapter is not None:
             check_base(adapter, backbone)
-        lora = weights.lora if adapter is None else adapter.every_row_lora
+        lora = {} if adapter is None else adapter.every_row_lora
         source = weights.folder or Path("the adapter")
         for every in (lora, adapter.stream_lora if adapter else {}):
             check_lora(model, every, source)
         attach_lora(model, lora, RowScope(0), merge=True, dtype=backbone.dtype)
         mx.eval(self._computing(model).parameters())
-        ends = (*weights.end_tokens, *(adapter.config.end_token_ids if adapter else ()))
+        ends = adapter.config.end_token_ids if adapter else ()
         self.tokenizer.eos_token_ids = {*self.tokenizer.eos_token_ids, *ends}
         self.mlx_model = model
         self.plain = StreamFusedModel(self._backbone())
