@@ -26,6 +26,7 @@ from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import StreamConfig
+from ssmlx.training.sizing import Plan, choose_sizes, expected_rates
 from ssmlx.tuning import chips
 from ssmlx.tuning.chips import CHIPS, Bound, Chip, Decoder, costs
 from ssmlx.tuning.cost import DraftShape
@@ -45,6 +46,10 @@ MODELS = (
     Decoder("llama-3.1-8b", 4096, 32, 8, 128, 14336, 32, 128256),
 )
 QWEN = Decoder("qwen3-4b", 2560, 32, 8, 128, 9728, 36, 151936)
+ADAPTED = (MODELS[1], Decoder("qwen3-8b", 4096, 32, 8, 128, 12288, 36, 151936))
+ADAPTED_ON = ("M2", "M3 Max", "M5", "M5 Max")
+ASKED = 60
+"""Tokens of a prompt that `ssmlx.adapt` has answered."""
 
 
 def drafting(decoder: Decoder, streams: StreamConfig) -> Decoder:
@@ -172,6 +177,37 @@ def lines_of(predictions: Sequence[Result]) -> list[str]:
     return table(columns, predictions)
 
 
+def adapted(decoder: Decoder, chip: Chip, hours: float = 1.0) -> dict[str, Any]:
+    """What `ssmlx.adapt` should come to, and in which minutes."""
+    sizes = choose_sizes(decoder, chip)
+    rates = expected_rates(decoder, chip, sizes)
+    plan = Plan.within(3600 * hours, rates, ASKED)
+    return {"model": decoder.name, "chip": chip.name, **asdict(plan), **asdict(sizes),
+            "answer_rate": rates.answer, "token_ms": 1000 * rates.token}  # fmt: skip
+
+
+def adapting(bits: int) -> list[str]:
+    """An hour of `ssmlx.adapt`, a line for each chip and model."""
+    columns: Columns = {
+        "model": lambda one: one["model"],
+        "chip": lambda one: one["chip"],
+        "layers": lambda one: str(one["num_layers"]),
+        "streams": lambda one: str(one["num_streams"]),
+        "answers": lambda one: f"{one['answers']:,}",
+        "tokens/s": lambda one: f"{one['answer_rate']:.0f}",
+        "min": lambda one: f"{one['answer_seconds'] / 60:.0f}",
+        "epochs": lambda one: str(one["epochs"]),
+        "ms a token": lambda one: f"{one['token_ms']:.2f}",
+        "training, min": lambda one: f"{one['train_seconds'] / 60:.0f}",
+        "speed-up": spread,
+    }
+    pairs = [(replace(model, bits=bits), CHIPS[name]) for model in ADAPTED for name in ADAPTED_ON]
+    return [
+        f"An hour of ssmlx.adapt, {bits}-bit weights",
+        *table(columns, [adapted(model, chip) for model, chip in pairs]),
+    ]
+
+
 def report(adapter: str, groups: Mapping[str, Sequence[Result]]) -> str:
     """All predictions as text."""
     parts = [LABEL]
@@ -182,7 +218,7 @@ def report(adapter: str, groups: Mapping[str, Sequence[Result]]) -> str:
         source += "" if name == MODELS[0].name else ", an ASSUMPTION for this model"
         title = f"{name}, {stored}; {source}; behind {USUAL_CONTEXT} tokens"
         parts.append("\n".join([title, *lines_of(predictions)]))
-    return "\n\n".join([*parts, "\n".join(trust())])
+    return "\n\n".join([*parts, "\n".join(adapting(bits)), "\n".join(trust())])
 
 
 def _main(args: argparse.Namespace) -> None:

@@ -47,6 +47,7 @@ from ..training.sizing import (
     memory_here,
 )
 from ..tuning import ladder
+from ..tuning.chips import Decoder
 from .machine import power_source
 from .options import DownloadBar
 from .train import STORE_FILE
@@ -133,7 +134,7 @@ class Run:
 
     def prepare(self) -> None:
         """Choose sizes, measure and plan; or go on with what was planned, and say either."""
-        sizes = choose_sizes(self.backbone, ladder.this_chip())
+        sizes = choose_sizes(Decoder.of(StreamFusedModel(self.backbone)), ladder.this_chip())
         train = sizes.train(seed=self.args.seed, max_length=self.longest + ANSWER_TOKENS)
         train = train.sized(self.base["vocab_size"])
         for line in self._sizes_told(sizes, train.draft_vocab_size or 0):

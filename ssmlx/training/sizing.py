@@ -15,9 +15,8 @@ import numpy as np
 
 from ..errors import require
 from ..model.backbone import Backbone
-from ..model.streams import StreamFusedModel
 from ..settings import StreamConfig
-from ..tuning.chips import Bound, Chip, Decoder, costs
+from ..tuning.chips import MOST_ROWS, Bound, Chip, Decoder, costs, row_costs
 from ..tuning.cost import interpolate
 from ..tuning.ladder import USUAL_CONTEXT, shapes
 from .answers import Speaker, Text
@@ -64,19 +63,22 @@ class Sizes:
         )  # fmt: skip
 
 
-def choose_sizes(backbone: Backbone, chip: Chip) -> Sizes:
+def choose_sizes(decoder: Decoder, chip: Chip) -> Sizes:
     """Those that should be fastest on a chip, by what others published of its rows."""
-    decoder = Decoder.of(StreamFusedModel(backbone))
     layers = {max(1, round(share * decoder.layers)) for share in SHARES}
     found = [_predicted(decoder, chip, n, g) for n in sorted(layers) for g in _STREAMS]
     return max(found, key=lambda one: one.middle)
 
 
-def _predicted(decoder: Decoder, chip: Chip, layers: int, streams: int) -> Sizes:
-    drafting = replace(
+def _drafting(decoder: Decoder, layers: int, streams: int) -> Decoder:
+    return replace(
         decoder, msa_layers=layers, num_streams=streams, is_conditional=True,
         starts_from_root=True, draft_vocab=min(decoder.vocab, DRAFT_VOCAB_SIZE),
     )  # fmt: skip
+
+
+def _predicted(decoder: Decoder, chip: Chip, layers: int, streams: int) -> Sizes:
+    drafting = _drafting(decoder, layers, streams)
     kept = interpolate([*SHARES], [*SHARES.values()], layers / decoder.layers) * _STREAMS[streams]
     tokens = {n: 1 + kept * (one - 1) for n, one in {1: 1.0, **EXPECTED}.items()}
 
@@ -103,6 +105,25 @@ class Rates:
     batch_size: int  # examples of a step, as many as the memory allows
     together: int  # answers at a time
     memory: int  # bytes that all this takes at the most
+
+
+def expected_rates(decoder: Decoder, chip: Chip, sizes: Sizes) -> Rates:
+    """What `measure` should find on a chip, by what others published of its rows; no memory.
+
+    Learning a token takes a row of it, and one of each stream forth and back, through the layers
+    that have streams, and the draft head twice forth and back.
+    """
+    layers, streams = sizes.num_layers, sizes.num_streams
+    drafting, together = _drafting(decoder, layers, streams), _TOGETHER[0]
+    row = row_costs(chip, decoder.bits)[MOST_ROWS] / MOST_ROWS
+    layer = row * chip.seconds(decoder.layer_bytes)
+    head = row * chip.seconds(decoder.head_bytes(drafting.draft_vocab))
+    return Rates(
+        answer=together / costs(drafting, chip).batch_seconds(together, USUAL_CONTEXT),
+        token=layers * layer * (1 + 2 * streams) + 4 * streams * head,
+        lower=(decoder.layers - layers) * layer,
+        batch_size=_BATCHES[0], together=together, memory=0,
+    )  # fmt: skip
 
 
 def memory_here() -> int:
