@@ -26,7 +26,7 @@ from ssmlx.commands.results import write_result
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.settings import StreamConfig
-from ssmlx.training.sizing import Plan, choose_sizes, expected_rates
+from ssmlx.training.sizing import Plan, choose_sizes, expected_rates, predicted
 from ssmlx.tuning import chips
 from ssmlx.tuning.chips import CHIPS, Bound, Chip, Decoder, costs
 from ssmlx.tuning.cost import DraftShape
@@ -182,6 +182,8 @@ def adapted(decoder: Decoder, chip: Chip, hours: float = 1.0) -> dict[str, Any]:
     sizes = choose_sizes(decoder, chip)
     rates = expected_rates(decoder, chip, sizes)
     plan = Plan.within(3600 * hours, rates, ASKED)
+    learnt = plan.answers * plan.epochs
+    sizes = predicted(decoder, chip, sizes.num_layers, sizes.num_streams, learnt)
     return {"model": decoder.name, "chip": chip.name, **asdict(plan), **asdict(sizes),
             "answer_rate": rates.answer, "token_ms": 1000 * rates.token}  # fmt: skip
 

@@ -56,7 +56,7 @@ def test_a_packed_model_drafts_for_itself_afterwards(packed, capsys):
     folder = adapted(packed)
     said = capsys.readouterr().out
     assert "plan: 26 answers" in said and "of 2 answers the same" in said
-    assert "should bring" in said and "less than 1.1x" in said
+    assert "should bring" in said and "less than 1.1x" in said and "GiB of memory" in said
     # By itself, and by its name; of no other model's folder.
     assert own_adapters(packed) == own_adapters() == {"mine": folder}
     assert own_adapters(packed.parent) == {}

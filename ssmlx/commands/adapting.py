@@ -15,6 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import mlx.core as mx
+from mlx_lm.generate import wired_limit
+
 from .. import __version__
 from ..api import stream_generate
 from ..bars import bar
@@ -45,6 +48,7 @@ from ..training.sizing import (
     frozen_dtype,
     measure,
     memory_here,
+    predicted,
 )
 from ..tuning import ladder
 from ..tuning.chips import Decoder
@@ -58,6 +62,8 @@ SAMPLED_EVERY, SAMPLED_TEMP = 4, 0.8
 HELD_OUT, CHECKED, CHECKED_TOKENS = 32, 8, 64
 MOST_PROMPT = 1024  # tokens
 FILES, SHIPPED, OWN = "your files", "shipped prompts", "own questions"
+CACHE_BYTES = 1 << 29
+"""Freed memory that MLX may keep."""
 _BUSY_SECONDS = 10
 PLAIN, DRAFTED, LOOKUP = "plain", "drafted", "lookup"
 WAYS: dict[str, Any] = {
@@ -95,6 +101,20 @@ def waiting(give_way: bool) -> Callable[[], None]:
     return wait
 
 
+def _gain_told(sizes: Sizes) -> str:
+    told = (
+        f"should bring {sizes.middle:.2f}x ({sizes.low:.2f} to {sizes.high:.2f}) plain decoding's "
+        f"speed here, in trees of {sizes.nodes} nodes: a prediction, from what others published of "
+        "such chips and what one small model learnt"
+    )
+    if sizes.middle >= PAYS:
+        return told
+    return (
+        f"{told}\nthat is less than {PAYS}x: on this chip the hours may not be worth it. What does "
+        "not pay is never drafted, so nothing gets slower"
+    )
+
+
 class Run:
     """The stages, to be called in this order."""
 
@@ -110,6 +130,7 @@ class Run:
         }  # fmt: skip
         self.base = read_base(path)
         self.words = load_tokenizer(path, self.base)
+        mx.set_cache_limit(CACHE_BYTES)
         self.most = int((args.memory_gb or memory_here() / 2**30) * 2**30)
         self.backbone = load_frozen(path, frozen_dtype(path, self.base, self.most))
         self.backbone.require_stages("streams")
@@ -134,11 +155,11 @@ class Run:
 
     def prepare(self) -> None:
         """Choose sizes, measure and plan; or go on with what was planned, and say either."""
-        sizes = choose_sizes(Decoder.of(StreamFusedModel(self.backbone)), ladder.this_chip())
+        decoder, chip = Decoder.of(StreamFusedModel(self.backbone)), ladder.this_chip()
+        sizes = choose_sizes(decoder, chip)
         train = sizes.train(seed=self.args.seed, max_length=self.longest + ANSWER_TOKENS)
         train = train.sized(self.base["vocab_size"])
-        for line in self._sizes_told(sizes, train.draft_vocab_size or 0):
-            print(line)
+        print(self._sizes_told(sizes, train.draft_vocab_size or 0))
         path = self.folder / PLAN_FILE
         if path.exists():
             known = read_json(path, "the plan of a run")
@@ -175,25 +196,18 @@ class Run:
             expected=f"more than {least}", do="give more",
         )  # fmt: skip
         print(self._plan_told())
+        learnt = self.plan.answers * self.plan.epochs
+        print(_gain_told(predicted(decoder, chip, sizes.num_layers, sizes.num_streams, learnt)))
 
-    def _sizes_told(self, sizes: Sizes, vocab: int) -> list[str]:
+    def _sizes_told(self, sizes: Sizes, vocab: int) -> str:
         layers = self.base["num_hidden_layers"]
-        gain = f"{sizes.middle:.2f}x ({sizes.low:.2f} to {sizes.high:.2f})"
         held = f"held as {self.backbone.dtype}".replace("mlx.core.", "")
         held = "packed as they are" if is_quantised(self.backbone.model) else held
-        lines = [
-            f"{self.args.model}: {layers} layers of width {self.base['hidden_size']}, {held}",
+        return (
+            f"{self.args.model}: {layers} layers of width {self.base['hidden_size']}, {held}\n"
             f"streams: {sizes.num_streams} in the top {sizes.num_layers} layers, which draft from "
-            f"{vocab or self.base['vocab_size']:,} tokens, in trees of {sizes.nodes} nodes",
-            f"should bring {gain} the speed of plain decoding here: a prediction from what others "
-            "published of such chips",
-        ]
-        if sizes.middle < PAYS:
-            lines.append(
-                f"that is less than {PAYS}x: on this chip the hours may not be worth it. What does "
-                "not pay is never drafted, so nothing gets slower"
-            )
-        return lines
+            f"{vocab or self.base['vocab_size']:,} tokens"
+        )
 
     def _plan_told(self) -> str:
         plan, rates = self.plan, self.rates
@@ -203,7 +217,7 @@ class Run:
             f"plan: {plan.answers:,} answers at {rates.answer:.0f} tokens/s "
             f"({plan.answer_seconds / 60:.0f} min), {steps:,} steps of {rates.batch_size} "
             f"({plan.train_seconds / 60:.0f} min), checks: some {minutes / (1 - RESERVE):.0f} min "
-            f"in all; at most {rates.memory / 2**30:.1f} GiB of memory"
+            f"in all; at most {(rates.memory + CACHE_BYTES) / 2**30:.1f} GiB of memory"
         )
 
     def answer(self) -> None:
@@ -259,12 +273,13 @@ class Run:
                 write_adapter(work, told(model.adapter, validate))
             return self.folder / TRAINED_FOLDER
 
-        run_to_end(
-            job, MlxTrainer(objective, job.num_steps),
-            prog=self.prog, dtype=str(twin.dtype).removeprefix("mlx.core."),
-            identity=job.identity(*frozen), write=write, keep_best=True, wait=self.wait,
-            lower=lambda: job.stored_lower(objective, STORE_FILE, job.lower_identity(*frozen)),
-        )  # fmt: skip
+        with wired_limit(twin.model):
+            run_to_end(
+                job, MlxTrainer(objective, job.num_steps),
+                prog=self.prog, dtype=str(twin.dtype).removeprefix("mlx.core."),
+                identity=job.identity(*frozen), write=write, keep_best=True, wait=self.wait,
+                lower=lambda: job.stored_lower(objective, STORE_FILE, job.lower_identity(*frozen)),
+            )  # fmt: skip
         (self.folder / STORE_FILE).unlink(missing_ok=True)
 
     def check(self) -> None:
