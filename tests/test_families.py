@@ -15,6 +15,7 @@ from ssmlx.api import token_steps
 from ssmlx.decoding.batch import Batch, Row
 from ssmlx.decoding.loop import plain_decode, prefill
 from ssmlx.decoding.sampling import GREEDY
+from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
@@ -108,8 +109,8 @@ def make_base(name, tied=True, bits=None):
 
 def decoded(model, prompt=PROMPT, cache=None, context=(), **settings):
     """Tokens of an answer, and how many each call brought."""
-    config = GenerateConfig(prefill_step_size=5, **settings)
-    steps = token_steps(model, prompt, cache or model.make_cache(), config, context=context)
+    config, cache = GenerateConfig(prefill_step_size=5), cache or model.make_cache()
+    steps = token_steps(model, prompt, cache, config, context=context, **settings)
     return tiny.first_tokens(steps, LENGTH)
 
 
@@ -132,6 +133,8 @@ def test_decoding_is_mlx_lms(name, tied, bits):
         calls.append(len(lengths))
         assert decoded(model, **draft, **SAMPLED)[0] == sampled
     assert min(calls) < LENGTH
+    _, lengths = decoded(model, draft_model=DraftModel(make_base(name, tied, bits)))
+    assert {*lengths[1:]} == {4}  # the model itself guesses all
     second_pass = {**DRAFTS[2], "stream_schedule": "second-pass"}
     assert decoded(model, **second_pass)[1] == decoded(model, **DRAFTS[2])[1]
 

@@ -21,7 +21,7 @@ WEIGHTS = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256
 
 def test_the_weights_are_those_of_the_models():
     def weights(decoder):
-        return decoder.layers * decoder.layer_bytes + decoder.head_bytes(decoder.vocab)
+        return decoder.layers * decoder.layer_bytes() + decoder.head_bytes(decoder.vocab)
 
     assert weights(LLAMA) == WEIGHTS * 0.5625
     assert weights(replace(LLAMA, bits=16)) == WEIGHTS * 2

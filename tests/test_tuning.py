@@ -6,13 +6,24 @@ from statistics import median
 
 import pytest
 from real import make_adapter, write_adapter
-from tiny import COSTS, first_tokens, flat, make_model, make_profile, make_tokenizer, measured
+from tiny import (
+    COSTS,
+    first_tokens,
+    flat,
+    make_base,
+    make_model,
+    make_profile,
+    make_tokenizer,
+    measured,
+)  # fmt: skip
 
 import ssmlx
 from ssmlx.api import token_steps
 from ssmlx.commands import chat, generate
 from ssmlx.decoding.pace import Learned, Pace, Rung
 from ssmlx.errors import InputError
+from ssmlx.model.backbone import Backbone
+from ssmlx.model.streams import StreamFusedModel
 from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning.chips import CHIPS, Decoder, chip_named, costs, left_out, row_costs
@@ -568,6 +579,16 @@ def test_row_costs_hold_for_authors_whose_figures_were_left_out():
     assert len(errors) > 80
     assert median(errors) < 0.16
     assert sum(error < 0.25 for error in errors) > 0.65 * len(errors)
+
+
+def test_rows_go_through_experts_of_their_own():
+    base = make_base("mixtral", num_local_experts=8, num_experts_per_tok=2)
+    decoder = Decoder.of(StreamFusedModel(Backbone(base)))
+    assert (decoder.experts, decoder.experts_per_row) == (8, 2)
+    dense = replace(decoder, experts=0).layer_bytes()
+    expert = 4 * 3 * decoder.hidden * decoder.inner
+    found = [decoder.layer_bytes(rows, 1.0) - dense for rows in (1, 2, 1000)]
+    assert [one / expert for one in found] == pytest.approx([1, 2.5, 7])
 
 
 def test_a_loaded_model_is_a_decoder_in_numbers():

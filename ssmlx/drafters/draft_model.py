@@ -4,11 +4,11 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import get_total_parameters
 
@@ -47,7 +47,7 @@ class DraftModel:
     def __init__(self, model: nn.Module, name: str = "the draft model") -> None:
         self.model, self.name = model, name
         mx.eval(arrays_of(model))
-        for layer, cache in enumerate(make_prompt_cache(model)):
+        for layer, cache in enumerate(_make_cache(model)):
             require(
                 type(cache) is KVCache,
                 f"{name} keeps a {type(cache).__name__} in layer {layer}, from which rejected "
@@ -84,11 +84,17 @@ class DraftModel:
         return cache
 
 
+def _make_cache(model: nn.Module) -> list[Any]:
+    """By layer; where it sees a window, which its mask says too, one that tokens can leave."""
+    made: list[Any] = make_prompt_cache(model)
+    return [KVCache() if type(cache) is RotatingKVCache else cache for cache in made]
+
+
 class DraftCache:
     """A draft model's keys and values of one text."""
 
     def __init__(self, draft: DraftModel) -> None:
-        self._draft, self._layers = draft, cast("list[Any]", make_prompt_cache(draft.model))
+        self._draft, self._layers = draft, _make_cache(draft.model)
         self.text: list[int] = []
         self.drafter: Callable[[], object] = lambda: None
 

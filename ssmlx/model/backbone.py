@@ -590,7 +590,7 @@ class Backbone:
         """Run some tokens both ways, in float32, past windows that are made short for it."""
         probe = self._with_short_windows()
         longest = max(one or 0 for one in probe.windows)
-        tokens = mx.tile(mx.array(_PROBE_TOKENS), 1 + longest // 6)
+        tokens = mx.tile(mx.array(_PROBE_TOKENS), 1 + longest // 6)[: None if longest else 6]
         caches: Any = make_prompt_cache(probe._outer)
         first = tokens.size // 2
         calls = mx.split(tokens, range(first, tokens.size) if longest else [first])

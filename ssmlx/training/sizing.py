@@ -123,7 +123,7 @@ def expected_rates(decoder: Decoder, chip: Chip, sizes: Sizes) -> Rates:
     layers, streams = sizes.num_layers, sizes.num_streams
     drafting, together = _drafting(decoder, layers, streams), _TOGETHER[0]
     row = row_costs(chip, decoder.bits)[MOST_ROWS] / MOST_ROWS
-    layer = row * chip.seconds(decoder.layer_bytes)
+    layer = row * chip.seconds(decoder.layer_bytes())
     head = row * chip.seconds(decoder.head_bytes(drafting.draft_vocab))
     return Rates(
         answer=together / costs(drafting, chip).batch_seconds(together, USUAL_CONTEXT),

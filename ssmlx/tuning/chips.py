@@ -207,6 +207,8 @@ class Decoder:
     window: int = 256  # tokens that streams see at most
     is_conditional: bool = False  # whether streams have a condition
     starts_from_root: bool = False  # whether they start from the root too
+    experts: int = 0  # of a layer, each of the width `inner`
+    experts_per_row: int = 0  # that a row goes through
 
     @classmethod
     def of(cls, model: StreamFusedModel) -> Self:
@@ -214,14 +216,17 @@ class Decoder:
         backbone, args = model.backbone, model.backbone.args
         hidden, layers = backbone.hidden_size, len(backbone.layers)
         heads = getattr(args, "num_attention_heads", hidden // 64)
-        packed = [one.bits for one in backbone.layers[0].modules() if hasattr(one, "bits")]
+        modules = backbone.layers[-1].modules()
+        packed = [one.bits for one in modules if hasattr(one, "bits")]
+        experts = max((getattr(one, "num_experts", 0) for one in modules), default=0)
+        inner = getattr(args, "moe_intermediate_size", None) if experts else None
         return cls(
             name=getattr(args, "model_type", "model"),
             hidden=hidden,
             heads=heads,
             kv_heads=getattr(args, "num_key_value_heads", None) or heads,
             head_size=getattr(args, "head_dim", None) or hidden // heads,
-            inner=getattr(args, "intermediate_size", None) or 4 * hidden,
+            inner=inner or getattr(args, "intermediate_size", None) or 4 * hidden,
             layers=layers,
             vocab=backbone.vocab_size,
             bits=min(packed, default=8 * backbone.dtype.size),
@@ -231,13 +236,20 @@ class Decoder:
             window=model.config.stream_window if model.config else 0,
             is_conditional=model.is_conditional,
             starts_from_root=model.starts_from_root,
+            experts=experts,
+            experts_per_row=getattr(args, "num_experts_per_tok", 0),
         )
 
-    @property
-    def layer_bytes(self) -> float:
-        """Of a layer's matrices."""
+    def layer_bytes(self, rows: int = 1, cost: float = 1.0) -> float:
+        """Of a layer's matrices, where so many rows `cost` as if they were read so often.
+
+        Of experts, those that rows go through which choose on their own: few, of a row each.
+        """
         attention = 2 * self.hidden * self.head_size * (self.heads + self.kv_heads)
-        return _bytes(self.bits) * (attention + 3 * self.hidden * self.inner)
+        chosen = cost
+        if self.experts:
+            chosen = self.experts * (1 - (1 - self.experts_per_row / self.experts) ** rows)
+        return _bytes(self.bits) * (attention * cost + 3 * self.hidden * self.inner * chosen)
 
     def head_bytes(self, vocab: int) -> float:
         """Of the head of `vocab` tokens."""
@@ -259,7 +271,7 @@ def costs(decoder: Decoder, chip: Chip, bound: Bound = "middle") -> StepCosts:
     def layer(rows: int, context: int) -> float:
         keys = 2 * 2 * context * decoder.kv_heads * decoder.head_size  # of 16 bits
         passes = interpolate(attention["rows"], attention["cost"], rows)
-        read = decoder.layer_bytes * r[rows] + keys * passes
+        read = decoder.layer_bytes(rows, r[rows]) + keys * passes
         return LAYER_KERNELS * launch + chip.seconds(read)
 
     def run(layers: int, rows: Sequence[int], more: float = 0.0) -> Surface:
