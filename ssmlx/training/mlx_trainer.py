@@ -15,7 +15,7 @@ import numpy as np
 
 from ..decoding.drafter import rank_candidates
 from ..errors import require
-from ..loading.load import load_base, resolve_dtype
+from ..loading.load import is_quantised, load_base, resolve_dtype
 from ..model.backbone import Backbone
 from ..model.ranks import Group, from_first, summed
 from ..model.shapes import to_int, to_list
@@ -91,14 +91,16 @@ def log_normaliser(logits: mx.array) -> mx.array:
 def load_frozen(path: Path, dtype: str) -> Backbone:
     """The base model of a folder, to be trained on.
 
-    Packed weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16,
-    in which small gradients vanish: such weights are held, exactly, in float32.
+    Packed weights stay packed for "stored", and on a GPU for "auto". Nothing runs in float16, in
+    which small gradients vanish, nor packed weights on the CPU in 16 bits, an eighth as fast: their
+    scales are held, exactly, in float32.
     """
     packed = "quantization" in read_json(path / "config.json", "a model folder")
     if dtype == "auto" and resolve_dtype(dtype) == "stored" and not packed:
         dtype = "bfloat16"
     backbone, _ = load_base(path, dtype)
-    if backbone.dtype == mx.float16:
+    on_cpu = mx.default_device() == mx.cpu
+    if backbone.dtype == mx.float16 or (on_cpu and is_quantised(backbone.model)):
         backbone.model.set_dtype(mx.float32)
         mx.eval(backbone.model.parameters())
     return backbone
