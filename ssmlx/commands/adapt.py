@@ -18,8 +18,10 @@ guess these answers. Its own answers stay what they are, token for token. With -
 your prompts too (JSON lines with "prompt" or "messages"), and nothing else of yours is read; what
 streams have learnt of them can be guessed from the adapter, so keep it as you keep the data.
 
-The same command again goes on where it was stopped, at whatever moment. All is kept in the cache
-folder (`python -m ssmlx.caches`); `figures.json` beside the adapter says what it brings."""
+The same command again goes on where it was stopped, at whatever moment. All is kept in
+~/.cache/ssmlx/adapters/NAME ($SSMLX_CACHE/adapters/NAME where that is set): the questions, the
+answers, the adapter, and `figures.json`, which says what it brings. Delete the folder to be rid of
+it, or to begin anew."""
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
