@@ -147,10 +147,11 @@ class Run:
 
     def _asked(self, source: str, prompts: Sequence[dict[str, Any]]) -> list[Asked]:
         """Prompts as tokens; those that are too long are left out."""
+        most = min(MOST_PROMPT, (self.backbone.context_length or 2**30) - ANSWER_TOKENS)
         encoded = ((one, asked_tokens(one, self.words, self.options.template)) for one in prompts)
-        found = [Asked(source, user_text(one), t) for one, t in encoded if len(t) <= MOST_PROMPT]
+        found = [Asked(source, user_text(one), t) for one, t in encoded if len(t) <= most]
         if len(found) < len(prompts):
-            print(f"{len(prompts) - len(found)} prompts of over {MOST_PROMPT} tokens are left out")
+            print(f"{len(prompts) - len(found)} prompts of over {most} tokens are left out")
         return found
 
     def prepare(self) -> None:
