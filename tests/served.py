@@ -1,5 +1,5 @@
 """The server in a process of its own; `python tests/served.py '["a text", ...]' --model ...` is one
-whose answers are these texts."""
+whose answers are these texts, and `'"ids"'` one that tells the ids of its tokens in their place."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def serving(folder: Path, *options: object, answers: Sequence[str] = ()) -> Iterator[Served]:
+def serving(folder: Path, *options: object, answers: Sequence[str] | str = ()) -> Iterator[Served]:
     """A server at any free port, scripted if there are `answers`; its log, which is in `folder`,
     holds no traceback in the end."""
     log = folder / "server.log"
@@ -72,8 +73,23 @@ def script(texts: Iterator[str]) -> None:
     Engine.stream = lambda *_, **__: Answer(segments(next(texts)))
 
 
+def spell() -> None:
+    """Let the text of every answer be the ids of its tokens."""
+    from ssmlx import engine
+
+    real = engine.segments_of
+
+    def spelled(*args, **more):
+        for one in real(*args, **more):
+            ids = "".join(f"{token} " for token in getattr(one, "tokens", ()))
+            yield replace(one, text=ids) if ids else one
+
+    engine.segments_of = spelled
+
+
 if __name__ == "__main__":
     from ssmlx.server.__main__ import main
 
-    script(iter(json.loads(sys.argv[1])))
+    told = json.loads(sys.argv[1])
+    spell() if told == "ids" else script(iter(told))
     raise SystemExit(main(sys.argv[2:]))

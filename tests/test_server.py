@@ -220,8 +220,8 @@ def test_prompts_on_disk_outlive_the_server_and_stay_apart(serve, tmp_path):
 
 
 async def drive(app, body, on_send=lambda message: None, gone=None, more=False):
-    """What an application sends, told as it is sent; its client is gone once `gone` is set, or
-    before there is `more` of its body."""
+    """What an application sends, told as it is sent, which takes so many seconds as `on_send` says;
+    its client is gone once `gone` is set, or before there is `more` of its body."""
     gone, sent = gone or asyncio.Event(), []
     pieces = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": more}]
     if more:
@@ -234,7 +234,7 @@ async def drive(app, body, on_send=lambda message: None, gone=None, more=False):
 
     async def send(message):
         sent.append(message)
-        on_send(message)
+        await asyncio.sleep(on_send(message) or 0)
 
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "scheme": "http",
@@ -279,6 +279,14 @@ def test_whoever_leaves_leaves_nothing_behind(serve, engine, monkeypatch):
         assert client.post(CHAT, json=chat(max_tokens=3)).status_code == 200
         told = client.get("/metrics").text
         assert "ssmlx_open 0.0" in told and "ssmlx_waiting 0.0" in told
+
+
+def test_whoever_takes_nothing_is_given_up(serve):
+    app = serve(ssmlx.GenerateConfig(max_tokens=10_000), limits=Limits(open=1, wait=0.3))
+    numbers = count()
+    sent = asyncio.run(drive(app, chat(stream=True), lambda _: 60 * (next(numbers) == 3)))
+    assert len(sent) == 4
+    assert client_of(app).post(CHAT, json=chat(max_tokens=3)).status_code == 200
 
 
 def test_a_failing_step_ends_its_own_request_alone(serve, monkeypatch):

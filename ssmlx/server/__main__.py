@@ -81,6 +81,7 @@ def _main(args: argparse.Namespace) -> None:
     drafter = options.drafter_option(args.drafter)
     try:
         import uvicorn
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
         from .app import LOCAL, Doors, make_app
     except ImportError as error:
@@ -114,8 +115,21 @@ def _main(args: argparse.Namespace) -> None:
             await asyncio.to_thread(answering.close)
             await super().shutdown(sockets)
 
+    class Connection(HttpToolsProtocol):
+        answered: Any = None
+
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self.answered = cycle
+            super()._start_asgi_task(cycle, app)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            """Of several requests that came at once the one hears of it that is answered."""
+            self.cycle = self.answered or self.cycle
+            super().connection_lost(exc)
+
     own: Any = {"ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 3}
-    Server(uvicorn.Config(app, log_level="warning", **own)).run(sockets=[sock])
+    settings = uvicorn.Config(app, http=Connection, log_level="warning", **own)
+    Server(settings).run(sockets=[sock])
 
 
 def _greet(sock: socket.socket, models: Sequence[str], needs_key: bool) -> None:
