@@ -125,7 +125,8 @@ def test_answers_come_and_go_in_any_order(ask, together, batches):
             assert told(found) == told(alone[text])[: len(tokens(found))]
     for _, answer, _ in open_ones:
         answer.close()
-    assert not batches._prompts and not any(one.open for one in batches._groups.values())
+    assert not batches._prompts
+    assert not any(one.open or one.batch.members for one in batches._groups.values())
 
 
 def test_an_answer_drafts_again_when_it_is_alone(ask, together):

@@ -24,11 +24,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ssmlx
-from ssmlx.server import grammar
-from ssmlx.server.answering import Answering, Limits, Metrics, sorted_parts
+from ssmlx.server.answering import Answering, Limits, Metrics
 from ssmlx.server.app import make_app
 from ssmlx.server.asks import End, Reasoning, Text, ToolCall
-from ssmlx.server.parsing import Parser
+from ssmlx.server.parsing import Parser, processor, sorted_parts
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
 ARGUMENTS = {"a": 1, "b": "é"}
@@ -307,7 +306,7 @@ def test_a_schema_is_followed_whatever_the_logits():
     }  # fmt: skip
     noise = np.random.default_rng(0)
     for _ in range(5):
-        constrain, tokens = grammar.processor(TOKENIZER, schema), []
+        constrain, tokens = processor(TOKENIZER, schema), []
         while not tokens or tokens[-1] not in TOKENIZER.eos_token_ids:
             logits = mx.array(noise.normal(size=(1, 300)).astype(np.float32))
             masked = constrain(tokens, logits)
@@ -316,7 +315,7 @@ def test_a_schema_is_followed_whatever_the_logits():
         found = json.loads(TOKENIZER.decode(tokens[:-1]))
         assert found["name"] in ("é", "b") and all(type(one) is int for one in found["tags"])
     for bad in ({"type": "foo"}, {"$ref": "#/none"}, {"type": "string", "pattern": "("}):
-        assert "expected one that llguidance knows" in refusal(grammar.processor, TOKENIZER, bad)
+        assert "expected one that llguidance knows" in refusal(processor, TOKENIZER, bad)
 
 
 def test_a_model_says_the_same_by_every_route(base):

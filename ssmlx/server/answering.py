@@ -17,14 +17,12 @@ from ..answers import Answer
 from ..api import GenerationResponse
 from ..decoding.sampling import TokenLogprobs
 from ..engine import Engine
-from ..errors import require
 from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt, plain_turns
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
-from . import grammar
-from .asks import Ask, End, Part, Text
+from .asks import Ask, End, Part, Text, check
 from .batch import Batches
-from .parsing import Parser, parsed
+from .parsing import processor, sorted_parts
 
 _AGAIN = {"Retry-After": "1"}
 _STOPPED = HTTPException(503, "the server is being stopped", _AGAIN)
@@ -69,13 +67,10 @@ class Metrics:
 
 
 class Answering:
-    """Answers what is asked, by one engine.
+    """Answers what is asked, by an engine whose model is called `name` here.
 
     Args:
-        engine: has the model.
-        name: what the model is called here.
-        adapters: what `engine.model` knows the adapters by that are offered beside the engine's
-            own: by what follows the model's name and a colon.
+        adapters: those offered beside the engine's own, by what follows the name and a colon.
         prompts: processed prompts of each user, which nobody else's answers begin with.
         drafts, template_args: as `Engine.stream` takes them; a request's own arguments go first.
     """
@@ -181,9 +176,7 @@ class Answering:
                 args["enable_thinking"] = False
             return encode_prompt(prompt, model, tokenizer, template_args=args)
         tokens, size = list[Any](ask.question), model.backbone.vocab_size
-        known = all(0 <= token < size for token in tokens)
-        found = "the prompt has ids of no tokens"
-        require(known, found, expected=f"ids below {size}", do="correct them")
+        check(all(0 <= token < size for token in tokens), "the prompt", f"ids below {size}")
         return tokens
 
     def _begun(
@@ -193,7 +186,7 @@ class Answering:
         decode: Any = self._batches.decode
         if ask.schema is not None:
             with self._tokenizing:
-                mask = grammar.processor(self.engine.tokenizer, ask.schema)
+                mask = processor(self.engine.tokenizer, ask.schema)
             decode = partial(decode, mask=mask)
         more: Any = {"adapter": self.models[ask.model], "prompt_cache": self._prompts[user]}
         return self.engine.stream(prompt, config, drafts={**self._drafts, "decode": decode}, **more)
@@ -216,16 +209,6 @@ class Answering:
         reason: Any = "stop" if last.finish_reason == "stop" else "length"
         tokens = (last.prompt_tokens, last.generation_tokens, last.cached_tokens)
         yield End(reason, *tokens, counts, **more)
-
-
-def sorted_parts(
-    ask: Ask, tokenizer: TokenizerWrapper, prompt: Sequence[int], parts: AsyncGenerator[Text | End]
-) -> AsyncGenerator[Part]:
-    """A choice's parts; of a chat's, what is reasoning, and what calls tools, told apart."""
-    has_markers = tokenizer.has_thinking or tokenizer.has_tool_calling
-    if not (ask.is_chat and has_markers) or ask.schema is not None:
-        return parts
-    return parsed(parts, Parser(tokenizer, ask.tools, prompt))
 
 
 def timings_of(last: GenerationResponse) -> dict[str, Any]:

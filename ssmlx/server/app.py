@@ -6,7 +6,7 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -27,7 +27,7 @@ from ..errors import InputError, require
 from ..settings import GenerateConfig, parse_json
 from . import blocks, openai
 from .answering import Answering
-from .asks import Api, Ask, Event, Part
+from .asks import Api, Ask, Event
 
 APIS: dict[str, Api] = {
     "/v1/chat/completions": openai.CHAT,
@@ -45,6 +45,7 @@ _POLICY = (
     "frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "style-src 'sha256-{}'; script-src 'sha256-{}'"
 )
+_STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 _log = logging.getLogger("ssmlx")
 
 
@@ -141,22 +142,22 @@ class Routes:
         return body
 
     async def refuse(self, request: Request, failure: Exception) -> Response:
-        status, message, headers = _refusal(failure)
-        self._answering.metrics.refused.labels(status).inc()
+        told = _refusal(failure)
+        self._answering.metrics.refused.labels(told.status_code).inc()
         api = APIS.get(request.url.path, openai.CHAT)
-        return _json(api.error(status, message), status, headers)
+        error = api.error(told.status_code, told.detail)
+        return _json(error, status_code=told.status_code, headers=told.headers)
 
 
-def _refusal(failure: Exception) -> tuple[int, str, Mapping[str, str] | None]:
-    """Status, message and headers."""
+def _refusal(failure: Exception) -> HTTPException:
     match failure:
-        case InputError():
-            return 400, str(failure), None
         case HTTPException():
-            return failure.status_code, failure.detail, failure.headers
+            return failure
+        case InputError():
+            return HTTPException(400, str(failure))
         case TimeoutError():
-            return 504, "the answer took too long", None
-    return 500, "the answer failed; the server's log says why", None
+            return HTTPException(504, "the answer took too long")
+    return HTTPException(500, "the answer failed; the server's log says why")
 
 
 class Reply(Response):
@@ -182,30 +183,28 @@ class Reply(Response):
             raise failure
 
     async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_begun = False
+        teller, is_begun = self._api.teller(self._ask), False
         try:
-            async with aclosing(self._parts) as own, asyncio.timeout(self._limits.time):
-                teller = self._api.teller(self._ask)
-                first = await anext(own)  # before it, a refusal still has a status
-                events = teller.events(_chain(first, own))
-                if not self._ask.stream:
-                    async for _ in events:
-                        pass
-                    await _json(teller.reply)(scope, receive, send)
-                    return
-                headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                is_begun = True
-                async for event in events:
-                    await self._send(event, send)
+            async with aclosing(self._parts) as parts, asyncio.timeout(self._limits.time):
+                async for event in teller.events(parts):
+                    if self._ask.stream and not is_begun:  # before it, a refusal has a status
+                        start = {"type": "http.response.start", "status": 200, "headers": _STREAM}
+                        await send(start)
+                        is_begun = True
+                    if is_begun:
+                        await self._send(event, send)
         except Exception as failure:
             if not is_begun or isinstance(failure, ClientDisconnect):
                 raise
-            status, message, _ = _refusal(failure)
-            if status == 500:
+            told = _refusal(failure)
+            if told.status_code == 500:
                 _log.error("an answer failed", exc_info=failure)
-            await self._send((self._api.error_name, self._api.error(status, message)), send)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            error = self._api.error(told.status_code, told.detail)
+            await self._send((self._api.error_name, error), send)
+        if is_begun:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            await _json(teller.reply)(scope, receive, send)
 
     async def _send(self, event: Event, send: Send) -> None:
         name, data = event
@@ -218,19 +217,13 @@ class Reply(Response):
             raise ClientDisconnect from error
 
 
-async def _chain(first: Part, more: AsyncIterator[Part]) -> AsyncIterator[Part]:
-    yield first
-    async for part in more:
-        yield part
-
-
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _json(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(_encoded(data), status, headers, "application/json")
+def _json(data: Any, **more: Any) -> Response:
+    return Response(_encoded(data), media_type="application/json", **more)
 
 
 def _encoded(data: Any) -> bytes:

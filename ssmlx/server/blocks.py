@@ -154,7 +154,11 @@ def _read_response(body: Body, config: GenerateConfig) -> Ask:
 async def _runs(parts: AsyncIterator[Part]) -> AsyncIterator[tuple[str, Any]]:
     """What parts do to runs: one opens a run and adds to it, the one behind a run closes it."""
     is_open: type | None = None
+    has_begun = False
     async for part in parts:
+        if not has_begun:
+            yield "begins", part
+        has_begun = True
         if isinstance(part, Text) and not part.text:
             continue
         if type(part) is not is_open or isinstance(part, ToolCall):
@@ -177,9 +181,10 @@ class _Message:
         self.reply["usage"] = {"input_tokens": 0, "output_tokens": 0}  # known at the end
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
-        yield _event("message_start", message=self.reply)
         async for does, part in _runs(parts):
             match does:
+                case "begins":
+                    yield _event("message_start", message=self.reply)
                 case "opens":
                     self._blocks.append(_block(part))
                     yield self._of_block("start", content_block=self._blocks[-1])
@@ -245,10 +250,11 @@ class _Response:
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
         thought, kind, item, held, name = 0, "", dict[str, Any](), dict[str, Any](), ""
-        for begins in ("created", "in_progress"):
-            yield self._event(begins, response=self.reply)
         async for does, part in _runs(parts):
             match does:
+                case "begins":
+                    yield self._event("created", response=self.reply)
+                    yield self._event("in_progress", response=self.reply)
                 case "opens":
                     kind, item, held, name = self._opened(part)
                     yield self._inside("output_item.added", item=item)

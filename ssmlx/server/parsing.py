@@ -1,18 +1,25 @@
-"""Reasoning and tool calls in what a model writes, by mlx-lm's markers and parsers."""
+"""What models write: reasoning and tool calls, told by mlx-lm's parsers; JSON, held to a schema."""
 
 import json
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, hf
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..errors import InputError, first_line
 from ..prompts import Tools
 from ..settings import parse_json
-from .asks import End, Part, Reasoning, Text, ToolCall
+from .asks import Ask, End, Part, Reasoning, Text, ToolCall
 
+# Some indentation, but no endless one, in which small models get lost.
+_STYLE: Any = {"whitespace_pattern": r"[ \n]{1,24}"}
 _OPENING = 16  # the last tokens of a prompt, among which a template opens reasoning
 
 
@@ -97,8 +104,52 @@ def _tool_call(parsed: Mapping[str, Any], index: int) -> ToolCall:
     return ToolCall(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told, index)
 
 
-async def parsed(parts: AsyncGenerator[Text | End], parser: Parser) -> AsyncGenerator[Part]:
-    """A choice's parts, with reasoning and calls told apart."""
+async def sorted_parts(
+    ask: Ask, tokenizer: TokenizerWrapper, prompt: Sequence[int], parts: AsyncGenerator[Text | End]
+) -> AsyncGenerator[Part]:
+    """A choice's parts; of a chat's, what is reasoning, and what calls tools, told apart."""
+    has_markers = tokenizer.has_thinking or tokenizer.has_tool_calling
+    is_sorted = ask.is_chat and has_markers and ask.schema is None
+    parser = Parser(tokenizer, ask.tools, prompt) if is_sorted else None
     async for part in parts:
-        for one in parser.read(part):
+        for one in parser.read(part) if parser else [part]:
             yield replace(one, choice=part.choice)
+
+
+def processor(
+    tokenizer: TokenizerWrapper, schema: Mapping[str, Any]
+) -> Callable[[Sequence[int], mx.array], mx.array]:
+    """What holds an answer to a JSON schema, {} for any object.
+
+    It takes the tokens of the answer so far, and logits [1, V] of the next, and returns those, -inf
+    where a token would leave the schema. Behind a whole JSON text it leaves end tokens alone.
+
+    Raises:
+        InputError: it is no JSON schema, or one that cannot be followed.
+    """
+    try:
+        form = LLMatcher.grammar_from_json_schema(dict(schema or {"type": "object"}), None, _STYLE)
+        matcher = LLMatcher(_tokens_of(tokenizer), form, log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+    except (ValueError, TypeError, RecursionError) as error:
+        found = f"the JSON schema cannot be followed ({first_line(error)[:200]})"
+        raise InputError(found, expected="one that llguidance knows", do="simplify it") from error
+    num_known = 0
+
+    def constrained(tokens: Sequence[int], logits: mx.array) -> mx.array:
+        nonlocal num_known
+        matcher.rollback(max(0, num_known - len(tokens)))
+        matcher.consume_tokens([*tokens[num_known:]])
+        num_known = len(tokens)
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little", count=logits.shape[-1])
+        return mx.where(mx.array(allowed.astype(bool)), logits, -mx.inf)
+
+    return constrained
+
+
+@lru_cache(maxsize=1)
+def _tokens_of(tokenizer: TokenizerWrapper) -> LLTokenizer:
+    """What llguidance knows of a tokenizer's tokens; takes a second."""
+    return hf.from_tokenizer(tokenizer._tokenizer, eos_token=sorted(tokenizer.eos_token_ids))
