@@ -60,6 +60,13 @@ def test_a_packed_model_drafts_for_itself_afterwards(packed, capsys):
     # By itself, and by its name; of no other model's folder.
     assert own_adapters(packed) == own_adapters() == {"mine": folder}
     assert own_adapters(packed.parent) == {}
+    other = shutil.copytree(folder.parent, folder.parents[1] / "other")
+    assert list(own_adapters(packed)) == ["mine", "other"]
+    os.utime(other / "adapter" / "streams_config.json")
+    assert list(own_adapters(packed)) == ["other", "mine"]
+    (other / "plan.json").write_text("[]")  # somebody else's
+    assert list(own_adapters(packed)) == ["mine"]
+    shutil.rmtree(other)
     plain, tokenizer = ssmlx.load(packed, dtype="float32")
     assert default_adapter(plain, "chat") == "mine" and list(adapters_for(plain)) == ["mine"]
     with ssmlx.Engine(str(packed), dtype="float32") as engine:

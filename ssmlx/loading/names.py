@@ -134,15 +134,12 @@ def own_adapters(model: Path | None = None) -> dict[str, Path]:
     """
     found = {}
     for folder in adapters_home().glob(f"*/{TRAINED_FOLDER}"):
-        with suppress(InputError, AttributeError, OSError):
+        with suppress(InputError, LookupError, TypeError, OSError):
             plan = read_json(folder.parent / PLAN_FILE, "the plan of a run")
             if model is None or plan["settings"]["model"] == str(model.resolve()):
                 found[folder.parent.name] = (folder / CONFIG_FILE).stat().st_mtime, folder
-    return {name: folder for name, (_, folder) in sorted(found.items(), key=_newest)}
-
-
-def _newest(one: tuple[str, tuple[float, Path]]) -> float:
-    return -one[1][0]
+    newest_first = sorted(found, key=lambda name: found[name][0], reverse=True)
+    return {name: found[name][1] for name in newest_first}
 
 
 def resolve_adapter(adapter: str | Path, fetch: Fetch | None = None) -> Path | None:
