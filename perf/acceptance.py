@@ -162,7 +162,7 @@ def _main(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(PROG, __doc__)
-    names = list(bundled_adapters())
+    names = [name for name in bundled_adapters() if TASKS[name].test is not None]
     parser.add_argument("--adapter", nargs="+", choices=names, default=names)
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="L")
     add_counts(parser, ("count", 16, "prompts"), ("max-tokens", 64, "longest answer"))
