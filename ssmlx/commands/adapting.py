@@ -320,9 +320,12 @@ class Run:
             f"{self.folder.name}: {curve.get(6, 0.0):.2f} tokens per call with 6 nodes on held-out "
             f"answers (untrained {untrained:.2f}, prompt lookup {tokens / calls[LOOKUP]:.2f}); "
             f"{speedup:.2f} times plain decoding's speed on {CHECKED} prompts, {same} of {CHECKED} "
-            f"answers the same, token for token\ncurves: {self.folder / PICTURE_FILE}\n"
-            f"use it: python -m ssmlx.chat --model {self.args.model}"
+            "answers the same, token for token"
         )
+        picture = self.folder / PICTURE_FILE
+        if picture.exists():
+            print(f"curves: {picture}")
+        print(f"use it: python -m ssmlx.chat --model {self.args.model}")
 
     def _write_figures(self, folder: Path, per_call: dict[str, float]) -> None:
         """What `ssmlx.upload` makes a card of."""
