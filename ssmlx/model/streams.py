@@ -239,7 +239,9 @@ class StreamFusedModel:
         condition, embedded = self.streams.condition, self.backbone.token_embeddings(previous)
         rows = self.backbone.head_rows(columns, self.draft_head)
         mixed = condition.mix(normed[..., None, :], embedded)
-        return self.backbone.logit_scale * mixed @ (rows @ condition.out).swapaxes(-1, -2)
+        scores = mixed @ (rows @ condition.out).swapaxes(-1, -2)
+        scale = self.backbone.logit_scale
+        return scores if scale == 1.0 else scale * scores
 
     def root_states(self, roots: mx.array, last_hidden: mx.array) -> mx.array:
         """[B, M, 2 D] what `root_init` takes of nodes, whose last hidden states are [B, M, D].
