@@ -181,7 +181,7 @@ def adapted(decoder: Decoder, chip: Chip, hours: float = 1.0) -> dict[str, Any]:
     """What `ssmlx.adapt` should come to, and in which minutes."""
     sizes = choose_sizes(decoder, chip)
     rates = expected_rates(decoder, chip, sizes)
-    plan = Plan.within(3600 * hours, rates, ASKED)
+    plan = Plan.within(hours, rates, ASKED)
     learnt = plan.answers * plan.epochs
     sizes = predicted(decoder, chip, sizes.num_layers, sizes.num_streams, learnt)
     return {"model": decoder.name, "chip": chip.name, **asdict(plan), **asdict(sizes),

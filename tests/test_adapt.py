@@ -25,6 +25,13 @@ HELD_OUT, ANSWERS, LENGTH = 4, 26, 12
 RATES = {"answer": 9.0, "token": 0.1, "lower": 0.1, "batch_size": 4, "together": 3, "memory": 2**30}
 
 
+def within(hours, rates, prompt_tokens, before):
+    return sizing.Plan(
+        hours=hours, answers=before + int(ANSWERS * hours), epochs=2, answer_seconds=1.0,
+        train_seconds=1.0,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def packed(base):
     folder = write_packed(base.parent / "packed", base)
@@ -36,8 +43,7 @@ def packed(base):
 def small(monkeypatch, tmp_path):
     """A plan of seconds, the same each time."""
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "cache"))
-    plan = sizing.Plan(answers=ANSWERS, epochs=2, answer_seconds=1.0, train_seconds=1.0)
-    monkeypatch.setattr(sizing.Plan, "within", lambda *_: plan)
+    monkeypatch.setattr(sizing.Plan, "within", within)
     monkeypatch.setattr(adapting, "measure", lambda *_: sizing.Rates(**RATES))
     monkeypatch.setattr(adapting, "ANSWER_TOKENS", LENGTH)
     monkeypatch.setattr(adapting, "HELD_OUT", HELD_OUT)
@@ -105,28 +111,72 @@ class Stopped(KeyboardInterrupt):
     pass
 
 
+def stopped(monkeypatch, owner, name, turn, *argv):
+    """Run until `name` of `owner` was called so many times."""
+    real, calls = getattr(owner, name), []
+
+    def stops(self, *values):
+        calls.append(self)
+        if len(calls) == turn:
+            raise Stopped
+        return real(self, *values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, stops)
+        assert main(list(map(str, argv))) == 130
+
+
 def test_stopped_anywhere_and_begun_again_it_comes_to_the_same(packed, tmp_path, monkeypatch):
+    once, twice = ("--model", packed, "--name", "mine"), ("--hours", 2)
     whole = folder_digest(adapted(packed))
+    grown = adapted(packed, *twice)
+    more = folder_digest(grown)
+    assert more != whole
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "again"))
-    places = [
+    for owner, name, turn in (
         (PartFile, "append", 3),
         (PartFile, "append", 20),
         (sizing.MlxTrainer, "advance", 4),
         (adapting.Run, "check", 1),
-    ]
-    for owner, name, turn in places:
-        real, calls = getattr(owner, name), []
+    ):
+        stopped(monkeypatch, owner, name, turn, *once)
+    folder = adapted(packed)
+    assert folder_digest(folder) == whole
+    # More hours, stopped in what they make; what a kill leaves of the adapter is put back.
+    stopped(monkeypatch, PartFile, "append", 20, *once, *twice)
+    stopped(monkeypatch, sizing.MlxTrainer, "advance", 4, *once, *twice)
+    folder.rename(folder.with_name(".adapter.x.old"))
+    (folder.parent / ".adapter.x").mkdir()
+    assert folder_digest(adapted(packed, *twice)) == more
+    assert not list(folder.parent.glob(".adapter*"))
 
-        def stops(self, *values, real=real, calls=calls, turn=turn):
-            calls.append(self)
-            if len(calls) == turn:
-                raise Stopped
-            return real(self, *values)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, stops)
-            assert main(["--model", str(packed), "--name", "mine"]) == 130
-    assert folder_digest(adapted(packed)) == whole
+def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, capsys, monkeypatch):
+    first = adapted(packed)
+    rows = (first.parent / "round-1" / "data" / "train.jsonl").read_text()
+    held = (first.parent / "round-1" / "data" / "valid.jsonl").read_text()
+    before = record.read_record(first.parent / "round-1" / "log.jsonl")
+    assert "goes on with what was planned" not in capsys.readouterr().out
+    adapted(packed, "--hours", 2.5)
+    assert "plan: 39 more answers" in capsys.readouterr().out
+    data = first.parent / "round-2" / "data"
+    assert (data / "valid.jsonl").read_text() == held
+    assert (data / "train.jsonl").read_text().startswith(rows)
+    asked = [json.loads(line)["asked"] for line in (data / "train.jsonl").open()]
+    assert len(set(asked)) == len(asked) > len(rows.splitlines())
+    after = record.read_record(first.parent / "round-2" / "log.jsonl")
+    best = max(one.get("tokens_per_call", 0) for one in before)
+    assert after[0]["tokens_per_call"] == pytest.approx(best, abs=1e-3)
+    figures = json.loads((first / "figures.json").read_text())
+    assert figures["recipe"]["steps"] == before[-1]["step"] + after[-1]["step"]
+    assert figures["figures"]["untrained_tokens_per_call"] == before[0]["tokens_per_call"]
+    adapted(packed, "--hours", 2.5)
+    assert "goes on with what was planned" in capsys.readouterr().out
+    # Planned for more before the first hours were over.
+    monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "early"))
+    stopped(monkeypatch, sizing.MlxTrainer, "advance", 2, "--model", packed, "--name", "mine")
+    early = adapted(packed, "--hours", 2.5)
+    assert folder_digest(early) == folder_digest(first)
 
 
 def test_your_prompts_come_first_and_are_told_to_be_private(packed, tmp_path):
@@ -139,7 +189,7 @@ def test_your_prompts_come_first_and_are_told_to_be_private(packed, tmp_path):
     rows = [
         json.loads(line)
         for name in ("train", "valid")
-        for line in (folder.parent / "data" / f"{name}.jsonl").read_text().splitlines()
+        for line in (folder.parent / "round-1" / "data" / f"{name}.jsonl").open()
     ]
     assert sum(row["source"] == adapting.FILES for row in rows) == 6
 
@@ -161,8 +211,10 @@ def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
     assert own_adapters() == {} and not list((tmp_path / "cache").rglob("plan.json"))
     adapted(packed)
     capsys.readouterr()
-    other = [*model, "--name", "mine", "--hours", 2]
-    assert "other settings" in refused(capsys, *other)
+    own = [*model, "--name", "mine"]
+    assert "other settings" in refused(capsys, *own, "--seed", 2)
+    assert "1 or more" in refused(capsys, *own, "--hours", 0.5)
+    assert "more than 30" in refused(capsys, *own, "--hours", 1.1)
 
 
 def test_memory_decides_how_many_go_at_a_time():

@@ -18,7 +18,8 @@ guess these answers. Its own answers stay what they are, token for token. With -
 your prompts too (JSON lines with "prompt" or "messages"), and nothing else of yours is read; what
 streams have learnt of them can be guessed from the adapter, so keep it as you keep the data.
 
-The same command again goes on where it was stopped, at whatever moment. All is kept in
+The same command again goes on where it was stopped, at whatever moment; with more hours, it goes
+on from what they made, with more answers. All is kept in
 ~/.cache/ssmlx/adapters/NAME ($SSMLX_CACHE/adapters/NAME where that is set): the questions, the
 answers, the adapter, and `figures.json`, which says what it brings. Delete the folder to be rid of
 it, or to begin anew."""
@@ -67,8 +68,7 @@ def _main(args: argparse.Namespace) -> None:
     with alone_in(folder):
         run = Run(args, folder, PROG)
         run.prepare()
-        run.answer()
-        run.learn()
+        run.go()
         run.check()
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import sys
 import time
 from collections import Counter
@@ -33,11 +34,11 @@ from ..settings import read_json
 from ..training.answers import Speaker, Text
 from ..training.config import RunOptions
 from ..training.job import prepare, read_base, run_to_end, stream_config
-from ..training.mlx_model import TrainedModel, new_adapter, told
+from ..training.mlx_model import TrainedModel, new_adapter, told, with_new_parts
 from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
 from ..training.objective import Validation
 from ..training.questions import opening, written_prompts
-from ..training.record import LOG_FILE, PICTURE_FILE, read_record
+from ..training.record import LOG_FILE, PICTURE_FILE, draw, read_record
 from ..training.sizing import (
     ANSWER_TOKENS,
     RESERVE,
@@ -62,6 +63,8 @@ SAMPLED_EVERY, SAMPLED_TEMP = 4, 0.8
 HELD_OUT, CHECKED, CHECKED_TOKENS = 32, 8, 64
 MOST_PROMPT = 1024  # tokens
 FILES, SHIPPED, OWN = "your files", "shipped prompts", "own questions"
+_DATA, _ENDED = "data", "ended"  # of a round's folder
+_ROUND_SEEDS = 1000
 CACHE_BYTES = 1 << 29
 """Freed memory that MLX may keep."""
 _BUSY_SECONDS = 10
@@ -125,8 +128,8 @@ class Run:
         path = resolve_model(args.model, Fetch(progress=DownloadBar()))
         self.revision = path.name if path.parent.name == "snapshots" else None
         self.settings = {
-            "model": str(path.resolve()), "hours": args.hours, "seed": args.seed,
-            "memory": args.memory_gb, "data": _digest(files), "made by": __version__,
+            "model": str(path.resolve()), "seed": args.seed, "memory": args.memory_gb,
+            "data": _digest(files), "made by": __version__,
         }  # fmt: skip
         self.base = read_base(path)
         self.words = load_tokenizer(path, self.base)
@@ -137,7 +140,7 @@ class Run:
         self.speaker = Speaker(self.backbone.model, self.words, 1, args.seed, self.wait)
         template = None if self.words.has_chat_template else "{prompt}"
         self.options = RunOptions(
-            data=folder / "data", out=folder, model=args.model, template=template,
+            data=folder / _DATA, out=folder, model=args.model, template=template,
             valid_count=HELD_OUT, tree_size=6,
         )  # fmt: skip
         self.files = self._asked(FILES, files)
@@ -170,35 +173,42 @@ class Run:
                 expected=f"{self.settings}"[:200],
                 do="repeat its command, give another --name, or delete the folder",
             )
-            print("goes on with what was planned")
         else:
             print("measuring, some seconds ...", flush=True)
             config = stream_config(train, self.base, self.options, [self.words.eos_token_id])
             rates = measure(self.backbone, config, train, self.speaker, self.longest, self.most)
-            usual = int(fmean(len(one.tokens) for one in (*self.files, *self.shipped)))
-            plan = Plan.within(3600 * self.args.hours, rates, usual)
-            known = {
-                "settings": self.settings,
-                "rates": asdict(rates),
-                "plan": asdict(plan),
-                "began": time.time(),
-            }
-            write_whole(path, json.dumps(known, indent=1).encode())
-        self.known = known
-        self.rates, self.plan = Rates(**known["rates"]), Plan(**known["plan"])
-        self.train = replace(
-            train, batch_size=self.rates.batch_size, epochs=float(self.plan.epochs)
-        )
+            known = {"settings": self.settings, "rates": asdict(rates), "began": time.time()}
+        self.known, self.rates = known, Rates(**known["rates"])
+        self.train = replace(train, batch_size=self.rates.batch_size)
         self.speaker = replace(self.speaker, batch_size=self.rates.together)
-        least = HELD_OUT + self.rates.batch_size
-        require(
-            self.plan.answers > least,
-            f"--hours {self.args.hours} is enough for {self.plan.answers} answers",
-            expected=f"more than {least}", do="give more",
-        )  # fmt: skip
-        print(self._plan_told())
-        learnt = self.plan.answers * self.plan.epochs
+        self.rounds = [Plan(**one) for one in known.get("rounds", [])]
+        self._plan()
+        known["rounds"] = [asdict(one) for one in self.rounds]
+        write_whole(path, json.dumps(known, indent=1).encode())
+        learnt = sum(one.answers * one.epochs for one in self.rounds)
         print(_gain_told(predicted(decoder, chip, sizes.num_layers, sizes.num_streams, learnt)))
+
+    def _plan(self) -> None:
+        """A round more where there are hours for it."""
+        planned, hours = sum(one.hours for one in self.rounds), self.args.hours
+        require(
+            hours >= planned, f"--hours {hours:g}", expected=f"{planned:g} or more, which "
+            f"{self.folder} is planned for", do="give these, another --name, or delete the folder",
+        )  # fmt: skip
+        if hours == planned:
+            print("goes on with what was planned")
+        else:
+            usual = int(fmean(len(one.tokens) for one in (*self.files, *self.shipped)))
+            before = self.rounds[-1].answers if self.rounds else 0
+            plan = Plan.within(hours - planned, self.rates, usual, before)
+            least = max(before, HELD_OUT) + self.rates.batch_size
+            require(
+                plan.answers > least,
+                f"--hours {hours:g} is enough for {plan.answers} answers",
+                expected=f"more than {least}", do="give more",
+            )  # fmt: skip
+            self.rounds.append(plan)
+        print(self._plan_told())
 
     def _sizes_told(self, sizes: Sizes, vocab: int) -> str:
         layers = self.base["num_hidden_layers"]
@@ -211,77 +221,139 @@ class Run:
         )
 
     def _plan_told(self) -> str:
-        plan, rates = self.plan, self.rates
-        steps = self.train.num_steps(plan.answers - HELD_OUT)
+        plan, rates = self.rounds[-1], self.rates
+        before = self.rounds[-2].answers if self.rounds[1:] else 0
+        more, beside = ("more ", f" of all {plan.answers:,}") if before else ("", "")
         minutes = (plan.answer_seconds + plan.train_seconds) / 60
         return (
-            f"plan: {plan.answers:,} answers at {rates.answer:.0f} tokens/s "
-            f"({plan.answer_seconds / 60:.0f} min), {steps:,} steps of {rates.batch_size} "
-            f"({plan.train_seconds / 60:.0f} min), checks: some {minutes / (1 - RESERVE):.0f} min "
-            f"in all; at most {(rates.memory + CACHE_BYTES) / 2**30:.1f} GiB of memory"
+            f"plan: {plan.answers - before:,} {more}answers at {rates.answer:.0f} tokens/s "
+            f"({plan.answer_seconds / 60:.0f} min), {self._steps(plan):,} steps of "
+            f"{rates.batch_size}{beside} ({plan.train_seconds / 60:.0f} min), checks: some "
+            f"{minutes / (1 - RESERVE):.0f} min in all; at most "
+            f"{(rates.memory + CACHE_BYTES) / 2**30:.1f} GiB of memory"
         )
 
-    def answer(self) -> None:
-        """Have the model answer everything, and write the examples."""
-        wanted, files = self.plan.answers, self.files[: self.plan.answers]
+    def _steps(self, plan: Plan) -> int:
+        train = replace(self.train, epochs=float(plan.epochs))
+        return train.num_steps(plan.answers - HELD_OUT)
+
+    def go(self) -> None:
+        """Every round that has not ended: answers of all before it and more, then training."""
+        self._mend()
+        for number, plan in enumerate(self.rounds):
+            if not (self._round(number) / _ENDED).exists():
+                make_folder(self._round(number) / _DATA)
+                self._answer(number, plan)
+                self._learn(number, plan)
+                (self._round(number) / _ENDED).touch()
+        entries: list[dict[str, Any]] = []
+        for number in range(len(self.rounds)):
+            behind = entries[-1]["step"] if entries else 0
+            log = read_record(self._round(number) / LOG_FILE)
+            entries += [{**one, "step": one["step"] + behind} for one in log]
+        self.log = entries
+        draw(entries, self.folder / PICTURE_FILE, self.folder.name)
+
+    def _mend(self) -> None:
+        """Clear what a kill left of an adapter that was being written."""
+        best = self.folder / TRAINED_FOLDER
+        for left in sorted(self.folder.glob(f".{TRAINED_FOLDER}.*"), reverse=True):
+            if left.suffix == ".old" and not best.exists():
+                left.rename(best)
+            else:
+                shutil.rmtree(left)
+
+    def _round(self, number: int) -> Path:
+        return self.folder / f"round-{number + 1}"
+
+    def _rows(self, number: int, name: str) -> list[dict[str, Any]]:
+        """The examples of a round; none of one before the first."""
+        file = self._round(number) / _DATA / f"{name}.jsonl"
+        return [json.loads(line) for line in file.open()] if number >= 0 else []
+
+    def _answer(self, number: int, plan: Plan) -> None:
+        """Have the model answer as much more as is planned, and write the examples."""
+        seed = self.args.seed + number * _ROUND_SEEDS
+        speaker = replace(self.speaker, seed=seed)
+        old, valid = self._rows(number - 1, "train"), self._rows(number - 1, "valid")
+        known = {tuple(row["prompt_tokens"]) for row in (*old, *valid)}
+
+        def new(asked: Sequence[Asked]) -> list[Asked]:
+            return [one for one in asked if tuple(one.tokens) not in known]
+
+        wanted = plan.answers - (self.rounds[number - 1].answers if number else 0)
+        files, shipped = new(self.files)[:wanted], new(self.shipped)
         left = wanted - len(files)
-        own = max(left // 3, left - len(self.shipped)) if self.words.has_chat_template else 0
-        with self._part("questions.part", own) as part:
-            questions = [{"prompt": text} for text in self.speaker.questions(own, part)]
-        mixed = [*files, *self._asked(OWN, questions), *self.shipped][:wanted]
-        random.Random(self.args.seed).shuffle(mixed)
+        own = max(left // 3, left - len(shipped)) if self.words.has_chat_template else 0
+        with self._part(number, "questions.part", plan) as part:
+            questions = [{"prompt": text} for text in speaker.questions(own, part)]
+        mixed = [*files, *new(self._asked(OWN, questions)), *shipped][:wanted]
+        random.Random(seed).shuffle(mixed)
         texts = [
             Text(n, one.tokens, SAMPLED_TEMP if n % SAMPLED_EVERY == SAMPLED_EVERY - 1 else 0.0)
             for n, one in enumerate(mixed)
         ]
-        with self._part("answers.part", len(texts)) as part:
-            answers = self.speaker.answer(texts, ANSWER_TOKENS, part)
-        rows = [
-            {"source": one.source, "prompt_tokens": text.prompt, "completion_tokens": tokens}
+        with self._part(number, "answers.part", plan) as part:
+            answers = speaker.answer(texts, ANSWER_TOKENS, part)
+        rows: list[dict[str, Any]] = [
+            {"source": one.source, "asked": one.text,
+             "prompt_tokens": text.prompt, "completion_tokens": tokens}
             for one, text, tokens in zip(mixed, texts, answers, strict=True)
-        ]
-        # Greedy ones, whose beginnings no example shares.
-        held = [n for n, text in enumerate(texts) if not text.temp][:HELD_OUT]
-        seen = {opening(mixed[n].text) for n in held}
-        kept = [n for n, one in enumerate(mixed) if opening(one.text) not in seen]
-        make_folder(self.options.data)
-        for name, numbers in (("train", kept), ("valid", held)):
-            lines = "".join(json.dumps(rows[n]) + "\n" for n in numbers)
-            write_whole(self.options.data / f"{name}.jsonl", lines.encode())
+        ]  # fmt: skip
+        if not valid:  # greedy ones
+            valid = [row for row, text in zip(rows, texts, strict=True) if not text.temp]
+            valid = valid[:HELD_OUT]
+        held = {opening(row["asked"]) for row in valid}  # no example begins as one of them
+        train = [*old, *(row for row in rows if opening(row["asked"]) not in held)]
+        for name, every in (("train", train), ("valid", valid)):
+            lines = "".join(json.dumps(row) + "\n" for row in every)
+            write_whole(self._round(number) / _DATA / f"{name}.jsonl", lines.encode())
 
     @contextmanager
-    def _part(self, name: str, count: int) -> Iterator[PartFile]:
-        part = PartFile(self.folder / name, {**self.settings, "count": count})
+    def _part(self, number: int, name: str, plan: Plan) -> Iterator[PartFile]:
+        part = PartFile(self._round(number) / name, {**self.settings, "answers": plan.answers})
         try:
             yield part
         finally:
             part.close()
 
-    def learn(self) -> None:
-        """Train the streams, and keep the best."""
-        every = self.train.num_steps(self.plan.answers - HELD_OUT)
+    def _learn(self, number: int, plan: Plan) -> None:
+        """Train the streams, from those of the rounds before on, and keep the best."""
+        folder, best = self._round(number), self.folder / TRAINED_FOLDER
+        before = folder / "start"  # the adapter of which this round makes a better one
+        every, start = self._steps(plan), None
+        train = replace(self.train, epochs=float(plan.epochs))
+        if number and best.exists():
+            if not before.exists():
+                with new_folder(before) as work:
+                    shutil.copytree(best, work, dirs_exist_ok=True)
+            train = replace(train, train_only="streams")
+            start = with_new_parts(load_adapter(before), train)
         options = replace(
-            self.options, valid_every=max(1, every // 5), save_every=max(1, every // 40)
-        )
-        job, _ = prepare(options, self.train)
+            self.options, out=folder, data=folder / _DATA,
+            valid_every=max(1, every // 5), save_every=max(1, every // 40),
+        )  # fmt: skip
+        job, _ = prepare(options, train, start)
         twin = self.backbone.twin()
-        model = TrainedModel(twin, new_adapter(twin, job.config, self.train, job.draft_vocab))
-        objective = MlxObjective(model, self.train, job.draft_vocab)
+        adapter = start or new_adapter(twin, job.config, train, job.draft_vocab)
+        model = TrainedModel(twin, adapter, train.train_only)
+        objective = MlxObjective(model, train, job.draft_vocab)
         frozen = [str(twin.dtype), self.settings["model"]]
 
         def write(validate: Validation) -> Path:
-            with new_folder(self.folder / TRAINED_FOLDER) as work:
+            with new_folder(best) as work:
                 write_adapter(work, told(model.adapter, validate))
-            return self.folder / TRAINED_FOLDER
+            return best
 
         with wired_limit(twin.model):
             run_to_end(
                 job, MlxTrainer(objective, job.num_steps),
                 prog=self.prog, dtype=str(twin.dtype).removeprefix("mlx.core."),
-                identity=job.identity(*frozen), write=write, keep_best=True, wait=self.wait,
+                identity=job.identity(*frozen, init=before if start else None), write=write,
+                keep_best=True, wait=self.wait,
                 lower=lambda: job.stored_lower(objective, STORE_FILE, job.lower_identity(*frozen)),
             )  # fmt: skip
-        (self.folder / STORE_FILE).unlink(missing_ok=True)
+        (folder / STORE_FILE).unlink(missing_ok=True)
 
     def check(self) -> None:
         """Decode held-out prompts in turns, plain and drafted; write and say what was gained."""
@@ -293,7 +365,7 @@ class Run:
             do="give more --hours",
         )
         model = fuse_streams(self.backbone, load_adapter(folder), merge_lora=False)
-        rows = [json.loads(line) for line in (self.options.data / "valid.jsonl").open()]
+        rows = self._rows(len(self.rounds) - 1, "valid")
         seconds, calls = dict.fromkeys(WAYS, 0.0), dict.fromkeys(WAYS, 0)
         tokens = same = 0
         for row in bar(rows[:CHECKED], "checking"):
@@ -314,7 +386,7 @@ class Run:
             same += said[PLAIN] == said[DRAFTED]
         self._write_figures(folder, {way: tokens / count for way, count in calls.items()})
         curve = load_adapter(folder).config.tokens_per_call or {}
-        untrained = read_record(self.folder / LOG_FILE)[0]["tokens_per_call"]
+        untrained = self.log[0]["tokens_per_call"]
         speedup = seconds[PLAIN] / seconds[DRAFTED]
         print(
             f"{self.folder.name}: {curve.get(6, 0.0):.2f} tokens per call with 6 nodes on held-out "
@@ -330,9 +402,8 @@ class Run:
     def _write_figures(self, folder: Path, per_call: dict[str, float]) -> None:
         """What `ssmlx.upload` makes a card of."""
         adapter = load_adapter(folder)
-        entries = read_record(self.folder / LOG_FILE)
-        rows = [json.loads(line) for line in (self.options.data / "train.jsonl").open()]
-        untrained = entries[0]["tokens_per_call"]
+        rows = self._rows(len(self.rounds) - 1, "train")
+        untrained = self.log[0]["tokens_per_call"]
         figures = {
             "base": {
                 "model": self.args.model, "revision": self.revision,
@@ -341,7 +412,7 @@ class Run:
             "recipe": {
                 "command": " ".join([f"python -m {self.prog}", *sys.argv[1:]]),
                 "version": __version__,
-                "steps": entries[-1]["step"], "seconds": round(time.time() - self.known["began"]),
+                "steps": self.log[-1]["step"], "seconds": round(time.time() - self.known["began"]),
                 "train": self.train.to_dict(),
             },
             "data": {

@@ -24,7 +24,7 @@ from ..settings import StreamConfig, read_json
 from .config import RunOptions, TrainConfig
 from .data import Batch, BatchPlan, Encoder, Example, choose_draft_vocab, coverage, read_examples
 from .objective import Lower, LowerStore, Objective, Validation
-from .record import LOG_FILE, PICTURE_FILE, Record
+from .record import LOG_FILE, PICTURE_FILE, Record, draw
 
 logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
@@ -271,7 +271,7 @@ def run_to_end(
             trainer.save(state, identity)
     if not keep_best:
         result = write(validate)
-    record.draw(out / PICTURE_FILE, out.name)
+    draw(record.entries, out / PICTURE_FILE, out.name)
     logger.info("%s: step %d of %d", result or out, trainer.step, job.num_steps)
 
 

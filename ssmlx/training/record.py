@@ -29,26 +29,6 @@ class Record:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def draw(self, picture: Path, title: str) -> None:
-        """Draw losses and tokens per call against steps, where matplotlib is installed."""
-        if find_spec("matplotlib") is None:
-            return
-        entries, figure = self.entries, new_figure(11, 4)
-        left, right = figure.subplots(1, 2)
-        _draw_losses(left, entries)
-        left.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title=title)
-        left.legend(
-            frameon=False, fontsize=8, title="dashed: held out", title_fontsize=8,
-            loc="upper left", bbox_to_anchor=(1, 1),
-        )  # fmt: skip
-        steps, values = _points(entries, "tokens_per_call")
-        if steps:
-            right.plot(steps, values, marker="o", color="tab:green")
-            right.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(-4, 7),
-                           textcoords="offset points", ha="right")  # fmt: skip
-        right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
-        finish(figure, "", picture)
-
 
 def read_record(path: Path) -> list[dict[str, Any]]:
     """Every whole entry of a log; a last line that was cut off is left out."""
@@ -61,6 +41,27 @@ def read_record(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return entries
+
+
+def draw(entries: list[dict[str, Any]], picture: Path, title: str) -> None:
+    """Draw losses and tokens per call against steps, where matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        return
+    figure = new_figure(11, 4)
+    left, right = figure.subplots(1, 2)
+    _draw_losses(left, entries)
+    left.set(xlabel="step", ylabel="loss, nats a token", yscale="log", title=title)
+    left.legend(
+        frameon=False, fontsize=8, title="dashed: held out", title_fontsize=8,
+        loc="upper left", bbox_to_anchor=(1, 1),
+    )  # fmt: skip
+    steps, values = _points(entries, "tokens_per_call")
+    if steps:
+        right.plot(steps, values, marker="o", color="tab:green")
+        right.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(-4, 7),
+                       textcoords="offset points", ha="right")  # fmt: skip
+    right.set(xlabel="step", ylabel="tokens per target call", title="held-out text, replayed")
+    finish(figure, "", picture)
 
 
 def _draw_losses(axes: Any, entries: list[dict[str, Any]]) -> None:

@@ -240,20 +240,26 @@ def _largest(
 class Plan:
     """How much is made in the time that there is."""
 
-    answers: int
+    hours: float
+    answers: int  # those of plans before it among them
     epochs: int
     answer_seconds: float
     train_seconds: float
 
     @classmethod
-    def within(cls, seconds: float, rates: Rates, prompt_tokens: int) -> Plan:
-        """Answers and passes over them; more passes where answers take longer to make."""
+    def within(cls, hours: float, rates: Rates, prompt_tokens: int, before: int = 0) -> Plan:
+        """Answers beside those that are there, and passes over all.
+
+        More passes where answers take longer to make.
+        """
         asking, tokens = 1 + _QUESTION_SHARE, USUAL_TOKENS
         made = tokens / rates.answer * asking
         frozen, learnt = rates.lower * (prompt_tokens + tokens), rates.token * tokens
         epochs = min(_MOST_EPOCHS, max(1, round(made / learnt)))
-        answers = int((1 - RESERVE) * seconds / (made + frozen + epochs * learnt))
+        trained = frozen + epochs * learnt
+        seconds = (1 - RESERVE) * 3600 * hours
+        answers = before + int((seconds - before * trained) / (made + trained))
         return cls(
-            answers=answers, epochs=epochs, answer_seconds=answers * made,
-            train_seconds=answers * (frozen + epochs * learnt),
+            hours=hours, answers=answers, epochs=epochs,
+            answer_seconds=(answers - before) * made, train_seconds=answers * trained,
         )  # fmt: skip
