@@ -178,7 +178,8 @@ class Answer(Iterator[Segment], AsyncIterator[Segment], Generic[Segment]):
 
     async def aclose(self) -> None:
         """As `close`."""
-        await asyncio.wrap_future(self.cancel())
+        # Who is cancelled waits no longer, but the answer ends.
+        await asyncio.shield(asyncio.wrap_future(self.cancel()))
 
     def __enter__(self) -> Self:
         return self

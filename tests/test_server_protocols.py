@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -26,8 +26,8 @@ from transformers import PreTrainedTokenizerFast
 import ssmlx
 from ssmlx.server.answering import Answering, Limits, Metrics
 from ssmlx.server.app import make_app
-from ssmlx.server.asks import End, Reasoning, Text, ToolCall
-from ssmlx.server.parsing import Parser, processor, sorted_parts
+from ssmlx.server.asks import Ask, End, Reasoning, Text, ToolCall
+from ssmlx.server.parsing import Parser, processor
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
 ARGUMENTS = {"a": 1, "b": "é"}
@@ -50,6 +50,7 @@ def make_tokenizer(parser, *, thinks):
 
 
 TOKENIZER = make_tokenizer(json_tools, thinks=True)
+OFFERED = Ask(question="", config=ssmlx.GenerateConfig(), tools=[TOOL])
 
 
 class Scripted:
@@ -69,17 +70,14 @@ class Scripted:
         return [1] * 7, ask.config
 
     async def parts(self, ask, user=0):
-        self.ask = ask
-        async with aclosing(sorted_parts(ask, TOKENIZER, [1], self._told())) as parts:
-            async for part in parts:
-                yield part
-
-    async def _told(self):
-        for text in self.texts:
-            yield Text(text, 2)
+        self.ask, parser = ask, Parser(TOKENIZER, ask)
+        for part in [Text(text, 2) for text in self.texts]:
+            for one in parser.read(part):
+                yield one
         if self.reason is None:
             raise RuntimeError("a step")
-        yield End(self.reason, 7, 20, 4, stop=self.stop, timings={"draft_n": 5})
+        for one in parser.read(End(self.reason, 7, 20, 4, stop=self.stop, timings={"draft_n": 5})):
+            yield one
 
 
 def pieces(text, size):
@@ -134,7 +132,7 @@ def test_markers_are_found_wherever_a_text_is_split():
     calls = [(ToolCall, ARGUMENTS)] * 2
     wanted = [(Reasoning, "Hm, <b>."), (Text, "I add. <tool"), *calls, (Text, "< done")]
     for size in range(1, len(text) + 1):
-        found = told(Parser(TOKENIZER, [TOOL]), pieces(text, size))
+        found = told(Parser(TOKENIZER, OFFERED), pieces(text, size))
         assert found == (wanted, "tool_calls"), size
 
 
@@ -150,12 +148,12 @@ def test_markers_are_found_wherever_a_text_is_split():
 def test_what_is_no_call_is_text(text, reason, wanted):
     calls = any(kind is ToolCall for kind, _ in wanted)
     for size in (1, 5, 100):
-        found = told(Parser(TOKENIZER, [TOOL]), pieces(text, size), reason)
+        found = told(Parser(TOKENIZER, OFFERED), pieces(text, size), reason)
         assert found == (wanted, "tool_calls" if calls else reason)
 
 
 def test_text_before_a_call_is_told_at_once_and_every_token_once():
-    parser = Parser(TOKENIZER, [TOOL])
+    parser = Parser(TOKENIZER, OFFERED)
     assert parser.read(Text("I add", 3)) == [Text("I add", 3)]
     assert parser.read(Text(" <to", 2)) == [Text(" ", 2)]
     assert parser.read(Text("o many", 2)) == [Text("<too many", 2)]
@@ -167,9 +165,11 @@ def test_other_models_markers():
     own = make_tokenizer(mistral, thinks=False)
     text = '[TOOL_CALLS]add[ARGS]{"a": 1}add[ARGS]{"a": 2}'
     wanted = [(ToolCall, {"a": 1}), (ToolCall, {"a": 2})]
-    assert told(Parser(own, [TOOL]), pieces(text, 4)) == (wanted, "tool_calls")
-    assert told(Parser(TOKENIZER, None), [CALL])[0] == [(Text, INNER)], "none are offered"
-    opened = Parser(TOKENIZER, None, TOKENIZER.encode("Hello <think>\n"))
+    assert told(Parser(own, OFFERED), pieces(text, 4)) == (wanted, "tool_calls")
+    assert told(Parser(TOKENIZER, replace(OFFERED, tools=None)), [CALL])[0] == [(Text, INNER)], (
+        "none are offered"
+    )
+    opened = Parser(TOKENIZER, OFFERED, TOKENIZER.encode("Hello <think>\n"))
     assert told(opened, ["Hm</thi", "nk>So"])[0] == [(Reasoning, "Hm"), (Text, "So")]
 
 

@@ -81,9 +81,8 @@ def _main(args: argparse.Namespace) -> None:
     drafter = options.drafter_option(args.drafter)
     try:
         import uvicorn
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-        from .app import LOCAL, Doors, make_app
+        from .app import LOCAL, make_app
     except ImportError as error:
         raise not_installed("the server", error, "server") from error
     from ..engine import Engine
@@ -106,7 +105,7 @@ def _main(args: argparse.Namespace) -> None:
     more: Any = {"limits": limits, "template_args": args.template_args}
     answering = Answering(engine, name, adapters, prompts=caches, drafts=drafts, **more)
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
-    app = make_app(answering, config, Doors(hosts=hosts, keys=keys))
+    app = make_app(answering, config, hosts, keys)
     _greet(sock, [*answering.models], bool(keys))
 
     class Server(uvicorn.Server):
@@ -115,20 +114,8 @@ def _main(args: argparse.Namespace) -> None:
             await asyncio.to_thread(answering.close)
             await super().shutdown(sockets)
 
-    class Connection(HttpToolsProtocol):
-        answered: Any = None
-
-        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-            self.answered = cycle
-            super()._start_asgi_task(cycle, app)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            """Of several requests that came at once the one hears of it that is answered."""
-            self.cycle = self.answered or self.cycle
-            super().connection_lost(exc)
-
     own: Any = {"ws": "none", "lifespan": "off", "timeout_graceful_shutdown": 3}
-    settings = uvicorn.Config(app, http=Connection, log_level="warning", **own)
+    settings = uvicorn.Config(app, http="h11", log_level="warning", **own)
     Server(settings).run(sockets=[sock])
 
 

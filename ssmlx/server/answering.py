@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from ..prompts import check_text, encode, encode_prompt, plain_turns
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, setting
 from .asks import Ask, End, Part, Text, check
 from .batch import Batches
-from .parsing import processor, sorted_parts
+from .parsing import Parser, processor
 
 _AGAIN = {"Retry-After": "1"}
 _STOPPED = HTTPException(503, "the server is being stopped", _AGAIN)
@@ -124,9 +124,16 @@ class Answering:
             for choice in range(ask.choices):
                 seed = None if config.seed is None else (config.seed + choice) % 2**63
                 own = replace(config, seed=seed)
-                answer = await asyncio.to_thread(self._begun, ask, prompt, own, user)
-                async with answer, aclosing(self._told(answer, own, choice)) as told:
-                    async for part in sorted_parts(ask, self.engine.tokenizer, prompt, told):
+                parser, last = Parser(self.engine.tokenizer, ask, prompt), None
+                async with await asyncio.to_thread(self._begun, ask, prompt, own, user) as answer:
+                    async for last in answer:
+                        logprobs = logprobs_of(self.engine.tokenizer, last.logprobs)
+                        for part in parser.read(Text(last.text, len(last.tokens), logprobs)):
+                            yield part
+                    if last is None or last.finish_reason is None:
+                        raise _STOPPED
+                    self.metrics.add(last)
+                    for part in parser.read(end_of(last, config)):
                         yield part
 
     @asynccontextmanager
@@ -155,7 +162,7 @@ class Answering:
         if config.seed is None and config.temp > 0:
             config = replace(config, seed=secrets.randbits(31))
         with self._tokenizing:
-            if ask.prediction is not None and config.decoding != "plain":
+            if ask.prediction and config.decoding != "plain":
                 check_text(ask.prediction)
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
                 lookup = PromptLookupConfig(size=32, num_draft_tokens=16, reference=text)
@@ -191,24 +198,20 @@ class Answering:
         more: Any = {"adapter": self.models[ask.model], "prompt_cache": self._prompts[user]}
         return self.engine.stream(prompt, config, drafts={**self._drafts, "decode": decode}, **more)
 
-    async def _told(
-        self, answer: Answer[GenerationResponse], config: GenerateConfig, choice: int
-    ) -> AsyncGenerator[Text | End]:
-        """A choice as it is written, whatever its text may stand for."""
-        last = None
-        async for last in answer:
-            logprobs = logprobs_of(self.engine.tokenizer, last.logprobs)
-            yield Text(last.text, len(last.tokens), logprobs, choice)
-        if last is None or last.finish_reason is None:
-            raise _STOPPED
-        self.metrics.add(last)
-        predicted = len(config.prompt_lookup.reference)
-        accepted = min(last.generation_tokens - last.target_calls, predicted)
-        counts = (accepted, predicted - accepted) if predicted else None
-        more: Any = {"stop": last.stop, "timings": timings_of(last), "choice": choice}
-        reason: Any = "stop" if last.finish_reason == "stop" else "length"
-        tokens = (last.prompt_tokens, last.generation_tokens, last.cached_tokens)
-        yield End(reason, *tokens, counts, **more)
+
+def end_of(last: GenerationResponse, config: GenerateConfig) -> End:
+    """How an answer ended, of its last segment."""
+    predicted = len(config.prompt_lookup.reference)
+    accepted = min(last.generation_tokens - last.target_calls, predicted)
+    return End(
+        "stop" if last.finish_reason == "stop" else "length",
+        last.prompt_tokens,
+        last.generation_tokens,
+        last.cached_tokens,
+        predicted=(accepted, predicted - accepted),
+        stop=last.stop,
+        timings=timings_of(last),
+    )
 
 
 def timings_of(last: GenerationResponse) -> dict[str, Any]:

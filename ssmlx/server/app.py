@@ -6,9 +6,9 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -27,16 +27,16 @@ from ..errors import InputError, require
 from ..settings import GenerateConfig, parse_json
 from . import blocks, openai
 from .answering import Answering
-from .asks import Api, Ask, Event
+from .asks import Ask, Body, Part, Teller
 
-APIS: dict[str, Api] = {
-    "/v1/chat/completions": openai.CHAT,
-    "/v1/completions": openai.COMPLETIONS,
-    "/v1/messages": blocks.MESSAGES,
-    "/v1/messages/count_tokens": blocks.MESSAGES,
-    "/v1/responses": blocks.RESPONSES,
+APIS: dict[str, tuple[Callable[[Body, GenerateConfig], Ask], Callable[[Ask], Teller]]] = {
+    "/v1/chat/completions": (openai.read_chat, openai.Chats),
+    "/v1/completions": (openai.read_completion, openai.Texts),
+    "/v1/messages": (blocks.read_message, blocks.Messages),
+    "/v1/messages/count_tokens": (blocks.read_message, blocks.Messages),
+    "/v1/responses": (blocks.read_response, blocks.Responses),
 }
-"""What is asked by POST, by route."""
+"""What is asked by POST: what reads a request, with the server's settings, and tells its answer."""
 OPEN = ("/", "/health")  # to those without a key, too
 LOCAL = ("localhost", "127.0.0.1", "::1")
 _PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -45,53 +45,33 @@ _POLICY = (
     "frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "style-src 'sha256-{}'; script-src 'sha256-{}'"
 )
-_STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _log = logging.getLogger("ssmlx")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Doors:
-    """Who may ask: by the names that the server is called by, and by keys, if there are any."""
-
-    hosts: Sequence[str] = LOCAL
-    keys: Sequence[bytes] = ()
-
-    def user(self, headers: Mapping[str, str], *, needs_key: bool = True) -> int:
-        """Whose request it is: the place of the key that was given; 0 where none is needed.
-
-        A page elsewhere, whose own name may lead to this machine, tells where it is from.
-        """
-        if not self._knows("//" + headers.get("host", "")):
-            raise HTTPException(403, "the server is not called that; see --allow-host")
-        if not self._knows(headers.get("origin", "//localhost")):
-            raise HTTPException(403, "pages of other places may not ask here")
-        if not (self.keys and needs_key):
-            return 0
-        kind, _, token = headers.get("authorization", "").partition(" ")
-        given = headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
-        # All are compared, so that the time that it takes tells nothing.
-        same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self.keys]
-        if not any(same):
-            raise HTTPException(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
-        return same.index(True)
-
-    def _knows(self, address: str) -> bool:
-        try:
-            return urlsplit(address).hostname in self.hosts
-        except ValueError:
-            return False
-
-
 class Routes:
-    """What is at each address."""
+    """What is at each address; for whom, by the names that the server is called by, and by keys."""
 
-    def __init__(self, answering: Answering, config: GenerateConfig, doors: Doors) -> None:
-        self._answering, self._config, self._doors = answering, config, doors
-        self._page = _page()
+    def __init__(
+        self,
+        answering: Answering,
+        config: GenerateConfig,
+        hosts: Sequence[str],
+        keys: Sequence[bytes],
+    ) -> None:
+        self._answering, self._config, self._page = answering, config, _page()
+        self._hosts, self._keys = hosts, keys
 
     async def tell(self, request: Request) -> Response:
         """Whatever is asked by GET."""
-        self._doors.user(request.headers, needs_key=request.url.path not in OPEN)
+        self._user(request)
         match request.url.path:
             case "/":
                 return self._page
@@ -103,39 +83,54 @@ class Routes:
         # What either service tells of a model.
         more = {"object": "model", "created": 0, "owned_by": "ssmlx"}
         more |= {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
-        known = {one: {"id": one, "display_name": one, **more} for one in self._answering.models}
-        name = request.path_params.get("name")
-        if name is None:
-            return _json({"object": "list", "data": [*known.values()], "has_more": False})
-        if name not in known:
-            raise HTTPException(404, "no such model")
-        return _json(known[name])
+        known = [{"id": one, "display_name": one, **more} for one in self._answering.models]
+        return _json({"object": "list", "data": known, "has_more": False})
 
     async def ask(self, request: Request) -> Response:
-        user, path = self._doors.user(request.headers), request.url.path
+        user, path = self._user(request), request.url.path
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
-        ask = APIS[path].read(await self._body(request), self._config)
+        read, teller = APIS[path]
+        ask = read(await self._body(request), self._config)
         ask = replace(ask, model=self._answering.model_name(ask))
         if path.endswith("/count_tokens"):
             prompt, _ = await asyncio.to_thread(self._answering.prepared, ask)
             return _json({"input_tokens": len(prompt)})
-        return Reply(self._answering, APIS[path], ask, user)
+        return Reply(self._answering, ask, teller(ask), user)
+
+    def _user(self, request: Request) -> int:
+        """Whose request it is: the place of the key that was given; 0 where none is needed.
+
+        A page elsewhere, whose own name may lead to this machine, tells where it is from.
+        """
+        headers = request.headers
+        if not self._knows("//" + headers.get("host", "")):
+            raise HTTPException(403, "the server is not called that; see --allow-host")
+        if not self._knows(headers.get("origin", "//localhost")):
+            raise HTTPException(403, "pages of other places may not ask here")
+        if not self._keys or request.url.path in OPEN:
+            return 0
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        given = headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
+        # All are compared, so that the time that it takes tells nothing.
+        same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self._keys]
+        if not any(same):
+            raise HTTPException(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
+        return same.index(True)
+
+    def _knows(self, address: str) -> bool:
+        try:
+            return urlsplit(address).hostname in self._hosts
+        except ValueError:
+            return False
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        limits, found = self._answering.limits, bytearray()
         try:
-            async with asyncio.timeout(limits.wait):
-                async for piece in request.stream():
-                    found += piece
-                    if len(found) > limits.body:
-                        raise HTTPException(413, f"the body has more than {limits.body} bytes")
-            body = parse_json(bytes(found))
+            async with asyncio.timeout(self._answering.limits.wait):
+                body = parse_json(await request.body())
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
-        except ClientDisconnect as error:
-            raise HTTPException(400, "the body is not whole") from error
         except ValueError:
             body = None
         require(isinstance(body, dict), "the body", expected="a JSON object", do="correct it")
@@ -144,9 +139,7 @@ class Routes:
     async def refuse(self, request: Request, failure: Exception) -> Response:
         told = _refusal(failure)
         self._answering.metrics.refused.labels(told.status_code).inc()
-        api = APIS.get(request.url.path, openai.CHAT)
-        error = api.error(told.status_code, told.detail)
-        return _json(error, status_code=told.status_code, headers=told.headers)
+        return _json(_error(told), status_code=told.status_code, headers=told.headers)
 
 
 def _refusal(failure: Exception) -> HTTPException:
@@ -155,71 +148,76 @@ def _refusal(failure: Exception) -> HTTPException:
             return failure
         case InputError():
             return HTTPException(400, str(failure))
+        case ClientDisconnect():
+            return HTTPException(400, "the body is not whole")
         case TimeoutError():
             return HTTPException(504, "the answer took too long")
     return HTTPException(500, "the answer failed; the server's log says why")
 
 
-class Reply(Response):
+def _error(told: HTTPException) -> dict[str, Any]:
+    """As clients of every API look for it, in a body or in an event."""
+    usual = "api_error" if told.status_code >= 500 else "invalid_request_error"
+    error = {"message": told.detail, "param": None, "code": None}
+    kind = _KINDS.get(told.status_code, usual)
+    return {"type": "error", **error, "error": {"type": kind, **error}}
+
+
+class Reply(StreamingResponse):
     """An answer, in one piece or as events; given up as soon as its client is gone, or does not
     take what is sent."""
 
-    def __init__(self, answering: Answering, api: Api, ask: Ask, user: int) -> None:
-        super().__init__()
-        self._limits, self._parts = answering.limits, answering.parts(ask, user)
-        self._api, self._ask = api, ask
+    def __init__(self, answering: Answering, ask: Ask, teller: Teller, user: int) -> None:
+        self._limits = answering.limits
+        self._pieces = _pieces(answering.parts(ask, user), teller, stream=ask.stream)
+        kind = "text/event-stream" if ask.stream else "application/json"
+        super().__init__(self._pieces, media_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        told = asyncio.create_task(self._tell(scope, receive, send))
-        gone = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait({told, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            told.cancel()
-            gone.cancel()
-            # What was begun is ended before this returns.
-            failure, _ = await asyncio.gather(told, gone, return_exceptions=True)
-        if isinstance(failure, Exception) and not isinstance(failure, ClientDisconnect):
-            raise failure
+        with suppress(ClientDisconnect):
+            await super().__call__(scope, receive, send)
 
-    async def _tell(self, scope: Scope, receive: Receive, send: Send) -> None:
-        teller, is_begun = self._api.teller(self._ask), False
+    async def stream_response(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        is_begun = False
         try:
-            async with aclosing(self._parts) as parts, asyncio.timeout(self._limits.time):
-                async for event in teller.events(parts):
-                    if self._ask.stream and not is_begun:  # before it, a refusal has a status
-                        start = {"type": "http.response.start", "status": 200, "headers": _STREAM}
+            async with aclosing(self._pieces) as pieces, asyncio.timeout(self._limits.time):
+                async for piece in pieces:
+                    if not is_begun:  # before it, a refusal has a status of its own
                         await send(start)
-                        is_begun = True
-                    if is_begun:
-                        await self._send(event, send)
+                    is_begun = True
+                    await self._send(send, piece)
         except Exception as failure:
             if not is_begun or isinstance(failure, ClientDisconnect):
                 raise
             told = _refusal(failure)
             if told.status_code == 500:
                 _log.error("an answer failed", exc_info=failure)
-            error = self._api.error(told.status_code, told.detail)
-            await self._send((self._api.error_name, error), send)
-        if is_begun:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        else:
-            await _json(teller.reply)(scope, receive, send)
+            await self._send(send, _event("error", _error(told)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, event: Event, send: Send) -> None:
-        name, data = event
-        text = data.encode() if isinstance(data, str) else _encoded(data)
-        body = (f"event: {name}\n".encode() if name else b"") + b"data: " + text + b"\n\n"
+    async def _send(self, send: Send, piece: bytes) -> None:
         try:
             async with asyncio.timeout(self._limits.wait):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         except TimeoutError as error:
             raise ClientDisconnect from error
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _pieces(
+    parts: AsyncGenerator[Part], teller: Teller, *, stream: bool
+) -> AsyncGenerator[bytes]:
+    async with aclosing(parts):
+        async for event in teller.events(parts):
+            if stream:
+                yield _event(*event)
+    if not stream:
+        yield _encoded(teller.reply)
+
+
+def _event(name: str | None, data: Mapping[str, Any] | str) -> bytes:
+    text = data.encode() if isinstance(data, str) else _encoded(data)
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + text + b"\n\n"
 
 
 def _json(data: Any, **more: Any) -> Response:
@@ -242,18 +240,21 @@ def _page() -> Response:
 
 
 def make_app(
-    answering: Answering, config: GenerateConfig | None = None, doors: Doors | None = None
+    answering: Answering,
+    config: GenerateConfig | None = None,
+    hosts: Sequence[str] = LOCAL,
+    keys: Sequence[bytes] = (),
 ) -> Starlette:
     """The application; `config` holds where a request says nothing, its `max_tokens` always."""
-    routes = Routes(answering, config or GenerateConfig(), doors or Doors())
-    told = (*OPEN, "/metrics", "/v1/models", "/v1/models/{name:path}")
-    failures = (Exception, HTTPException, InputError, TimeoutError)
+    routes = Routes(answering, config or GenerateConfig(), hosts, keys)
+    failures = (Exception, HTTPException, InputError, TimeoutError, ClientDisconnect)
     app = Starlette(
         routes=[
-            *(Route(path, routes.tell) for path in told),
+            *(Route(path, routes.tell) for path in (*OPEN, "/metrics", "/v1/models")),
             *(Route(path, routes.ask, methods=["POST"]) for path in APIS),
         ],
         exception_handlers={kind: routes.refuse for kind in failures},
+        max_body_size=answering.limits.body,
     )
     pages: Any = {"allow_origin_regex": _PAGES, "allow_headers": "*", "allow_methods": "*"}
     app.add_middleware(CORSMiddleware, **pages)

@@ -1,8 +1,6 @@
 """What a request asks for, whatever API it came by, and the parts that an answer is told in."""
 
-import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -26,12 +24,10 @@ class Ask:
     choices: int = 1  # answers that are wanted
     # a JSON schema that the answer has to follow, {} for any JSON object
     schema: Mapping[str, Any] | None = None
-    prediction: str | None = None  # a text that the answer may repeat much of; drafted from
+    prediction: str = ""  # a text that the answer may repeat much of; drafted from
     stream: bool = False  # whether the answer is told part by part
     body: Body = field(default_factory=dict)  # the request, for what a reply repeats of it
     is_chat: bool = True
-    id: str = field(default_factory=lambda: secrets.token_hex(12))  # of the reply
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(frozen=True)
@@ -41,7 +37,6 @@ class Text:
     text: str
     tokens: int = 0
     logprobs: list[dict[str, Any]] | None = None  # of its tokens, as chats tell them
-    choice: int = 0
 
 
 class Reasoning(Text):
@@ -55,23 +50,19 @@ class ToolCall:
     id: str
     name: str
     text: str
-    index: int = 0  # among the calls of its choice
-    choice: int = 0
 
 
 @dataclass(frozen=True)
 class End:
-    """A choice is over."""
+    """A choice is over; what comes behind it is of the next one."""
 
     reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    # tokens of a prediction, accepted and not, where one was given
-    predicted: tuple[int, int] | None = None
+    predicted: tuple[int, int] = (0, 0)  # tokens of a prediction, accepted and not
     stop: str | None = None  # the stop string that ended it, if one did
     timings: Mapping[str, Any] = field(default_factory=dict)
-    choice: int = 0
 
 
 Part = Text | ToolCall | End
@@ -87,16 +78,6 @@ class Teller(Protocol):
     def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
         """One a part at least. Their data change once the next one is asked for."""
         ...
-
-
-@dataclass(frozen=True)
-class Api:
-    """How an API asks and is answered."""
-
-    read: Callable[[Body, GenerateConfig], Ask]  # of a request, and the server's own settings
-    teller: Callable[[Ask], Teller]
-    error: Callable[[int, str], Body]  # of an HTTP status and a line about it
-    error_name: str | None = None  # of the event that ends a reply which fails on its way
 
 
 def check(ok: bool, found: str, expected: str) -> None:
@@ -123,10 +104,24 @@ def typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
     return default if value is None else value
 
 
-def turns_of(body: Body) -> list[Message]:
-    """The messages of a request's body: objects with a role each, one at least."""
-    turns = typed(body, "messages", list, [])
-    ok = all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)
-    expected = "a list of objects with a role each, one at least"
-    check(bool(turns) and ok, f"messages is {quoted(turns)}", expected)
-    return turns
+def refuse(body: Body, *names: str, expected: str = "none") -> None:
+    """What cannot be done is not left out in silence."""
+    for name in names:
+        check(not body.get(name), f"{name} is {quoted(body.get(name))}", expected)
+
+
+def parts_of(content: Any, name: str = "content") -> list[Any]:
+    """Objects; a text stands for one of type text."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    ok = isinstance(parts, list) and all(isinstance(one, dict) for one in parts)
+    check(ok, f"{name} is {quoted(content)}", "a text, or a list of objects")
+    return parts
+
+
+def text_of(content: Any) -> str:
+    """What a text says, or parts that are texts."""
+    parts, kinds = parts_of(content), ["text", "input_text", "output_text", "reasoning_text"]
+    for part in parts:
+        ok = part.get("type") in kinds and isinstance(part.get("text"), str)
+        check(ok, f"content has {quoted(part)}", "text")
+    return "".join(part["text"] for part in parts)

@@ -6,12 +6,14 @@ Of responses nothing is kept: a request brings its whole conversation.
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import count
+from secrets import token_hex
+from time import time
 from typing import Any
 
 from ..errors import quoted
 from ..settings import GenerateConfig, parse_json
 from . import asks, openai
-from .asks import Api, Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
+from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
 
 _SHARED = ("model", "stream", "temperature", "top_p", "top_k", "max_tokens", "tool_choice")
 """Fields of a request that mean what they do in a chat's."""
@@ -47,11 +49,11 @@ class _Turns(list[dict[str, Any]]):
     def say(self, role: Any, content: Any) -> None:
         ok = role in ["user", "assistant", "system", "developer"]
         asks.check(ok, f"the role {quoted(role)}", "user or assistant")
-        turn, said = self._turn("system" if role == "developer" else role), _text_of(content)
+        turn, said = self._turn("system" if role == "developer" else role), asks.text_of(content)
         turn["content"] = "\n\n".join(one for one in (turn["content"], said) if one)
 
     def think(self, content: Any) -> None:
-        if thought := _text_of(content or ""):
+        if thought := asks.text_of(content or ""):
             self._turn("assistant")["reasoning_content"] = thought
 
     def call(self, id: Any, name: Any, arguments: Any) -> None:
@@ -65,30 +67,13 @@ class _Turns(list[dict[str, Any]]):
     def result(self, id: Any, content: Any) -> None:
         is_known = isinstance(id, str) and id in self._names
         asks.check(is_known, f"a result of the call {quoted(id)}", "that call before it")
-        told = {"role": "tool", "content": _text_of(content or "")}
+        told = {"role": "tool", "content": asks.text_of(content or "")}
         self.append({**told, "tool_call_id": id, "name": self._names[id]})
 
     def _turn(self, role: str) -> dict[str, Any]:
         if not self or self[-1]["role"] != role:
             self.append({"role": role, "content": ""})
         return self[-1]
-
-
-def _parts_of(content: Any) -> list[dict[str, Any]]:
-    """Objects; a text stands for one of type text."""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    ok = isinstance(parts, list) and all(isinstance(one, dict) for one in parts)
-    asks.check(ok, f"content is {quoted(content)}", "a text, or parts")
-    return parts
-
-
-def _text_of(content: Any) -> str:
-    """What a text says, or parts that are texts."""
-    parts, kinds = _parts_of(content), ["text", "input_text", "output_text", "reasoning_text"]
-    for part in parts:
-        ok = part.get("type") in kinds and isinstance(part.get("text"), str)
-        asks.check(ok, f"content has {quoted(part)}", "text")
-    return "".join(part["text"] for part in parts)
 
 
 def _tools_of(tools: list[Any], schema: str) -> list[dict[str, Any]]:
@@ -104,16 +89,16 @@ def _tools_of(tools: list[Any], schema: str) -> list[dict[str, Any]]:
     return found
 
 
-def _read_message(body: Body, config: GenerateConfig) -> Ask:
+def read_message(body: Body, config: GenerateConfig) -> Ask:
     """What is asked for; `max_tokens` may be missing, as it is where tokens are counted."""
     turns = _Turns()
     if system := body.get("system"):
         turns.say("system", system)
-    for message in asks.turns_of(body):
-        for block in _parts_of(message.get("content")):
-            turns.add(message["role"], block)
-    ok = bool(turns) and turns[-1]["role"] != "assistant"
-    asks.check(ok, "the last message", "a user's: an answer is not gone on from")
+    for message in asks.parts_of(body.get("messages"), "messages"):
+        for block in asks.parts_of(message.get("content")):
+            turns.add(message.get("role"), block)
+    is_answered = bool(turns) and turns[-1]["role"] == "assistant"
+    asks.check(not is_answered, "the last message", "a user's: an answer is not gone on from")
     thinking = asks.typed(body, "thinking", dict, {}).get("type")
     chat = {
         **{name: body.get(name) for name in _SHARED},
@@ -126,16 +111,14 @@ def _read_message(body: Body, config: GenerateConfig) -> Ask:
     return replace(openai.read_chat(chat, config), body=body)
 
 
-def _read_response(body: Body, config: GenerateConfig) -> Ask:
-    for name in _KEPT:
-        expected = "the whole conversation as input: nothing is kept here"
-        asks.check(not body.get(name), name, expected)
+def read_response(body: Body, config: GenerateConfig) -> Ask:
+    expected = "the whole conversation as input: nothing is kept here"
+    asks.refuse(body, *_KEPT, expected=expected)
     turns = _Turns()
-    if instructions := asks.typed(body, "instructions", str):
+    if instructions := body.get("instructions"):
         turns.say("system", instructions)
-    for item in _parts_of(body.get("input")):
+    for item in asks.parts_of(body.get("input"), "input"):
         turns.add("user", item)
-    asks.check(bool(turns), "input is empty", "a text, or items")
     # What others would run is not offered to the model, so that it calls none of it.
     given = asks.typed(body, "tools", list, [])
     tools = [one for one in given if isinstance(one, dict) and one.get("type") == "function"]
@@ -170,12 +153,12 @@ async def _runs(parts: AsyncIterator[Part]) -> AsyncIterator[tuple[str, Any]]:
             yield "adds", part
 
 
-class _Message:
-    """Runs are the blocks of its content."""
+class Messages:
+    """Runs are the blocks of a message's content."""
 
     def __init__(self, ask: Ask) -> None:
         self._blocks: list[dict[str, Any]] = []
-        self.reply: dict[str, Any] = {"id": f"msg_{ask.id}", "type": "message"}
+        self.reply: dict[str, Any] = {"id": f"msg_{token_hex(12)}", "type": "message"}
         self.reply |= {"role": "assistant", "model": ask.model, "content": self._blocks}
         self.reply |= {"stop_reason": None, "stop_sequence": None}
         self.reply["usage"] = {"input_tokens": 0, "output_tokens": 0}  # known at the end
@@ -237,13 +220,13 @@ def _ended(end: End) -> tuple[dict[str, Any], dict[str, Any]]:
     return stop, {"usage": usage, "timings": end.timings}
 
 
-class _Response:
-    """Runs are the items of its output."""
+class Responses:
+    """Runs are the items of a response's output."""
 
     def __init__(self, ask: Ask) -> None:
-        self._ask, self._items, self._sequence = ask, list[dict[str, Any]](), count()
-        self.reply: dict[str, Any] = {"id": f"resp_{ask.id}", "object": "response"}
-        self.reply |= {"created_at": ask.created, "status": "in_progress", "model": ask.model}
+        self._items, self._sequence = list[dict[str, Any]](), count()
+        self.reply: dict[str, Any] = {"id": f"resp_{token_hex(12)}", "object": "response"}
+        self.reply |= {"created_at": int(time()), "status": "in_progress", "model": ask.model}
         self.reply |= {"output": self._items, "error": None, "parallel_tool_calls": True}
         self.reply |= {"store": False, "tools": ask.body.get("tools") or []}
         self.reply["tool_choice"] = ask.body.get("tool_choice") or "auto"
@@ -277,12 +260,11 @@ class _Response:
 
     def _opened(self, part: Text | ToolCall) -> tuple[str, dict[str, Any], dict[str, Any], str]:
         """Of what is made a new item, that item, what has its text, and by what name."""
-        item: dict[str, Any] = {"id": f"item_{len(self._items)}_{self._ask.id}"}
-        item["status"] = "in_progress"
+        item: dict[str, Any] = {"id": f"item_{token_hex(12)}", "status": "in_progress"}
         self._items.append(item)
         if isinstance(part, ToolCall):
-            item |= {"type": "function_call", "call_id": part.id, "name": part.name}
-            item["arguments"] = ""
+            call = {"type": "function_call", "call_id": part.id, "name": part.name}
+            item |= {**call, "arguments": ""}
             return "function_call_arguments", item, item, "arguments"
         if isinstance(part, Reasoning):
             item |= {"type": "reasoning", "summary": [], "content": []}
@@ -313,20 +295,3 @@ def _status(next: Part) -> str:
     """What becomes of a run before it, or of the whole reply."""
     is_cut = isinstance(next, End) and next.reason == "length"
     return "incomplete" if is_cut else "completed"
-
-
-def _message_error(status: int, message: str) -> dict[str, Any]:
-    own = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
-    kind = own.get(status, openai.error(status, message)["error"]["type"])
-    told = {"type": kind.replace("server_error", "api_error"), "message": message}
-    return {"type": "error", "error": told}
-
-
-def _response_error(status: int, message: str) -> dict[str, Any]:
-    """A refusal, which is also the event that ends a reply."""
-    told = openai.error(status, message)
-    return {**told["error"], **told, "type": "error"}
-
-
-MESSAGES = Api(_read_message, _Message, _message_error, "error")
-RESPONSES = Api(_read_response, _Response, _response_error, "error")

@@ -2,12 +2,14 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from secrets import token_hex
+from time import time
 from typing import Any, cast
 
 from ..errors import quoted, require
 from ..settings import GenerateConfig
 from . import asks
-from .asks import Api, Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
+from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
 
 MAX_CHOICES = 16
 _SETTINGS = {
@@ -27,13 +29,14 @@ from where to where they may go; whole ones have whole bounds."""
 
 
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
-    choice = body.get("tool_choice")
+    choice, turns = body.get("tool_choice"), asks.parts_of(body.get("messages"), "messages")
+    asks.check(bool(turns), "messages is empty", "a turn at least")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     found, do = f"tool_choice is {quoted(choice)}", "ask for a JSON schema, to have a form"
     require(kind in (None, "auto", "none"), found, expected="auto or none", do=do)
     wants = asks.typed(body, "logprobs", bool, False)
     return Ask(
-        question=asks.turns_of(body),
+        question=turns,
         tools=None if kind == "none" else asks.typed(body, "tools", list) or None,
         template_args=asks.typed(body, "chat_template_kwargs", dict),
         schema=_schema(asks.typed(body, "response_format", dict, {})),
@@ -41,16 +44,14 @@ def read_chat(body: Body, config: GenerateConfig) -> Ask:
     )
 
 
-def _read_completion(body: Body, config: GenerateConfig) -> Ask:
+def read_completion(body: Body, config: GenerateConfig) -> Ask:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     is_tokens = isinstance(prompt, list) and all(type(one) is int for one in prompt)
     ok, found = is_tokens or isinstance(prompt, str), f"prompt is {quoted(prompt)}"
     asks.check(ok, found, "a text or token ids, of one prompt")
-    for name, usual in (("echo", False), ("suffix", None), ("best_of", body.get("n"))):
-        ok, found = body.get(name) in (None, usual, ""), quoted(body.get(name))
-        asks.check(ok, f"{name} is {found}", "none")
+    asks.refuse(body, "echo", "suffix")
     common = _common(body, config, asks.number(body, "logprobs", 0, 20))
     return Ask(question=cast("str | list[int]", prompt), is_chat=False, **common)
 
@@ -62,25 +63,19 @@ def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[st
     found["max_tokens"] = min(found.get("max_tokens", config.max_tokens), config.max_tokens)
     if "seed" in found:
         found["seed"] %= 2**63
-    if body.get("stop") is not None:
-        found["stop"] = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
-        asks.typed(found, "stop", list)
-    bias = asks.typed(body, "logit_bias", dict, {})
-    ids = all(one.isascii() and one.isdecimal() and len(one) < 10 for one in bias)
+    stop, bias = body.get("stop"), asks.typed(body, "logit_bias", dict, {})
+    found["stop"] = [stop] if isinstance(stop, str) else asks.typed(body, "stop", list, config.stop)
+    ids = all(one.isdecimal() and len(one) < 10 for one in bias)
     asks.check(ids, f"logit_bias is {quoted(bias)}", "token ids")
     if bias:
-        found["logit_bias"] = {
-            int(one): asks.number(bias, one, -100.0, 100.0) or 0.0 for one in bias
-        }
-    asks.typed(body, "stream_options", dict)
-    content = asks.typed(body, "prediction", dict, {}).get("content")
-    pieces = content if isinstance(content, list) else [{"text": content}]
-    texts = [asks.typed(one, "text", str, "") for one in pieces if isinstance(one, dict)]
+        biases = {int(one): asks.number(bias, one, -100.0, 100.0) or 0.0 for one in bias}
+        found["logit_bias"] = biases
+    prediction = asks.typed(body, "prediction", dict, {}).get("content")
     return {
         "config": replace(config, logprobs=logprobs, **found),
         "model": asks.typed(body, "model", str, ""),
         "choices": asks.number(body, "n", 1, MAX_CHOICES) or 1,
-        "prediction": "".join(texts) or None,
+        "prediction": asks.text_of(prediction or ""),
         "stream": asks.typed(body, "stream", bool, False),
         "body": body,
     }
@@ -98,27 +93,28 @@ def _schema(form: Body) -> Body | None:
     return schema
 
 
-class _Texts:
+class Texts:
     """Tells choices of plain texts: a chunk a part."""
 
     prefix, kind, kind_of_chunk = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, ask: Ask) -> None:
-        self._has_usage = (ask.body.get("stream_options") or {}).get("include_usage")
-        self.reply: dict[str, Any] = {"id": self.prefix + ask.id, "object": self.kind}
-        self.reply |= {"created": ask.created, "model": ask.model, "choices": []}
+        options = asks.typed(ask.body, "stream_options", dict, {})
+        self._has_usage, self._ends = options.get("include_usage"), list[End]()
+        self.reply: dict[str, Any] = {"id": self.prefix + token_hex(12), "object": self.kind}
+        self.reply |= {"created": int(time()), "model": ask.model, "choices": []}
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
-        head, ends = {**self.reply, "object": self.kind_of_chunk}, list[End]()
+        head = {**self.reply, "object": self.kind_of_chunk}
         async for part in parts:
-            more: dict[str, Any] = {}
+            chunk = {**head, "choices": [self._choice(part)]}
             if isinstance(part, End):
-                ends.append(part)
-                more["timings"] = part.timings
+                self._ends.append(part)
+                chunk["timings"] = part.timings
             elif isinstance(part, Text):
-                more["ssmlx"] = {"tokens": part.tokens}
-            yield None, {**head, "choices": [self._choice(part)], **more}
-        totals = {"usage": _usage(ends), "timings": ends[-1].timings}
+                chunk["ssmlx"] = {"tokens": part.tokens}
+            yield None, chunk
+        totals = {"usage": _usage(self._ends), "timings": self._ends[-1].timings}
         self.reply |= totals
         if self._has_usage:
             yield None, {**head, "choices": [], **totals}
@@ -126,15 +122,16 @@ class _Texts:
 
     def _choice(self, part: Part) -> dict[str, Any]:
         """What a part brings to its choice, after it was added to the whole one."""
-        if part.choice == len(self.reply["choices"]):
-            self.reply["choices"].append({"index": part.choice, "logprobs": None})
-        whole, logprobs = self.reply["choices"][part.choice], None
+        index, choices, logprobs = len(self._ends), self.reply["choices"], None
+        if index == len(choices):
+            choices.append({"index": index, "logprobs": None})
         if isinstance(part, Text) and part.logprobs is not None:
             logprobs = self._logprobs(part.logprobs)
-            whole["logprobs"] = _added(whole["logprobs"] or {}, logprobs)
-        whole["finish_reason"] = reason = part.reason if isinstance(part, End) else None
-        own = {"index": part.choice, "finish_reason": reason, "logprobs": logprobs}
-        return own | self._said(whole, part)
+            choices[index]["logprobs"] = _added(choices[index]["logprobs"] or {}, logprobs)
+        reason = part.reason if isinstance(part, End) else None
+        choices[index]["finish_reason"] = reason
+        own = {"index": index, "finish_reason": reason, "logprobs": logprobs}
+        return own | self._said(choices[index], part)
 
     def _said(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
         more = {"text": part.text if isinstance(part, Text) else ""}
@@ -147,25 +144,26 @@ class _Texts:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
 
 
-class _Chats(_Texts):
+class Chats(Texts):
     """Tells choices of messages."""
 
     prefix, kind, kind_of_chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def _said(self, whole: dict[str, Any], part: Part) -> dict[str, Any]:
         delta: dict[str, Any] = {} if "message" in whole else {"role": "assistant"}
+        message = whole.setdefault("message", {})
         match part:
             case Reasoning():
                 delta["reasoning_content"] = part.text
             case Text():
                 delta["content"] = part.text
             case ToolCall():
-                call = {"index": part.index, "id": part.id, "type": "function"}
-                call["function"] = {"name": part.name, "arguments": part.text}
-                delta["tool_calls"] = [call]
-        message = _added(whole.setdefault("message", {}), delta)
-        if isinstance(part, End):
-            message["content"] = message.get("content") or (None if "tool_calls" in message else "")
+                function = {"name": part.name, "arguments": part.text}
+                call = {"id": part.id, "type": "function", "function": function}
+                delta["tool_calls"] = [{"index": len(message.get("tool_calls", ())), **call}]
+            case End() if not message.get("content"):
+                message["content"] = None if "tool_calls" in message else ""
+        _added(message, delta)
         return {"delta": delta}
 
     def _logprobs(self, told: list[dict[str, Any]]) -> dict[str, Any]:
@@ -183,24 +181,12 @@ def _added(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def _usage(ends: Sequence[End]) -> dict[str, Any]:
     """Over all choices, of one prompt."""
     prompt, completion = ends[0].prompt_tokens, sum(end.completion_tokens for end in ends)
-    told: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
-    told["total_tokens"] = prompt + completion
-    told["prompt_tokens_details"] = {"cached_tokens": ends[0].cached_tokens}
-    if predicted := [end.predicted for end in ends if end.predicted]:
-        accepted, rejected = map(sum, zip(*predicted, strict=True))
-        sums = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-        told["completion_tokens_details"] = sums
-    return told
-
-
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-
-
-def error(status: int, message: str) -> dict[str, Any]:
-    usual = "server_error" if status >= 500 else "invalid_request_error"
-    told = {"message": message, "type": _KINDS.get(status, usual), "param": None, "code": None}
-    return {"error": told}
-
-
-CHAT = Api(read_chat, _Chats, error)
-COMPLETIONS = Api(_read_completion, _Texts, error)
+    accepted, rejected = map(sum, zip(*(end.predicted for end in ends), strict=True))
+    guessed = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": ends[0].cached_tokens},
+        "completion_tokens_details": guessed,
+    }

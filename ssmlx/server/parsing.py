@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,6 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError, first_line
-from ..prompts import Tools
 from ..settings import parse_json
 from .asks import Ask, End, Part, Reasoning, Text, ToolCall
 
@@ -30,13 +29,13 @@ class Parser:
     A call is held until it is whole. One that cannot be parsed is text, as is any without tools.
     """
 
-    def __init__(
-        self, tokenizer: TokenizerWrapper, tools: Tools | None, prompt: Sequence[int] = ()
-    ) -> None:
-        self._tokenizer, self._tools = tokenizer, tools
-        self._name = _first_state(tokenizer, prompt)
-        self._state = make_text_state_machine(tokenizer).make_state(self._name)
-        self._call, self._is_behind_marker, self._num_calls = "", False, 0
+    def __init__(self, tokenizer: TokenizerWrapper, ask: Ask, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer, self._tools = tokenizer, ask.tools
+        has_markers = ask.is_chat and ask.schema is None
+        self._name = _first_state(tokenizer, prompt) if has_markers else "normal"
+        machine = make_text_state_machine(tokenizer) if has_markers else TextStateMachine()
+        self._state = machine.make_state(self._name)
+        self._call, self._is_behind_marker, self._has_called = "", False, False
 
     def read(self, part: Text | End) -> list[Part]:
         """What another part of the text says, or its end."""
@@ -52,7 +51,7 @@ class Parser:
             # Where the text was cut, only a call without an end marker can be whole.
             is_cut = part.reason == "length" and bool(self._tokenizer.tool_call_end)
             found += self._calls(is_cut=is_cut)
-        is_call = self._num_calls and part.reason == "stop"
+        is_call = self._has_called and part.reason == "stop"
         return [*found, replace(part, reason="tool_calls") if is_call else part]
 
     def _told(self, segments: Sequence[tuple[str, str]]) -> list[Part]:
@@ -78,10 +77,10 @@ class Parser:
                 raise ValueError("it is no call")
             found = self._tokenizer.tool_parser(text, self._tools)
             found = found if isinstance(found, list) else [found]
-            calls = [_tool_call(one, n) for n, one in enumerate(found, self._num_calls)]
+            calls = [*map(_tool_call, found)]
         except Exception:  # whatever a parser makes of a model's words
             return [Text(text)] if text.strip() else []
-        self._num_calls += len(calls)
+        self._has_called = True
         return [*calls]
 
 
@@ -93,7 +92,7 @@ def _first_state(tokenizer: TokenizerWrapper, prompt: Sequence[int]) -> str:
     return "reasoning" if end and end.endswith(tokenizer.think_start) else "normal"
 
 
-def _tool_call(parsed: Mapping[str, Any], index: int) -> ToolCall:
+def _tool_call(parsed: Mapping[str, Any]) -> ToolCall:
     """Raises an error of some kind where what was parsed is no call."""
     name, arguments = parsed["name"], parsed.get("arguments", {})
     if isinstance(arguments, str):
@@ -101,19 +100,7 @@ def _tool_call(parsed: Mapping[str, Any], index: int) -> ToolCall:
     if not isinstance(arguments, dict) or not isinstance(name, str):
         raise ValueError("a call has a name, and an object of arguments")
     told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return ToolCall(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told, index)
-
-
-async def sorted_parts(
-    ask: Ask, tokenizer: TokenizerWrapper, prompt: Sequence[int], parts: AsyncGenerator[Text | End]
-) -> AsyncGenerator[Part]:
-    """A choice's parts; of a chat's, what is reasoning, and what calls tools, told apart."""
-    has_markers = tokenizer.has_thinking or tokenizer.has_tool_calling
-    is_sorted = ask.is_chat and has_markers and ask.schema is None
-    parser = Parser(tokenizer, ask.tools, prompt) if is_sorted else None
-    async for part in parts:
-        for one in parser.read(part) if parser else [part]:
-            yield replace(one, choice=part.choice)
+    return ToolCall(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told)
 
 
 def processor(
