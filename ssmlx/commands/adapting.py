@@ -32,7 +32,7 @@ from ..model.streams import StreamFusedModel
 from ..prompts import asked_tokens, read_prompts, user_text
 from ..settings import read_json
 from ..training.answers import Speaker, Text
-from ..training.config import RunOptions
+from ..training.config import RunOptions, TrainConfig
 from ..training.job import prepare, read_base, run_to_end, stream_config
 from ..training.mlx_model import TrainedModel, new_adapter, told, with_new_parts
 from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
@@ -160,12 +160,9 @@ class Run:
     def prepare(self) -> None:
         """Choose sizes, measure and plan; or go on with what was planned, and say either."""
         decoder, chip = Decoder.of(StreamFusedModel(self.backbone)), ladder.this_chip()
-        sizes = choose_sizes(decoder, chip)
-        train = sizes.train(seed=self.args.seed, max_length=self.longest + ANSWER_TOKENS)
-        train = train.sized(self.base["vocab_size"])
-        print(self._sizes_told(sizes, train.draft_vocab_size or 0))
         path = self.folder / PLAN_FILE
-        if path.exists():
+        is_known = path.exists()
+        if is_known:
             known = read_json(path, "the plan of a run")
             require(
                 known.get("settings") == self.settings,
@@ -173,24 +170,35 @@ class Run:
                 expected=f"{self.settings}"[:200],
                 do="repeat its command, give another --name, or delete the folder",
             )
+            train = TrainConfig.from_dict(known["train"])
         else:
+            train = choose_sizes(decoder, chip).train(
+                seed=self.args.seed, max_length=self.longest + ANSWER_TOKENS
+            )
+            train = train.sized(self.base["vocab_size"])
+        print(self._sizes_told(train))
+        if not is_known:
             print("measuring, some seconds ...", flush=True)
             config = stream_config(train, self.base, self.options, [self.words.eos_token_id])
             rates = measure(self.backbone, config, train, self.speaker, self.longest, self.most)
-            known = {"settings": self.settings, "rates": asdict(rates), "began": time.time()}
-        self.known, self.rates = known, Rates(**known["rates"])
-        self.train = replace(train, batch_size=self.rates.batch_size)
+            train = replace(train, batch_size=rates.batch_size)
+            known = {
+                "settings": self.settings, "train": train.to_dict(), "rates": asdict(rates),
+                "began": time.time(),
+            }  # fmt: skip
+        self.known, self.train, self.rates = known, train, Rates(**known["rates"])
         self.speaker = replace(self.speaker, batch_size=self.rates.together)
         self.rounds = [Plan(**one) for one in known.get("rounds", [])]
         self._plan()
         known["rounds"] = [asdict(one) for one in self.rounds]
         write_whole(path, json.dumps(known, indent=1).encode())
         learnt = sum(one.answers * one.epochs for one in self.rounds)
-        print(_gain_told(predicted(decoder, chip, sizes.num_layers, sizes.num_streams, learnt)))
+        layers, streams = train.num_msa_layers, train.num_streams
+        print(_gain_told(predicted(decoder, chip, layers, streams, learnt)))
 
     def _plan(self) -> None:
         """A round more where there are hours for it."""
-        planned, hours = sum(one.hours for one in self.rounds), self.args.hours
+        hours, planned = self.args.hours, self.rounds[-1].hours if self.rounds else 0.0
         require(
             hours >= planned, f"--hours {hours:g}", expected=f"{planned:g} or more, which "
             f"{self.folder} is planned for", do="give these, another --name, or delete the folder",
@@ -207,17 +215,17 @@ class Run:
                 f"--hours {hours:g} is enough for {plan.answers} answers",
                 expected=f"more than {least}", do="give more",
             )  # fmt: skip
-            self.rounds.append(plan)
+            self.rounds.append(replace(plan, hours=hours))
         print(self._plan_told())
 
-    def _sizes_told(self, sizes: Sizes, vocab: int) -> str:
+    def _sizes_told(self, train: TrainConfig) -> str:
         layers = self.base["num_hidden_layers"]
         held = f"held as {self.backbone.dtype}".replace("mlx.core.", "")
         held = "packed as they are" if is_quantised(self.backbone.model) else held
         return (
             f"{self.args.model}: {layers} layers of width {self.base['hidden_size']}, {held}\n"
-            f"streams: {sizes.num_streams} in the top {sizes.num_layers} layers, which draft from "
-            f"{vocab or self.base['vocab_size']:,} tokens"
+            f"streams: {train.num_streams} in the top {train.num_msa_layers} layers, which draft "
+            f"from {train.draft_vocab_size or self.base['vocab_size']:,} tokens"
         )
 
     def _plan_told(self) -> str:

@@ -240,8 +240,8 @@ def _largest(
 class Plan:
     """How much is made in the time that there is."""
 
-    hours: float
-    answers: int  # those of plans before it among them
+    hours: float  # those of plans before it among them
+    answers: int  # likewise
     epochs: int
     answer_seconds: float
     train_seconds: float
