@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
@@ -220,10 +221,18 @@ def chat_tokens(
         return list(tokenizer.apply_chat_template(turns, **more))
 
 
-def turn_opening(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
-    """The tokens with which a later turn of the user's begins; none without a chat template."""
+@dataclass(frozen=True)
+class ChatFrame:
+    """Tokens that a chat template puts around what is said; none without a template."""
+
+    head: tuple[int, ...] = ()  # before the user's first turn
+    closing: tuple[int, ...] = ()  # between an answer's last token and the user's next turn
+    opening: tuple[int, ...] = ()  # with which a later turn of the user's begins
+
+
+def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
     if not tokenizer.has_chat_template:
-        return ()
+        return ChatFrame()
     first, answer, second = "Hello", "Welcome", "Goodbye"
     turns = [
         {"role": role, "content": text}
@@ -233,14 +242,20 @@ def turn_opening(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
         with refusing_turns("three turns"):
             text = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except InputError:
-        return ()
-    between = text.partition(answer)[2].partition(second)[0]
-    tokens = list(tokenizer.encode(between.rstrip(), add_special_tokens=False))
+        return ChatFrame()
+
+    def encoded(part: str) -> list[int]:
+        return list(tokenizer.encode(part.rstrip(), add_special_tokens=False))
+
+    tokens = encoded(text.partition(answer)[2].partition(second)[0])
     ends = [n for n, token in enumerate(tokens, 1) if token in tokenizer.eos_token_ids]
-    opening = tokens[max(ends, default=0) :]
-    while opening and not tokenizer.decode(opening[:1]).strip():
-        del opening[0]
-    return tuple(opening)
+    at = max(ends, default=0)
+    while at < len(tokens) and not tokenizer.decode(tokens[at : at + 1]).strip():
+        at += 1
+    closing, opening = tuple(tokens[:at]), tuple(tokens[at:])
+    before = tuple(encoded(text.partition(first)[0]))
+    head = before[: len(before) - len(opening)]
+    return ChatFrame(head if head + opening == before else (), closing, opening)
 
 
 def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) -> None:

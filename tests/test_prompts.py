@@ -6,7 +6,7 @@ import pytest
 from tiny import make_tokenizer
 
 from ssmlx.errors import InputError
-from ssmlx.prompts import chat_tokens, encode_prompt, prompt_tokens, read_prompts, turn_opening
+from ssmlx.prompts import chat_frame, chat_tokens, encode_prompt, prompt_tokens, read_prompts
 from ssmlx.training.data import Encoder
 
 END = 12
@@ -87,14 +87,16 @@ def test_bad_turns_are_one_line(read, turns):
 
 
 def test_a_users_turn_begins_with_what_its_template_says(tokenizer):
-    assert turn_opening(tokenizer) == (3,)
+    assert chat_frame(tokenizer).opening == (3,)
+    tokenizer.chat_template = "w8 {% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
+    assert [*vars(chat_frame(tokenizer)).values()] == [(8,), (12,), (5, 9)]
     for template, found in (
         ("{% for m in messages %}w9 {{ m.content }} w12 w5 {% endfor %}", (5, 9)),
         ("{{ raise_exception('three turns') }}", ()),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", ()),
     ):
         tokenizer.chat_template = template
-        assert turn_opening(tokenizer) == found
+        assert chat_frame(tokenizer).opening == found
 
 
 def test_a_chat_is_learnt_from_a_last_turn_that_calls_a_tool(tokenizer):

@@ -8,6 +8,7 @@ import pytest
 from ssmlx.commands.train_options import train_config, training_parser
 from ssmlx.errors import InputError
 from ssmlx.loading.names import CONFIG_FILE
+from ssmlx.prompts import ChatFrame
 from ssmlx.training import data
 from ssmlx.training.config import DRAFT_VOCAB_SIZE, TrainConfig
 from ssmlx.training.record import LOG_FILE, Record, read_record
@@ -82,10 +83,9 @@ def test_answers_of_a_batch_start_in_one_column():
     batch = data.collate(
         [example(1, 2, 3, 4, END, start=2), example(5, 6, END, start=1)], np.arange(2)
     )
-    assert batch.prompt_width == 2
     assert batch.tokens.tolist() == [[1, 2, 3, 4, END], [0, 5, 6, END, 0]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4], [0, 0, 1, 2, 3]]
-    assert batch.carriers.tolist() == [1, 2, 3]
+    assert batch.carriers.tolist() == [[1, 2, 3], [1, 2, 0]]
     assert batch.targets(0).tolist() == [[3, 4, END], [6, END, -1]]
     assert batch.targets(1).tolist() == [[4, END, -1], [END, -1, -1]]
     assert batch.targets(3).tolist() == [[-1] * 3, [-1] * 3]
@@ -126,12 +126,38 @@ def test_buckets_save_padding():
     assert real <= rows < 1.35 * real
 
 
-def test_a_plan_gives_any_step_without_those_before_it():
+@pytest.mark.parametrize("packing", [None, data.Packing(60, ChatFrame(), (), 256)])
+def test_a_plan_gives_any_step_without_those_before_it(packing):
+    """Half of the batches are packed, the larger one."""
     examples = random_examples(20)
-    walked = data.BatchPlan(examples, 8, seed=3)
+    walked = data.BatchPlan(examples, 8, 3, packing=packing)
     batches = [walked.batch(step).indices.tolist() for step in range(7)]
-    assert data.BatchPlan(examples, 8, seed=3).batch(5).indices.tolist() == batches[5]
+    assert data.BatchPlan(examples, 8, 3, packing=packing).batch(5).indices.tolist() == batches[5]
+    assert sum(walked.batch(step).firsts is not None for step in range(6)) == (4 if packing else 0)
     assert sorted(index for batch in batches[3:6] for index in batch) == list(range(20))
+
+
+def test_examples_become_turns_of_a_conversation():
+    packing = data.Packing(21, ChatFrame((1,), (END, 2), (3, 4)), (3, 4), 8)
+    texts = [
+        example(3, 4, 5, 9, 6, END, start=4), example(1, 3, 4, 5, 9, 7, 8, start=5),
+        example(8, 9, 5, END, start=2), example(3, 4, 5, 6, start=3),
+    ]  # fmt: skip
+    batch = data.collate(texts, np.arange(4), packing)
+    # What was cut is closed; what is no turn under the template follows as it is.
+    first = [1, 3, 4, 5, 9, 6, END, 2, 3, 4, 5, 9, 7, 8, END, 2, 8, 9, 5, END]
+    assert batch.tokens.tolist() == [first, [3, 4, 5, 6] + [0] * 16]
+    assert batch.carriers.tolist() == [[4, 5, 11, 12, 17, 18], [2, 0, 1, 3, 4, 5]]
+    assert batch.targets(0).tolist() == [[6, END, 7, 8, 5, END], [6] + [-1] * 5]
+    assert batch.targets(1).tolist() == [[END, -1, 8, -1, END, -1], [-1] * 6]
+    answers = [(row, places.start, a.tolist()) for row, places, a in batch.answers()]
+    assert answers == [(0, 0, [6, END]), (0, 2, [7, 8]), (0, 4, [5, END]), (1, 0, [6])]
+    assert (batch.visible[0] == np.tril(np.ones((20, 20), bool))).all()
+    seen = batch.stream_visible
+    assert np.flatnonzero(seen[0, 4]).tolist() == [0, 1, 2, 3, 4]
+    assert np.flatnonzero(seen[0, 12]).tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 12]
+    assert np.flatnonzero(seen[0, 18]).tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 18]
+    assert batch.part(1, 2).targets(0).tolist() == [[6]]
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_answer_tokens():

@@ -272,11 +272,12 @@ class StreamFusedReference(nn.Module):
 
         Args:
             input_ids: [B, T] tokens of the node rows.
-            stream_rows: [K] the node rows that carry streams; all unless given, but not the last
-                where streams start from the token after their node.
+            stream_rows: [K] or [B, K] the node rows that carry streams; all unless given, but not
+                the last where streams start from the token after their node.
             where: `positions` [B, T], where each row stands; 0 to T - 1 unless given. `visible`
                 [B, T, T] bool, which node row (second axis) sees which (third); causal unless
-                given. A row must see itself.
+                given. A row must see itself. `stream_visible` [B, T, T], which its streams see;
+                `visible` unless given.
         """
         hidden = self.hidden_states(input_ids, stream_rows=stream_rows, **where)
         head, early = self.base.lm_head, hidden.early_exit
@@ -348,7 +349,8 @@ class StreamFusedReference(nn.Module):
         norm = self.decoder.norm
         node_rows, speculative_rows, carriers = self._plan(nodes.shape[:2], stream_rows, **where)
         early = None if self.prune_adapter is None else self.early_exit_states(nodes)
-        start, kept = nodes[:, carriers], []
+        places, kept = places_of(carriers), []
+        start = nodes[places]
         for index in range(self.config.insertion_layer, self.config.num_layers):
             keys = _NodeKeys(self.config)
             nodes = self._run_layer(index, nodes, node_rows, keys)
@@ -363,12 +365,12 @@ class StreamFusedReference(nn.Module):
         if speculative_rows is not None:
             if self.root_init is not None:
                 assert input_ids is not None, "these streams start from the root too"
-                known = self.root_states(input_ids[:, carriers + 1], main[:, carriers])
+                known = self.root_states(input_ids[places_of(carriers + 1)], main[places])
             streams = self.insert_streams(start, known)
             with self.adapting_streams():
                 for index, keys in kept:
                     streams = self._run_layer(index, streams, speculative_rows, keys)
-        grouped = streams.unflatten(1, (len(carriers), self.config.num_streams))
+        grouped = streams.unflatten(1, (carriers.shape[-1], self.config.num_streams))
         return HiddenStates(main, norm(grouped), early)
 
     def early_exit_states(self, nodes: torch.Tensor) -> torch.Tensor:
@@ -411,8 +413,9 @@ class StreamFusedReference(nn.Module):
         stream_rows: torch.Tensor | None,
         positions: torch.Tensor | None = None,
         visible: torch.Tensor | None = None,
+        stream_visible: torch.Tensor | None = None,
     ) -> tuple[_Rows, _Rows | None, torch.Tensor]:
-        """The node rows, the stream rows if any, and the [K] node rows that carry streams."""
+        """The node rows, the stream rows if any, and the node rows that carry streams."""
         batch, length = shape
         device, num_streams = self.decoder.like.device, self.config.num_streams
         if positions is None:
@@ -426,16 +429,17 @@ class StreamFusedReference(nn.Module):
         # What the root is behind the last row, nobody says.
         known = length - (self.root_init is not None)
         carriers = torch.arange(known) if stream_rows is None else stream_rows
-        carriers = carriers if num_streams else carriers[:0]
+        carriers = carriers if num_streams else carriers[..., :0]
         positions, visible = positions.to(device), visible.to(device)
         carriers = carriers.to(device)
         nodes = self._rows(positions, visible, positions)
-        if not len(carriers):
+        if not carriers.shape[-1]:
             return nodes, None, carriers
         ahead = torch.arange(1, num_streams + 1, device=device)
-        stream_positions = (positions[:, carriers, None] + ahead).flatten(1)
+        stream_positions = (positions[places_of(carriers)][..., None] + ahead).flatten(1)
         key_positions = torch.cat([positions, stream_positions], dim=1)
-        seen = stream_visibility(visible, carriers, num_streams)
+        of_streams = visible if stream_visible is None else stream_visible.to(device)
+        seen = stream_visibility(of_streams, carriers, num_streams)
         return nodes, self._rows(stream_positions, seen, key_positions), carriers
 
     def _rows(
@@ -543,14 +547,21 @@ def stream_visibility(
         s11  x   x           x
         s12  x   x           x   x
 
-    `visible` is [B, T, T], and `stream_rows` [K] the node rows that carry streams.
+    `visible` is [B, T, T], and `stream_rows` [K] or [B, K] the node rows that carry streams.
     """
-    sees_nodes = visible[:, stream_rows].repeat_interleave(num_streams, dim=1)
-    count = len(stream_rows) * num_streams
+    sees_nodes = visible[places_of(stream_rows)].repeat_interleave(num_streams, dim=1)
+    count = stream_rows.shape[-1] * num_streams
     row = torch.arange(count, device=visible.device)
     same_node = row[:, None] // num_streams == row // num_streams
     sees_streams = same_node & (row <= row[:, None])
     return torch.cat([sees_nodes, sees_streams.expand(len(visible), count, count)], dim=2)
+
+
+def places_of(rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Where in [B, T, ...] the rows [K] of every text stand, or [B, K] of each."""
+    if rows.dim() == 1:
+        return slice(None), rows
+    return torch.arange(len(rows), device=rows.device)[:, None], rows
 
 
 def _sliding_windows(config: Any, num_layers: int) -> list[int | None]:

@@ -25,13 +25,13 @@ from ssmlx.loading.files import new_folder
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, StreamConfig, read_json
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.data import Batch, draft_indices
-from ssmlx.training.objective import MAIN, STREAM, answers
+from ssmlx.training.objective import MAIN, STREAM
 from ssmlx.tuning.replay import Replay
 
 from ..base import copy_settings, load_base
 from ..reference.checkpoint import load_fine_tuned
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
-from ..reference.model import StreamFusedReference
+from ..reference.model import StreamFusedReference, places_of
 from .run import TorchObjective, freeze_base, precision
 
 _TRAINED = ("layers", "norm", "final_layernorm", "final_layer_norm")
@@ -119,7 +119,7 @@ class HeadObjective(TorchObjective):
 
     def _carried(self, batch: Batch, lower: torch.Tensor) -> torch.Tensor:
         """[B, K, D] the states that heads guess from."""
-        return lower[:, torch.from_numpy(batch.carriers)].to(self.device).float()
+        return lower[places_of(torch.from_numpy(batch.carriers))].to(self.device).float()
 
     @torch.no_grad()
     def ranked(
@@ -140,7 +140,7 @@ class HeadObjective(TorchObjective):
             return super().replay(batch, lower, size)
         # All answers side by side: a stage's guesses depend on the path.
         hidden = self._carried(batch, lower)
-        texts = [answer.tolist() for answer in answers(batch)]
+        texts = [answer.tolist() for *_, answer in batch.answers()]
         places, calls = [0] * len(texts), len(texts)
         widths = tuple(min(width, self.draft_vocab_size) for width in self._widths)
         while True:
@@ -218,8 +218,8 @@ class DraftObjective(TorchObjective):
         hidden = self.upper(batch, lower.to(self.device)).main
         carriers = self.tensor(batch.carriers)
         num_tokens = num_calls = 0
-        for row, answer in enumerate(answers(batch)):
-            states = hidden[row, carriers[: len(answer)]]
+        for row, places, answer in batch.answers():
+            states = hidden[row, carriers[row, places]]
             said = self.logits(states, MAIN).argmax(-1).cpu().numpy()
             num_tokens += len(answer)
             num_calls += chain_calls(said == answer, size)

@@ -22,7 +22,7 @@ from ssmlx.training.job import Trainer, check_gradient
 from ssmlx.training.objective import GIVEN, MAIN, PRUNE, STREAM, Objective, row_chunks
 
 from ..reference.format import LoraSettings
-from ..reference.model import HiddenStates, StreamFusedReference
+from ..reference.model import HiddenStates, StreamFusedReference, places_of
 
 STREAM_ATTENTION = "ssmlx_streams"
 IGNORED = -1
@@ -101,7 +101,9 @@ class TorchObjective(Objective):
             return states
         # Streams after the norm, in the columns of their carriers.
         streams = self.upper(batch, states).streams.to(self.dtype)
-        return F.pad(streams.flatten(2), (0, 0, batch.prompt_width - 1, 1))
+        rows = torch.zeros(*batch.tokens.shape, self.state_size, dtype=self.dtype)
+        rows[places_of(torch.from_numpy(batch.carriers))] = streams.flatten(2).cpu()
+        return rows
 
     def upper(self, batch: Batch, lower: torch.Tensor) -> HiddenStates:
         """From `lower` to the final norm, streams on every carrier."""
@@ -136,8 +138,7 @@ class TorchObjective(Objective):
         """[..., D] by the kinds of rows, before the norm where they are of layer N - Ns."""
         nodes = lower.to(self.device)
         if self.train.keeps_streams:
-            # With gaps, PyTorch would multiply by a copy of the LM head for every carrier.
-            streams = nodes[:, batch.prompt_width - 1 : -1].contiguous()
+            streams = nodes[places_of(self.tensor(batch.carriers))]
             return {STREAM: streams, GIVEN: streams}
         hidden = self.upper(batch, nodes)
         return {MAIN: hidden.main, STREAM: hidden.streams, GIVEN: hidden.streams, PRUNE: nodes}
@@ -164,7 +165,7 @@ class TorchObjective(Objective):
         self, batch: Batch, lower: torch.Tensor, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
         streams = self._states(batch, lower)[STREAM].unflatten(-1, (-1, self.hidden_size))
-        shape = len(batch.tokens), len(batch.carriers), self.train.num_streams, -1
+        shape = *batch.carriers.shape, self.train.num_streams, -1
         streams = streams.reshape(shape)
         with precision(self.device, self.dtype):
             logits = self.logits(streams, STREAM).float()
@@ -207,9 +208,10 @@ class TorchObjective(Objective):
         return torch.from_numpy(np.ascontiguousarray(array)).long().to(self.device)
 
     def where(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """`positions` [B, T] and `visible` [B, T, T], as the reference takes them."""
-        visible = torch.from_numpy(batch.visible).to(self.device)
-        return {"positions": self.tensor(batch.positions), "visible": visible}
+        """Positions [B, T], and who sees whom [B, T, T], as the reference takes them."""
+        masks = {"visible": batch.visible, "stream_visible": batch.stream_visible}
+        seen = {name: torch.from_numpy(mask).to(self.device) for name, mask in masks.items()}
+        return {"positions": self.tensor(batch.positions), **seen}
 
 
 class TorchTrainer(Trainer):

@@ -29,7 +29,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
                 "draft_vocab_size"),
     "LoRA": ("lora_rank", "lora_alpha", "lora_modules"),
     "loss (eq. 5)": ("main_weight", "stream_weights", "prune_weight"),
-    "optimisation": ("train_only", *OPTIMISATION[:3], "embedding_rate", *OPTIMISATION[3:]),
+    "optimisation": ("train_only", *OPTIMISATION[:3], "embedding_rate", *OPTIMISATION[3:], "pack"),
 }  # fmt: skip
 
 

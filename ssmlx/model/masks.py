@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -72,18 +72,16 @@ def window_start(position: int, turn: int, window: int) -> int:
     return max(turn, (position // half - 1) * half)
 
 
-def in_window(visible: mx.array, columns: mx.array, starts: mx.array, num_nodes: int) -> mx.array:
-    """The mask `visible` [R, C] bool, with what stream rows do not see hidden.
+def in_window(visible: Any, columns: Any, firsts: Any) -> Any:
+    """The mask `visible` [..., R, C] bool, of MLX or NumPy, with what streams do not see hidden.
 
     Args:
-        visible: of M node rows, then those of their streams.
-        columns: [C] the position of each column.
-        starts: [M] the first token behind the sinks that a node's streams see.
-        num_nodes: M.
+        visible: which row sees which column.
+        columns: [..., C] the position of each column.
+        firsts: [..., R] the first token behind the sinks that each row sees.
     """
-    num_streams = visible.shape[0] // num_nodes - 1
-    firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
-    return visible & ((columns < SINKS) | (columns >= firsts[:, None]))
+    columns = columns[..., None, :]
+    return visible & ((columns < SINKS) | (columns >= firsts[..., None]))
 
 
 class Columns(Protocol):

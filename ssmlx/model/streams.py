@@ -323,7 +323,8 @@ class StreamFusedModel:
             later = [mx.full(path.length, cache.offset, mx.int32) for path in cache.paths]
             columns = mx.concatenate([own, *later, committed])
             dense = cache.upper_masks.mask(visible, cache, tree.topology)
-            mask = in_window(dense, columns, starts, num_nodes)
+            firsts = mx.concatenate([mx.zeros_like(starts), mx.repeat(starts, num_streams)])
+            mask = in_window(dense, columns, firsts)
         views = [cache.view(n, positions, rotate) for n in self._upper_layers]
         by_layer = self._by_layer(mask, positions, rows.shape[1], cache)
         return self._run_upper(rows, by_layer, views, num_nodes)

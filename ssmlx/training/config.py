@@ -128,6 +128,14 @@ class TrainConfig:
         least=1,
         most=2**20,
     )
+    pack: int = setting(
+        0,
+        "put the examples of every other batch one after another, as turns of conversations of "
+        "at most this many tokens; streams see what they see when decoding: their turn, or a "
+        "window. The other batches' stay alone, for short prompts; 0 for all",
+        least=0,
+        most=2**20,
+    )
     seed: int = setting(0, "of the weights and of the order of the data", least=0, most=2**32 - 1)
 
     def __post_init__(self) -> None:

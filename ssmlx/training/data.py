@@ -14,7 +14,8 @@ The answers of a batch start in one column:
     row 0      .   a   b   A   B   C   /      . padding before the prompt
     row 1      d   e   f   D   /   .   .      / end token      . padding behind it
 
-Node rows P - 1 to T - 2 carry streams: one list of carriers for the whole batch.
+Node rows P - 1 to T - 2 carry streams. Where several examples are packed into one text, as turns
+of a conversation, texts start in column 0, and each has carriers of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..decoding.loop import own_turn
 from ..errors import InputError
-from ..prompts import chat_tokens, encode, plain_turns, read_lines
+from ..model.masks import in_window, window_start
+from ..prompts import ChatFrame, chat_tokens, encode, plain_turns, read_lines
 from ..settings import parse_json
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
@@ -40,10 +43,16 @@ _POOL = 32  # batches' worth of shuffled examples that are sorted by length amon
 class Example:
     tokens: np.ndarray  # [T] ids, prompt first
     start: int  # the first token of the answer, at least 1
+    turns: tuple[tuple[int, int], ...] = ()  # of several answers: where each begins and ends
 
     @property
     def num_answer(self) -> int:
         return len(self.tokens) - self.start
+
+    @property
+    def answers(self) -> tuple[tuple[int, int], ...]:
+        """Where each answer begins and ends."""
+        return self.turns or ((self.start, len(self.tokens)),)
 
 
 @dataclass(frozen=True)
@@ -157,15 +166,67 @@ def draft_indices(targets: np.ndarray, draft_vocab: np.ndarray | None) -> np.nda
     return np.where(draft_vocab[places] == targets, places, -1)
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How examples become turns of one conversation, and what streams see when decoding it."""
+
+    num_tokens: int  # of a conversation at most
+    frame: ChatFrame
+    own_opening: tuple[int, ...]  # of turns that streams do not look beyond
+    window: int  # `StreamConfig.stream_window`
+
+    def texts(self, examples: Sequence[Example]) -> list[Example]:
+        """Conversations of as many of these, in their order, as they have room for."""
+        found: list[list[Example]] = [[]]
+        for example in examples:
+            turns = [*found[-1], example]
+            if len(turns) > 1 and len(self.joined(turns).tokens) > self.num_tokens:
+                found.append([example])
+            else:
+                found[-1] = turns
+        return [self.joined(turns) for turns in found]
+
+    def joined(self, examples: Sequence[Example]) -> Example:
+        """Examples as turns; one alone stays as it is.
+
+        What stands before a prompt's first turn, such as what a system says, is the first
+        example's, or the template's. An answer that was cut is closed, and not taught its end.
+        """
+        if len(examples) == 1:
+            return examples[0]
+        text: list[int] = []
+        turns, size, opening = [], len(self.frame.opening), list(self.frame.opening)
+        for example in examples:
+            own = example.tokens.tolist()
+            opens = [n for n in range(example.start) if size and own[n : n + size] == opening]
+            if text:
+                text += self.frame.closing[text[-1:] == [*self.frame.closing[:1]] :]
+                own = own[opens[0] if opens else 0 :]
+            elif opens[:1] == [0]:
+                text += self.frame.head
+            text += own
+            turns.append((len(text) - example.num_answer, len(text)))
+        return Example(np.array(text, np.int32), turns[0][0], tuple(turns))
+
+    def firsts(self, text: Example, start: int, end: int) -> list[int]:
+        """The first token behind the sinks that streams see, at each carrier of an answer."""
+        turn = start - own_turn(text.tokens[:start].tolist(), self.own_opening)
+        return [window_start(place, turn, self.window) for place in range(start - 1, end - 1)]
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples side by side: B of them, T columns, K carriers, G streams."""
+    """Texts side by side: B of them, T columns, K carriers of the one with most, G streams."""
 
-    indices: np.ndarray  # [B] which examples they are
+    indices: np.ndarray  # [B] which examples they are, or all that are packed into them
     tokens: np.ndarray  # [B, T] ids, 0 for padding
-    lengths: np.ndarray  # [B] tokens of each example
-    pads: np.ndarray  # [B] columns of padding before each example
-    prompt_width: int  # P, the column in which answers start
+    lengths: np.ndarray  # [B] tokens of each text
+    pads: np.ndarray  # [B] columns of padding before each text
+    # [B, T] the column behind the answer of which each row predicts a token, and so carries
+    # streams; 0 for others
+    ends: np.ndarray
+    # [B, T] of packed texts: the first token behind the sinks that streams of each carrier see
+    firsts: np.ndarray | None = None
     whole: Batch | None = None  # of which it is the part of one of many ranks
 
     @property
@@ -182,19 +243,27 @@ class Batch:
         own = columns[None, None, :] >= self.pads[:, None, None]
         return (causal & own) | np.eye(len(columns), dtype=bool)
 
+    @property
+    def stream_visible(self) -> np.ndarray:
+        """[B, T, T] bool: what the streams of each node see of the nodes."""
+        if self.firsts is None:
+            return self.visible
+        return np.asarray(in_window(self.visible, self.positions, self.firsts))
+
     def part(self, rank: int, size: int) -> Batch:
-        """Every `size`-th example from the `rank`-th on; if there is none, one without targets."""
+        """Every `size`-th text from the `rank`-th on; if there is none, one without targets."""
         rows = np.arange(rank, len(self.tokens), size)
-        lengths = self.lengths[rows]
-        if not len(rows):
-            rows, lengths = np.zeros(1, int), np.zeros(1, int)
-        parts = self.indices[rows], self.tokens[rows], lengths, self.pads[rows]
-        return Batch(*parts, self.prompt_width, self)
+        share = min(1, len(rows))
+        rows = rows if share else np.zeros(1, int)
+        arrays = {name: array[rows] for name, array in vars(self).items() if array is not None}
+        arrays |= {"lengths": arrays["lengths"] * share, "ends": arrays["ends"] * share}
+        return Batch(**{**arrays, "whole": self})
 
     @property
     def carriers(self) -> np.ndarray:
-        """[K] columns whose rows predict an answer token, and so carry streams."""
-        return np.arange(self.prompt_width - 1, self.tokens.shape[1] - 1)
+        """[B, K] columns whose rows carry streams; others follow where a text has fewer."""
+        most = (self.ends > 0).sum(axis=1).max()
+        return np.argsort(self.ends == 0, axis=1, kind="stable")[:, :most]
 
     def targets(self, ahead: int) -> np.ndarray:
         """[B, K] the token that stream `ahead` of each carrier predicts; -1 where there is none.
@@ -202,23 +271,39 @@ class Batch:
         Stream j predicts j + 1 places on (eq. 5); `ahead` 0 is the main stream.
         """
         at = self.carriers + ahead + 1
-        padded = np.concatenate(
-            [self.tokens, np.zeros((len(self.tokens), ahead + 1), self.tokens.dtype)], axis=1
-        )
-        inside = at < (self.pads + self.lengths)[:, None]
-        return np.where(inside, padded[:, at], -1)
+        found = np.take_along_axis(self.tokens, np.minimum(at, self.tokens.shape[1] - 1), axis=1)
+        return np.where(at < np.take_along_axis(self.ends, self.carriers, axis=1), found, -1)
+
+    def answers(self) -> Iterator[tuple[int, slice, np.ndarray]]:
+        """Each answer's row, which of the row's carriers are its, and its tokens."""
+        for row, ends in enumerate(self.ends):
+            place = 0
+            for end in np.unique(ends[ends > 0]):
+                answer = self.tokens[row, int(np.argmax(ends == end)) + 1 : end]
+                yield row, slice(place, place := place + len(answer)), answer
 
 
-def collate(examples: Sequence[Example], indices: np.ndarray) -> Batch:
-    chosen = [examples[i] for i in indices]
-    prompt_width = max(example.start for example in chosen)
-    columns = prompt_width + max(example.num_answer for example in chosen)
-    pads = np.array([prompt_width - example.start for example in chosen])
-    tokens = np.zeros((len(chosen), columns), np.int32)
-    for row, (example, pad) in enumerate(zip(chosen, pads, strict=True)):
-        tokens[row, pad : pad + len(example.tokens)] = example.tokens
-    lengths = np.array([len(example.tokens) for example in chosen])
-    return Batch(np.asarray(indices), tokens, lengths, pads, prompt_width)
+def collate(
+    examples: Sequence[Example], indices: np.ndarray, packing: Packing | None = None
+) -> Batch:
+    """A batch of these examples, as turns of conversations where `packing` says how."""
+    texts = [examples[one] for one in indices]
+    if packing is not None:
+        texts = packing.texts(texts)
+    starts = np.array([text.start for text in texts])
+    lengths = np.array([len(text.tokens) for text in texts])
+    pads = starts.max() - starts if packing is None else np.zeros_like(starts)
+    shape = len(texts), int((pads + lengths).max())
+    tokens, ends, firsts = (np.zeros(shape, np.int32) for _ in range(3))
+    for row, (text, pad, length) in enumerate(zip(texts, pads, lengths, strict=True)):
+        tokens[row, pad : pad + length] = text.tokens
+        for start, end in text.answers:
+            carriers = slice(pad + start - 1, pad + end - 1)
+            ends[row, carriers] = pad + end
+            if packing is not None:
+                firsts[row, carriers] = packing.firsts(text, start, end)
+    sight = None if packing is None else firsts
+    return Batch(np.asarray(indices), tokens, lengths, pads, ends, sight)
 
 
 def epoch_order(
@@ -250,11 +335,13 @@ class BatchPlan:
         seed: int,
         rank: int = 0,
         size: int = 1,
+        packing: Packing | None = None,
     ) -> None:
         self._examples, self._batch_size, self._seed = examples, batch_size, seed
-        self._part = rank, size
+        self._part, self._packing = (rank, size), packing
         self._epoch = -1
         self._batches: list[np.ndarray] = []
+        self._joined: set[int] = set()
 
     def batch(self, step: int) -> Batch:
         """The batch of `step`, counted from 0 over all epochs."""
@@ -262,8 +349,21 @@ class BatchPlan:
         if epoch != self._epoch:
             self._batches = epoch_order(self._examples, self._batch_size, self._seed, epoch)
             self._epoch = epoch
-        batch = collate(self._examples, self._batches[place])
+            if self._packing is not None:
+                self._mix()
+        packing = self._packing if place in self._joined else None
+        batch = collate(self._examples, self._batches[place], packing)
         return batch if self._part == (0, 1) else batch.part(*self._part)
+
+    def _mix(self) -> None:
+        """Choose half of the batches to be packed, their examples mixed, whatever their lengths."""
+        rng, batches = np.random.default_rng([self._seed, self._epoch, 1]), self._batches
+        chosen = rng.permutation(len(batches))[: (len(batches) + 1) // 2]
+        mixed = rng.permutation(np.concatenate([batches[place] for place in chosen]))
+        ends = np.cumsum([len(batches[place]) for place in chosen])
+        for place, part in zip(chosen, np.split(mixed, ends[:-1]), strict=True):
+            batches[place] = part
+        self._joined = set(chosen.tolist())
 
 
 def in_order(examples: Sequence[Example], batch_size: int) -> list[Batch]:

@@ -20,14 +20,27 @@ from ..loading.adapter import Adapter
 from ..loading.files import folder_digest, make_folder
 from ..loading.load import load_tokenizer
 from ..loading.names import resolve_model
+from ..prompts import chat_frame
 from ..settings import StreamConfig, read_json
 from .config import RunOptions, TrainConfig
-from .data import Batch, BatchPlan, Encoder, Example, choose_draft_vocab, coverage, read_examples
+from .data import (
+    Batch,
+    BatchPlan,
+    Encoder,
+    Example,
+    Packing,
+    choose_draft_vocab,
+    collate,
+    coverage,
+    in_order,
+    read_examples,
+)
 from .objective import Lower, LowerStore, Objective, Validation
 from .record import LOG_FILE, PICTURE_FILE, Record, draw
 
 logger = logging.getLogger("ssmlx")
 SETTINGS_FILE = "training.json"
+_VALIDATION_BATCH = 16
 _OF_STREAMS = ("stream_init", "stream_init_rank", "stream_design", "rotation_step",
                "num_msa_layers")  # fmt: skip
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
@@ -93,6 +106,7 @@ class Job:
     examples: Sequence[Example]
     valid: Sequence[Example]
     draft_vocab: np.ndarray | None
+    packing: Packing | None = None
 
     @property
     def num_steps(self) -> int:
@@ -111,14 +125,17 @@ class Job:
     def stored_lower(
         self, objective: Objective, file: str, identity: str, label: str = "frozen layers"
     ) -> Lower:
-        """What gives the frozen layers' results of a batch: a store, or the layers themselves."""
+        """What gives the frozen layers' results of a batch: a store, or the layers themselves.
+
+        These where examples are packed, as in every epoch others stand before them.
+        """
         tokens = sum(len(example.tokens) for example in self.examples)
         size = tokens * objective.state_size * objective.state_bytes
         if size > self.options.cache_gb * 2**30:
             return objective.lower
         store = LowerStore(self.options.out / file, self.examples, objective, identity)
         store.fill(label)
-        return store.get
+        return lambda batch: (store.get if batch.firsts is None else objective.lower)(batch)
 
     def _digest(self, *values: Any) -> str:
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
@@ -182,7 +199,12 @@ def prepare(
         vocab = np.array(start.streams.draft_vocab)
     elif train.draft_vocab_size:
         vocab = choose_draft_vocab(examples, train.draft_vocab_size, base["vocab_size"])
-    return Job(options, train, config, examples, valid, vocab), path
+    packing = None
+    if train.pack:
+        frame = chat_frame(words)
+        own = () if config.prompt_template is None else frame.opening
+        packing = Packing(train.pack, frame, own, config.stream_window)
+    return Job(options, train, config, examples, valid, vocab, packing), path
 
 
 def stream_config(
@@ -250,9 +272,13 @@ def run_to_end(
     text = json.dumps(settings, indent=1) + "\n"
     (out / SETTINGS_FILE).write_text(text, encoding="utf-8")
     lower_of = lower()
-    validate = Validation(trainer.objective, job.valid, replay_size or options.tree_size)
+    objective, size = trainer.objective, replay_size or options.tree_size
+    batches = in_order(job.valid, _VALIDATION_BATCH)
+    texts = [collate(job.valid, one.indices, job.packing) for one in batches if job.packing]
+    validate, of_packed = (Validation(objective, one, size) for one in (batches, texts))
     last = min(options.max_steps or job.num_steps, job.num_steps)
-    plan = BatchPlan(job.examples, job.train.batch_size, job.train.seed, *trainer.part)
+    rule = job.train.batch_size, job.train.seed, *trainer.part, job.packing
+    plan = BatchPlan(job.examples, *rule)
     first, result = trainer.step, None
     best = max((entry.get("tokens_per_call", 0.0) for entry in record.entries), default=0.0)
     if keep_best and not record.entries:
@@ -263,6 +289,8 @@ def run_to_end(
         entry = trainer.advance(batch, lower_of(batch))
         if trainer.step % options.valid_every == 0 or trainer.step == last:
             entry |= validate()
+            if rate := of_packed().get("tokens_per_call"):
+                entry["packed_tokens_per_call"] = rate
             _say(entry, job.num_steps)
         record.add({k: round(v, 6) for k, v in entry.items()} | {"time": round(time.time(), 1)})
         if keep_best and entry.get("tokens_per_call", 0.0) > best:

@@ -68,20 +68,26 @@ class Rows:
 class Layout:
     tokens: mx.array  # [B, T]
     nodes: Rows  # the node rows
-    groups: list[tuple[mx.array, Rows]]  # carriers [k] and their stream rows [k * G], in turn
+    # places of carriers [B, k] and their stream rows [k * G], in turn
+    groups: list[tuple[tuple[mx.array, mx.array], Rows]]
 
     @classmethod
     def of(cls, batch: Batch, num_streams: int) -> Layout:
-        visible, carriers = batch.visible, batch.carriers
         positions = mx.array(batch.positions)
-        nodes = Rows(positions, mx.array(visible[:, None]), positions)
-        cuts = range(0, len(carriers) if num_streams else 0, _CARRIERS_AT_ONCE)
-        parts = [carriers[first : first + _CARRIERS_AT_ONCE] for first in cuts]
+        nodes = Rows(positions, mx.array(batch.visible[:, None]), positions)
+        cuts = range(0, batch.carriers.shape[1] if num_streams else 0, _CARRIERS_AT_ONCE)
+        parts = [batch.carriers[:, first : first + _CARRIERS_AT_ONCE] for first in cuts]
+        visible = batch.stream_visible
         groups = [
-            (mx.array(part), _stream_rows(batch.positions, visible, part, num_streams))
+            (places_of(part), _stream_rows(batch.positions, visible, part, num_streams))
             for part in parts
         ]
         return cls(mx.array(batch.tokens), nodes, groups)
+
+
+def places_of(carriers: np.ndarray) -> tuple[mx.array, mx.array]:
+    """Rows [B, 1] and columns [B, k] of carriers [B, k]."""
+    return mx.arange(len(carriers))[:, None], mx.array(carriers)
 
 
 def _stream_rows(
@@ -89,10 +95,11 @@ def _stream_rows(
 ) -> Rows:
     """Positions [B, k * G] and mask [B, 1, k * G, T + k * G] of the carriers' streams (eq. 2)."""
     ahead = np.arange(1, num_streams + 1, dtype=np.int32)
-    own_positions = (positions[:, carriers, None] + ahead).reshape(len(positions), -1)
+    texts = np.arange(len(carriers))[:, None]
+    own_positions = (positions[texts, carriers, None] + ahead).reshape(len(positions), -1)
     row = np.arange(own_positions.shape[1])
     siblings = (row[:, None] // num_streams == row // num_streams) & (row <= row[:, None])
-    sees_nodes = np.repeat(visible[:, carriers], num_streams, axis=1)
+    sees_nodes = np.repeat(visible[texts, carriers], num_streams, axis=1)
     sees_streams = np.broadcast_to(siblings, (len(positions), *siblings.shape))
     mask = np.concatenate([sees_nodes, sees_streams], axis=2)[:, None]
     keys = np.concatenate([positions, own_positions], axis=1)
@@ -182,12 +189,13 @@ class TrainedModel:
             views.append((index, _View(layout.nodes)))
             nodes = self._run(index, nodes, layout.nodes, views[-1][1])
         streams = [nodes[:, :0]]
-        for carriers, rows in layout.groups:
+        for (texts, carriers), rows in layout.groups:
             known = None
             if self._fused.starts_from_root:
-                roots = layout.tokens[:, carriers + 1]
-                known = self._fused.root_states(roots, nodes[:, carriers])
-            states = self._fused.start_streams(started[:, carriers], self.config.num_streams, known)
+                roots = layout.tokens[texts, carriers + 1]
+                known = self._fused.root_states(roots, nodes[texts, carriers])
+            states, count = started[texts, carriers], self.config.num_streams
+            states = self._fused.start_streams(states, count, known)
             with self._scope.starting_at(0):
                 for index, view in views:
                     own = _View(rows, view, self._fused.rotation)

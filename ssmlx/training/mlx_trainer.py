@@ -23,7 +23,7 @@ from ..settings import read_json
 from .config import TrainConfig
 from .data import Batch
 from .job import Trainer, check_gradient
-from .mlx_model import Layout, TrainedModel, Weights
+from .mlx_model import Layout, TrainedModel, Weights, places_of
 from .objective import GIVEN, MAIN, PRUNE, STREAM, Objective, Term, row_chunks
 
 _BLOCK = 256
@@ -121,8 +121,9 @@ class MlxObjective(Objective):
         states = self.model.lower(layout)
         if self.train.keeps_streams:  # streams before the norm, in the columns of their carriers
             _, streams = self.model.upper(states, layout)
-            rows = streams.reshape(len(batch.tokens), -1, self.state_size)
-            states = mx.pad(rows, [(0, 0), (batch.prompt_width - 1, 1), (0, 0)])
+            rows = streams.reshape(*batch.carriers.shape, self.state_size)
+            states = mx.zeros((*batch.tokens.shape, self.state_size), rows.dtype)
+            states[places_of(batch.carriers)] = rows
         mx.eval(states)
         return states
 
@@ -159,7 +160,7 @@ class MlxObjective(Objective):
     def _states(self, batch: Batch, lower: mx.array) -> dict[str, mx.array]:
         """[..., D] before the norm, by the kinds of rows."""
         if self.train.keeps_streams:
-            streams = lower[:, batch.prompt_width - 1 : -1]
+            streams = lower[places_of(batch.carriers)]
             return {STREAM: streams, GIVEN: streams}
         nodes, streams = self.model.upper(lower, self._layout(batch))
         return {MAIN: nodes, STREAM: streams, GIVEN: streams, PRUNE: lower}
@@ -187,7 +188,7 @@ class MlxObjective(Objective):
             mx.eval(piece)
             pieces.append([np.array(found) for found in piece])
         tokens, logprobs = (np.concatenate(part) for part in zip(*pieces, strict=True))
-        shape = len(batch.tokens), len(batch.carriers), streams, count
+        shape = *batch.carriers.shape, streams, count
         return tokens.reshape(shape), logprobs.reshape(*shape, *logprobs.shape[3:])
 
     def _layout(self, batch: Batch) -> Layout:

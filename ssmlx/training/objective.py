@@ -28,7 +28,6 @@ PRUNE_STRIDE = 4
 """One carrier in so many, a different one each step, teaches the pruning adapter."""
 
 _CHUNK_LOGITS = 1 << 24
-_VALIDATION_BATCH = 16
 _BITS: dict[int, np.dtype] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
 _BATCH_SIZE = 32
 _BATCHES_PER_MARK = 16
@@ -106,7 +105,8 @@ class Objective(ABC):
     def terms(self, batch: Batch, step: int) -> list[Term]:
         """The parts of eq. 5; `step` decides which carriers teach the pruning adapter."""
         train, found = self.train, []
-        node_rows = np.arange(batch.tokens.size).reshape(batch.tokens.shape)[:, batch.carriers]
+        node_rows = np.arange(batch.tokens.size).reshape(batch.tokens.shape)
+        node_rows = np.take_along_axis(node_rows, batch.carriers, axis=1)
         main_targets = batch.targets(0)
         if train.adapter_scope == "all" and not train.train_only:
             found.append(Term(MAIN, MAIN, node_rows, main_targets, train.main_weight))
@@ -131,8 +131,8 @@ class Objective(ABC):
         if self.draft_vocab is not None:
             tokens = self.draft_vocab[tokens]
         return [
-            Guesses(tokens[row, : len(answer)], logprobs[row, : len(answer)], answer)
-            for row, answer in enumerate(answers(batch))
+            Guesses(tokens[row, places], logprobs[row, places], answer)
+            for row, places, answer in batch.answers()
         ]
 
     def replay(self, batch: Batch, lower: Any, size: int) -> Replay | None:
@@ -155,9 +155,8 @@ class Objective(ABC):
 class Validation:
     """Held-out examples: their losses, and the target calls that decoding them would take."""
 
-    def __init__(self, objective: Objective, examples: Sequence[Example], size: int) -> None:
+    def __init__(self, objective: Objective, batches: Sequence[Batch], size: int) -> None:
         self._objective, self._size = objective, size
-        batches = in_order(examples, _VALIDATION_BATCH)
         self._batches = [(batch, objective.lower(batch)) for batch in batches]
 
     def __call__(self) -> dict[str, float]:
@@ -184,11 +183,6 @@ class Validation:
         guesses = [g for b, lower in self._batches for g in objective.guesses(b, lower, count)]
         replays = {size: replay(guesses, size) for size in sizes}
         return {size: round(found.tokens_per_call, 3) for size, found in replays.items()}
-
-
-def answers(batch: Batch) -> Iterator[np.ndarray]:
-    for tokens, pad, length in zip(batch.tokens, batch.pads, batch.lengths, strict=True):
-        yield tokens[batch.prompt_width : pad + length]
 
 
 def row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
