@@ -250,22 +250,6 @@ def draw_sampling(curves: Curves, caption: str, path: Path) -> None:
     finish(figure, caption, path)
 
 
-def commands() -> dict[str, str]:
-    compare, out = "python -m perf.compare", "perf/results"
-    trees = " ".join(
-        f'"streams --num-streams 3 --tree full --tree-width {width}{prune}"'
-        for prune in ("", " --prune threshold")
-        for width in range(1, 7)
-    )
-    return {
-        "4": f"{compare} --task sql --draft-model MODEL --systems streams draft-model "
-        f"--out {out}/figure-4",
-        "5": f"{compare} --task sql --systems {trees} --out {out}/figure-5",
-        "9b": f"for k in 10 20 30 40 50; do {compare} --task e2e --adapter FOLDER --medusa "
-        f"FOLDER --systems streams medusa --temp 1 --top-k $k --out {out}/top-k-$k; done",
-    }
-
-
 def _main(args: argparse.Namespace) -> None:
     installed = find_spec("matplotlib") is not None
     require(installed, "matplotlib is not installed", expected="it", do="pip install matplotlib")
@@ -288,8 +272,7 @@ def _main(args: argparse.Namespace) -> None:
         draw(points, caption if points else f"{caption} Ours: not measured yet.", path)
         print(path)
         if not points:
-            told = f"figure {name}: nothing of ours yet; run\n  {commands()[name]}"
-            print(told, file=sys.stderr)
+            print(f"figure {name}: nothing of ours yet; see perf/README.md", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
