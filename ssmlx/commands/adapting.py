@@ -1,7 +1,6 @@
 """A model's way from prompts to an adapter of its own, in a folder where a stopped run goes on."""
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -53,6 +52,7 @@ from ..training.sizing import (
 )
 from ..tuning import ladder
 from ..tuning.chips import Decoder
+from ..tuning.profile import digest_of
 from .machine import power_source
 from .options import DownloadBar
 from .train import STORE_FILE
@@ -81,10 +81,6 @@ class Asked:
     source: str
     text: str  # what the user says last
     tokens: list[int]
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def waiting(give_way: bool) -> Callable[[], None]:
@@ -129,7 +125,7 @@ class Run:
         self.revision = path.name if path.parent.name == "snapshots" else None
         self.settings = {
             "model": str(path.resolve()), "seed": args.seed, "memory": args.memory_gb,
-            "data": _digest(files), "made by": __version__,
+            "data": digest_of(files), "made by": __version__,
         }  # fmt: skip
         self.base = read_base(path)
         self.words = load_tokenizer(path, self.base)
@@ -426,7 +422,7 @@ class Run:
             "data": {
                 "private": bool(self.files), "answers": len(rows),
                 "tokens": sum(len(row["completion_tokens"]) for row in rows),
-                "sources": Counter(row["source"] for row in rows), "sha256": _digest(rows),
+                "sources": Counter(row["source"] for row in rows), "sha256": digest_of(rows),
             },
             "figures": {
                 "prompts": HELD_OUT, "max_tokens": ANSWER_TOKENS, "plain_tokens_per_call": 1.0,

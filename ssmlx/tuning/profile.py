@@ -58,7 +58,7 @@ class ProfileKey:
         return cls(
             machine=machine,
             backend=backend,
-            model=_digest([asdict(BaseIdentity.of(backbone)), packed]),
+            model=digest_of([asdict(BaseIdentity.of(backbone)), packed]),
             dtype=str(backbone.dtype).removeprefix("mlx.core."),
             adapter=_adapter_digest(model),
         )
@@ -66,7 +66,7 @@ class ProfileKey:
     def path(self, folder: str | Path | None = None, kind: str = "") -> Path:
         """Where its profile lies, or what else there is of some `kind`; by default in our cache."""
         own = Path(folder or cache_dir()).expanduser() / (kind or _FOLDER)
-        return own / f"{_digest(asdict(self))}.json"
+        return own / f"{digest_of(asdict(self))}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def this_machine() -> tuple[str, str]:
     return f"{name}, {counted}", f"cpu, {'fast' if has_fast_blas else 'reference'} BLAS"
 
 
-def _digest(values: Any) -> str:
+def digest_of(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
