@@ -27,12 +27,7 @@ EPILOG = """examples:
   python -m convert.continuations --prompts others.jsonl --out data/chat/valid.jsonl
   python -m convert.train --adapter-scope streams --data data/chat --out runs/chat
 
-  # a fine-tuned model whose answers stay as they are: its LoRA first, then streams beside it
-  python -m convert.train --num-streams 0 --prune-rank 0 --data data/sql --out runs/task
-  python -m convert.continuations --lora runs/task --prompts data/sql/train.jsonl \\
-      --out own/train.jsonl
-  python -m convert.continuations --lora runs/task --prompts data/sql/valid.jsonl \\
-      --out own/valid.jsonl
+  # beside a task's LoRA (--num-streams 0), learnt from what that model answers
   python -m convert.train --adapter-scope streams --task-lora runs/task --data own --out runs/sql
 
 The run saves its state as it goes. Stop it when you like: the same command goes on, and ends

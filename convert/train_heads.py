@@ -35,10 +35,6 @@ EPILOG = """examples:
   python -m convert.train_heads --kind mlp_speculator --stage 2 --init runs/stage1 \\
       --data data/own --out runs/stage2
 
-  # heads for a fine-tuned model: its LoRA is trained first, then frozen with the rest
-  python -m convert.train --num-streams 0 --prune-rank 0 --data data/sql --out runs/lora
-  python -m convert.train_heads --kind medusa --lora runs/lora --data data/sql --out runs/medusa
-
 The run saves its state as it goes. Stop it when you like: the same command goes on, and ends
 with the same weights. OUT then holds the heads in the form in which their kind is published,
 log.jsonl and curves.png."""
