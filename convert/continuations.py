@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 
 PROG = "convert.continuations"
 EPILOG = """examples:
-  python -m convert.continuations --prompts prompts.jsonl --out train.jsonl
-  python -m convert.continuations --prompts prompts.jsonl --out train.jsonl \\
-      --model org/name --max-tokens 256 --dtype float32
-  # what a fine-tuned model says: streams then learn to guess its own words, not its teachers'
+  python -m convert.continuations --prompts prompts.jsonl --out train.jsonl --max-tokens 256
   python -m convert.continuations --lora runs/sql --prompts data/sql/train.jsonl \\
       --out data/sql-own/train.jsonl
 
@@ -269,6 +266,7 @@ def encode_prompts(
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    make_folder(path.parent)
     try:
         write_whole(path, text.encode())
     except OSError as error:
@@ -277,9 +275,9 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Let a model answer a file of prompts, in batches.", EPILOG)
-    for flag, text in (("--prompts", "prompts"), ("--out", "what to write")):
+    for flag, text, count in (("--prompts", "prompts", "+"), ("--out", "what to write", None)):
         parser.add_argument(
-            flag, type=Path, required=True, metavar="FILE", help=f"{text}, JSON lines"
+            flag, type=Path, required=True, metavar="FILE", nargs=count, help=f"{text}, JSON lines"
         )
     add_generator_options(parser)
     add_options(
@@ -288,7 +286,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
          "it: a PyTorch checkpoint of scope all, or what mlx-lm or ssmlx.train wrote", Path),
         ("--temp", None, "sampling temperature; 0 is greedy (default: 0)", 0.0),
     )  # fmt: skip
-    add_counts(parser, ("max-tokens", 160, "longest answer"), ("seed", 0, "seed of the sampler"))
+    add_counts(
+        parser, ("max-tokens", 160, "longest answer"), ("seed", 0, "seed of the sampler"),
+        ("count", 0, "prompts to answer, the first ones; 0 for all"),
+    )  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -316,11 +317,12 @@ def _main(args: argparse.Namespace) -> None:
     from .reference.checkpoint import template_of
 
     check_batch_size(args.batch_size)
+    require(args.count >= 0, f"--count {args.count}", expected="0 or more", do="raise it")
     sampling = Sampling(max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)
     kinds = ("prompt", "messages", "tools")
-    prompts = [{k: row[k] for k in kinds if k in row} for row in read_prompts(args.prompts)]
-    if not args.temp:
-        prompts = distinct(prompts)
+    rows = [row for path in args.prompts for row in read_prompts(path)]
+    prompts = [{k: row[k] for k in kinds if k in row} for row in rows]
+    prompts = (prompts if args.temp else distinct(prompts))[: args.count or None]
     make_folder(args.out.parent)
     template = None if args.lora is None else template_of(args.lora)
     model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device, args.lora)

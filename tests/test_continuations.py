@@ -199,6 +199,9 @@ def test_sampling_answers_a_prompt_as_often_as_it_is_asked(folder, tmp_path):
     prompts.write_text(json.dumps({"prompt": "w1 w2"}) + "\n" + json.dumps({"prompt": "w1 w2"}))
     assert continuations.main(command(folder, prompts, out, temp=1.0, seed=1)) == 0
     assert len(read(out)) == 2
+    argv = command(folder, prompts, out, temp=1.0, count=3)
+    assert continuations.main([*argv, "--prompts", str(prompts), str(prompts)]) == 0
+    assert len(read(out)) == 3
     assert continuations.main(command(folder, prompts, out)) == 0
     assert len(read(out)) == 1
 
@@ -297,6 +300,7 @@ def test_a_prompt_that_the_template_refuses_is_named():
     ({"temp": "nan"}, "--temp nan"),
     ({"batch-size": 0}, "--batch-size 0"),
     ({"seed": -1}, "--seed -1"),
+    ({"count": -1}, "--count -1"),
     ({"device": "cuda"}, "--device cuda"),
 ])  # fmt: skip
 def test_bad_options_are_one_line(folder, prompts, tmp_path, capsys, changes, message):
