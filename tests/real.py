@@ -146,7 +146,7 @@ def questions(numbers) -> list[dict]:
 
 def write_data(folder: Path, train: list[dict], valid: list[dict] | None = None) -> Path:
     """A folder to train on; what is held out is `train` again where nothing is given."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     for name, lines in (("train", train), ("valid", valid or train)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     return folder

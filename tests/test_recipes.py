@@ -1,18 +1,26 @@
 """Recipes of prompts: of the E2E task's form, none held out, the same for a seed; of chats."""
 
+import hashlib
+import itertools
 import json
 import random
+import re
+import shlex
+from importlib import import_module
 
 import pytest
-from real import one_line
+from real import one_line, snapshot, write_data
 
 pytest.importorskip("torch")
 from test_continuations import greedy, make_model, make_tokenizer
 
-from examples.recipes import chat_prompts, e2e_prompts
+from convert.training.run import TorchTrainer
+from examples.recipes import chat_prompts, comparison, e2e_prompts
 from examples.recipes.e2e_prompts import PROG, main, parse_attributes, spell
 from ssmlx.errors import InputError
+from ssmlx.loading.files import PartFile
 from ssmlx.training import questions
+from ssmlx.training.record import read_record
 
 TRAIN = [
     "name[Aromi], eatType[pub], area[riverside]",
@@ -167,3 +175,78 @@ def test_a_cut_answer_ends_with_a_sentence():
     assert chat_prompts.whole_sentences("One. Two costs 3.5 and") == "One."
     assert chat_prompts.whole_sentences("- one\n- two\n- thr") == "- one\n- two"
     assert chat_prompts.whole_sentences("no end") == "no end"
+
+
+def stopping(real, every, calls):
+    def stopped(*args):
+        if next(calls) % every == 0:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    return stopped
+
+
+def test_a_comparison_is_made_again_however_often_it_stops(base, tmp_path, monkeypatch, capsys):
+    """Steps in this process, stopped by every so many-th batch of answers or of training."""
+    text = comparison.MANIFEST.read_text().replace("smollm2-135m-q4_1", str(base))
+    for option, value in (("draft-vocab-size", 9), ("num-msa-layers", 2), ("batch-size", 8)):
+        text = re.sub(rf"--{option} \d+", f"--{option} {value}", text)
+    manifest = json.loads(text.replace("--template", "--save-every 1 --device cpu --template"))
+    manifest["files"] = dict.fromkeys(manifest["files"])
+    rows = [{"prompt": f"name[{i}], food[{i % 7}]", "completion": "w1 w2"} for i in range(40)]
+    data = tmp_path / "data"
+    (write_data(data / "e2e", rows) / "test.jsonl").write_text(json.dumps(rows[0]))
+    made, stops, calls = [], 0, itertools.count(1)
+    for every in (10**6, 3):
+        (out := tmp_path / str(every)).mkdir()
+        (out / "comparison.json").write_text(json.dumps(manifest))
+        argv = ["--data-dir", str(data), "--out", str(out), "--max-steps", "2", "--only", "e2e"]
+        assert comparison.main([*argv, "--only", "e2e/prompts"]) == 0  # in a process of its own
+        with monkeypatch.context() as patch:
+            patch.setattr(comparison, "take", lambda words: import_module(words[0]).main(words[1:]))
+            for owner, name in ((TorchTrainer, "advance"), (PartFile, "append")):
+                patch.setattr(owner, name, stopping(getattr(owner, name), every, calls))
+            while code := comparison.main(argv):
+                assert code == 130
+                stops += 1
+        files = snapshot(out)
+        made.append({name: files[name] for name in files if re.search(r"tensors$|n\.json", name)})
+        for log in out.rglob("log.jsonl"):
+            assert [entry["step"] for entry in read_record(log)] == [1, 2]
+    assert made[0] == made[1] and stops > 4
+    told = json.loads(files["comparison.json"])
+    assert all(one["finished"] is one["name"].startswith("e2e/") for one in told["steps"])
+    digest = hashlib.sha256(files["e2e/own/train.jsonl"]).hexdigest()
+    assert told["files"]["OUT/e2e/own/train.jsonl"] == digest
+    monkeypatch.setattr(comparison, "take", None)  # nothing is taken again
+    assert comparison.main(argv) == 0
+    for changed in (out / "e2e/own/train.jsonl", data / "e2e/train.jsonl"):
+        changed.write_text(changed.read_text() + "\n")
+        capsys.readouterr()
+        assert comparison.main(argv) == 2
+        line = one_line(capsys.readouterr().err, comparison.PROG)
+        assert str(changed) in line and "expected" in line and "null" in line
+    assert comparison.main([*argv, "--max-steps", "3"]) == 2
+
+
+def test_the_manifest_of_the_comparison_holds(tmp_path):
+    manifest = json.loads(comparison.MANIFEST.read_text())
+    steps, made = [comparison.Step(**one) for one in manifest["steps"]], []
+    read = {name for step in steps for name in step.reads()}  # by each command's own parser
+    assert read <= {*manifest["files"]} and len({step.name for step in steps}) == len(steps)
+    assert chat_prompts.main(["--written", "--out", str(tmp_path)]) == 0
+    for name, digest in manifest["files"].items():
+        path = comparison.ROOT / name.replace("OUT/chat/prompts", str(tmp_path))
+        if path.is_file():
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
+        else:
+            assert name in read and (digest or name.startswith("OUT/"))
+    for step in steps:
+        words = shlex.split(step.command)
+        made.append(words[words.index("--out") + 1])
+        for word in (word for word in words if word.startswith("OUT/")):
+            assert any(one.startswith(word) or word.startswith(one) for one in made)
+    comparison.check_equal(steps)
+    steps[-4].command += " --epochs 9"
+    with pytest.raises(InputError, match=r"epochs 9\.0"):
+        comparison.check_equal(steps)

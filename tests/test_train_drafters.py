@@ -109,10 +109,6 @@ def weights(out):
     return dict(load_published(out).named_parameters())
 
 
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
-
-
 def near(found, expected, rel=1e-5):
     """Whether two tensors differ by no more than a part of the largest number."""
     expected = torch.as_tensor(np.asarray(expected))
@@ -367,25 +363,6 @@ def test_what_is_written_is_what_was_trained(kind, tmp_path):
         assert torch.equal(before[name], after[name])
 
 
-@pytest.mark.parametrize(("kind", "more"), [
-    ("medusa", ("--draft-vocab-size", "20")),
-    ("mlp_speculator", ("--tie-weights", "--inner-dim", "16")),
-    ("draft", ()),
-])  # fmt: skip
-def test_a_run_that_stops_goes_on_to_the_same_result(base, data, tmp_path, kind, more):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    more = (*more, "--epochs", "2")
-    assert run_trainer(kind, base, data, whole, *more) == 0
-    for stop in ("2", "4"):
-        assert run_trainer(kind, base, data, parts, *more, "--max-steps", stop) == 0
-    assert run_trainer(kind, base, data, parts, *more) == 0
-    assert same(weights(whole), weights(parts))
-    logs = [read_record(out / LOG_FILE) for out in (whole, parts)]
-    assert [e["step"] for e in logs[1]] == list(range(1, 7))
-    loss = "main_loss" if kind == "draft" else "head_1_loss"
-    assert [e[loss] for e in logs[0]] == [e[loss] for e in logs[1]]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
@@ -457,32 +434,25 @@ def test_heads_for_a_fine_tuned_model(base, data, tmp_path):
     assert run_trainer("medusa", base, data, out, "--epochs", "1") == 2
 
 
-def test_stage_2_goes_on_from_stage_1_on_the_models_own_answers(base, data, tmp_path, capsys):
+def test_stage_2_goes_on_from_stage_1(base, data, own_answers, tmp_path, capsys):
     one, two = tmp_path / "one", tmp_path / "two"
     kind = "mlp_speculator"
     shape = ("--num-heads", "3", "--inner-dim", "16", "--widths", "4", "2", "1",
              "--draft-vocab-size", "50")  # fmt: skip
     assert run_trainer(kind, base, data, one, *shape, "--epochs", "2") == 0
-    rng = np.random.default_rng(0)
-    lines = [
-        {"prompt_tokens": rng.integers(7, real.VOCAB, 3).tolist(),
-         "completion_tokens": rng.integers(7, real.VOCAB, 6).tolist()}
-        for _ in range(12)
-    ]  # fmt: skip
-    own = real.write_data(tmp_path / "own", lines)
     start = ["--kind", kind, "--model", str(base), "--out", str(two), "--device", "cpu",
              "--template", "{prompt}", "--valid-count", "4", "--epochs", "1",
              "--stage", "2"]  # fmt: skip
-    init = ["--init", str(one)]
+    init, own = ["--init", str(one)], ["--data", str(own_answers)]
     capsys.readouterr()
     for more, said in (
-        (["--data", str(own)], "--stage 2 without --init"),
+        (own, "--stage 2 without --init"),
         ([*init, "--data", str(data)], "has no completion_tokens"),
-        ([*init, "--data", str(own), "--inner-dim", "8"], "--inner-dim would do nothing here"),
+        ([*init, *own, "--inner-dim", "8"], "--inner-dim would do nothing here"),
     ):
         assert train_heads.main([*start, *more]) == 2
         assert said in real.one_line(capsys.readouterr().err, train_heads.PROG)
-    assert train_heads.main([*start, *init, "--data", str(own)]) == 0
+    assert train_heads.main([*start, *init, *own]) == 0
     settings = json.loads((two / "training.json").read_text())["train"]
     assert (settings["learning_rate"], settings["batch_size"]) == (1e-4, 64)
     assert settings["max_length"] == 256

@@ -1,0 +1,141 @@
+"""`python -m examples.recipes.comparison`: the drafters that `perf.compare` compares, made anew."""
+
+import argparse
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from perf.run.results import ROOT, reading
+from ssmlx.commands.machine import machine
+from ssmlx.commands.options import add_options, alone, command, make_parser
+from ssmlx.errors import require
+from ssmlx.loading.files import write_whole
+from ssmlx.settings import read_json
+
+PROG = "examples.recipes.comparison"
+EPILOG = """Takes the steps of comparison.json, which says where DATA comes from. Stop it when you
+like: the same command goes on. OUT/comparison.json is a copy that tells what is finished, at which
+commit, and the SHA-256 of all data; null there takes any file, and is filled in."""
+MANIFEST = Path(__file__).with_suffix(".json")
+EQUAL = ("data", "model", "epochs", "batch_size", "max_length", "seed")  # of a task's drafters
+
+
+@dataclass(kw_only=True)
+class Step:
+    name: str  # TASK/WHAT
+    command: str  # a module and its options; DATA/ and OUT/ stand for folders
+    commit: str | None = None  # at which it was taken
+    finished: bool = False
+
+    def options(self) -> dict[str, Any]:
+        module, *words = shlex.split(self.command)
+        return vars(import_module(module).parse_args(words))
+
+    def reads(self) -> list[str]:
+        folder, prompts = map(self.options().get, ("data", "prompts"))
+        learnt = [f"{folder}/{name}.jsonl" for name in ("train", "valid")] if folder else []
+        return [*learnt, *map(str, prompts or ())]
+
+    def words(self, args: argparse.Namespace) -> list[str]:
+        """The command with its folders, cut short for a replay."""
+        words = [place(word, args) for word in shlex.split(self.command)]
+        for name, most in (("max_steps", args.max_steps), ("count", 16 * args.max_steps)):
+            if most and name in self.options():
+                words += [f"--{name.replace('_', '-')}", str(most)]
+        return words
+
+
+def place(name: str, args: argparse.Namespace) -> str:
+    first, _, rest = name.partition("/")
+    folders = {"DATA": args.data_dir.resolve(), "OUT": args.out.resolve()}
+    return str(folders[first] / rest) if first in folders else name
+
+
+def check_equal(steps: Sequence[Step]) -> None:
+    """Refuse a task of which one drafter would learn from more than another."""
+    rivals: dict[str, tuple[str, str]] = {}
+    for step in steps:
+        options = step.options()
+        if "epochs" in options and options.get("num_streams", True):  # no task's LoRA
+            has = ", ".join(f"{name} {options[name]}" for name in EQUAL)
+            name, expected = rivals.setdefault(step.name.split("/")[0], (step.name, has))
+            found = f"{step.name} has {has}"
+            require(has == expected, found, expected=f"{expected}, as {name}", do="make them equal")
+
+
+def check_file(name: str, files: dict[str, str | None], args: argparse.Namespace) -> None:
+    """Hold a file against its digest, which is filled in where it is None."""
+    path, expected = ROOT / place(name, args), files[name]
+    do = "take the steps before it, or give --data-dir"
+    require(path.is_file(), f"{path} does not exist", expected="data to learn from", do=do)
+    files[name] = digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    found = f"{path} has the SHA-256 {digest}"
+    do = f"put that file there, or null into {args.out / MANIFEST.name} to learn from this one"
+    require(expected in (None, digest), found, expected=f"{expected}", do=do)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser(PROG, "Make the drafters that perf.compare compares.", EPILOG)
+    add_options(
+        parser,
+        ("--data-dir", "DATA", "the tasks' data (default: %(default)s)", Path("data")),
+        ("--only", "NAME", "a task, or one step of it, such as sql/medusa", str),
+        ("--max-steps", "N", "a replay: N steps of every trainer, on the first prompts", 0),
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="OUT", help="what to write")
+    return parser.parse_args(argv)
+
+
+def take(words: Sequence[str]) -> int:
+    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT).returncode
+
+
+def _main(args: argparse.Namespace) -> int:
+    record = args.out / MANIFEST.name
+    source = record if record.is_file() else MANIFEST
+    manifest = read_json(source, "a manifest of steps")
+    with reading(source, PROG):
+        files, steps = manifest["files"], [Step(**step) for step in manifest["steps"]]
+        for step in steps:  # what was set to None is to be learned from anew
+            step.finished &= None not in [files[name] for name in step.reads()]
+    check_equal(steps)
+    before = manifest.setdefault("max_steps", args.max_steps)
+    found = f"{args.out} holds a run with --max-steps {before}"
+    require(before == args.max_steps, found, expected=f"{args.max_steps}", do="give another --out")
+    if before and source is MANIFEST:  # its prompts and answers are fewer than those first made
+        files |= {name: None for name in files if name.startswith("OUT/")}
+    chosen = [one for one in steps if f"{one.name}/".startswith(f"{args.only or one.name}/")]
+    require(bool(chosen), f"--only {args.only}", expected="a task or a step", do="correct it")
+
+    def keep() -> None:
+        told = {**manifest, "steps": [asdict(step) for step in steps]}
+        write_whole(record, json.dumps(told, indent=1).encode() + b"\n")
+
+    for number, step in enumerate(chosen, 1):
+        for name in files:
+            if name in step.reads() or not name.startswith(("OUT/", "DATA/")):
+                check_file(name, files, args)
+        if not step.finished:
+            words, step.commit = step.words(args), machine()["commit"]
+            told = f"{number} of {len(chosen)}, {step.name}: python -m {shlex.join(words)}"
+            print(told, file=sys.stderr)
+            keep()
+            if code := take(words):
+                return code
+            step.finished = True
+            keep()
+    print(f"{record}: {len(chosen)} steps are finished", file=sys.stderr)
+    return 0
+
+
+main = command(PROG, parse_args, alone(_main))
+
+if __name__ == "__main__":
+    raise SystemExit(main())
