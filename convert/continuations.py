@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmlx.commands.options import add_counts, add_options, command, make_parser
-from ssmlx.errors import require, unwritable
+from ssmlx.errors import require
 from ssmlx.loading.files import PartFile, folder_digest, make_folder, write_whole
 from ssmlx.prompts import as_messages, encode, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
@@ -267,18 +267,14 @@ def encode_prompts(
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     make_folder(path.parent)
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise unwritable(path, error) from error
+    write_whole(path, text.encode())
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Let a model answer a file of prompts, in batches.", EPILOG)
-    for flag, text, count in (("--prompts", "prompts", "+"), ("--out", "what to write", None)):
-        parser.add_argument(
-            flag, type=Path, required=True, metavar="FILE", nargs=count, help=f"{text}, JSON lines"
-        )
+    for flag, count in (("--prompts", "+"), ("--out", None)):
+        told = {"metavar": "FILE", "help": "JSON lines"}
+        parser.add_argument(flag, type=Path, required=True, nargs=count, **told)
     add_generator_options(parser)
     add_options(
         parser,

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ssmlx.commands.options import alone, command
+from ssmlx.commands.options import add_options, alone, command
 from ssmlx.commands.train_options import (
     OPTIMISATION,
     add_cache_option,
@@ -52,14 +52,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def add_machine_options(parser: argparse.ArgumentParser, cached: str | None = None) -> None:
     """What PyTorch runs on, and in; `cached` is what it keeps on disk, if anything."""
     group = parser.add_argument_group("machine")
-    group.add_argument(
-        "--device", choices=("auto", "cuda", "mps", "cpu"), default="auto",
-        help="auto: CUDA, then Apple's GPU, then the CPU (default: %(default)s)",
-    )  # fmt: skip
-    group.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16",
-        help="of the frozen weights and the arithmetic; what is trained stays in float32 "
-        "(default: %(default)s)",
+    add_options(
+        group,
+        ("--device", None, "auto: CUDA, then Apple's GPU, then the CPU (default: %(default)s)",
+         "auto", ("auto", "cuda", "mps", "cpu")),
+        ("--dtype", None, "of the frozen weights and the arithmetic; what is trained stays in "
+         "float32 (default: %(default)s)", "bfloat16", ("bfloat16", "float32")),
     )  # fmt: skip
     if cached is not None:
         add_cache_option(group, cached)

@@ -186,9 +186,7 @@ def shown(row: Mapping[str, Any]) -> str:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, __doc__)
-    parser.add_argument(
-        "folders", type=Path, nargs="+", metavar="FOLDER", help="what `ssmlx.export` wrote"
-    )
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="an export")
     add_options(
         parser,
         ("--model", None, "that was exported (default: %(default)s)", "smollm2-135m-q4_1"),

@@ -247,7 +247,6 @@ def _main(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     parser = make_parser(PROG, __doc__)
     add_options(
         parser,

@@ -227,7 +227,6 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
     parser = make_parser(PROG, __doc__)
     add_base(parser)
     add_options(

@@ -30,7 +30,6 @@ from ssmlx.training.questions import (
 PROG = "examples.recipes.chat_prompts"
 EPILOG = """examples:
   python -m examples.recipes.chat_prompts --out prompts --model smollm2-135m-q4_1
-  python -m convert.continuations --prompts prompts/chat_train.jsonl --out train.jsonl
 
 Writes chat_train.jsonl, chat_valid.jsonl and chat_test.jsonl. A prompt comes from one of three
 sources: written templates (ssmlx/training/questions.txt); the model itself, which continues its
@@ -128,9 +127,7 @@ def sample_prompts(
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Make the prompts of a chat data set.", EPILOG)
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="where to write the files"
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     continuations.add_generator_options(parser)
     add_counts(parser, ("seed", 0, "another one, other prompts"))
     add_options(parser, ("--written", None, "from the templates alone, without a model", bool))

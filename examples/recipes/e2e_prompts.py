@@ -20,7 +20,6 @@ from ssmlx.settings import read_json
 PROG = "examples.recipes.e2e_prompts"
 EPILOG = """examples:
   python -m examples.recipes.e2e_prompts --data data/e2e --out prompts.jsonl
-  python -m convert.continuations --lora runs/e2e --prompts prompts.jsonl --out own/train.jsonl
 
 A new prompt has the attributes of one of the training file's, and for each of them a value that
 the training file has somewhere; half of the time one of examples/data/e2e_values.json instead,
@@ -100,9 +99,7 @@ def recombine(
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Make more prompts of the E2E task.", EPILOG)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the task")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="what to write, JSON lines"
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines")
     add_counts(parser, ("count", 4000, "new prompts"), ("seed", 0, "of the draws"), metavar="N")
     return parser.parse_args(argv)
 

@@ -285,7 +285,6 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description.partition(": ")[2], f"{more}\n{EPILOG}")
     add_base(parser)

@@ -267,11 +267,8 @@ def main(argv: list[str] | None = None) -> int:
     shown.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
     add_out(shown)
     learned = commands.add_parser("learning", help="draw runs step by step", allow_abbrev=False)
-    learned.add_argument(
-        "--run", action="append", required=True, metavar="NAME=FOLDER[,FOLDER]",
-        help="folders of convert.train or ssmlx.train, each started from the one before; may be "
-        "given several times",
-    )  # fmt: skip
+    runs = {"metavar": "NAME=FOLDER[,FOLDER]", "help": "a trainer's; repeatable"}
+    learned.add_argument("--run", action="append", required=True, **runs)
     add_out(learned)
     args = parser.parse_args(argv)
     show = show_ablation if args.command == "ablation" else show_learning

@@ -41,10 +41,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--name", "N", "what the adapter is called (default: the model's name)", str),
         ("--memory-gb", "X", "memory that this may take (default: 70 %% of the machine's)", float),
         ("--seed", "N", "another one, other questions (default: %(default)s)", 0),
-    )  # fmt: skip
-    parser.add_argument(
-        "--give-way", action="store_true",
-        help="wait while other programs keep the machine busy, or while it runs on battery",
+        ("--give-way", None, "wait while others keep the machine busy, or on battery", bool),
     )  # fmt: skip
     return parser.parse_args(argv)
 

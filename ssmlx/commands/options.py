@@ -266,15 +266,13 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
          float),
         ("--top-k", "K", "sample from the K likeliest tokens", int),
         ("--seed", "N", "repeats an answer, plain or streaming, with any drafter, in float32", int),
+        ("--penalty", "NAME=X", 'repetition=X, presence=X or frequency=X; "repetition=1.2 '
+         f'context=64" looks at 64 recent tokens (default: {_DEFAULTS.repetition_context_size}); '
+         "repeatable", list),
     )  # fmt: skip
     group.add_argument(
         "--deterministic", action="store_true", default=None,
         help="the same calls each time: no clock, no calibration, and seed 0",
-    )  # fmt: skip
-    group.add_argument(
-        "--penalty", action="append", metavar="NAME=X",
-        help='repetition=X, presence=X or frequency=X; "repetition=1.2 context=64" looks at 64 '
-        f"recent tokens (default: {_DEFAULTS.repetition_context_size}); repeatable",
     )  # fmt: skip
     group.add_argument(
         "--logit-bias", type=_token_bias, action="append", metavar="ID=X",

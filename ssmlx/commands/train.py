@@ -25,13 +25,6 @@ EPILOG = """examples:
   # the fine-tuned model's own answers
   python -m ssmlx.train --task-lora adapters --adapter-scope streams --data data/own --out runs/own
 
-  # what a drafted token tells of the next, added to streams that stay as they are
-  python -m ssmlx.train --init runs/chat/adapter --train-only condition --condition-rank 64 \\
-      --data data/chat --out runs/condition --epochs 1 --learning-rate 2e-3 --weight-decay 0.1
-
-  # on with an adapter's streams, its answers and its settings as they are
-  python -m ssmlx.train --init sql --train-only streams --data data/own --out runs/further
-
   # a large model on a small Mac: 4-bit base, short examples
   python -m ssmlx.train --model mlx-community/Llama-3.2-3B-Instruct-4bit --data data/sql \\
       --out runs/llama --batch-size 4 --max-length 256

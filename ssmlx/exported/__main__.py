@@ -17,10 +17,8 @@ A Core ML package runs on macOS 15 or later; one of Core AI also on Linux. Decod
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROG, "Answer prompts with an exported model.", EPILOG)
-    parser.add_argument(
-        "--package", type=Path, required=True, metavar="FOLDER",
-        help="what `python -m ssmlx.export` wrote",
-    )  # fmt: skip
+    told = {"metavar": "FOLDER", "help": "what `python -m ssmlx.export` wrote"}
+    parser.add_argument("--package", type=Path, required=True, **told)
     add_prompt_options(parser.add_argument_group("prompts"))
     add_counts(parser, ("max-tokens", 256, "longest answer"))
     add_options(
