@@ -36,7 +36,7 @@ def serve(engine, adapter):
 
     def make(config=None, keys=(), **more):
         given = {"prompts": [PromptCache()], **more}
-        answering = Answering(engine, "tiny", {"own": str(adapter)}, **given)
+        answering = Answering(engine, {"tiny": None, "tiny:own": str(adapter)}, **given)
         return make_app(answering, config or ssmlx.GenerateConfig(max_tokens=LENGTH), keys=keys)
 
     return make
@@ -364,7 +364,7 @@ REAL = [
 @pytest.mark.real
 def test_the_real_model_answers_as_generate_does():
     with ssmlx.Engine("smollm2-135m", dtype="float32") as engine:
-        client = client_of(make_app(Answering(engine, "smol", {"sql": "sql"})))
+        client = client_of(make_app(Answering(engine, {"smol": None, "smol:sql": "sql"})))
         for name, adapter, text in REAL:
             model = engine.model(adapter)
             prompt = ssmlx.prompt_tokens(text, model, engine.tokenizer)

@@ -13,7 +13,7 @@ from ssmlx.answers import run
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
 from ssmlx.decoding.pace import Pace
 from ssmlx.server import batch as batching
-from ssmlx.server.batch import Batches, CallError
+from ssmlx.server.batch import Batches
 from ssmlx.tuning.cost import StepCosts
 
 LENGTH = 12
@@ -183,7 +183,7 @@ def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(Batch, "_launch", lambda self: 1 / 0)
         for answer in (first, second):
-            with pytest.raises(CallError):
+            with pytest.raises(RuntimeError):
                 list(answer)
     assert first.is_over and second.is_over
     assert [tokens(one) for one in (ask(QUESTIONS[2]), ask(QUESTIONS[2]))] == [expected] * 2

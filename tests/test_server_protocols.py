@@ -51,6 +51,10 @@ def make_tokenizer(parser, *, thinks):
 
 TOKENIZER = make_tokenizer(json_tools, thinks=True)
 OFFERED = Ask(question="", config=ssmlx.GenerateConfig(), tools=[TOOL])
+LAST = ssmlx.GenerationResponse(
+    text="", tokens=(), finish_reason="stop", prompt_tokens=7, generation_tokens=20, target_calls=4,
+    prefill_seconds=1.0, decode_seconds=1.0, peak_memory=0.0, cached_tokens=4,
+)  # fmt: skip
 
 
 class Scripted:
@@ -63,8 +67,8 @@ class Scripted:
         self.metrics, self.texts = Metrics(), pieces(text, size)
         self.reason, self.stop = reason, stop
 
-    def model_name(self, ask):
-        return "tiny"
+    def named(self, ask):
+        return replace(ask, model="tiny")
 
     def prepared(self, ask):
         return [1] * 7, ask.config
@@ -76,7 +80,7 @@ class Scripted:
                 yield one
         if self.reason is None:
             raise RuntimeError("a step")
-        for one in parser.read(End(self.reason, 7, 20, 4, stop=self.stop, timings={"draft_n": 5})):
+        for one in parser.read(End(self.reason, replace(LAST, stop=self.stop))):
             yield one
 
 
@@ -116,7 +120,7 @@ async def collected(manager):
 def told(parser, texts, reason="stop"):
     """Parts, neighbours of one kind joined, and why the answer ended."""
     found = [one for text in texts for one in parser.read(Text(text, 1))]
-    *found, end = [*found, *parser.read(End(reason, 1, 1))]
+    *found, end = [*found, *parser.read(End(reason, LAST))]
     said = []
     for part in found:
         value = json.loads(part.text) if isinstance(part, ToolCall) else part.text
@@ -158,7 +162,7 @@ def test_text_before_a_call_is_told_at_once_and_every_token_once():
     assert parser.read(Text(" <to", 2)) == [Text(" ", 2)]
     assert parser.read(Text("o many", 2)) == [Text("<too many", 2)]
     (call,) = parser.read(Text(CALL, 9))
-    assert call.name == "add" and len(parser.read(End("stop", 1, 1))) == 1
+    assert call.name == "add" and len(parser.read(End("stop", LAST))) == 1
 
 
 def test_other_models_markers():
@@ -322,7 +326,7 @@ def test_a_model_says_the_same_by_every_route(base):
     turns = [{"role": "user", "content": "w1 w2"}]
     asked = {"model": "tiny", "messages": turns, "max_tokens": 8}
     with ssmlx.Engine(str(base), dtype="float32") as engine:
-        tiny = Answering(engine, "tiny")
+        tiny = Answering(engine, {"tiny": None})
         chat = posted(tiny, "chat/completions", asked).json()
         message = posted(tiny, "messages", asked).json()
         count = posted(tiny, "messages/count_tokens", {"messages": turns}).json()["input_tokens"]
@@ -344,7 +348,7 @@ def test_smollm2_keeps_to_a_schema_by_every_route():
     turns = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 200}
     chat = {"type": "json_schema", "json_schema": form}
     with ssmlx.Engine("smollm2-135m") as engine:
-        own = Answering(engine, "smollm2")
+        own = Answering(engine, {"smollm2": None})
         first = posted(own, "chat/completions", {**turns, "response_format": chat}).json()
         second = posted(own, "messages", {**turns, "output_config": {"format": form}}).json()
         third = posted(own, "responses", {"input": prompt, "text": {"format": form}}).json()

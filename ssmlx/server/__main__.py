@@ -97,16 +97,17 @@ def _main(args: argparse.Namespace) -> None:
     loading: Any = {"dtype": args.dtype, "draft_head": drafter.draft_head}
     loading["progress"] = options.DownloadBar()
     engine = Engine(args.model, prompt_cache=caches[0], **loading)
-    adapters = {Path(one).name if Path(one).exists() else one: one for one in args.adapter or ()}
-    drafts = options.load_drafts(args, engine.model(), engine.tokenizer)
-    for one in (None, *adapters.values()):
-        make_plan(engine.model(one), config, **drafts)  # what does not fit is told now
     name = Path(args.model).name if Path(args.model).is_dir() else args.model
-    more: Any = {"limits": limits, "template_args": args.template_args}
-    answering = Answering(engine, name, adapters, prompts=caches, drafts=drafts, **more)
+    models: dict[str, str | None] = {name: None}
+    for one in args.adapter or ():
+        models[f"{name}:{Path(one).name if Path(one).exists() else one}"] = one
+    drafts = options.load_drafts(args, engine.model(), engine.tokenizer)
+    for one in models.values():
+        make_plan(engine.model(one), config, **drafts)  # what does not fit is told now
+    answering = Answering(engine, models, caches, drafts, args.template_args or {}, limits)
     hosts = [one.lower() for one in (*LOCAL, args.host, *(args.allow_host or ()))]
     app = make_app(answering, config, hosts, keys)
-    _greet(sock, [*answering.models], bool(keys))
+    _greet(sock, [*models], bool(keys))
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: Any = None) -> None:

@@ -5,7 +5,7 @@ import secrets
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -66,49 +66,36 @@ class Metrics:
         self._counts.labels("calls").inc(last.target_calls)
 
 
+@dataclass(eq=False)
 class Answering:
-    """Answers what is asked, by an engine whose model is called `name` here.
+    """Answers what is asked, by an engine."""
 
-    Args:
-        adapters: those offered beside the engine's own, by what follows the name and a colon.
-        prompts: processed prompts of each user, which nobody else's answers begin with.
-        drafts, template_args: as `Engine.stream` takes them; a request's own arguments go first.
-    """
+    engine: Engine
+    models: Mapping[str, str | None]  # adapters, by what the model with each is called here
+    # processed prompts of each user, which nobody else's answers begin with
+    prompts: Sequence[PromptCache] = ()
+    drafts: Mapping[str, Any] = field(default_factory=dict)  # as `Engine.stream` takes them
+    template_args: Mapping[str, Any] = field(default_factory=dict)  # a request's own go first
+    limits: Limits = field(default_factory=Limits)
 
-    def __init__(
-        self,
-        engine: Engine,
-        name: str,
-        adapters: Mapping[str, str] | None = None,
-        *,
-        prompts: Sequence[PromptCache] = (),
-        drafts: Mapping[str, Any] | None = None,
-        template_args: Mapping[str, Any] | None = None,
-        limits: Limits | None = None,
-    ) -> None:
-        self.engine, self.name = engine, name
-        own = {f"{name}:{adapter}": place for adapter, place in (adapters or {}).items()}
-        self.models: dict[str, str | None] = {name: None, **own}
-        self._prompts, self._drafts = prompts or (engine.prompt_cache,), drafts or {}
-        self.limits, self.metrics = limits or Limits(), Metrics()
+    def __post_init__(self) -> None:
+        self.prompts = self.prompts or (self.engine.prompt_cache,)
+        self.metrics, self._batches = Metrics(), Batches()
         self._slots, self._waiting = asyncio.Semaphore(self.limits.open), 0
-        self._is_closed, self._template_args = False, template_args or {}
-        self._tokenizing, self._batches = threading.Lock(), Batches()
+        self._tokenizing = threading.Lock()
 
     def close(self) -> None:
         """Cancel what is open, keep the prompts where they are kept on disk, free the memory."""
-        self._is_closed = True
-        self.engine.close()  # and its own prompt cache
-        for one in self._prompts:
-            if one is not self.engine.prompt_cache:
-                one.close()
+        self.engine.close()
+        for one in self.prompts:
+            one.close()
 
-    def model_name(self, ask: Ask) -> str:
-        """What the model that is asked is called; the server's own where none is named."""
-        name = ask.model or self.name
+    def named(self, ask: Ask) -> Ask:
+        """With the name of a model; the first one where the request has none."""
+        name = ask.model or next(iter(self.models))
         if name not in self.models:
             raise HTTPException(404, f"no model {name[:80]!r}; there are {', '.join(self.models)}")
-        return name
+        return replace(ask, model=name)
 
     async def parts(self, ask: Ask, user: int = 0) -> AsyncGenerator[Part]:
         """An answer, choice after choice; to close the generator cancels it.
@@ -118,22 +105,23 @@ class Answering:
             HTTPException: there is no room.
         """
         async with self._slot():
-            if self._is_closed:
+            if not self.engine.adapters:  # it is closed
                 raise _STOPPED
             prompt, config = await asyncio.to_thread(self.prepared, ask)
+            tokenizer = self.engine.tokenizer
             for choice in range(ask.choices):
-                seed = None if config.seed is None else (config.seed + choice) % 2**63
-                own = replace(config, seed=seed)
-                parser, last = Parser(self.engine.tokenizer, ask, prompt), None
+                own = replace(config, seed=((config.seed or 0) + choice) % 2**63)
+                parser, last = Parser(tokenizer, ask, prompt), None
                 async with await asyncio.to_thread(self._begun, ask, prompt, own, user) as answer:
                     async for last in answer:
-                        logprobs = logprobs_of(self.engine.tokenizer, last.logprobs)
-                        for part in parser.read(Text(last.text, len(last.tokens), logprobs)):
+                        told = logprobs_of(tokenizer, last.logprobs)
+                        for part in parser.read(Text(last.text, len(last.tokens), told)):
                             yield part
                     if last is None or last.finish_reason is None:
                         raise _STOPPED
                     self.metrics.add(last)
-                    for part in parser.read(end_of(last, config)):
+                    reason: Any = "stop" if last.finish_reason == "stop" else "length"
+                    for part in parser.read(End(reason, last, len(own.prompt_lookup.reference))):
                         yield part
 
     @asynccontextmanager
@@ -159,7 +147,7 @@ class Answering:
     def prepared(self, ask: Ask) -> tuple[list[int], GenerateConfig]:
         """The prompt's tokens, and how to answer it."""
         config, tokenizer = ask.config, self.engine.tokenizer
-        if config.seed is None and config.temp > 0:
+        if config.seed is None:
             config = replace(config, seed=secrets.randbits(31))
         with self._tokenizing:
             if ask.prediction and config.decoding != "plain":
@@ -176,7 +164,7 @@ class Answering:
             return encode(ask.question, tokenizer)
         if ask.is_chat:
             prompt = {"messages": plain_turns(ask.question), "tools": ask.tools}
-            args = {**self._template_args, **(ask.template_args or {})}
+            args = {**self.template_args, **(ask.template_args or {})}
             if "enable_thinking" not in str(tokenizer.chat_template):
                 args.pop("enable_thinking", None)
             elif ask.schema is not None:
@@ -195,39 +183,8 @@ class Answering:
             with self._tokenizing:
                 mask = processor(self.engine.tokenizer, ask.schema)
             decode = partial(decode, mask=mask)
-        more: Any = {"adapter": self.models[ask.model], "prompt_cache": self._prompts[user]}
-        return self.engine.stream(prompt, config, drafts={**self._drafts, "decode": decode}, **more)
-
-
-def end_of(last: GenerationResponse, config: GenerateConfig) -> End:
-    """How an answer ended, of its last segment."""
-    predicted = len(config.prompt_lookup.reference)
-    accepted = min(last.generation_tokens - last.target_calls, predicted)
-    return End(
-        "stop" if last.finish_reason == "stop" else "length",
-        last.prompt_tokens,
-        last.generation_tokens,
-        last.cached_tokens,
-        predicted=(accepted, predicted - accepted),
-        stop=last.stop,
-        timings=timings_of(last),
-    )
-
-
-def timings_of(last: GenerationResponse) -> dict[str, Any]:
-    """What an answer took, of its last segment, by llama.cpp's names where it has them."""
-    return {
-        "cache_n": last.cached_tokens,
-        "prompt_n": last.prompt_tokens - last.cached_tokens,
-        "prompt_ms": round(1000 * last.prefill_seconds, 3),
-        "predicted_n": last.generation_tokens,
-        "predicted_ms": round(1000 * last.decode_seconds, 3),
-        "predicted_per_second": round(last.generation_tps, 3),
-        "draft_n": last.drafted_tokens,
-        "draft_n_accepted": last.generation_tokens - last.target_calls,
-        "target_calls": last.target_calls,
-        "tokens_per_call": round(last.tokens_per_call, 4),
-    }
+        more: Any = {"adapter": self.models[ask.model], "prompt_cache": self.prompts[user]}
+        return self.engine.stream(prompt, config, drafts={**self.drafts, "decode": decode}, **more)
 
 
 def logprobs_of(
@@ -245,7 +202,8 @@ def logprobs_of(
         known = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
         return {"token": text, "logprob": logprob, "bytes": known}
 
-    texts = [one for one in told if one.token not in tokenizer.eos_token_ids]
-    tops = [[shape(*other) for other in one.top] for one in texts]
-    pairs = zip(texts, tops, strict=True)
-    return [{**shape(one.token, one.logprob), "top_logprobs": top} for one, top in pairs]
+    return [
+        {**shape(one.token, one.logprob), "top_logprobs": [shape(*other) for other in one.top]}
+        for one in told
+        if one.token not in tokenizer.eos_token_ids
+    ]

@@ -8,7 +8,8 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ from ..errors import InputError, require
 from ..settings import GenerateConfig, parse_json
 from . import blocks, openai
 from .answering import Answering
-from .asks import Ask, Body, Part, Teller
+from .asks import Ask, Body, Part
 
-APIS: dict[str, tuple[Callable[[Body, GenerateConfig], Ask], Callable[[Ask], Teller]]] = {
+Teller = openai.Texts | blocks.Messages | blocks.Responses
+"""Tells the parts of an answer as events, of which there is one a part at least; and holds it in
+one piece, once all of them are told."""
+APIS: dict[str, tuple[Callable[[Body, GenerateConfig], Ask], type[Teller]]] = {
     "/v1/chat/completions": (openai.read_chat, openai.Chats),
     "/v1/completions": (openai.read_completion, openai.Texts),
     "/v1/messages": (blocks.read_message, blocks.Messages),
@@ -45,45 +49,34 @@ _POLICY = (
     "frame-ancestors 'none'; require-trusted-types-for 'script'; "
     "style-src 'sha256-{}'; script-src 'sha256-{}'"
 )
-_KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _log = logging.getLogger("ssmlx")
 
 
+@dataclass(frozen=True)
 class Routes:
     """What is at each address; for whom, by the names that the server is called by, and by keys."""
 
-    def __init__(
-        self,
-        answering: Answering,
-        config: GenerateConfig,
-        hosts: Sequence[str],
-        keys: Sequence[bytes],
-    ) -> None:
-        self._answering, self._config, self._page = answering, config, _page()
-        self._hosts, self._keys = hosts, keys
+    answering: Answering
+    config: GenerateConfig
+    hosts: Sequence[str]
+    keys: Sequence[bytes]
 
     async def tell(self, request: Request) -> Response:
         """Whatever is asked by GET."""
         self._user(request)
         match request.url.path:
             case "/":
-                return self._page
+                return _page()
             case "/health":
                 return _json({"status": "ok"})
             case "/metrics":
-                told = generate_latest(self._answering.metrics.registry)
+                told = generate_latest(self.answering.metrics.registry)
                 return Response(told, media_type=CONTENT_TYPE_PLAIN_0_0_4)
         # What either service tells of a model.
         more = {"object": "model", "created": 0, "owned_by": "ssmlx"}
         more |= {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
-        known = [{"id": one, "display_name": one, **more} for one in self._answering.models]
+        known = [{"id": one, "display_name": one, **more} for one in self.answering.models]
         return _json({"object": "list", "data": known, "has_more": False})
 
     async def ask(self, request: Request) -> Response:
@@ -92,12 +85,11 @@ class Routes:
         if kind != "application/json":
             raise HTTPException(415, "the content type is not application/json")
         read, teller = APIS[path]
-        ask = read(await self._body(request), self._config)
-        ask = replace(ask, model=self._answering.model_name(ask))
+        ask = self.answering.named(read(await self._body(request), self.config))
         if path.endswith("/count_tokens"):
-            prompt, _ = await asyncio.to_thread(self._answering.prepared, ask)
+            prompt, _ = await asyncio.to_thread(self.answering.prepared, ask)
             return _json({"input_tokens": len(prompt)})
-        return Reply(self._answering, ask, teller(ask), user)
+        return Reply(self.answering, ask, teller(ask), user)
 
     def _user(self, request: Request) -> int:
         """Whose request it is: the place of the key that was given; 0 where none is needed.
@@ -109,25 +101,24 @@ class Routes:
             raise HTTPException(403, "the server is not called that; see --allow-host")
         if not self._knows(headers.get("origin", "//localhost")):
             raise HTTPException(403, "pages of other places may not ask here")
-        if not self._keys or request.url.path in OPEN:
+        if not self.keys or request.url.path in OPEN:
             return 0
         kind, _, token = headers.get("authorization", "").partition(" ")
         given = headers.get("x-api-key") or (token.strip() if kind.lower() == "bearer" else "")
         # All are compared, so that the time that it takes tells nothing.
-        same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self._keys]
+        same = [hmac.compare_digest(key, given.encode("latin-1")) for key in self.keys]
         if not any(same):
             raise HTTPException(401, "a key is needed", {"WWW-Authenticate": "Bearer"})
         return same.index(True)
 
     def _knows(self, address: str) -> bool:
-        try:
-            return urlsplit(address).hostname in self._hosts
-        except ValueError:
-            return False
+        with suppress(ValueError):
+            return urlsplit(address).hostname in self.hosts
+        return False
 
     async def _body(self, request: Request) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(self._answering.limits.wait):
+            async with asyncio.timeout(self.answering.limits.wait):
                 body = parse_json(await request.body())
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
@@ -138,7 +129,7 @@ class Routes:
 
     async def refuse(self, request: Request, failure: Exception) -> Response:
         told = _refusal(failure)
-        self._answering.metrics.refused.labels(told.status_code).inc()
+        self.answering.metrics.refused.labels(told.status_code).inc()
         return _json(_error(told), status_code=told.status_code, headers=told.headers)
 
 
@@ -229,6 +220,7 @@ def _encoded(data: Any) -> bytes:
     return json.dumps(data, ensure_ascii=False).encode(errors="replace")
 
 
+@cache
 def _page() -> Response:
     """The page, whose own blocks alone may run or apply."""
     page = Path(__file__).with_name("page.html").read_bytes()

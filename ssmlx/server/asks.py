@@ -1,9 +1,10 @@
 """What a request asks for, whatever API it came by, and the parts that an answer is told in."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from ..api import GenerationResponse
 from ..errors import quoted, require
 from ..prompts import Message, Tools
 from ..settings import Allowed, GenerateConfig
@@ -57,27 +58,35 @@ class End:
     """A choice is over; what comes behind it is of the next one."""
 
     reason: Literal["stop", "length", "tool_calls"]
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-    predicted: tuple[int, int] = (0, 0)  # tokens of a prediction, accepted and not
-    stop: str | None = None  # the stop string that ended it, if one did
-    timings: Mapping[str, Any] = field(default_factory=dict)
+    last: GenerationResponse  # its last segment
+    predicted: int = 0  # tokens that the request foretold
+
+    @property
+    def accepted(self) -> int:
+        """Tokens that were drafted and accepted."""
+        return self.last.generation_tokens - self.last.target_calls
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """What the choice took, by llama.cpp's names where it has them."""
+        last = self.last
+        return {
+            "cache_n": last.cached_tokens,
+            "prompt_n": last.prompt_tokens - last.cached_tokens,
+            "prompt_ms": round(1000 * last.prefill_seconds, 3),
+            "predicted_n": last.generation_tokens,
+            "predicted_ms": round(1000 * last.decode_seconds, 3),
+            "predicted_per_second": round(last.generation_tps, 3),
+            "draft_n": last.drafted_tokens,
+            "draft_n_accepted": self.accepted,
+            "target_calls": last.target_calls,
+            "tokens_per_call": round(last.tokens_per_call, 4),
+        }
 
 
 Part = Text | ToolCall | End
 Event = tuple[str | None, Mapping[str, Any] | str]
 """The name of a server-sent event, if it has one, and its data: an object, or a text as it is."""
-
-
-class Teller(Protocol):
-    """Tells an answer as an API does."""
-
-    reply: dict[str, Any]  # in one piece, once all events are told
-
-    def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
-        """One a part at least. Their data change once the next one is asked for."""
-        ...
 
 
 def check(ok: bool, found: str, expected: str) -> None:

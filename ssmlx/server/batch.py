@@ -36,10 +36,6 @@ STAY = 1.05
 """What the present way is favoured by, times its tokens a second."""
 
 
-class CallError(RuntimeError):
-    """A call for several answers failed."""
-
-
 @dataclass(eq=False, kw_only=True)
 class _Answer(Row):
     plan: Plan
@@ -103,9 +99,9 @@ class Batches:
     ) -> Iterator[list[int]]:
         """As `api.planned_steps`, beside others; with a `mask`, always without drafts.
 
-        What is to be the same on every run takes turns alone, and so do models over ranks.
+        What is to be the same on every run takes turns alone.
         """
-        if mask is None and (plan.config.deterministic or model.backbone.group is not None):
+        if mask is None and plan.config.deterministic:
             more: Any = {"context": context, "ends": ends, "told": told}
             yield from planned_steps(plan, model, prompt, cache, **more)
             return
@@ -191,7 +187,7 @@ class Batches:
         while row.unread or row.error or row.mask or group.together:
             while not row.unread:
                 if row.error is not None:
-                    raise CallError("a call for several answers failed") from row.error
+                    raise RuntimeError("a call for several answers failed") from row.error
                 if row not in batch.members:
                     batch.join(row)
                     group.decide()

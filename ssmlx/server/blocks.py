@@ -212,11 +212,11 @@ def _added(block: dict[str, Any], part: Text | ToolCall) -> dict[str, Any]:
 
 def _ended(end: End) -> tuple[dict[str, Any], dict[str, Any]]:
     """Why an answer ended, and what it took."""
-    reason = "stop_sequence" if end.stop else _REASONS[end.reason]
-    usage = {"input_tokens": end.prompt_tokens - end.cached_tokens}
-    usage |= {"cache_read_input_tokens": end.cached_tokens, "cache_creation_input_tokens": 0}
-    usage["output_tokens"] = end.completion_tokens
-    stop = {"stop_reason": reason, "stop_sequence": end.stop}
+    last, reason = end.last, "stop_sequence" if end.last.stop else _REASONS[end.reason]
+    usage = {"input_tokens": last.prompt_tokens - last.cached_tokens}
+    usage |= {"cache_read_input_tokens": last.cached_tokens, "cache_creation_input_tokens": 0}
+    usage["output_tokens"] = last.generation_tokens
+    stop = {"stop_reason": reason, "stop_sequence": last.stop}
     return stop, {"usage": usage, "timings": end.timings}
 
 
@@ -274,11 +274,12 @@ class Responses:
         return "output_text", item, held, "text"
 
     def _end(self, end: End, thought: int) -> None:
-        is_cut, total = end.reason == "length", end.prompt_tokens + end.completion_tokens
-        cached = {"cached_tokens": end.cached_tokens, "cache_write_tokens": 0}
-        usage = {"input_tokens": end.prompt_tokens, "input_tokens_details": cached}
-        usage |= {"output_tokens": end.completion_tokens, "total_tokens": total}
+        last, is_cut = end.last, end.reason == "length"
+        cached = {"cached_tokens": last.cached_tokens, "cache_write_tokens": 0}
+        usage = {"input_tokens": last.prompt_tokens, "input_tokens_details": cached}
+        usage["output_tokens"] = last.generation_tokens
         usage["output_tokens_details"] = {"reasoning_tokens": thought}
+        usage["total_tokens"] = last.prompt_tokens + last.generation_tokens
         self.reply |= {"status": _status(end), "usage": usage, "timings": end.timings}
         self.reply["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
 

@@ -180,13 +180,16 @@ def _added(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 def _usage(ends: Sequence[End]) -> dict[str, Any]:
     """Over all choices, of one prompt."""
-    prompt, completion = ends[0].prompt_tokens, sum(end.completion_tokens for end in ends)
-    accepted, rejected = map(sum, zip(*(end.predicted for end in ends), strict=True))
-    guessed = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    prompt, completion = ends[0].last.prompt_tokens, sum(end.last.generation_tokens for end in ends)
+    right = sum(min(end.accepted, end.predicted) for end in ends)
+    wrong = sum(end.predicted for end in ends) - right
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": ends[0].cached_tokens},
-        "completion_tokens_details": guessed,
+        "prompt_tokens_details": {"cached_tokens": ends[0].last.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": right,
+            "rejected_prediction_tokens": wrong,
+        },
     }
