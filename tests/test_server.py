@@ -140,10 +140,10 @@ def test_a_prediction_is_accepted_as_far_as_it_is_right(client, stream):
 
 
 BAD = [
-    ({}, "messages"), ([], "object"), (chat(temperature="hot"), "temperature is 'hot'"),
+    ({}, "messages"), ([], "object"), (chat(temperature="hot"), "--temp hot"),
     (chat(n=0), "n is 0"), (chat(stop=[1]), "stop"), (chat(stop=""), "stop"),
     (chat(logit_bias={"999": 1}), "999"), (chat(logit_bias={"x": 1}), "logit_bias"),
-    (chat(max_tokens=1.5), "max_tokens"), (chat(" "), "empty"), (chat(words(400)), "context"),
+    (chat(max_tokens=1.5), "--max-tokens"), (chat(" "), "empty"), (chat(words(400)), "context"),
     (chat(seed=True), "seed"), (chat("\ud800"), "Unicode"), (chat(model=7), "model"),
     ({"messages": ["w1"]}, "messages"), ({"messages": [{"role": "user", "content": 7}]}, "turns"),
     (chat(response_format={"type": "xml"}), "json_schema"), (chat(prediction=1), "prediction"),

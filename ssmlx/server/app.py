@@ -6,7 +6,7 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +28,7 @@ from ..errors import InputError, require
 from ..settings import GenerateConfig, parse_json
 from . import blocks, openai
 from .answering import Answering
-from .asks import Ask, Body, Part
+from .asks import Ask, Body
 
 Teller = openai.Texts | blocks.Messages | blocks.Responses
 """Tells the parts of an answer as events, of which there is one a part at least; and holds it in
@@ -73,11 +73,9 @@ class Routes:
             case "/metrics":
                 told = generate_latest(self.answering.metrics.registry)
                 return Response(told, media_type=CONTENT_TYPE_PLAIN_0_0_4)
-        # What either service tells of a model.
-        more = {"object": "model", "created": 0, "owned_by": "ssmlx"}
-        more |= {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
-        known = [{"id": one, "display_name": one, **more} for one in self.answering.models]
-        return _json({"object": "list", "data": known, "has_more": False})
+        more = {"object": "model", "type": "model", "created": 0, "owned_by": "ssmlx"}
+        known = [{"id": one, **more} for one in self.answering.models]
+        return _json({"object": "list", "data": known})
 
     async def ask(self, request: Request) -> Response:
         user, path = self._user(request), request.url.path
@@ -159,27 +157,25 @@ class Reply(StreamingResponse):
     take what is sent."""
 
     def __init__(self, answering: Answering, ask: Ask, teller: Teller, user: int) -> None:
-        self._limits = answering.limits
-        self._pieces = _pieces(answering.parts(ask, user), teller, stream=ask.stream)
+        self._limits, self._parts = answering.limits, answering.parts(ask, user)
+        self._teller, self._stream, self._is_begun = teller, ask.stream, False
         kind = "text/event-stream" if ask.stream else "application/json"
-        super().__init__(self._pieces, media_type=kind, headers={"Cache-Control": "no-cache"})
+        super().__init__((), media_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientDisconnect):
             await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        is_begun = False
         try:
-            async with aclosing(self._pieces) as pieces, asyncio.timeout(self._limits.time):
-                async for piece in pieces:
-                    if not is_begun:  # before it, a refusal has a status of its own
-                        await send(start)
-                    is_begun = True
-                    await self._send(send, piece)
+            async with aclosing(self._parts), asyncio.timeout(self._limits.time):
+                async for event in self._teller.events(self._parts):
+                    if self._stream:
+                        await self._send(send, _event(*event))
+            if not self._stream:
+                await self._send(send, json.dumps(self._teller.reply))
         except Exception as failure:
-            if not is_begun or isinstance(failure, ClientDisconnect):
+            if not self._is_begun or isinstance(failure, ClientDisconnect):
                 raise
             told = _refusal(failure)
             if told.status_code == 500:
@@ -187,37 +183,26 @@ class Reply(StreamingResponse):
             await self._send(send, _event("error", _error(told)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, piece: bytes) -> None:
+    async def _send(self, send: Send, text: str) -> None:
+        """Until the first text is there, a refusal has a status of its own."""
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             async with asyncio.timeout(self._limits.wait):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if not self._is_begun:
+                    await send(start)
+                self._is_begun = True
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         except TimeoutError as error:
             raise ClientDisconnect from error
 
 
-async def _pieces(
-    parts: AsyncGenerator[Part], teller: Teller, *, stream: bool
-) -> AsyncGenerator[bytes]:
-    async with aclosing(parts):
-        async for event in teller.events(parts):
-            if stream:
-                yield _event(*event)
-    if not stream:
-        yield _encoded(teller.reply)
-
-
-def _event(name: str | None, data: Mapping[str, Any] | str) -> bytes:
-    text = data.encode() if isinstance(data, str) else _encoded(data)
-    return (f"event: {name}\n".encode() if name else b"") + b"data: " + text + b"\n\n"
+def _event(name: str | None, data: Mapping[str, Any] | str) -> str:
+    text = data if isinstance(data, str) else json.dumps(data)
+    return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
 
 
 def _json(data: Any, **more: Any) -> Response:
-    return Response(_encoded(data), media_type="application/json", **more)
-
-
-def _encoded(data: Any) -> bytes:
-    # Half a surrogate pair, which a request may hold, has no UTF-8.
-    return json.dumps(data, ensure_ascii=False).encode(errors="replace")
+    return Response(json.dumps(data), media_type="application/json", **more)
 
 
 @cache

@@ -137,7 +137,11 @@ class Batches:
             if row.error is not None:
                 raise row.error
             if self._is_full and not waited:
-                waited = not self._call_all()  # but for those that decode alone
+                running = [group for group in self._groups.values() if group.batch.members]
+                waited = not running  # but for those that decode alone
+                for group in running:
+                    self._since = 0
+                    group.step()
             elif row.todo:
                 waited = False
                 self._read_piece()
@@ -150,14 +154,6 @@ class Batches:
             return False
         upcoming = self._prompts[0]
         return self._since + len(upcoming.piece) > upcoming.plan.config.prefill_step_size
-
-    def _call_all(self) -> bool:
-        """Make a call of each batch, if there is any."""
-        running = [group for group in self._groups.values() if group.batch.members]
-        for group in running:
-            self._since = 0
-            group.step()
-        return bool(running)
 
     def _read_piece(self) -> None:
         """Process a piece of the prompt whose turn it is."""

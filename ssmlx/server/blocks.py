@@ -15,15 +15,12 @@ from ..settings import GenerateConfig, parse_json
 from . import asks, openai
 from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
 
-_SHARED = ("model", "stream", "temperature", "top_p", "top_k", "max_tokens", "tool_choice")
-"""Fields of a request that mean what they do in a chat's."""
 _KEPT = ("previous_response_id", "conversation", "prompt", "background")
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
 _BLOCKS = {
     "message": ("say", "role", "content"),
     "thinking": ("think", "thinking"),
-    "redacted_thinking": ("think", "thinking"),
     "reasoning": ("think", "content"),
     "tool_use": ("call", "id", "name", "input"),
     "function_call": ("call", "call_id", "name", "arguments"),
@@ -47,8 +44,6 @@ class _Turns(list[dict[str, Any]]):
         getattr(self, does)(*fields)
 
     def say(self, role: Any, content: Any) -> None:
-        ok = role in ["user", "assistant", "system", "developer"]
-        asks.check(ok, f"the role {quoted(role)}", "user or assistant")
         turn, said = self._turn("system" if role == "developer" else role), asks.text_of(content)
         turn["content"] = "\n\n".join(one for one in (turn["content"], said) if one)
 
@@ -101,7 +96,8 @@ def read_message(body: Body, config: GenerateConfig) -> Ask:
     asks.check(not is_answered, "the last message", "a user's: an answer is not gone on from")
     thinking = asks.typed(body, "thinking", dict, {}).get("type")
     chat = {
-        **{name: body.get(name) for name in _SHARED},
+        **body,
+        "n": 1,
         "messages": [*turns],
         "tools": _tools_of(asks.typed(body, "tools", list, []), "input_schema"),
         "stop": body.get("stop_sequences"),
@@ -124,7 +120,8 @@ def read_response(body: Body, config: GenerateConfig) -> Ask:
     tools = [one for one in given if isinstance(one, dict) and one.get("type") == "function"]
     is_quiet = asks.typed(body, "reasoning", dict, {}).get("effort") == "none"
     chat = {
-        **{name: body.get(name) for name in _SHARED},
+        **body,
+        "n": 1,
         "messages": [*turns],
         "tools": _tools_of(tools, "parameters"),
         "max_tokens": body.get("max_output_tokens"),

@@ -1,31 +1,24 @@
 """OpenAI's chat and text completions."""
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from secrets import token_hex
 from time import time
 from typing import Any, cast
 
 from ..errors import quoted, require
-from ..settings import GenerateConfig
+from ..settings import GenerateConfig, SamplingConfig
 from . import asks
 from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
 
 MAX_CHOICES = 16
 _SETTINGS = {
-    "temperature": ("temp", 0.0, 2.0),
-    "top_p": ("top_p", 0.0, 1.0),
-    "min_p": ("min_p", 0.0, 1.0),
-    "presence_penalty": ("presence_penalty", -2.0, 2.0),
-    "frequency_penalty": ("frequency_penalty", -2.0, 2.0),
-    "repetition_penalty": ("repetition_penalty", 0.0, 1000.0),
-    "top_k": ("top_k", 0, 2**31),
-    "seed": ("seed", -(2**63), 2**63 - 1),
-    "max_tokens": ("max_tokens", 1, 2**31),
-    "max_completion_tokens": ("max_tokens", 1, 2**31),
+    **{one.name: one.name for one in fields(SamplingConfig)},
+    "temperature": "temp",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
 }
-"""Numbers of a request, OpenAI's and those that mlx-lm's server adds: which settings they are, and
-from where to where they may go; whole ones have whole bounds."""
+"""Fields of a request that are settings; the names are OpenAI's, or mlx-lm's."""
 
 
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
@@ -58,10 +51,9 @@ def read_completion(body: Body, config: GenerateConfig) -> Ask:
 
 def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[str, Any]:
     """What both ask for; an answer is no longer than the server's settings say."""
-    numbers = {name: asks.number(body, name, *bounds) for name, (_, *bounds) in _SETTINGS.items()}
-    found = {_SETTINGS[name][0]: one for name, one in numbers.items() if one is not None}
-    found["max_tokens"] = min(found.get("max_tokens", config.max_tokens), config.max_tokens)
-    if "seed" in found:
+    given = [name for name in _SETTINGS if body.get(name) is not None]
+    found = {_SETTINGS[name]: body[name] for name in given} | {"logprobs": logprobs}
+    if asks.number(body, "seed", -(2**63), 2**63 - 1) is not None:
         found["seed"] %= 2**63
     stop, bias = body.get("stop"), asks.typed(body, "logit_bias", dict, {})
     found["stop"] = [stop] if isinstance(stop, str) else asks.typed(body, "stop", list, config.stop)
@@ -71,8 +63,9 @@ def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[st
         biases = {int(one): asks.number(bias, one, -100.0, 100.0) or 0.0 for one in bias}
         found["logit_bias"] = biases
     prediction = asks.typed(body, "prediction", dict, {}).get("content")
+    own = replace(config, **found)
     return {
-        "config": replace(config, logprobs=logprobs, **found),
+        "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
         "model": asks.typed(body, "model", str, ""),
         "choices": asks.number(body, "n", 1, MAX_CHOICES) or 1,
         "prediction": asks.text_of(prediction or ""),
