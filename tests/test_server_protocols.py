@@ -276,7 +276,7 @@ def test_turns_of_responses():
     ("messages", {"messages": [{"role": "assistant", "content": "It is"}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}),
-    ("messages", {**MESSAGE, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
+    ("messages", {**MESSAGE, "tools": [{"input_schema": {}}]}),
     ("messages", {**MESSAGE, "tool_choice": {"type": "any"}}),
     ("messages", {**MESSAGE, "system": 3}),
     ("responses", {"input": []}),
@@ -284,7 +284,7 @@ def test_turns_of_responses():
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}),
     ("responses", {"input": [{"type": "function_call_output", "call_id": [], "output": "x"}]}),
     ("responses", {"input": "a", "text": {"format": {"type": "grammar"}}}),
-    ("responses", {"input": "a", "tools": [{"type": "function"}]}),
+    ("responses", {"input": "a", "tools": [{"parameters": {}, "name": 3}]}),
     ("chat/completions", {**MESSAGE, "tool_choice": "required"}),
 ])  # fmt: skip
 def test_what_cannot_be_followed_is_refused_in_a_line(route, body):

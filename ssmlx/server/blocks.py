@@ -4,7 +4,6 @@ Of responses nothing is kept: a request brings its whole conversation.
 """
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from itertools import count
 from secrets import token_hex
 from time import time
@@ -71,13 +70,15 @@ class _Turns(list[dict[str, Any]]):
         return self[-1]
 
 
-def _tools_of(tools: list[Any], schema: str) -> list[dict[str, Any]]:
-    """Tools as templates take them; `schema` is the field that has that of their arguments."""
+def _tools_of(body: Body, schema: str) -> list[dict[str, Any]]:
+    """Tools as templates take them; `schema` is the field that has that of their arguments.
+
+    What others would run has none, and is not offered to the model, so that it calls none of it.
+    """
+    tools = [one for one in asks.parts_of(body.get("tools") or [], "tools") if schema in one]
+    asks.check(all(isinstance(one.get("name"), str) for one in tools), "tools", "a name for each")
     found = []
     for tool in tools:
-        ok = isinstance(tool, dict) and isinstance(tool.get("name"), str) and schema in tool
-        expected = f"a name and {schema}, for the client to run it"
-        asks.check(ok, f"the tool {quoted(tool)}", expected)
         function = {"name": tool["name"], "description": tool.get("description") or ""}
         function["parameters"] = tool[schema] or {"type": "object", "properties": {}}
         found.append({"type": "function", "function": function})
@@ -99,12 +100,12 @@ def read_message(body: Body, config: GenerateConfig) -> Ask:
         **body,
         "n": 1,
         "messages": [*turns],
-        "tools": _tools_of(asks.typed(body, "tools", list, []), "input_schema"),
+        "tools": _tools_of(body, "input_schema"),
         "stop": body.get("stop_sequences"),
         "response_format": asks.typed(body, "output_config", dict, {}).get("format"),
         "chat_template_kwargs": {"enable_thinking": thinking != "disabled"} if thinking else None,
     }
-    return replace(openai.read_chat(chat, config), body=body)
+    return openai.read_chat(chat, config)
 
 
 def read_response(body: Body, config: GenerateConfig) -> Ask:
@@ -115,36 +116,32 @@ def read_response(body: Body, config: GenerateConfig) -> Ask:
         turns.say("system", instructions)
     for item in asks.parts_of(body.get("input"), "input"):
         turns.add("user", item)
-    # What others would run is not offered to the model, so that it calls none of it.
-    given = asks.typed(body, "tools", list, [])
-    tools = [one for one in given if isinstance(one, dict) and one.get("type") == "function"]
     is_quiet = asks.typed(body, "reasoning", dict, {}).get("effort") == "none"
     chat = {
         **body,
         "n": 1,
         "messages": [*turns],
-        "tools": _tools_of(tools, "parameters"),
+        "tools": _tools_of(body, "parameters"),
         "max_tokens": body.get("max_output_tokens"),
         "response_format": asks.typed(body, "text", dict, {}).get("format"),
         "chat_template_kwargs": {"enable_thinking": False} if is_quiet else None,
     }
-    return replace(openai.read_chat(chat, config), body=body)
+    return openai.read_chat(chat, config)
 
 
 async def _runs(parts: AsyncIterator[Part]) -> AsyncIterator[tuple[str, Any]]:
     """What parts do to runs: one opens a run and adds to it, the one behind a run closes it."""
-    is_open: type | None = None
-    has_begun = False
+    run: type | None = None
     async for part in parts:
-        if not has_begun:
+        if run is None:
+            run = type(None)
             yield "begins", part
-        has_begun = True
         if isinstance(part, Text) and not part.text:
             continue
-        if type(part) is not is_open or isinstance(part, ToolCall):
-            if is_open:
+        if type(part) is not run or isinstance(part, ToolCall):
+            if run is not type(None):
                 yield "closes", part
-            is_open = type(part)
+            run = type(part)
             yield "ends" if isinstance(part, End) else "opens", part
         if not isinstance(part, End):
             yield "adds", part
@@ -176,7 +173,13 @@ class Messages:
                         yield self._of_block("delta", delta=delta)
                     yield self._of_block("stop")
                 case "ends":
-                    stop, totals = _ended(part)
+                    last = part.last
+                    reason = "stop_sequence" if last.stop else _REASONS[part.reason]
+                    stop = {"stop_reason": reason, "stop_sequence": last.stop}
+                    usage = {"cache_read_input_tokens": last.cached_tokens}
+                    usage["input_tokens"] = last.prompt_tokens - last.cached_tokens
+                    usage["output_tokens"] = last.generation_tokens
+                    totals = {"usage": usage, "timings": part.timings}
                     self.reply |= {**stop, **totals}
                     yield _event("message_delta", delta=stop, **totals)
                     yield _event("message_stop")
@@ -207,16 +210,6 @@ def _added(block: dict[str, Any], part: Text | ToolCall) -> dict[str, Any]:
     return {"type": f"{kind}_delta", kind: part.text}
 
 
-def _ended(end: End) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Why an answer ended, and what it took."""
-    last, reason = end.last, "stop_sequence" if end.last.stop else _REASONS[end.reason]
-    usage = {"input_tokens": last.prompt_tokens - last.cached_tokens}
-    usage |= {"cache_read_input_tokens": last.cached_tokens, "cache_creation_input_tokens": 0}
-    usage["output_tokens"] = last.generation_tokens
-    stop = {"stop_reason": reason, "stop_sequence": last.stop}
-    return stop, {"usage": usage, "timings": end.timings}
-
-
 class Responses:
     """Runs are the items of a response's output."""
 
@@ -225,8 +218,7 @@ class Responses:
         self.reply: dict[str, Any] = {"id": f"resp_{token_hex(12)}", "object": "response"}
         self.reply |= {"created_at": int(time()), "status": "in_progress", "model": ask.model}
         self.reply |= {"output": self._items, "error": None, "parallel_tool_calls": True}
-        self.reply |= {"store": False, "tools": ask.body.get("tools") or []}
-        self.reply["tool_choice"] = ask.body.get("tool_choice") or "auto"
+        self.reply |= {"store": False, "tools": [], "tool_choice": "auto"}
 
     async def events(self, parts: AsyncIterator[Part]) -> AsyncIterator[Event]:
         thought, kind, item, held, name = 0, "", dict[str, Any](), dict[str, Any](), ""
