@@ -48,14 +48,13 @@ class Metrics:
 
     def __init__(self) -> None:
         own = self.registry = CollectorRegistry()
-        about = "Requests that were refused, or failed, by status."
-        self.refused = Counter("ssmlx_refused", about, ["status"], registry=own)
+        self.refused = Counter(
+            "ssmlx_refused", "Requests refused or failed.", ["status"], registry=own
+        )
         self.waiting = Gauge("ssmlx_waiting", "Requests that wait.", registry=own)
         self.open = Gauge("ssmlx_open", "Answers that are being written.", registry=own)
-        about = "Seconds to the first token, of answers that ended by themselves."
-        self._prefill = Histogram("ssmlx_prefill_seconds", about, registry=own)
-        about = "Their tokens, and target calls, by kind."
-        self._counts = Counter("ssmlx_tokens", about, ["kind"], registry=own)
+        self._prefill = Histogram("ssmlx_prefill_seconds", "Time to a first token.", registry=own)
+        self._counts = Counter("ssmlx_tokens", "Tokens, and target calls.", ["kind"], registry=own)
 
     def add(self, last: GenerationResponse) -> None:
         """Count an answer, of its last segment."""

@@ -62,11 +62,6 @@ class End:
     predicted: int = 0  # tokens that the request foretold
 
     @property
-    def accepted(self) -> int:
-        """Tokens that were drafted and accepted."""
-        return self.last.generation_tokens - self.last.target_calls
-
-    @property
     def timings(self) -> dict[str, Any]:
         """What the choice took, by llama.cpp's names where it has them."""
         last = self.last
@@ -78,9 +73,8 @@ class End:
             "predicted_ms": round(1000 * last.decode_seconds, 3),
             "predicted_per_second": round(last.generation_tps, 3),
             "draft_n": last.drafted_tokens,
-            "draft_n_accepted": self.accepted,
+            "draft_n_accepted": last.generation_tokens - last.target_calls,
             "target_calls": last.target_calls,
-            "tokens_per_call": round(last.tokens_per_call, 4),
         }
 
 
@@ -95,10 +89,9 @@ def check(ok: bool, found: str, expected: str) -> None:
 
 def number(body: Body, name: str, least: float, most: float) -> Any:
     """A number of a request's body, a whole one if `least` is; None where it is absent or null."""
-    value, whole = body.get(name), isinstance(least, int)
-    ok = value is None or Allowed(least=least, most=most).holds(value, whole=whole)
-    kind = "a whole number" if whole else "a number"
-    check(ok, f"{name} is {quoted(value)}", f"{kind} from {least} to {most}")
+    value, allowed = body.get(name), Allowed(least=least, most=most)
+    ok = value is None or allowed.holds(value, whole=isinstance(least, int))
+    check(ok, f"{name} is {quoted(value)}", allowed.text())
     return value
 
 
@@ -111,12 +104,6 @@ def typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
     ok = value is None or isinstance(value, kind)
     check(ok, f"{name} is {quoted(value)}", _NAMES[kind])
     return default if value is None else value
-
-
-def refuse(body: Body, *names: str, expected: str = "none") -> None:
-    """What cannot be done is not left out in silence."""
-    for name in names:
-        check(not body.get(name), f"{name} is {quoted(body.get(name))}", expected)
 
 
 def parts_of(content: Any, name: str = "content") -> list[Any]:

@@ -14,7 +14,6 @@ from ..settings import GenerateConfig, parse_json
 from . import asks, openai
 from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
 
-_KEPT = ("previous_response_id", "conversation", "prompt", "background")
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "none"  # of thinking: nobody checks it, but it has to be there
 _BLOCKS = {
@@ -109,8 +108,8 @@ def read_message(body: Body, config: GenerateConfig) -> Ask:
 
 
 def read_response(body: Body, config: GenerateConfig) -> Ask:
-    expected = "the whole conversation as input: nothing is kept here"
-    asks.refuse(body, *_KEPT, expected=expected)
+    for name in ("previous_response_id", "conversation", "prompt", "background"):
+        asks.check(not body.get(name), name, "the whole conversation as input: nothing is kept")
     turns = _Turns()
     if instructions := body.get("instructions"):
         turns.say("system", instructions)

@@ -6,7 +6,7 @@ from secrets import token_hex
 from time import time
 from typing import Any, cast
 
-from ..errors import quoted, require
+from ..errors import quoted
 from ..settings import GenerateConfig, SamplingConfig
 from . import asks
 from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
@@ -25,8 +25,8 @@ def read_chat(body: Body, config: GenerateConfig) -> Ask:
     choice, turns = body.get("tool_choice"), asks.parts_of(body.get("messages"), "messages")
     asks.check(bool(turns), "messages is empty", "a turn at least")
     kind = choice.get("type") if isinstance(choice, dict) else choice
-    found, do = f"tool_choice is {quoted(choice)}", "ask for a JSON schema, to have a form"
-    require(kind in (None, "auto", "none"), found, expected="auto or none", do=do)
+    ok = kind in (None, "auto", "none")
+    asks.check(ok, f"tool_choice is {quoted(choice)}", "auto or none; a schema gives a form")
     wants = asks.typed(body, "logprobs", bool, False)
     return Ask(
         question=turns,
@@ -44,7 +44,8 @@ def read_completion(body: Body, config: GenerateConfig) -> Ask:
     is_tokens = isinstance(prompt, list) and all(type(one) is int for one in prompt)
     ok, found = is_tokens or isinstance(prompt, str), f"prompt is {quoted(prompt)}"
     asks.check(ok, found, "a text or token ids, of one prompt")
-    asks.refuse(body, "echo", "suffix")
+    for name in ("echo", "suffix"):
+        asks.check(not body.get(name), name, "none")
     common = _common(body, config, asks.number(body, "logprobs", 0, 20))
     return Ask(question=cast("str | list[int]", prompt), is_chat=False, **common)
 
@@ -174,7 +175,7 @@ def _added(whole: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def _usage(ends: Sequence[End]) -> dict[str, Any]:
     """Over all choices, of one prompt."""
     prompt, completion = ends[0].last.prompt_tokens, sum(end.last.generation_tokens for end in ends)
-    right = sum(min(end.accepted, end.predicted) for end in ends)
+    right = sum(min(end.timings["draft_n_accepted"], end.predicted) for end in ends)
     wrong = sum(end.predicted for end in ends) - right
     return {
         "prompt_tokens": prompt,

@@ -19,7 +19,6 @@ from .asks import Ask, End, Part, Reasoning, Text, ToolCall
 
 # Some indentation, but no endless one, in which small models get lost.
 _STYLE: Any = {"whitespace_pattern": r"[ \n]{1,24}"}
-_OPENING = 16  # the last tokens of a prompt, among which a template opens reasoning
 
 
 class Parser:
@@ -31,11 +30,13 @@ class Parser:
 
     def __init__(self, tokenizer: TokenizerWrapper, ask: Ask, prompt: Sequence[int] = ()) -> None:
         self._tokenizer, self._tools = tokenizer, ask.tools
-        has_markers = ask.is_chat and ask.schema is None
-        self._name = _first_state(tokenizer, prompt) if has_markers else "normal"
-        machine = make_text_state_machine(tokenizer) if has_markers else TextStateMachine()
-        self._state = machine.make_state(self._name)
         self._call, self._is_behind_marker, self._has_called = "", False, False
+        self._name, machine = "normal", TextStateMachine()
+        if ask.is_chat and ask.schema is None:
+            machine, end = make_text_state_machine(tokenizer), tokenizer.decode([*prompt[-16:]])
+            opens = tokenizer.has_thinking and end.rstrip().endswith(tokenizer.think_start)
+            self._name = tokenizer.response_initial_state or ("reasoning" if opens else "normal")
+        self._state = machine.make_state(self._name)
 
     def read(self, part: Text | End) -> list[Part]:
         """What another part of the text says, or its end."""
@@ -82,14 +83,6 @@ class Parser:
             return [Text(text)] if text.strip() else []
         self._has_called = True
         return [*calls]
-
-
-def _first_state(tokenizer: TokenizerWrapper, prompt: Sequence[int]) -> str:
-    """Where an answer begins: in reasoning, if that is how the prompt ends."""
-    if tokenizer.response_initial_state:
-        return tokenizer.response_initial_state
-    end = tokenizer.decode([*prompt[-_OPENING:]]).rstrip() if tokenizer.has_thinking else ""
-    return "reasoning" if end and end.endswith(tokenizer.think_start) else "normal"
 
 
 def _tool_call(parsed: Mapping[str, Any]) -> ToolCall:
