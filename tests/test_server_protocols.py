@@ -24,10 +24,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import ssmlx
-from ssmlx.server.answering import Answering, Limits, Metrics
+from ssmlx.server.answering import Answering, Limits, Metrics, Parser, processor
 from ssmlx.server.app import make_app
 from ssmlx.server.asks import Ask, End, Reasoning, Text, ToolCall
-from ssmlx.server.parsing import Parser, processor
 
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
 ARGUMENTS = {"a": 1, "b": "é"}

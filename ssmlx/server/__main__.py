@@ -18,9 +18,8 @@ EPILOG = """examples:
   python -m ssmlx.server --model org/name --adapter runs/mine --port 9000
   python -m ssmlx.server --api-keys keys.txt --host 192.168.1.5 --prompt-cache ~/.cache/prompts
 
-It speaks OpenAI's and Anthropic's APIs below /v1, and has a chat page at /. A request names the
-model, or MODEL:ADAPTER for one with an adapter; the settings here hold where it says nothing.
-What comes by other names than this machine's own, or from pages of other places, is refused."""
+OpenAI's and Anthropic's APIs are below /v1, a chat page is at /. A request names the model, or
+MODEL:ADAPTER for one with an adapter; the settings here hold where it says nothing."""
 BODY = '{"messages": [{"role": "user", "content": "Name three primary colours."}]}'
 
 

@@ -95,14 +95,11 @@ def number(body: Body, name: str, least: float, most: float) -> Any:
     return value
 
 
-_NAMES = {str: "a text", bool: "true or false", dict: "an object", list: "a list"}
-
-
 def typed(body: Body, name: str, kind: type, default: Any = None) -> Any:
     """A value of one JSON type of a request's body; `default` where it is absent or null."""
     value = body.get(name)
     ok = value is None or isinstance(value, kind)
-    check(ok, f"{name} is {quoted(value)}", _NAMES[kind])
+    check(ok, f"{name} is {quoted(value)}", f"a {kind.__name__}")
     return default if value is None else value
 
 

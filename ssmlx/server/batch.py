@@ -32,8 +32,7 @@ from ..model.streams import StreamFusedModel
 from ..tuning.ladder import known_costs
 from ..tuning.plan import Plan
 
-STAY = 1.05
-"""What the present way is favoured by, times its tokens a second."""
+STAY = 1.05  # what the present way is favoured by, times its tokens a second
 
 
 @dataclass(eq=False, kw_only=True)
@@ -97,14 +96,7 @@ class Batches:
         told: list[TokenLogprobs] | None = None,
         mask: Mask | None = None,
     ) -> Iterator[list[int]]:
-        """As `api.planned_steps`, beside others; with a `mask`, always without drafts.
-
-        What is to be the same on every run takes turns alone.
-        """
-        if mask is None and plan.config.deterministic:
-            more: Any = {"context": context, "ends": ends, "told": told}
-            yield from planned_steps(plan, model, prompt, cache, **more)
-            return
+        """As `api.planned_steps`, beside others; with a `mask`, always without drafts."""
         cache.trim(cache.offset)
         key, text = PromptKey.of(model), [*context, *prompt]
         group = self._groups.get(key) or self._groups.setdefault(key, _Group(model))
