@@ -93,9 +93,8 @@ def _main(args: argparse.Namespace) -> None:
     sock = listening(args.host, args.port)
     metal.use(drafter.attention)
     caches = prompt_caches(args.prompt_cache, keys)
-    loading: Any = {"dtype": args.dtype, "draft_head": drafter.draft_head}
-    loading["progress"] = options.DownloadBar()
-    engine = Engine(args.model, prompt_cache=caches[0], **loading)
+    loading: Any = {"dtype": args.dtype, "progress": options.DownloadBar()}
+    engine = Engine(args.model, prompt_cache=caches[0], draft_head=drafter.draft_head, **loading)
     name = Path(args.model).name if Path(args.model).is_dir() else args.model
     models: dict[str, str | None] = {name: None}
     for one in args.adapter or ():

@@ -7,7 +7,7 @@ import asyncio
 import json
 import secrets
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 
 from ..answers import Answer
 from ..api import GenerationResponse, planned_steps
+from ..decoding.batch import Mask
 from ..decoding.sampling import TokenLogprobs
 from ..engine import Engine
 from ..errors import InputError, first_line
@@ -196,9 +197,7 @@ class Answering:
         return self.engine.stream(prompt, config, drafts={**self.drafts, "decode": decode}, **more)
 
 
-def logprobs_of(
-    tokenizer: TokenizerWrapper, told: Sequence[TokenLogprobs] | None
-) -> list[dict[str, Any]] | None:
+def logprobs_of(tokenizer: TokenizerWrapper, told: Sequence[TokenLogprobs] | None) -> Any:
     """Of each token its text with its log probability, and the likeliest in its place."""
     if told is None:
         return None
@@ -293,13 +292,11 @@ def _tool_call(parsed: Mapping[str, Any]) -> ToolCall:
     return ToolCall(str(parsed.get("id") or f"call_{secrets.token_hex(12)}"), name, told)
 
 
-def processor(
-    tokenizer: TokenizerWrapper, schema: Mapping[str, Any]
-) -> Callable[[Sequence[int], mx.array], mx.array]:
+def processor(tokenizer: TokenizerWrapper, schema: Mapping[str, Any]) -> Mask:
     """What holds an answer to a JSON schema, {} for any object.
 
-    It takes the tokens of the answer so far, and logits [1, V] of the next, and returns those, -inf
-    where a token would leave the schema. Behind a whole JSON text it leaves end tokens alone.
+    Logits are -inf where a token would leave the schema. Behind a whole JSON text end tokens alone
+    are left.
 
     Raises:
         InputError: it is no JSON schema, or one that cannot be followed.

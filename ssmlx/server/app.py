@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -31,8 +31,7 @@ from .answering import Answering
 from .asks import Ask, Body
 
 Teller = openai.Texts | blocks.Messages | blocks.Responses
-"""Tells the parts of an answer as events, of which there is one a part at least; and holds it in
-one piece, once all of them are told."""
+"""Tells an answer's parts as events, one a part at least; then has it in one piece, as `reply`."""
 APIS: dict[str, tuple[Callable[[Body, GenerateConfig], Ask], type[Teller]]] = {
     "/v1/chat/completions": (openai.read_chat, openai.Chats),
     "/v1/completions": (openai.read_completion, openai.Texts),
@@ -69,13 +68,13 @@ class Routes:
             case "/":
                 return _page()
             case "/health":
-                return _json({"status": "ok"})
+                return JSONResponse({"status": "ok"})
             case "/metrics":
                 told = generate_latest(self.answering.metrics.registry)
                 return Response(told, media_type=CONTENT_TYPE_PLAIN_0_0_4)
         more = {"object": "model", "type": "model", "created": 0, "owned_by": "ssmlx"}
         known = [{"id": one, **more} for one in self.answering.models]
-        return _json({"object": "list", "data": known})
+        return JSONResponse({"object": "list", "data": known})
 
     async def ask(self, request: Request) -> Response:
         user, path = self._user(request), request.url.path
@@ -86,7 +85,7 @@ class Routes:
         ask = self.answering.named(read(await self._body(request), self.config))
         if path.endswith("/count_tokens"):
             prompt, _ = await asyncio.to_thread(self.answering.prepared, ask)
-            return _json({"input_tokens": len(prompt)})
+            return JSONResponse({"input_tokens": len(prompt)})
         return Reply(self.answering, ask, teller(ask), user)
 
     def _user(self, request: Request) -> int:
@@ -120,7 +119,7 @@ class Routes:
                 body = parse_json(await request.body())
         except TimeoutError as error:
             raise HTTPException(408, "the body took too long to come") from error
-        except ValueError:
+        except (ValueError, ClientDisconnect):
             body = None
         require(isinstance(body, dict), "the body", expected="a JSON object", do="correct it")
         return body
@@ -128,7 +127,7 @@ class Routes:
     async def refuse(self, request: Request, failure: Exception) -> Response:
         told = _refusal(failure)
         self.answering.metrics.refused.labels(told.status_code).inc()
-        return _json(_error(told), status_code=told.status_code, headers=told.headers)
+        return JSONResponse(_error(told), status_code=told.status_code, headers=told.headers)
 
 
 def _refusal(failure: Exception) -> HTTPException:
@@ -137,8 +136,6 @@ def _refusal(failure: Exception) -> HTTPException:
             return failure
         case InputError():
             return HTTPException(400, str(failure))
-        case ClientDisconnect():
-            return HTTPException(400, "the body is not whole")
         case TimeoutError():
             return HTTPException(504, "the answer took too long")
     return HTTPException(500, "the answer failed; the server's log says why")
@@ -201,10 +198,6 @@ def _event(name: str | None, data: Mapping[str, Any] | str) -> str:
     return (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
 
 
-def _json(data: Any, **more: Any) -> Response:
-    return Response(json.dumps(data), media_type="application/json", **more)
-
-
 @cache
 def _page() -> Response:
     """The page, whose own blocks alone may run or apply."""
@@ -224,7 +217,7 @@ def make_app(
 ) -> Starlette:
     """The application; `config` holds where a request says nothing, its `max_tokens` always."""
     routes = Routes(answering, config or GenerateConfig(), hosts, keys)
-    failures = (Exception, HTTPException, InputError, TimeoutError, ClientDisconnect)
+    failures = (Exception, HTTPException, InputError, TimeoutError)
     app = Starlette(
         routes=[
             *(Route(path, routes.tell) for path in (*OPEN, "/metrics", "/v1/models")),
@@ -233,6 +226,6 @@ def make_app(
         exception_handlers={kind: routes.refuse for kind in failures},
         max_body_size=answering.limits.body,
     )
-    pages: Any = {"allow_origin_regex": _PAGES, "allow_headers": "*", "allow_methods": "*"}
-    app.add_middleware(CORSMiddleware, **pages)
+    any_: Any = {"allow_headers": "*", "allow_methods": "*"}
+    app.add_middleware(CORSMiddleware, allow_origin_regex=_PAGES, **any_)
     return app

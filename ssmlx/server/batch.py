@@ -1,11 +1,10 @@
 """Several answers at once: in turns, each with its drafts; or with a row each in plain calls.
 
 Answers that draft in turns bring tokens(n) / T(n) in sum, by tokens a call and the time of a call
-of n rows; b answers with a row each bring b / T(b) (section 4 of the MLP speculator's paper,
-2404.19124). The larger of the two is done, by the row costs of the machine, what the clock made of
-them, and how well each text is guessed (`decoding.pace`). An answer moves between its calls, with
-its keys and values, and its tokens stay the same but for ties, for the noise that it samples by
-belongs to a place in the text.
+of n rows; b answers with a row each bring b / T(b) (section 4 of 2404.19124). The larger of the two
+is done, by the row costs of the machine, what the clock made of them, and how well each text is
+guessed (`decoding.pace`). An answer moves between its calls, with its keys and values, and its
+tokens stay the same but for ties, for the noise that it samples by belongs to a place in the text.
 
 Nothing runs unless somebody reads: whoever asks for a token that is not there makes the call that
 brings one to every row. A reader that falls behind leaves the batch until it has caught up. Prompts

@@ -172,12 +172,11 @@ class Messages:
                         yield self._of_block("delta", delta=delta)
                     yield self._of_block("stop")
                 case "ends":
-                    last = part.last
-                    reason = "stop_sequence" if last.stop else _REASONS[part.reason]
-                    stop = {"stop_reason": reason, "stop_sequence": last.stop}
-                    usage = {"cache_read_input_tokens": last.cached_tokens}
-                    usage["input_tokens"] = last.prompt_tokens - last.cached_tokens
-                    usage["output_tokens"] = last.generation_tokens
+                    reason = "stop_sequence" if part.last.stop else _REASONS[part.reason]
+                    stop = {"stop_reason": reason, "stop_sequence": part.last.stop}
+                    usage = {"cache_read_input_tokens": part.last.cached_tokens}
+                    usage["input_tokens"] = part.last.prompt_tokens - part.last.cached_tokens
+                    usage["output_tokens"] = part.last.generation_tokens
                     totals = {"usage": usage, "timings": part.timings}
                     self.reply |= {**stop, **totals}
                     yield _event("message_delta", delta=stop, **totals)
@@ -251,8 +250,8 @@ class Responses:
         item: dict[str, Any] = {"id": f"item_{token_hex(12)}", "status": "in_progress"}
         self._items.append(item)
         if isinstance(part, ToolCall):
-            call = {"type": "function_call", "call_id": part.id, "name": part.name}
-            item |= {**call, "arguments": ""}
+            item |= {"type": "function_call", "call_id": part.id, "name": part.name}
+            item["arguments"] = ""
             return "function_call_arguments", item, item, "arguments"
         if isinstance(part, Reasoning):
             item |= {"type": "reasoning", "summary": [], "content": []}

@@ -11,7 +11,6 @@ from ..settings import GenerateConfig, SamplingConfig
 from . import asks
 from .asks import Ask, Body, End, Event, Part, Reasoning, Text, ToolCall
 
-MAX_CHOICES = 16
 _SETTINGS = {
     **{one.name: one.name for one in fields(SamplingConfig)},
     "temperature": "temp",
@@ -42,8 +41,8 @@ def read_completion(body: Body, config: GenerateConfig) -> Ask:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
     is_tokens = isinstance(prompt, list) and all(type(one) is int for one in prompt)
-    ok, found = is_tokens or isinstance(prompt, str), f"prompt is {quoted(prompt)}"
-    asks.check(ok, found, "a text or token ids, of one prompt")
+    ok = is_tokens or isinstance(prompt, str)
+    asks.check(ok, f"prompt is {quoted(prompt)}", "a text or token ids, of one prompt")
     for name in ("echo", "suffix"):
         asks.check(not body.get(name), name, "none")
     common = _common(body, config, asks.number(body, "logprobs", 0, 20))
@@ -60,16 +59,14 @@ def _common(body: Body, config: GenerateConfig, logprobs: int | None) -> dict[st
     found["stop"] = [stop] if isinstance(stop, str) else asks.typed(body, "stop", list, config.stop)
     ids = all(one.isdecimal() and len(one) < 10 for one in bias)
     asks.check(ids, f"logit_bias is {quoted(bias)}", "token ids")
-    if bias:
-        biases = {int(one): asks.number(bias, one, -100.0, 100.0) or 0.0 for one in bias}
-        found["logit_bias"] = biases
-    prediction = asks.typed(body, "prediction", dict, {}).get("content")
+    biases = {int(one): asks.number(bias, one, -100.0, 100.0) or 0.0 for one in bias}
+    found["logit_bias"] = biases or config.logit_bias
     own = replace(config, **found)
     return {
         "config": replace(own, max_tokens=min(own.max_tokens, config.max_tokens)),
         "model": asks.typed(body, "model", str, ""),
-        "choices": asks.number(body, "n", 1, MAX_CHOICES) or 1,
-        "prediction": asks.text_of(prediction or ""),
+        "choices": asks.number(body, "n", 1, 16) or 1,
+        "prediction": asks.text_of(asks.typed(body, "prediction", dict, {}).get("content") or ""),
         "stream": asks.typed(body, "stream", bool, False),
         "body": body,
     }
@@ -176,14 +173,12 @@ def _usage(ends: Sequence[End]) -> dict[str, Any]:
     """Over all choices, of one prompt."""
     prompt, completion = ends[0].last.prompt_tokens, sum(end.last.generation_tokens for end in ends)
     right = sum(min(end.timings["draft_n_accepted"], end.predicted) for end in ends)
-    wrong = sum(end.predicted for end in ends) - right
+    guesses = {"accepted_prediction_tokens": right}
+    guesses["rejected_prediction_tokens"] = sum(end.predicted for end in ends) - right
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": ends[0].last.cached_tokens},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": right,
-            "rejected_prediction_tokens": wrong,
-        },
+        "completion_tokens_details": guesses,
     }
