@@ -33,8 +33,8 @@ HOSTILE = """<img src=x onerror="document.title='owned'"> **<b onclick=alert(1)>
 
 @pytest.fixture(scope="module")
 def address(base, adapter):
-    models = {"tiny": None, "tiny:own": str(adapter)}
-    answering = Answering(ssmlx.Engine(str(base), dtype="float32"), models)
+    engine = ssmlx.Engine(str(base), dtype="float32")
+    answering = Answering(engine, {"tiny": None, "tiny:own": str(adapter)})
     server = uvicorn.Server(uvicorn.Config(make_app(answering), port=0, log_level="warning"))
     thread = Thread(target=server.run)
     thread.start()

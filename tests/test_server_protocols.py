@@ -50,10 +50,9 @@ def make_tokenizer(parser, *, thinks):
 
 TOKENIZER = make_tokenizer(json_tools, thinks=True)
 OFFERED = Ask(question="", config=ssmlx.GenerateConfig(), tools=[TOOL])
-LAST = ssmlx.GenerationResponse(
-    text="", tokens=(), finish_reason="stop", prompt_tokens=7, generation_tokens=20, target_calls=4,
-    prefill_seconds=1.0, decode_seconds=1.0, peak_memory=0.0, cached_tokens=4,
-)  # fmt: skip
+COUNTS = {"prompt_tokens": 7, "generation_tokens": 20, "target_calls": 4, "cached_tokens": 4}
+COUNTS |= {"prefill_seconds": 1, "decode_seconds": 1, "peak_memory": 0}
+LAST = ssmlx.GenerationResponse(text="", tokens=(), finish_reason="stop", **COUNTS)
 
 
 class Scripted:
@@ -74,13 +73,12 @@ class Scripted:
 
     async def parts(self, ask, user=0):
         self.ask, parser = ask, Parser(TOKENIZER, ask)
-        for part in [Text(text, 2) for text in self.texts]:
-            for one in parser.read(part):
-                yield one
+        said = [one for text in self.texts for one in parser.read(Text(text, 2))]
+        end = End(self.reason, replace(LAST, stop=self.stop))
+        for one in said + (parser.read(end) if self.reason else []):
+            yield one
         if self.reason is None:
             raise RuntimeError("a step")
-        for one in parser.read(End(self.reason, replace(LAST, stop=self.stop))):
-            yield one
 
 
 def pieces(text, size):
@@ -180,9 +178,8 @@ def test_other_models_markers():
 def test_messages(size):
     scripted = Scripted(f"{THOUGHT}I add.{CALL}{CALL}", size)
     tools = [{"name": "add", "input_schema": {"type": "object"}}]
-    kinds = [one.type for one in events(
-        scripted, "messages", {**MESSAGE, "tools": tools}, RawMessageStreamEvent
-    )]  # fmt: skip
+    found = events(scripted, "messages", {**MESSAGE, "tools": tools}, RawMessageStreamEvent)
+    kinds = [one.type for one in found]
     order = [one for one, after in pairwise([*kinds, ""]) if one != after]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert order == ["message_start", *block * 4, "message_delta", "message_stop"]
