@@ -33,7 +33,7 @@ def reading(path: Path, command: str) -> Iterator[None]:
     """Tell in one line that a saved result lacks what the block reads of it."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ImportError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(
             f"{path} is incomplete ({what})",
