@@ -168,8 +168,7 @@ def test_what_cannot_be_followed_is_refused_in_a_line(client, stream):
     assert unknown.status_code == 404 and "tiny, tiny:own" in unknown.json()["error"]["message"]
     assert client.post("/v1/nothing", json={}).json()["error"]["type"] == "not_found_error"
     assert client.get(CHAT).status_code == 405
-    names = [one["id"] for one in client.get("/v1/models").json()["data"]]
-    assert names == ["tiny", "tiny:own"]
+    assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["tiny", "tiny:own"]
 
 
 def test_pages_of_other_places_cannot_ask(client):

@@ -179,8 +179,7 @@ def test_messages(size):
     scripted = Scripted(f"{THOUGHT}I add.{CALL}{CALL}", size)
     tools = [{"name": "add", "input_schema": {"type": "object"}}]
     found = events(scripted, "messages", {**MESSAGE, "tools": tools}, RawMessageStreamEvent)
-    kinds = [one.type for one in found]
-    order = [one for one, after in pairwise([*kinds, ""]) if one != after]
+    order = [one for one, after in pairwise([*(one.type for one in found), ""]) if one != after]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert order == ["message_start", *block * 4, "message_delta", "message_stop"]
     whole = Message.model_validate(posted(scripted, "messages", {**MESSAGE, "tools": tools}).json())
@@ -192,6 +191,8 @@ def test_messages(size):
         assert one.content[2].input == ARGUMENTS and one.stop_reason == "tool_use"
         assert (one.usage.input_tokens, one.usage.cache_read_input_tokens) == (3, 4)
         assert one.usage.output_tokens == 20
+    chat = posted(scripted, "chat/completions", {**MESSAGE, "tools": [TOOL]}).json()["choices"][0]
+    assert [one["index"] for one in chat["message"]["tool_calls"]] == [0, 1]
 
 
 def test_turns_of_messages():
