@@ -349,8 +349,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, base, capsys):
     keys.chmod(0o600)
     assert command.read_keys(keys) == [b"one", b"two"]
     with command.listening("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        assert exit_code(command.main, "--model", base, "--port", port) == 2
+        assert exit_code(command.main, "--model", base, "--port", taken.getsockname()[1]) == 2
     assert "free port" in one_line(capsys.readouterr().err, "ssmlx.server")
 
 

@@ -13,7 +13,6 @@ from ssmlx.answers import run
 from ssmlx.decoding.batch import MOST_UNREAD, Batch
 from ssmlx.decoding.pace import Pace
 from ssmlx.server import batch as batching
-from ssmlx.server.batch import Batches
 from ssmlx.tuning.cost import StepCosts
 
 LENGTH = 12
@@ -34,7 +33,7 @@ def engine(base, folders):
 
 @pytest.fixture
 def batches():
-    return Batches()
+    return batching.Batches()
 
 
 @pytest.fixture

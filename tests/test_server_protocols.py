@@ -319,16 +319,18 @@ def test_a_schema_is_followed_whatever_the_logits():
         assert "expected one that llguidance knows" in refusal(processor, TOKENIZER, bad)
 
 
-def test_a_model_says_the_same_by_every_route(base):
+def test_a_model_says_the_same_by_every_route(base, tmp_path):
     turns = [{"role": "user", "content": "w1 w2"}]
     asked = {"model": "tiny", "messages": turns, "max_tokens": 8}
     with ssmlx.Engine(str(base), dtype="float32") as engine:
-        tiny = Answering(engine, {"tiny": None})
+        tiny = Answering(engine, {"tiny": None}, [ssmlx.PromptCache(folder=tmp_path)])
         chat = posted(tiny, "chat/completions", asked).json()
         message = posted(tiny, "messages", asked).json()
         count = posted(tiny, "messages/count_tokens", {"messages": turns}).json()["input_tokens"]
         body = {"input": turns, "max_output_tokens": 8}
         response = Response.model_validate(posted(tiny, "responses", body).json())
+        tiny.close()
+    assert any(tmp_path.rglob("*.safetensors")), "prompts were kept"
     said, used = chat["choices"][0]["message"]["content"], message["usage"]
     assert said and message["content"][0]["text"] == response.output_text == said
     assert count == chat["usage"]["prompt_tokens"] == response.usage.input_tokens
