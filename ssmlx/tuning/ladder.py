@@ -17,8 +17,8 @@ USUAL_CONTEXT = 128
 """Tokens before an answer, where nobody says."""
 _LONG = (256, 1024, 3072)
 """Tokens at which a text is of another kind: streams guess worse behind long ones."""
-FAR = 0.6
-"""Of the drafts accepted alone, what streams that were trained on single prompts keep there."""
+FAR = 0.7
+"""Of the drafts accepted alone, what the bundled streams of a template keep there."""
 
 
 def this_chip() -> Chip:
