@@ -153,8 +153,7 @@ def test_a_prompt_of_one_token_has_a_row(ask, together, others):
 
 def test_an_end_in_the_middle_is_heard(ask, together):
     whole = list(ask(QUESTIONS[0], alone=True))
-    stop = whole[5].text.strip()
-    settings = {"stop": (stop,)}
+    settings = {"stop": (whole[5].text.strip(),)}
     alone = list(ask(QUESTIONS[0], alone=True, **settings))
     with ask(QUESTIONS[1], max_tokens=100) as other:
         next(other)
