@@ -21,7 +21,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
 from ssmlx.model.tree import root_tree
 from ssmlx.settings import GenerateConfig, TreeConfig
-from ssmlx.training.data import Batch as TrainingBatch
+from ssmlx.training.data import Example, collate
 from ssmlx.training.mlx_model import Layout, TrainedModel
 
 WINDOW = 8
@@ -202,8 +202,7 @@ def test_training_sees_what_decoding_sees(name, tied):
     own = tiny.make_adapter(backbone, "streams", seed=1, **tiny.RESIDUAL)
     trained = TrainedModel(backbone, own)
     count, streams = len(PROMPT), own.config.num_streams
-    tokens = np.array([[*PROMPT, 0]])
-    batch = TrainingBatch(np.zeros(1, int), tokens, np.array([count + 1]), np.zeros(1, int), count)
+    batch = collate([Example(np.array([*PROMPT, 0]), count)], np.zeros(1, int))
     layout = Layout.of(batch, streams)
     nodes, rows = trained.upper(trained.lower(layout), layout)
     cache, root = model.make_cache(), root_tree(mx.array(PROMPT[-1:]))
