@@ -13,6 +13,7 @@ from real import answer, one_line, words, write_packed, write_tokenizer
 from tiny import slow
 
 import ssmlx
+from ssmlx.calibration.costs import CostPlan
 from ssmlx.commands import adapt, adapting, upload
 from ssmlx.commands.adapt import PROG, main
 from ssmlx.loading.attach import adapters_for, default_adapter
@@ -20,6 +21,7 @@ from ssmlx.loading.files import PartFile, folder_digest
 from ssmlx.loading.names import own_adapters, resolve_adapter
 from ssmlx.training import answers, record, sizing
 from ssmlx.training.answers import Speaker, Text
+from ssmlx.tuning.profile import profile_of
 
 HELD_OUT, ANSWERS, LENGTH = 4, 26, 12
 RATES = {"answer": 9.0, "token": 0.1, "lower": 0.1, "batch_size": 4, "together": 3, "memory": 2**30}
@@ -51,6 +53,9 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(answers, "QUESTION_TOKENS", 6)
     monkeypatch.setattr(record, "find_spec", lambda _: None)  # no picture
     monkeypatch.setattr(adapting, "CHECKED_TOKENS", 8)
+    plan = CostPlan(rows=(1, 4), fused_nodes=(1,), contexts=(16,), repeats=1)
+    monkeypatch.setattr(adapting, "CALIBRATED", plan)
+    monkeypatch.setattr(adapting, "BUSY", float("inf"))
 
 
 def adapted(model, *more):
@@ -93,6 +98,17 @@ def test_what_it_brings_is_told_in_a_file_that_a_card_is_made_of(packed, capsys)
     capsys.readouterr()
     assert upload.main(["--adapter", "mine", "--repo", "me/mine", "--dry-run"]) == 0
     assert f"6: {curve[6]}," in capsys.readouterr().out
+
+
+def test_it_calibrates_what_will_be_used_unless_others_disturb(packed, monkeypatch, capsys):
+    monkeypatch.setattr(adapting, "BUSY", -1.0)
+    folder = adapted(packed)
+    assert "not calibrated" in capsys.readouterr().out
+    assert profile_of(ssmlx.load(packed, adapter=folder)[0]) is None
+    monkeypatch.setattr(adapting, "BUSY", float("inf"))
+    adapted(packed)
+    assert "calibrated: fastest here is a best tree of 4 nodes" in capsys.readouterr().out
+    assert profile_of(ssmlx.load(packed, adapter=folder)[0]).best().shape.num_nodes == 4
 
 
 def write_family(folder, name):

@@ -14,9 +14,10 @@ EPILOG = """examples:
   python -m ssmlx.chat --model mlx-community/Qwen3-4B-4bit     # drafts from then on
 
 The model answers prompts that ship with ssmlx, and questions that it asks itself; streams learn to
-guess these answers. Its own answers stay what they are, token for token. With --data it answers
-your prompts too (JSON lines with "prompt" or "messages"), and nothing else of yours is read; what
-streams have learnt of them can be guessed from the adapter, so keep it as you keep the data.
+guess these answers, which stay what they are, token for token. With --data it answers your prompts
+too (JSON lines with "prompt" or "messages"), and nothing else of yours is read; what streams have
+learnt of them can be guessed from the adapter, so keep it as you keep the data. At the end it is
+measured which drafts are fastest here.
 
 The same command again goes on where it was stopped, at whatever moment; with more hours, it goes
 on from what they made, with more answers. All is kept in

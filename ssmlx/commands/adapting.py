@@ -21,11 +21,14 @@ from mlx_lm.generate import wired_limit
 from .. import __version__
 from ..api import stream_generate
 from ..bars import bar
+from ..calibration import BUSY, CONTEXTS
+from ..calibration.choice import choose
+from ..calibration.costs import ROWS, CostPlan, measure_costs
+from ..calibration.guesses import RecordedAnswer, guesses_along, most_candidates
 from ..errors import require
 from ..loading.adapter import load_adapter, write_adapter
-from ..loading.attach import fuse_streams
 from ..loading.files import PartFile, make_folder, new_folder, write_whole
-from ..loading.load import is_quantised, load_tokenizer
+from ..loading.load import is_quantised, load, load_tokenizer
 from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, Fetch, resolve_model
 from ..model.streams import StreamFusedModel
 from ..prompts import asked_tokens, read_prompts, user_text
@@ -51,8 +54,8 @@ from ..training.sizing import (
     predicted,
 )
 from ..tuning import ladder
-from ..tuning.chips import Decoder
-from ..tuning.profile import digest_of
+from ..tuning.chips import MOST_ROWS, Decoder
+from ..tuning.profile import digest_of, store_profile
 from .machine import power_source
 from .options import DownloadBar
 from .train import STORE_FILE
@@ -68,6 +71,10 @@ _ROUND_SEEDS = 1000
 CACHE_BYTES = 1 << 29
 """Freed memory that MLX may keep."""
 _BUSY_SECONDS = 10
+CALIBRATED = CostPlan(
+    rows=tuple(one for one in ROWS if one <= MOST_ROWS), fused_nodes=(1, 2),
+    contexts=CONTEXTS[:2], repeats=3,
+)  # fmt: skip
 PLAIN, DRAFTED, LOOKUP = "plain", "drafted", "lookup"
 WAYS: dict[str, Any] = {
     PLAIN: {"decoding": "plain"},
@@ -131,7 +138,8 @@ class Run:
         self.words = load_tokenizer(path, self.base)
         mx.set_cache_limit(CACHE_BYTES)
         self.most = int((args.memory_gb or memory_here() / 2**30) * 2**30)
-        self.backbone = load_frozen(path, frozen_dtype(path, self.base, self.most))
+        self.dtype = frozen_dtype(path, self.base, self.most)
+        self.backbone = load_frozen(path, self.dtype)
         self.backbone.require_stages("streams")
         self.speaker = Speaker(self.backbone.model, self.words, 1, args.seed, self.wait)
         template = None if self.words.has_chat_template else "{prompt}"
@@ -360,7 +368,10 @@ class Run:
         (folder / STORE_FILE).unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Decode held-out prompts in turns, plain and drafted; write and say what was gained."""
+        """Decode held-out prompts in turns, plain and drafted; write and say what was gained.
+
+        The model is loaded as it will be used, which may be otherwise than it was trained.
+        """
         folder = self.folder / TRAINED_FOLDER
         require(
             folder.exists(),
@@ -368,18 +379,20 @@ class Run:
             expected="more tokens per call",
             do="give more --hours",
         )
-        model = fuse_streams(self.backbone, load_adapter(folder), merge_lora=False)
+        del self.speaker, self.backbone
+        mx.clear_cache()
+        model, _ = load(self.settings["model"], adapter=folder, dtype=self.dtype)
         rows = self._rows(len(self.rounds) - 1, "valid")
+        self._calibrate(model, rows)
         seconds, calls = dict.fromkeys(WAYS, 0.0), dict.fromkeys(WAYS, 0)
         tokens = same = 0
         for row in bar(rows[:CHECKED], "checking"):
             said = {}
             for way, settings in WAYS.items():
-                own = model if way == DRAFTED else StreamFusedModel(self.backbone)
                 start = time.perf_counter()
                 every = [
                     *stream_generate(
-                        own, self.words, row["prompt_tokens"],
+                        model, self.words, row["prompt_tokens"],
                         max_tokens=CHECKED_TOKENS, **settings,
                     )
                 ]  # fmt: skip
@@ -402,6 +415,22 @@ class Run:
         if picture.exists():
             print(f"curves: {picture}")
         print(f"use it: python -m ssmlx.chat --model {self.args.model}")
+
+    def _calibrate(self, model: StreamFusedModel, rows: Sequence[dict[str, Any]]) -> None:
+        """Keep what is fastest on this machine, as `ssmlx.calibrate` does, from known answers."""
+        texts = [(row["prompt_tokens"], row["completion_tokens"]) for row in rows]
+        costs, noise = measure_costs(model, [prompt for prompt, _ in texts], CALIBRATED)
+        most = most_candidates(model, max(CALIBRATED.rows))
+        answers = [
+            RecordedAnswer(prompt, guesses_along(model, prompt, answer, most))
+            for prompt, answer in bar(texts, "guesses")
+        ]
+        if noise > BUSY:
+            print("not calibrated, others kept the machine busy: what is drafted follows the clock")
+            return
+        choice = choose(model, answers, costs, CALIBRATED.rows[1:])
+        store_profile(choice.profile(model))
+        print(f"calibrated: fastest here is a {choice.chosen.shape}")
 
     def _write_figures(self, folder: Path, per_call: dict[str, float]) -> None:
         """What `ssmlx.upload` makes a card of."""
