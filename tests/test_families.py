@@ -84,7 +84,7 @@ PLAIN = {
 BOTH = (True, False)
 HEADS = {"llama": BOTH, "qwen3": BOTH, "gemma3_text": BOTH, "minicpm": (False,)}
 CASES = [(name, tied) for name in FAMILIES for tied in HEADS.get(name, (True,))]
-FIRST = [("qwen3", False), ("gemma3_text", True), ("gpt_oss", True), ("mistral3", True)]
+FIRST = [("qwen3", False), ("gemma3_text", True), ("gpt_oss", True)]
 SOME = [*FIRST, *slow(*(case for case in CASES if case not in FIRST))]
 PROMPT = [(7 * i * i + 3 * i) % 60 + 1 for i in range(2 * WINDOW + 5)]
 LENGTH = 4 * WINDOW
@@ -114,7 +114,7 @@ def decoded(model, prompt=PROMPT, cache=None, context=(), **settings):
     return tiny.first_tokens(steps, LENGTH)
 
 
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bits", [None, *slow(4)])
 @pytest.mark.parametrize("name, tied", SOME)
 def test_decoding_is_mlx_lms(name, tied, bits):
     """Prompt and answer are longer than the windows."""

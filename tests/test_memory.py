@@ -218,6 +218,7 @@ def test_streaming_takes_little_more_than_plain_decoding():
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_with_a_packed_draft_head_streaming_takes_little_more_than_the_base_alone():
     """At most 3 % at the peak, weights included, beside a model without any adapter.
 

@@ -107,6 +107,7 @@ def check_against(oracle, model, tokenizer, entry, variants, length=LENGTH):
 # --- The default tier: what a user does, end to end ---
 
 
+@pytest.mark.slow
 def test_tokens_and_calls_are_those_of_pytorch(model_of):
     check(model_of, "fused", 1, 2)
 
