@@ -26,7 +26,13 @@ from ssmlx.decoding.pace import Pace
 _PASSED = Path(os.environ.get("SSMLX_PASSED", os.devnull))
 
 
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # but as here: files of the real model take longest
+
+
 def pytest_collection_modifyitems(config, items):
+    real = {item.path for item in items if item.get_closest_marker("real")}
+    items.sort(key=lambda item: item.path not in real)
     passed = set(_PASSED.read_text().splitlines()) if _PASSED.exists() else set()
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
     items[:] = [item for item in items if item.nodeid not in passed]
