@@ -19,12 +19,12 @@ import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
 from .. import __version__
-from ..api import stream_generate
 from ..bars import bar
 from ..calibration import BUSY, CONTEXTS
 from ..calibration.choice import choose
 from ..calibration.costs import ROWS, CostPlan, measure_costs
 from ..calibration.guesses import RecordedAnswer, guesses_along, most_candidates
+from ..calibration.timing import ssmlx_answer
 from ..errors import require
 from ..loading.adapter import load_adapter, write_adapter
 from ..loading.files import PartFile, make_folder, new_folder, write_whole
@@ -32,7 +32,7 @@ from ..loading.load import is_quantised, load, load_tokenizer
 from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, Fetch, resolve_model
 from ..model.streams import StreamFusedModel
 from ..prompts import asked_tokens, read_prompts, user_text
-from ..settings import read_json
+from ..settings import GenerateConfig, read_json
 from ..training.answers import Speaker, Text
 from ..training.config import RunOptions, TrainConfig
 from ..training.job import prepare, read_base, run_to_end, stream_config
@@ -54,7 +54,7 @@ from ..training.sizing import (
     predicted,
 )
 from ..tuning import ladder
-from ..tuning.chips import MOST_ROWS, Decoder
+from ..tuning.chips import Decoder
 from ..tuning.profile import digest_of, store_profile
 from .machine import power_source
 from .options import DownloadBar
@@ -71,15 +71,12 @@ _ROUND_SEEDS = 1000
 CACHE_BYTES = 1 << 29
 """Freed memory that MLX may keep."""
 _BUSY_SECONDS = 10
-CALIBRATED = CostPlan(
-    rows=tuple(one for one in ROWS if one <= MOST_ROWS), fused_nodes=(1, 2),
-    contexts=CONTEXTS[:2], repeats=3,
-)  # fmt: skip
+CALIBRATED = CostPlan(rows=ROWS[:9], fused_nodes=(1, 2), contexts=CONTEXTS[:2], repeats=3)
 PLAIN, DRAFTED, LOOKUP = "plain", "drafted", "lookup"
-WAYS: dict[str, Any] = {
-    PLAIN: {"decoding": "plain"},
-    DRAFTED: {},
-    LOOKUP: {"drafter": "prompt-lookup"},
+WAYS = {
+    PLAIN: GenerateConfig(decoding="plain"),
+    DRAFTED: GenerateConfig(),
+    LOOKUP: GenerateConfig(drafter="prompt-lookup"),
 }
 
 
@@ -368,10 +365,7 @@ class Run:
         (folder / STORE_FILE).unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Decode held-out prompts in turns, plain and drafted; write and say what was gained.
-
-        The model is loaded as it will be used, which may be otherwise than it was trained.
-        """
+        """Decode held-out prompts in turns, as will be done from now on; say what was gained."""
         folder = self.folder / TRAINED_FOLDER
         require(
             folder.exists(),
@@ -388,17 +382,12 @@ class Run:
         tokens = same = 0
         for row in bar(rows[:CHECKED], "checking"):
             said = {}
-            for way, settings in WAYS.items():
-                start = time.perf_counter()
-                every = [
-                    *stream_generate(
-                        model, self.words, row["prompt_tokens"],
-                        max_tokens=CHECKED_TOKENS, **settings,
-                    )
-                ]  # fmt: skip
-                seconds[way] += time.perf_counter() - start
-                calls[way] += every[-1].target_calls
-                said[way] = [token for one in every for token in one.tokens]
+            for way, config in WAYS.items():
+                own = replace(config, max_tokens=CHECKED_TOKENS)
+                answer = ssmlx_answer(model, self.words, row["prompt_tokens"], own)
+                seconds[way] += answer.seconds
+                calls[way] += answer.target_calls
+                said[way] = answer.tokens
             tokens += len(said[PLAIN])
             same += said[PLAIN] == said[DRAFTED]
         self._write_figures(folder, {way: tokens / count for way, count in calls.items()})
