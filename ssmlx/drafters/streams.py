@@ -16,24 +16,30 @@ from ..settings import StreamSchedule, TreeConfig
 
 
 def rank_given(
-    model: StreamFusedModel, stream_hidden: mx.array, roots: mx.array, count: int
+    model: StreamFusedModel, stream_hidden: mx.array, roots: mx.array, count: int, temp: float = 1.0
 ) -> tuple[mx.array, mx.array]:
     """Columns [A, G, K] of the draft head, and log probabilities [A, G, K, K] of each given each of
     the stream before.
 
     Of stream rows [1, A * G, D] at A places, whose `roots` are [A]: in all rows of a first stream
     its tokens are given the root. The K = `count` likeliest without that share their mass anew.
+    `temp` is a temperature of all of it.
     """
     places = roots.shape[0]
     normed = model.backbone.final_norm(stream_hidden)
     head = model.draft_head or model.backbone.lm_head
-    columns, logprobs = rank_candidates(head(normed.squeeze(0)), count)
+    columns, logprobs = rank_candidates(_at(temp, head(normed.squeeze(0))), count)
     columns, logprobs = (a.reshape(places, -1, count) for a in (columns, logprobs))
     tokens = model.drafted_tokens(columns)
     first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
     previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
     normed = normed.reshape(*columns.shape[:2], -1)
-    return columns, share_anew(logprobs, model.condition_logits(normed, previous, columns))
+    more = model.condition_logits(normed, previous, columns)
+    return columns, share_anew(logprobs, _at(temp, more))
+
+
+def _at(temp: float, logits: mx.array) -> mx.array:
+    return logits if temp == 1 else logits / temp
 
 
 @mx.compile
@@ -52,6 +58,9 @@ class StreamDrafter:
     "second-pass" those of the accepted node alone, in a pass of the upper layers after it. Both
     draft the same: the second pass reads the upper layers' weights once more, and spares M * G rows
     there. Trees may be `more_levels` deeper by what others add to them.
+
+    Streams guess greedy text. Where the target samples, at `temp`, their guesses are flattened
+    before trees are made of them, by as much as was best in replays of chats at T = 1.
     """
 
     draft_calls = 0
@@ -65,6 +74,7 @@ class StreamDrafter:
         schedule: StreamSchedule = "second-pass",
         *,
         more_levels: int = 0,
+        temp: float = 0.0,
     ) -> None:
         require(
             schedule in model.schedules,
@@ -78,7 +88,7 @@ class StreamDrafter:
         tree = tree.no_wider_than(model.draft_vocab_size)
         self._model, self._tree, self._path = model, tree, 1 + num_streams + more_levels
         count = num_candidates(tree, num_streams, conditional=model.is_conditional)
-        self._num_candidates = min(count, model.draft_vocab_size)
+        self._num_candidates, self._temp = min(count, model.draft_vocab_size), temp
         self.max_nodes = tree.num_nodes(num_streams)
         self.num_parameters = model.streams.num_parameters if model.streams else 0
         self._owner: StreamDrafter | None = None  # of the cache, where that is another's
@@ -86,7 +96,7 @@ class StreamDrafter:
 
     def beside(self, tree: TreeConfig, num_streams: int, schedule: StreamSchedule) -> StreamDrafter:
         """One of no more streams, to draft in turns with this one, whose cache it shares."""
-        other = StreamDrafter(self._model, tree, num_streams, schedule)
+        other = StreamDrafter(self._model, tree, num_streams, schedule, temp=self._temp)
         other._owner = self._owner or self
         return other
 
@@ -103,12 +113,12 @@ class StreamDrafter:
     def propose(self, verified: Verified) -> Tree:
         stream_hidden = verified.stream_hidden if self.num_streams else self._second_pass(verified)
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
-        count = self._num_candidates
+        count, temp = self._num_candidates, 1 + self._temp / 2
         if self._model.is_conditional:
-            columns, logprobs = rank_given(self._model, stream_hidden, verified.root, count)
+            columns, logprobs = rank_given(self._model, stream_hidden, verified.root, count, temp)
             ranked = self._model.drafted_tokens(columns[0]), logprobs[0]
         else:
-            logits = self._model.draft_logits(stream_hidden)
+            logits = _at(temp, self._model.draft_logits(stream_hidden))
             ranked = rank_candidates(logits, count, self._model.draft_vocab)
         return grow_tree(verified.root, *ranked, self._tree)
 

@@ -232,8 +232,9 @@ def _make_drafter(
         assert model.config is not None
         streams = model.config.usable_streams(config.num_streams)
         drafter = StreamDrafter(
-            model, config.tree, streams, config.stream_schedule, more_levels=nodes
-        )
+            model, config.tree, streams, config.stream_schedule,
+            more_levels=nodes, temp=config.temp,
+        )  # fmt: skip
     else:
         assert heads is not None
         shape = config.tree if kind == "medusa" else config.speculator_tree
