@@ -72,6 +72,7 @@ CACHE_BYTES = 1 << 29
 """Freed memory that MLX may keep."""
 _BUSY_SECONDS = 10
 CALIBRATED = CostPlan(rows=ROWS[:9], fused_nodes=(1, 2), contexts=CONTEXTS[:2], repeats=3)
+"""What is timed at the end: trees of up to 16 nodes, not far into a text."""
 PLAIN, DRAFTED, LOOKUP = "plain", "drafted", "lookup"
 WAYS = {
     PLAIN: GenerateConfig(decoding="plain"),
@@ -409,14 +410,14 @@ class Run:
         """Keep what is fastest on this machine, as `ssmlx.calibrate` does, from known answers."""
         texts = [(row["prompt_tokens"], row["completion_tokens"]) for row in rows]
         costs, noise = measure_costs(model, [prompt for prompt, _ in texts], CALIBRATED)
+        if noise > BUSY:
+            print("not calibrated, others kept the machine busy: what is drafted follows the clock")
+            return
         most = most_candidates(model, max(CALIBRATED.rows))
         answers = [
             RecordedAnswer(prompt, guesses_along(model, prompt, answer, most))
             for prompt, answer in bar(texts, "guesses")
         ]
-        if noise > BUSY:
-            print("not calibrated, others kept the machine busy: what is drafted follows the clock")
-            return
         choice = choose(model, answers, costs, CALIBRATED.rows[1:])
         store_profile(choice.profile(model))
         print(f"calibrated: fastest here is a {choice.chosen.shape}")
