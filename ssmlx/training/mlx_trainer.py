@@ -42,11 +42,12 @@ def linear_cross_entropy(
     The gradient reaches `hidden` [R, D]; `targets` and `scales`, of a row in the sum, are [R].
     """
 
-    def loss_of(rows: mx.array, wanted: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+    def sloped(rows: mx.array, wanted: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
+        """What has the loss's gradient, if not its value; and the losses."""
         logits = logits_of(rows).astype(mx.float32)
+        losses, probs = cross_entropies(mx.stop_gradient(logits), wanted)
         chosen = mx.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
-        losses = log_normaliser(logits) - chosen
-        return (losses * weights).sum(), losses
+        return ((logits * (probs * weights[:, None])).sum() - (chosen * weights).sum()), losses
 
     def chunk_by_chunk(hidden: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         losses: list[mx.array] = []
@@ -55,7 +56,7 @@ def linear_cross_entropy(
             part = hidden[rows]
             if losses:  # the last chunk's logits are done with first, however MLX orders its work
                 part = mx.depends([part], [losses[-1], gradients[-1]])[0]
-            (_, own), gradient = mx.value_and_grad(loss_of)(part, targets[rows], scales[rows])
+            (_, own), gradient = mx.value_and_grad(sloped)(part, targets[rows], scales[rows])
             losses.append(own)
             gradients.append(gradient)
         every = mx.concatenate(losses)
@@ -72,20 +73,21 @@ def linear_cross_entropy(
     return total, mx.stop_gradient(losses)
 
 
-def log_normaliser(logits: mx.array) -> mx.array:
-    """[R] logsumexp of float32 logits [R, V], a block of tokens at a time.
+def cross_entropies(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+    """[R] losses and [R, V] probabilities of float32 logits [R, V], by one exponential of each.
 
-    MLX's CPU backend adds one number after the other. Over a whole vocabulary the small ones are
-    lost: losses come out some 1e-4 too low, and gradients of likely tokens are off by percents.
+    Sums are taken a block of tokens at a time. MLX's CPU backend adds one number after the other:
+    over a whole vocabulary the small ones are lost, losses come out some 1e-4 too low, and
+    gradients of likely tokens are off by percents.
     """
     rows, vocab_size = logits.shape
     whole = vocab_size // _BLOCK * _BLOCK
-    sums = []
-    if whole:
-        sums.append(mx.logsumexp(logits[:, :whole].reshape(rows, -1, _BLOCK), axis=-1))
-    if whole < vocab_size:
-        sums.append(mx.logsumexp(logits[:, whole:], axis=-1, keepdims=True))
-    return mx.logsumexp(mx.concatenate(sums, axis=1), axis=-1)
+    top = logits.max(axis=-1, keepdims=True)
+    powers = mx.exp(logits - top)
+    sums = [powers[:, :whole].reshape(rows, -1, _BLOCK).sum(axis=-1), powers[:, whole:]]
+    mass = mx.concatenate(sums, axis=1).sum(axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)
+    return (mx.log(mass) + top - chosen)[:, 0], powers / mass
 
 
 def load_frozen(path: Path, dtype: str) -> Backbone:
