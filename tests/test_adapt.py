@@ -251,12 +251,17 @@ def test_weights_are_unpacked_where_there_is_room(packed):
     assert sizing.frozen_dtype(packed, settings, 6 * size) == "stored"
 
 
-def test_what_is_measured_is_what_steps_then_take(base):
+def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     import mlx.core as mx
+
+    batches, whole = [], sizing.collate
+    monkeypatch.setattr(
+        sizing, "collate", lambda *args: batches.append(whole(*args)) or batches[-1]
+    )
 
     backbone, _ = sizing_base(base)
     train = sizing.TrainConfig(
-        num_streams=2, num_msa_layers=2, adapter_scope="streams", draft_vocab_size=0,
+        num_streams=2, num_msa_layers=2, adapter_scope="streams", draft_vocab_size=32,
         max_length=64 + sizing.ANSWER_TOKENS,
     )  # fmt: skip
     speaker = Speaker(backbone.model, ssmlx.load(base)[1], 1)
@@ -265,12 +270,13 @@ def test_what_is_measured_is_what_steps_then_take(base):
     config = adapting.stream_config(train, settings, options, [2])
     rates = sizing.measure(backbone, config, train, speaker, 64, 2**33)
     assert rates.batch_size == 16 and rates.together == 32 and min(rates.answer, rates.token) > 0
+    assert batches and all((batch.tokens < 32).all() for batch in batches)  # streams learn of all
     # The largest batch, for real.
     rng = sizing.np.random.default_rng(1)
-    tokens = rng.integers(0, 64, train.max_length).astype("int32")
-    twin = backbone.twin()
-    model = sizing.TrainedModel(twin, sizing.new_adapter(twin, config, train, None))
-    objective = sizing.MlxObjective(model, train, None)
+    tokens = rng.integers(0, 32, train.max_length).astype("int32")
+    twin, vocab = backbone.twin(), sizing.np.arange(32, dtype="int32")
+    model = sizing.TrainedModel(twin, sizing.new_adapter(twin, config, train, vocab))
+    objective = sizing.MlxObjective(model, train, vocab)
     trainer = sizing.MlxTrainer(objective, 10)
     batch = sizing.collate([sizing.Example(tokens, 64)] * 16, sizing.np.arange(16))
     states = objective.lower(batch)

@@ -163,11 +163,12 @@ def measure(
     Raises:
         InputError: not even one example at a time fits.
     """
-    rng = np.random.default_rng(train.seed)
-    tokens = rng.integers(0, backbone.vocab_size, prompt_tokens + ANSWER_TOKENS).astype(np.int32)
+    rng, size = np.random.default_rng(train.seed), train.draft_vocab_size
+    known = size or backbone.vocab_size  # tokens that are learnt, as nearly all of an answer's are
+    tokens = rng.integers(0, known, prompt_tokens + ANSWER_TOKENS).astype(np.int32)
     example = Example(tokens, prompt_tokens)
     together, answer, for_answers = _answer_rate(speaker, tokens[:prompt_tokens].tolist(), most)
-    twin, size = backbone.twin(), train.draft_vocab_size
+    twin = backbone.twin()
     vocab = np.arange(size, dtype=np.int32) if size else None
     model = TrainedModel(twin, new_adapter(twin, config, train, vocab))
     objective = MlxObjective(model, train, vocab)
