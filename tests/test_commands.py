@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -534,3 +535,14 @@ def test_a_bar_appears_on_a_terminal_after_a_while_and_leaves(monkeypatch, capsy
     with on_screen():
         assert list(bars.bar([1, 2], "numbers", mininterval=0)) == [1, 2]
     assert ("numbers" in capsys.readouterr().err) == (patience == 0)
+
+
+def test_a_line_is_said_once_where_a_library_listens_too(capsys):
+    theirs = logging.StreamHandler()
+    logging.getLogger().addHandler(theirs)
+    try:
+        with on_screen():
+            logging.getLogger("ssmlx").info("a line")
+    finally:
+        logging.getLogger().removeHandler(theirs)
+    assert capsys.readouterr().err == "ssmlx: a line\n"

@@ -512,14 +512,16 @@ def first_shows() -> Iterator[None]:
 def on_screen() -> Iterator[None]:
     handler, logger, bars = logging.StreamHandler(), logging.getLogger("ssmlx"), shown.set(True)
     handler.setFormatter(logging.Formatter("ssmlx: %(message)s"))
-    level = logger.level
+    level, propagates = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # a library's handler on the root would say each line again
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = propagates
         shown.reset(bars)
 
 
