@@ -18,6 +18,7 @@ from ssmlx.commands import adapt, adapting, upload
 from ssmlx.commands.adapt import PROG, main
 from ssmlx.loading.attach import adapters_for, default_adapter
 from ssmlx.loading.files import PartFile, folder_digest
+from ssmlx.loading.load import load_base
 from ssmlx.loading.names import own_adapters, resolve_adapter
 from ssmlx.training import answers, record, sizing
 from ssmlx.training.answers import Speaker, Text
@@ -255,11 +256,8 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     import mlx.core as mx
 
     batches, whole = [], sizing.collate
-    monkeypatch.setattr(
-        sizing, "collate", lambda *args: batches.append(whole(*args)) or batches[-1]
-    )
-
-    backbone, _ = sizing_base(base)
+    monkeypatch.setattr(sizing, "collate", lambda *a: batches.append(whole(*a)) or batches[-1])
+    backbone, _ = load_base(base, "float32")
     train = sizing.TrainConfig(
         num_streams=2, num_msa_layers=2, adapter_scope="streams", draft_vocab_size=32,
         max_length=64 + sizing.ANSWER_TOKENS,
@@ -283,12 +281,6 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
     mx.reset_peak_memory()
     trainer.advance(batch, states)
     assert mx.get_peak_memory() == pytest.approx(rates.memory, rel=0.15)
-
-
-def sizing_base(base):
-    from ssmlx.loading.load import load_base
-
-    return load_base(base, "float32")
 
 
 def test_answers_are_those_of_one_text_after_the_other(base, tmp_path):

@@ -393,8 +393,7 @@ class Run:
             same += said[PLAIN] == said[DRAFTED]
         self._write_figures(folder, {way: tokens / count for way, count in calls.items()})
         curve = load_adapter(folder).config.tokens_per_call or {}
-        untrained = self.log[0]["tokens_per_call"]
-        speedup = seconds[PLAIN] / seconds[DRAFTED]
+        untrained, speedup = self.log[0]["tokens_per_call"], seconds[PLAIN] / seconds[DRAFTED]
         print(
             f"{self.folder.name}: {curve.get(6, 0.0):.2f} tokens per call with 6 nodes on held-out "
             f"answers (untrained {untrained:.2f}, prompt lookup {tokens / calls[LOOKUP]:.2f}); "
@@ -426,7 +425,6 @@ class Run:
         """What `ssmlx.upload` makes a card of."""
         adapter = load_adapter(folder)
         rows = self._rows(len(self.rounds) - 1, "train")
-        untrained = self.log[0]["tokens_per_call"]
         figures = {
             "base": {
                 "model": self.args.model, "revision": self.revision,
@@ -447,7 +445,7 @@ class Run:
                 "prompts": HELD_OUT, "max_tokens": ANSWER_TOKENS, "plain_tokens_per_call": 1.0,
                 "tokens_per_call": adapter.config.tokens_per_call,
                 "lookup_tokens_per_call": round(per_call[LOOKUP], 3),
-                "untrained_tokens_per_call": untrained,
+                "untrained_tokens_per_call": self.log[0]["tokens_per_call"],
             },
         }  # fmt: skip
         write_whole(folder / FIGURES_FILE, json.dumps(figures, indent=1).encode())
