@@ -195,8 +195,7 @@ class Run:
         known["rounds"] = [asdict(one) for one in self.rounds]
         write_whole(path, json.dumps(known, indent=1).encode())
         learnt = sum(one.answers * one.epochs for one in self.rounds)
-        layers, streams = train.num_msa_layers, train.num_streams
-        print(_gain_told(predicted(decoder, chip, layers, streams, learnt)))
+        print(_gain_told(predicted(decoder, chip, train.num_msa_layers, train.num_streams, learnt)))
 
     def _plan(self) -> None:
         """A round more where there are hours for it."""
@@ -423,7 +422,6 @@ class Run:
 
     def _write_figures(self, folder: Path, per_call: dict[str, float]) -> None:
         """What `ssmlx.upload` makes a card of."""
-        adapter = load_adapter(folder)
         rows = self._rows(len(self.rounds) - 1, "train")
         figures = {
             "base": {
@@ -443,7 +441,7 @@ class Run:
             },
             "figures": {
                 "prompts": HELD_OUT, "max_tokens": ANSWER_TOKENS, "plain_tokens_per_call": 1.0,
-                "tokens_per_call": adapter.config.tokens_per_call,
+                "tokens_per_call": load_adapter(folder).config.tokens_per_call,
                 "lookup_tokens_per_call": round(per_call[LOOKUP], 3),
                 "untrained_tokens_per_call": self.log[0]["tokens_per_call"],
             },

@@ -24,8 +24,9 @@ from .config import TrainConfig
 from .data import Batch, Example, draft_indices, in_order
 
 MAIN, STREAM, GIVEN, PRUNE = "main", "stream", "given", "prune"
-PRUNE_STRIDE = 4
-"""One carrier in so many, a different one each step, teaches the pruning adapter."""
+STRIDE = 4
+"""One carrier in so many, a different one each step, teaches the pruning adapter, and streams
+beside a condition what they guess without it: perf/README.md, "Objectives"."""
 
 _CHUNK_LOGITS = 1 << 24
 _BITS: dict[int, np.dtype] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
@@ -110,18 +111,19 @@ class Objective(ABC):
         main_targets = batch.targets(0)
         if train.adapter_scope == "all" and not train.train_only:
             found.append(Term(MAIN, MAIN, node_rows, main_targets, train.main_weight))
+        some = slice(step % STRIDE, None, STRIDE)
+        own = some if train.condition_rank else slice(None)
         shape = (*node_rows.shape, train.num_streams)
         stream_rows = np.arange(node_rows.size * train.num_streams).reshape(shape)
         for stream, alpha in enumerate(train.alphas, 1):
             targets = draft_indices(batch.targets(stream), self.draft_vocab)
             rows = stream_rows[:, :, stream - 1]
             if not train.keeps_streams:
-                found.append(Term(f"stream_{stream}", STREAM, rows, targets, alpha))
+                found.append(Term(f"stream_{stream}", STREAM, rows[:, own], targets[:, own], alpha))
             if train.condition_rank:
                 before = batch.targets(stream - 1)
                 found.append(Term(f"given_{stream}", GIVEN, rows, targets, alpha, before))
         if train.prune_rank and train.prune_weight and not train.keeps_streams:
-            some = slice(step % PRUNE_STRIDE, None, PRUNE_STRIDE)
             rows, targets = node_rows[:, some], main_targets[:, some]
             found.append(Term(PRUNE, PRUNE, rows, targets, train.prune_weight))
         return found
