@@ -253,8 +253,6 @@ def test_weights_are_unpacked_where_there_is_room(packed):
 
 
 def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
-    import mlx.core as mx
-
     batches, whole = [], sizing.collate
     monkeypatch.setattr(sizing, "collate", lambda *a: batches.append(whole(*a)) or batches[-1])
     backbone, _ = load_base(base, "float32")
@@ -263,24 +261,21 @@ def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):
         max_length=64 + sizing.ANSWER_TOKENS,
     )  # fmt: skip
     speaker = Speaker(backbone.model, ssmlx.load(base)[1], 1)
-    options = SimpleNamespace(template=None, model="tiny")
     settings = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 64}
-    config = adapting.stream_config(train, settings, options, [2])
+    config = adapting.stream_config(train, settings, SimpleNamespace(template=None, model="a"), [2])
     rates = sizing.measure(backbone, config, train, speaker, 64, 2**33)
     assert rates.batch_size == 16 and rates.together == 32 and min(rates.answer, rates.token) > 0
     assert batches and all((batch.tokens < 32).all() for batch in batches)  # streams learn of all
     # The largest batch, for real.
-    rng = sizing.np.random.default_rng(1)
-    tokens = rng.integers(0, 32, train.max_length).astype("int32")
+    tokens = sizing.np.arange(train.max_length, dtype="int32") % 32
     twin, vocab = backbone.twin(), sizing.np.arange(32, dtype="int32")
     model = sizing.TrainedModel(twin, sizing.new_adapter(twin, config, train, vocab))
     objective = sizing.MlxObjective(model, train, vocab)
-    trainer = sizing.MlxTrainer(objective, 10)
-    batch = sizing.collate([sizing.Example(tokens, 64)] * 16, sizing.np.arange(16))
+    batch = whole([sizing.Example(tokens, 64)] * 16, sizing.np.arange(16))
     states = objective.lower(batch)
-    mx.reset_peak_memory()
-    trainer.advance(batch, states)
-    assert mx.get_peak_memory() == pytest.approx(rates.memory, rel=0.15)
+    sizing.mx.reset_peak_memory()
+    sizing.MlxTrainer(objective, 10).advance(batch, states)
+    assert sizing.mx.get_peak_memory() == pytest.approx(rates.memory, rel=0.15)
 
 
 def test_answers_are_those_of_one_text_after_the_other(base, tmp_path):

@@ -60,7 +60,7 @@ from ssmlx.training.data import Batch, Packing, collate
 from ssmlx.training.job import SETTINGS_FILE, Trainer
 from ssmlx.training.mlx_model import Layout, TrainedModel, new_adapter, trained_weights
 from ssmlx.training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
-from ssmlx.training.objective import LowerStore
+from ssmlx.training.objective import PRUNE, STREAM, STRIDE, LowerStore
 from ssmlx.training.record import LOG_FILE, read_record
 
 SMALL = (
@@ -385,6 +385,14 @@ def test_a_batch_costs_what_eq_5_says_of_each_example(base, scope, reduced):
     assert found == pytest.approx(means[1:], rel=1e-5)
     expected = sum(a * m for a, m in zip(alphas, means[1:], strict=True))
     assert float(total) == pytest.approx(expected + means[0] * (scope == "all"), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [STREAM, PRUNE])
+def test_in_turn_every_carrier_teaches(base, kind):
+    objective, batch = torch_objective(base, condition_rank=4), some_batch()
+    every = [t for step in range(STRIDE) for t in objective.terms(batch, step) if t.kind == kind]
+    rows = np.concatenate([term.rows.flatten() for term in every])
+    assert len({*rows}) == len(rows) == batch.carriers.size * (3 if kind == STREAM else 1)
 
 
 def test_the_pruning_loss_reaches_its_adapter_alone(base):
