@@ -25,6 +25,7 @@ from .config import DRAFT_VOCAB_SIZE, TrainConfig
 from .data import Example, collate
 from .mlx_model import TrainedModel, new_adapter
 from .mlx_trainer import MlxObjective, MlxTrainer
+from .objective import STRIDE
 
 ANSWER_TOKENS = 160
 USUAL_TOKENS = 120  # of an answer, of the tokens that it may have
@@ -118,7 +119,7 @@ def expected_rates(decoder: Decoder, chip: Chip, sizes: Sizes) -> Rates:
     """What `measure` should find on a chip, by what others published of its rows; no memory.
 
     Learning a token takes a row of it, and one of each stream forth and back, through the layers
-    that have streams, and the draft head twice forth and back.
+    that have streams, and the draft head forth and back, once and for one token in `STRIDE` twice.
     """
     layers, streams = sizes.num_layers, sizes.num_streams
     drafting, together = _drafting(decoder, layers, streams), _TOGETHER[0]
@@ -127,7 +128,7 @@ def expected_rates(decoder: Decoder, chip: Chip, sizes: Sizes) -> Rates:
     head = row * chip.seconds(decoder.head_bytes(drafting.draft_vocab))
     return Rates(
         answer=together / costs(drafting, chip).batch_seconds(together, USUAL_CONTEXT),
-        token=layers * layer * (1 + 2 * streams) + 4 * streams * head,
+        token=layers * layer * (1 + 2 * streams) + 2 * (1 + 1 / STRIDE) * streams * head,
         lower=(decoder.layers - layers) * layer,
         batch_size=_BATCHES[0], together=together, memory=0,
     )  # fmt: skip
@@ -166,7 +167,6 @@ def measure(
     rng, size = np.random.default_rng(train.seed), train.draft_vocab_size
     known = size or backbone.vocab_size  # tokens that are learnt, as nearly all of an answer's are
     tokens = rng.integers(0, known, prompt_tokens + ANSWER_TOKENS).astype(np.int32)
-    example = Example(tokens, prompt_tokens)
     together, answer, for_answers = _answer_rate(speaker, tokens[:prompt_tokens].tolist(), most)
     twin = backbone.twin()
     vocab = np.arange(size, dtype=np.int32) if size else None
@@ -174,7 +174,7 @@ def measure(
     objective = MlxObjective(model, train, vocab)
     trainer, peaks = MlxTrainer(objective, 100), {}
     for count in _PROBED:
-        batch = collate([example] * count, np.arange(count))
+        batch = collate([Example(tokens, prompt_tokens)] * count, np.arange(count))
         with _watched() as lower:
             states = objective.lower(batch)
         with _watched() as step:
