@@ -253,7 +253,7 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
         theirs.advance(batch, theirs_lower), rel=1e-5
     )
     for name, weight in named_as_mine(theirs.named).items():
-        clear = expected[name].abs().numpy() > 1e-7  # elsewhere Adam divides noise by noise
+        clear = expected[name].abs().numpy() > 3e-7  # elsewhere Adam divides noise by noise
         assert gap(np.array(mine.weights[name]) * clear, weight.detach().numpy() * clear) < 1e-4
 
 
