@@ -236,14 +236,14 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     mine, theirs = pair(tmp_path, architecture, vocab, {"adapter_scope": scope, **changes})
     for trainer in (mine, theirs):
-        trainer.step = 1  # the rate's, and the carriers' of the pruning adapter
+        trainer.step = 2  # the rate's, and of the carriers that teach in turn
     batch = some_batch(8, 97, PACKING if "pack" in changes else None)
     assert len(set(batch.pads)) > 2 or len(batch.tokens) < 5
     lower, theirs_lower = mine.objective.lower(batch), theirs.objective.lower(batch)
     for row, (pad, length) in enumerate(zip(batch.pads, batch.lengths, strict=True)):
         end = pad + length
         assert gap(lower[row, pad:end], theirs_lower[row, pad:end]) < 5e-5
-    total, _ = theirs.objective.loss(batch, theirs_lower, 1)
+    total, _ = theirs.objective.loss(batch, theirs_lower, 2)
     total.backward()
     gradients, _ = mine.gradients(batch, lower)
     expected = named_as_mine({name: p.grad for name, p in theirs.named.items()})
@@ -253,7 +253,7 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
         theirs.advance(batch, theirs_lower), rel=1e-5
     )
     for name, weight in named_as_mine(theirs.named).items():
-        clear = expected[name].abs().numpy() > 3e-7  # elsewhere Adam divides noise by noise
+        clear = expected[name].abs().numpy() > 1e-7  # elsewhere Adam divides noise by noise
         assert gap(np.array(mine.weights[name]) * clear, weight.detach().numpy() * clear) < 1e-4
 
 
