@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -390,12 +390,13 @@ class Run:
                 said[way] = answer.tokens
             tokens += len(said[PLAIN])
             same += said[PLAIN] == said[DRAFTED]
-        self._write_figures(folder, {way: tokens / count for way, count in calls.items()})
         curve = load_adapter(folder).config.tokens_per_call or {}
+        per_call = {way: tokens / count for way, count in calls.items()}
+        self._write_figures(folder, curve, per_call)
         untrained, speedup = self.log[0]["tokens_per_call"], seconds[PLAIN] / seconds[DRAFTED]
         print(
             f"{self.folder.name}: {curve.get(6, 0.0):.2f} tokens per call with 6 nodes on held-out "
-            f"answers (untrained {untrained:.2f}, prompt lookup {tokens / calls[LOOKUP]:.2f}); "
+            f"answers (untrained {untrained:.2f}, prompt lookup {per_call[LOOKUP]:.2f}); "
             f"{speedup:.2f} times plain decoding's speed on {CHECKED} prompts, {same} of {CHECKED} "
             "answers the same, token for token"
         )
@@ -420,7 +421,7 @@ class Run:
         store_profile(choice.profile(model))
         print(f"calibrated: fastest here is a {choice.chosen.shape}")
 
-    def _write_figures(self, folder: Path, per_call: dict[str, float]) -> None:
+    def _write_figures(self, folder: Path, curve: Mapping[int, float], per_call: dict) -> None:
         """What `ssmlx.upload` makes a card of."""
         rows = self._rows(len(self.rounds) - 1, "train")
         figures = {
@@ -441,7 +442,7 @@ class Run:
             },
             "figures": {
                 "prompts": HELD_OUT, "max_tokens": ANSWER_TOKENS, "plain_tokens_per_call": 1.0,
-                "tokens_per_call": load_adapter(folder).config.tokens_per_call,
+                "tokens_per_call": curve,
                 "lookup_tokens_per_call": round(per_call[LOOKUP], 3),
                 "untrained_tokens_per_call": self.log[0]["tokens_per_call"],
             },
