@@ -20,7 +20,7 @@ from .loading.load import load
 from .loading.names import NO_ADAPTER, Fetch, resolve_adapter
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
-from .prompts import Message, Tools, chat_tokens, prompt_tokens
+from .prompts import Message, Tools, own_template, prompt_tokens, turns_tokens
 from .session import ChatSession
 from .settings import DEFAULT_MODEL, GenerateConfig, Settings
 
@@ -183,7 +183,8 @@ class Engine:
         if isinstance(question, str):
             return prompt_tokens(question, model, self.tokenizer, **template)
         if question and isinstance(question[0], Mapping):
-            return chat_tokens(self.tokenizer, cast("Sequence[Message]", question), **template)
+            turns = cast("Sequence[Message]", question)
+            return turns_tokens(turns, self.tokenizer, own_template(model), **template)
         return [int(token) for token in cast("Sequence[int]", question)]
 
     def chat(

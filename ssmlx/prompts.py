@@ -162,9 +162,13 @@ def encode_prompt(
     template: str | None = None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Under a template as `prompt_tokens`; several turns under the model's own chat template."""
-    own = model.config.prompt_template if model.config else None
-    return asked_tokens(prompt, tokenizer, own if template is None else template, template_args)
+    """Under a template as `prompt_tokens`; several turns as `turns_tokens`."""
+    own = own_template(model) if template is None else template
+    return asked_tokens(prompt, tokenizer, own, template_args)
+
+
+def own_template(model: Model) -> str | None:
+    return model.config.prompt_template if model.config else None
 
 
 def asked_tokens(
@@ -173,12 +177,28 @@ def asked_tokens(
     template: str | None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The tokens of what is asked; a template is for a single turn of the user's."""
     messages = as_messages(prompt)
     more: Any = {"tools": prompt.get("tools"), "template_args": template_args}
     if len(messages) > 1:
-        return chat_tokens(tokenizer, messages, **more)
+        return turns_tokens(messages, tokenizer, template, **more)
     return text_tokens(user_text(prompt), tokenizer, template, **more)
+
+
+def turns_tokens(
+    messages: Sequence[Message], tokenizer: TokenizerWrapper, template: str | None, **more: Any
+) -> list[int]:
+    """Turns under the model's chat template, from where an adapter's own `template` begins in it.
+
+    So what the chat template has a system say, where nobody gave one, is left out behind a first
+    turn as before it: the adapter was trained without.
+    """
+    tokens = chat_tokens(tokenizer, messages, **more)
+    is_own = "{prompt}" in (template or "") and not any(more.values())
+    if not is_own or messages[0]["role"] != "user":
+        return tokens
+    first = text_tokens(user_text({"messages": messages[:1]}), tokenizer, template)
+    starts = (n for n in range(len(tokens)) if tokens[n : n + len(first)] == first)
+    return tokens[next(starts, 0) :]
 
 
 def chat_tokens(
@@ -225,7 +245,6 @@ def chat_tokens(
 class ChatFrame:
     """Tokens that a chat template puts around what is said; none without a template."""
 
-    head: tuple[int, ...] = ()  # before the user's first turn
     closing: tuple[int, ...] = ()  # between an answer's last token and the user's next turn
     opening: tuple[int, ...] = ()  # with which a later turn of the user's begins
 
@@ -244,18 +263,13 @@ def chat_frame(tokenizer: TokenizerWrapper) -> ChatFrame:
     except InputError:
         return ChatFrame()
 
-    def encoded(part: str) -> list[int]:
-        return list(tokenizer.encode(part.rstrip(), add_special_tokens=False))
-
-    tokens = encoded(text.partition(answer)[2].partition(second)[0])
+    between = text.partition(answer)[2].partition(second)[0].rstrip()
+    tokens = list(tokenizer.encode(between, add_special_tokens=False))
     ends = [n for n, token in enumerate(tokens, 1) if token in tokenizer.eos_token_ids]
     at = max(ends, default=0)
     while at < len(tokens) and not tokenizer.decode(tokens[at : at + 1]).strip():
         at += 1
-    closing, opening = tuple(tokens[:at]), tuple(tokens[at:])
-    before = tuple(encoded(text.partition(first)[0]))
-    head = before[: len(before) - len(opening)]
-    return ChatFrame(head if head + opening == before else (), closing, opening)
+    return ChatFrame(tuple(tokens[:at]), tuple(tokens[at:]))
 
 
 def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) -> None:

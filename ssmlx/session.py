@@ -19,7 +19,7 @@ from .loading.attach import swap_adapter
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
-from .prompts import Message, Tools, chat_tokens, check_text, common_prefix
+from .prompts import Message, Tools, check_text, common_prefix, own_template, turns_tokens
 from .settings import GenerateConfig
 from .tuning.memory import Memory, memory_of
 from .tuning.plan import Plan, make_plan
@@ -54,7 +54,7 @@ class Comparison:
 
 
 class ChatSession:
-    """A conversation under the model's chat template, whatever template an adapter brings.
+    """A conversation under the model's chat template, or an adapter's own where it has turns.
 
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
@@ -199,7 +199,7 @@ class ChatSession:
         self, text: str, config: GenerateConfig
     ) -> Iterator[GenerationResponse | Prefilled]:
         question: Message = {"role": "user", "content": text}
-        prompt = chat_tokens(self.tokenizer, [*self.messages, question], **self._template)
+        prompt = self._prompt([*self.messages, question])
         # At least one token is left to process.
         reused = self._cache.back_to(common_prefix(self._cached_tokens, prompt[:-1]))
         if self._prompts is not None and not config.deterministic:
@@ -234,6 +234,9 @@ class ChatSession:
 
         return turns()
 
+    def _prompt(self, turns: Sequence[Message]) -> list[int]:
+        return turns_tokens(turns, self.tokenizer, own_template(self.model), **self._template)
+
     def _count(self, last: GenerationResponse, reused: int) -> None:
         totals = self.totals
         totals.reused_tokens += reused
@@ -256,7 +259,7 @@ class ChatSession:
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         found, do = "nothing was said yet", "say something first"
         require(bool(users), found, expected="a message to answer", do=do)
-        prompt = chat_tokens(self.tokenizer, self.messages[: users[-1] + 1], **self._template)
+        prompt = self._prompt(self.messages[: users[-1] + 1])
         config = with_seed(self.config)  # the same for both, or two samples would be compared
         model, tokenizer = self.model, self.tokenizer
         streaming, plain = (

@@ -5,6 +5,7 @@ import json
 import pytest
 from tiny import make_tokenizer
 
+from ssmlx import prompts
 from ssmlx.errors import InputError
 from ssmlx.prompts import chat_frame, chat_tokens, encode_prompt, prompt_tokens, read_prompts
 from ssmlx.training.data import Encoder
@@ -89,7 +90,7 @@ def test_bad_turns_are_one_line(read, turns):
 def test_a_users_turn_begins_with_what_its_template_says(tokenizer):
     assert chat_frame(tokenizer).opening == (3,)
     tokenizer.chat_template = "w8 {% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
-    assert [*vars(chat_frame(tokenizer)).values()] == [(8,), (12,), (5, 9)]
+    assert [*vars(chat_frame(tokenizer)).values()] == [(12,), (5, 9)]
     for template, found in (
         ("{% for m in messages %}w9 {{ m.content }} w12 w5 {% endfor %}", (5, 9)),
         ("{{ raise_exception('three turns') }}", ()),
@@ -97,6 +98,29 @@ def test_a_users_turn_begins_with_what_its_template_says(tokenizer):
     ):
         tokenizer.chat_template = template
         assert chat_frame(tokenizer).opening == found
+
+
+OWN = "w5 w9 {prompt} w12"
+FIRST, ANSWER = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
+CHATS = [
+    (OWN, [FIRST], {}, [5, 9, 1, 12]),
+    (OWN, [FIRST, ANSWER, FIRST], {}, [5, 9, 1, 12, 5, 9, 2, 12, 5, 9, 1, 12]),
+    (None, [FIRST], {}, [8, 5, 9, 1, 12]),
+    ("chat", [FIRST, ANSWER], {}, [8, 5, 9, 1, 12, 5, 9, 2, 12]),
+    ("w4 {prompt}", [FIRST], {}, [8, 5, 9, 1, 12]),
+    (OWN, [TURNS[0], FIRST], {}, [8, 5, 9, 0, 12, 5, 9, 1, 12]),
+    (OWN, [FIRST], {"tools": TOOLS}, [8, 6, 5, 9, 1, 12]),
+]
+
+
+@pytest.mark.parametrize(("template", "turns", "more", "expected"), CHATS)
+def test_turns_begin_as_an_adapters_own_template_does(tokenizer, template, turns, more, expected):
+    """Unless somebody has a system say something, or tools."""
+    said = "{% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
+    tokenizer._tokenizer.chat_template = "w8 {% if tools %}w6 {% endif %}" + said
+    assert prompts.turns_tokens(turns, tokenizer, template, **more) == expected
+    if len(turns) > 1:
+        assert encode_prompt({"messages": turns}, Model(), tokenizer, template) == expected
 
 
 def test_a_chat_is_learnt_from_a_last_turn_that_calls_a_tool(tokenizer):

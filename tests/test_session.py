@@ -1,11 +1,13 @@
 """Chats of many turns: the cache that is kept, and what may go wrong."""
 
+from dataclasses import replace
+
 import pytest
 from real import answer, words
 
 import ssmlx
 from ssmlx.errors import InputError
-from ssmlx.prompts import chat_tokens
+from ssmlx.prompts import chat_tokens, encode_prompt, prompt_tokens
 
 LENGTH = 12
 
@@ -125,6 +127,21 @@ def test_reset_and_system_start_anew(make_session):
     told = tokens_of(session.reply("w1 w2"))
     assert told == expected(session, "plain") != first
     assert told == tokens_of(make_session(system="w30 w31 w32").reply("w1 w2"))
+
+
+def test_an_adapters_own_template_is_that_of_every_turn(loaded, monkeypatch):
+    """So a first turn is asked as a prompt alone is, and stays in the cache."""
+    model, tokenizer = loaded
+    said = "w8 {% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", said)
+    own = replace(model.config, prompt_template="w5 w9 {prompt} w12")
+    monkeypatch.setattr(model, "config", own)
+    session = ssmlx.ChatSession(*loaded, ssmlx.GenerateConfig(max_tokens=3))
+    alone = prompt_tokens("w1", *loaded)
+    assert tokens_of(session.reply("w1")) == answer(*loaded, alone, max_tokens=3)[0]
+    second, turns = tokens_of(session.reply("w2")), {"messages": session.messages[:3]}
+    assert second == answer(*loaded, encode_prompt(turns, *loaded), max_tokens=3)[0]
+    assert session.totals.reused_tokens >= len(alone) and session.compare().same_tokens
 
 
 def test_template_arguments_hold_in_every_turn(loaded, monkeypatch):

@@ -138,25 +138,25 @@ def test_a_plan_gives_any_step_without_those_before_it(packing):
 
 
 def test_examples_become_turns_of_a_conversation():
-    packing = data.Packing(21, ChatFrame((1,), (END, 2), (3, 4)), (3, 4), 8)
+    packing = data.Packing(21, ChatFrame((END, 2), (3, 4)), (3, 4), 8)
     texts = [
         example(3, 4, 5, 9, 6, END, start=4), example(1, 3, 4, 5, 9, 7, 8, start=5),
         example(8, 9, 5, END, start=2), example(3, 4, 5, 6, start=3),
     ]  # fmt: skip
     batch = data.collate(texts, np.arange(4), packing)
     # What was cut is closed; what is no turn under the template follows as it is.
-    first = [1, 3, 4, 5, 9, 6, END, 2, 3, 4, 5, 9, 7, 8, END, 2, 8, 9, 5, END]
-    assert batch.tokens.tolist() == [first, [3, 4, 5, 6] + [0] * 16]
-    assert batch.carriers.tolist() == [[4, 5, 11, 12, 17, 18], [2, 0, 1, 3, 4, 5]]
+    first = [3, 4, 5, 9, 6, END, 2, 3, 4, 5, 9, 7, 8, END, 2, 8, 9, 5, END]
+    assert batch.tokens.tolist() == [first, [3, 4, 5, 6] + [0] * 15]
+    assert batch.carriers.tolist() == [[3, 4, 10, 11, 16, 17], [2, 0, 1, 3, 4, 5]]
     assert batch.targets(0).tolist() == [[6, END, 7, 8, 5, END], [6] + [-1] * 5]
     assert batch.targets(1).tolist() == [[END, -1, 8, -1, END, -1], [-1] * 6]
     answers = [(row, places.start, a.tolist()) for row, places, a in batch.answers()]
     assert answers == [(0, 0, [6, END]), (0, 2, [7, 8]), (0, 4, [5, END]), (1, 0, [6])]
-    assert (batch.visible[0] == np.tril(np.ones((20, 20), bool))).all()
+    assert (batch.visible[0] == np.tril(np.ones((19, 19), bool))).all()
     seen = batch.stream_visible
-    assert np.flatnonzero(seen[0, 4]).tolist() == [0, 1, 2, 3, 4]
-    assert np.flatnonzero(seen[0, 12]).tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 12]
-    assert np.flatnonzero(seen[0, 18]).tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 18]
+    assert np.flatnonzero(seen[0, 3]).tolist() == [0, 1, 2, 3]
+    assert np.flatnonzero(seen[0, 11]).tolist() == [0, 1, 2, 3, 7, 8, 9, 10, 11]
+    assert np.flatnonzero(seen[0, 17]).tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 16, 17]
     assert batch.part(1, 2).targets(0).tolist() == [[6]]
 
 

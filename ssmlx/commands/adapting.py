@@ -26,7 +26,7 @@ from ..calibration.costs import ROWS, CostPlan, measure_costs
 from ..calibration.guesses import RecordedAnswer, guesses_along, most_candidates
 from ..calibration.timing import ssmlx_answer
 from ..errors import require
-from ..loading.adapter import load_adapter, write_adapter
+from ..loading.adapter import load_adapter
 from ..loading.files import PartFile, make_folder, new_folder, write_whole
 from ..loading.load import is_quantised, load, load_tokenizer
 from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, Fetch, resolve_model
@@ -36,9 +36,8 @@ from ..settings import GenerateConfig, read_json
 from ..training.answers import Speaker, Text
 from ..training.config import RunOptions, TrainConfig
 from ..training.job import prepare, read_base, run_to_end, stream_config
-from ..training.mlx_model import TrainedModel, new_adapter, told, with_new_parts
+from ..training.mlx_model import TrainedModel, new_adapter, with_new_parts
 from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
-from ..training.objective import Validation
 from ..training.questions import opening, written_prompts
 from ..training.record import LOG_FILE, PICTURE_FILE, draw, read_record
 from ..training.sizing import (
@@ -348,17 +347,12 @@ class Run:
         model = TrainedModel(twin, adapter, train.train_only)
         objective = MlxObjective(model, train, job.draft_vocab)
         frozen = [str(twin.dtype), self.settings["model"]]
-
-        def write(validate: Validation) -> Path:
-            with new_folder(best) as work:
-                write_adapter(work, told(model.adapter, validate))
-            return best
-
         with wired_limit(twin.model):
             run_to_end(
                 job, MlxTrainer(objective, job.num_steps),
                 prog=self.prog, dtype=str(twin.dtype).removeprefix("mlx.core."),
-                identity=job.identity(*frozen, init=before if start else None), write=write,
+                identity=job.identity(*frozen, init=before if start else None),
+                write=lambda validate: model.write(best, validate),
                 keep_best=True, wait=self.wait,
                 lower=lambda: job.stored_lower(objective, STORE_FILE, job.lower_identity(*frozen)),
             )  # fmt: skip

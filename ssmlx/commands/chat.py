@@ -199,20 +199,7 @@ def current_adapter(chat: Chat) -> str:
         asked = session.config.decoding == "plain"
         why = "as --decoding says" if asked else "which is faster here"
         drafts = f"{drafter} drafts" if drafter else f"plain decoding, {why}"
-    if _trained_on_another_form(session):
-        how += "; it was trained on prompts of another form than this chat's"
     return f"{name}: {drafts}; {how}"
-
-
-def _trained_on_another_form(session: ChatSession) -> bool:
-    """Whether the adapter's own prompt template differs from the model's chat template."""
-    from ..prompts import chat_tokens, prompt_tokens
-
-    tokenizer, turns = session.tokenizer, [{"role": "user", "content": "hello"}]
-    if not tokenizer.has_chat_template:
-        return False
-    own = prompt_tokens("hello", session.model, tokenizer)
-    return own != chat_tokens(tokenizer, turns)
 
 
 def _reset(rest: str, chat: Chat) -> str:

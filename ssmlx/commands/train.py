@@ -66,15 +66,14 @@ def _run(args: argparse.Namespace) -> None:
 
     from mlx_lm.generate import wired_limit
 
-    from ..loading.adapter import load_adapter, write_adapter
+    from ..loading.adapter import load_adapter
     from ..loading.attach import read_task_lora
-    from ..loading.files import folder_digest, new_folder
+    from ..loading.files import folder_digest
     from ..model.lora import layer_of
     from ..model.ranks import launched
     from ..training.job import prepare, run_to_end
-    from ..training.mlx_model import TrainedModel, new_adapter, start_from, told, with_new_parts
+    from ..training.mlx_model import TrainedModel, new_adapter, start_from, with_new_parts
     from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
-    from ..training.objective import Validation
 
     start = with_new_parts(load_adapter(args.init), train) if train.train_only else None
     job, path = prepare(options, train, start)
@@ -93,18 +92,12 @@ def _run(args: argparse.Namespace) -> None:
     task_layers = {layer_of(path)[0] for path in adapter.task_lora}
     is_below = task_layers and min(task_layers) < job.config.insertion_layer
     lower_identity = job.lower_identity(*frozen, *kept, *(task if is_below else []))
-    folder = options.out / TRAINED_FOLDER
-
-    def write(validate: Validation) -> Path:
-        with new_folder(folder) as work:
-            write_adapter(work, told(model.adapter, validate))
-        return folder
-
     with wired_limit(backbone.model):
         run_to_end(
             job, trainer,
             prog=PROG, dtype=str(backbone.dtype).removeprefix("mlx.core."),
-            identity=job.identity(*frozen, *task, init=args.init), write=write,
+            identity=job.identity(*frozen, *task, init=args.init),
+            write=lambda validate: model.write(options.out / TRAINED_FOLDER, validate),
             lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
         )  # fmt: skip
 

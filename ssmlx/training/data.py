@@ -190,7 +190,7 @@ class Packing:
         """Examples as turns; one alone stays as it is.
 
         What stands before a prompt's first turn, such as what a system says, is the first
-        example's, or the template's. An answer that was cut is closed, and not taught its end.
+        example's. An answer that was cut is closed, and not taught its end.
         """
         if len(examples) == 1:
             return examples[0]
@@ -202,8 +202,6 @@ class Packing:
             if text:
                 text += self.frame.closing[text[-1:] == [*self.frame.closing[:1]] :]
                 own = own[opens[0] if opens else 0 :]
-            elif opens[:1] == [0]:
-                text += self.frame.head
             text += own
             turns.append((len(text) - example.num_answer, len(text)))
         return Example(np.array(text, np.int32), turns[0][0], tuple(turns))

@@ -22,8 +22,16 @@ import mlx.core as mx
 import numpy as np
 
 from ..drafters.streams import rank_given
-from ..loading.adapter import Adapter, BaseIdentity, lora_tensors, stream_tensors, streams_of
+from ..loading.adapter import (
+    Adapter,
+    BaseIdentity,
+    lora_tensors,
+    stream_tensors,
+    streams_of,
+    write_adapter,
+)  # fmt: skip
 from ..loading.attach import check_base
+from ..loading.files import new_folder
 from ..model.backbone import Backbone, LMHead
 from ..model.condition import Condition
 from ..model.lora import (
@@ -160,6 +168,13 @@ class TrainedModel:
     def adapter(self) -> Adapter:
         return with_weights(self._adapter, self.weights)
 
+    def write(self, folder: Path, validate: Validation) -> Path:
+        """Write the adapter with what it brings on held-out text, by the nodes of a tree."""
+        config = replace(self.adapter.config, tokens_per_call=validate.curve(SIZES) or None)
+        with new_folder(folder) as work:
+            write_adapter(work, replace(self.adapter, config=config))
+        return folder
+
     @property
     def _streams(self) -> StreamWeights:
         assert self._fused.streams is not None
@@ -282,12 +297,6 @@ def with_new_parts(adapter: Adapter, train: TrainConfig) -> Adapter:
     )
     streams = replace(streams, condition=condition, root_init=root_init)
     return replace(adapter, config=config, streams=streams)
-
-
-def told(adapter: Adapter, validate: Validation) -> Adapter:
-    """The adapter with what it was found to bring on held-out text, by the nodes of a tree."""
-    curve = validate.curve(SIZES) or None
-    return replace(adapter, config=replace(adapter.config, tokens_per_call=curve))
 
 
 def new_root_init(train: TrainConfig, size: int) -> LowRank | None:
