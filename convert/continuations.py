@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ssmlx.commands.options import add_counts, add_options, command, make_parser
 from ssmlx.errors import require
 from ssmlx.loading.files import PartFile, folder_digest, make_folder, write_whole
-from ssmlx.prompts import as_messages, encode, read_prompts
+from ssmlx.prompts import as_messages, asked_tokens, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
 from ssmlx.templates import refusing_turns
 
@@ -239,21 +239,14 @@ def encode_prompts(
     )
     encoded = []
     for number, prompt in enumerate(prompts, 1):
-        messages = as_messages(prompt)
         if template is None:
             with refusing_turns(f"the turns of prompt {number}"):
                 tokens = tokenizer.apply_chat_template(
-                    messages, tools=prompt.get("tools"), add_generation_prompt=True,
+                    as_messages(prompt), tools=prompt.get("tools"), add_generation_prompt=True,
                     return_dict=False,
                 )  # fmt: skip
         else:
-            require(
-                len(messages) == 1,
-                f"prompt {number} has {len(messages)} turns",
-                expected="one, as the checkpoint's template takes it",
-                do="drop that prompt",
-            )
-            tokens = encode(template.replace("{prompt}", messages[0]["content"]), tokenizer)
+            tokens = asked_tokens(prompt, tokenizer, template)
         require(
             len(tokens) <= longest,
             f"prompt {number} has {len(tokens)} tokens",

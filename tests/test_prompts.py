@@ -121,6 +121,8 @@ def test_turns_begin_as_an_adapters_own_template_does(tokenizer, template, turns
     assert prompts.turns_tokens(turns, tokenizer, template, **more) == expected
     if len(turns) > 1:
         assert encode_prompt({"messages": turns}, Model(), tokenizer, template) == expected
+    learnt = Encoder(tokenizer, template, END, 50).encode({"messages": [*turns, ANSWER], **more})
+    assert learnt.tokens[: learnt.start].tolist() == expected
 
 
 def test_a_chat_is_learnt_from_a_last_turn_that_calls_a_tool(tokenizer):

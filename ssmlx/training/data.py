@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.loop import own_turn
 from ..errors import InputError
 from ..model.masks import in_window, window_start
-from ..prompts import ChatFrame, chat_tokens, encode, plain_turns, read_lines
+from ..prompts import ChatFrame, chat_tokens, encode, plain_turns, read_lines, turns_tokens
 from ..settings import parse_json
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
@@ -92,11 +93,12 @@ class Encoder:
         return encode(self.template.replace("{prompt}", text), self.tokenizer)
 
     def _chat(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
-        prompt = chat_tokens(self.tokenizer, turns[:-1], tools=tools)
+        of_turns = partial(turns_tokens, tokenizer=self.tokenizer, template=self.template)
+        prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):
             return prompt, self._answer(turns[-1]["content"])
         # How a model calls a tool, its template alone knows.
-        whole = chat_tokens(self.tokenizer, turns, tools=tools, add_generation_prompt=False)
+        whole = of_turns(turns, tools=tools, add_generation_prompt=False)
         if whole[: len(prompt)] != prompt:
             raise ValueError("its tool calls do not stand where the template starts an answer")
         answer, end = whole[len(prompt) :], self.end_token
