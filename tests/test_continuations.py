@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from real import one_line
 
 torch = pytest.importorskip("torch")
@@ -14,7 +15,7 @@ from convert.__main__ import main as convert
 from convert.continuations import Sampling, encode_prompts, generate_batch
 from ssmlx.errors import InputError
 from ssmlx.loading.files import PartFile
-from ssmlx.prompts import as_messages, read_prompts
+from ssmlx.prompts import as_messages, asked_tokens, read_prompts
 from ssmlx.settings import StreamConfig
 
 WORDS = ["[U]", "<s>", "</s>", "user", "assistant", "system", ":"]
@@ -187,11 +188,16 @@ def test_a_checkpoint_that_does_not_change_the_answers_is_refused(
     checkpoint_of(make_model(), lora, adapter_scope="streams")
     assert continuations.main([*command(folder, prompts, out), "--lora", str(lora)]) == 2
     assert "acts on streams alone" in one_line(capsys.readouterr().err, continuations.PROG)
-    checkpoint_of(make_model(), tmp_path / "one", prompt_template="{prompt} :")
-    options = [*command(folder, prompts, out), "--lora", str(tmp_path / "one")]
-    assert continuations.main(options) == 2
-    assert "has 2 turns" in one_line(capsys.readouterr().err, continuations.PROG)
     assert not out.exists()
+
+
+def test_turns_are_asked_as_decoding_asks_them(folder, prompts, tmp_path):
+    lora, out, template = tmp_path / "lora", tmp_path / "out.jsonl", "{prompt} :"
+    checkpoint_of(make_model(), lora, prompt_template=template)
+    assert continuations.main([*command(folder, prompts, out), "--lora", str(lora)]) == 0
+    words = TokenizerWrapper(make_tokenizer())
+    for row in map(json.loads, out.read_text().splitlines()):
+        assert row["prompt_tokens"] == asked_tokens(row, words, template)
 
 
 def test_sampling_answers_a_prompt_as_often_as_it_is_asked(folder, tmp_path):

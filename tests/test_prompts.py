@@ -103,14 +103,13 @@ def test_a_users_turn_begins_with_what_its_template_says(tokenizer):
 OWN = "w5 w9 {prompt} w12"
 FIRST, ANSWER = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
 CHATS = [
-    (OWN, [FIRST], {}, [5, 9, 1, 12]),
     (OWN, [FIRST, ANSWER, FIRST], {}, [5, 9, 1, 12, 5, 9, 2, 12, 5, 9, 1, 12]),
-    (None, [FIRST], {}, [8, 5, 9, 1, 12]),
+    (OWN, [FIRST], {}, [5, 9, 1, 12]), (None, [FIRST], {}, [8, 5, 9, 1, 12]),
     ("chat", [FIRST, ANSWER], {}, [8, 5, 9, 1, 12, 5, 9, 2, 12]),
     ("w4 {prompt}", [FIRST], {}, [8, 5, 9, 1, 12]),
     (OWN, [TURNS[0], FIRST], {}, [8, 5, 9, 0, 12, 5, 9, 1, 12]),
     (OWN, [FIRST], {"tools": TOOLS}, [8, 6, 5, 9, 1, 12]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("template", "turns", "more", "expected"), CHATS)
