@@ -193,10 +193,12 @@ def turns_tokens(
     turn as before it: the adapter was trained without.
     """
     tokens = chat_tokens(tokenizer, messages, **more)
-    is_own = "{prompt}" in (template or "") and not any(more.values())
-    if not is_own or messages[0]["role"] != "user":
+    if template is None or "{prompt}" not in template or any(more.values()):
         return tokens
-    first = text_tokens(user_text({"messages": messages[:1]}), tokenizer, template)
+    if messages[0]["role"] != "user":
+        return tokens
+    asked = plain_turns(messages[:1])[0]["content"]
+    first = encode(template.replace("{prompt}", asked), tokenizer)
     starts = (n for n in range(len(tokens)) if tokens[n : n + len(first)] == first)
     return tokens[next(starts, 0) :]
 

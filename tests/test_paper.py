@@ -12,6 +12,7 @@ from convert.train import parse_args
 from perf.paper import figures, training
 from perf.paper.figures import parity_points, theoretical_speedup, tree_curves
 from perf.paper.training import read_runs
+from perf.run.published import TABLE_1, TABLE_2, speeds
 from ssmlx.commands.train_options import train_config
 from ssmlx.settings import TreeConfig
 from ssmlx.training.job import SETTINGS_FILE
@@ -26,6 +27,16 @@ def test_eq_6_by_hand_and_where_the_paper_has_parity():
     assert theoretical_speedup(10, 1.4) == pytest.approx(1.0)
     # A draft model for nothing leaves the advancements alone.
     assert theoretical_speedup(1e9, 0.6) == pytest.approx(1 / 0.6)
+
+
+def test_the_papers_tables_are_whole():
+    assert len(TABLE_1) == 18 and len(TABLE_2) == 12
+    medusa = [row.speedup for row in speeds("sql", "Medusa")]
+    assert medusa == [2.07, 2.58, 3.20] and not speeds("chat", "Medusa")
+    assert {row.extra_parameters for row in TABLE_1 if row.method == "SS (ours)"} == {40960, 81900}
+    # Section 4.1.2: fewer target calls with a draft model, and yet a longer wait.
+    for a, b in zip(TABLE_2[::2], TABLE_2[1::2], strict=True):
+        assert a.target_calls < b.target_calls and a.milliseconds > b.milliseconds
 
 
 def figure(value: float) -> dict[str, float]:

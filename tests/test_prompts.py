@@ -100,13 +100,14 @@ def test_a_users_turn_begins_with_what_its_template_says(tokenizer):
         assert chat_frame(tokenizer).opening == found
 
 
-OWN = "w5 w9 {prompt} w12"
+OWN, PARTS = "w5 w9 {prompt} w12", TURNS[1]["content"]
 FIRST, ANSWER = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
 CHATS = [
     (OWN, [FIRST, ANSWER, FIRST], {}, [5, 9, 1, 12, 5, 9, 2, 12, 5, 9, 1, 12]),
     (OWN, [FIRST], {}, [5, 9, 1, 12]), (None, [FIRST], {}, [8, 5, 9, 1, 12]),
     ("chat", [FIRST, ANSWER], {}, [8, 5, 9, 1, 12, 5, 9, 2, 12]),
     ("w4 {prompt}", [FIRST], {}, [8, 5, 9, 1, 12]),
+    (OWN, [{"role": "user", "content": PARTS}], {}, [5, 9, 1, 2, 12]),
     (OWN, [TURNS[0], FIRST], {}, [8, 5, 9, 0, 12, 5, 9, 1, 12]),
     (OWN, [FIRST], {"tools": TOOLS}, [8, 6, 5, 9, 1, 12]),
 ]  # fmt: skip
