@@ -531,8 +531,6 @@ class GenerateConfig(SamplingConfig):
         num_streams: streams to use, at most as many as were trained; None for all.
         stream_schedule: when they run, see `StreamDrafter`: "fused" or "second-pass"; None for
             "second-pass".
-        lookup_nodes: nodes that streams' trees, or those of heads, have besides, for what followed
-            the same words earlier in the text.
         prompt_lookup, lookahead, draft, speculator_tree: settings of the other drafters.
         acceptance: when a drafted token counts; all but the default is lossy.
         prefill_step_size: prompt tokens per forward pass.
@@ -553,7 +551,6 @@ class GenerateConfig(SamplingConfig):
     stream_schedule: StreamSchedule | None = setting(
         None, choices=STREAM_SCHEDULES, option='--drafter "streams schedule={}"'
     )
-    lookup_nodes: int = setting(0, least=0, most=MAX_DRAFT_TOKENS, option="--drafter lookup={}")
     prompt_lookup: PromptLookupConfig = field(default_factory=PromptLookupConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     draft: DraftModelConfig = field(default_factory=DraftModelConfig)
@@ -588,7 +585,7 @@ class GenerateConfig(SamplingConfig):
     def leaves_all_open(self) -> bool:
         """Whether even drafting itself was not asked for."""
         lossy = self.acceptance.kind != "exact"
-        asked = self.decoding or self.drafter or self.lookup_nodes or lossy
+        asked = self.decoding or self.drafter or lossy
         return not asked and self.leaves_shape_open
 
     def with_default_shape(self) -> GenerateConfig:
@@ -625,7 +622,6 @@ class Settings(TypedDict, total=False):
     prune: PruneConfig | None
     num_streams: int | None
     stream_schedule: StreamSchedule | None
-    lookup_nodes: int
     prompt_lookup: PromptLookupConfig
     lookahead: LookaheadConfig
     draft: DraftModelConfig

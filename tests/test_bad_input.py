@@ -175,7 +175,7 @@ ABSURD = [
     {"presence_penalty": float("inf")}, {"presence_penalty": 1.0, "presence_context_size": FAR},
     {"frequency_penalty": -1e9}, {"frequency_penalty": 1.0, "frequency_context_size": HUGE},
     {"logit_bias": {1: float("inf")}}, {"logit_bias": {1: 1e300}}, {"logit_bias": {-1: 1.0}},
-    {"prefill_step_size": HUGE}, {"seed": FAR}, {"lookup_nodes": HUGE}, {"top_p": 2.0},
+    {"prefill_step_size": HUGE}, {"seed": FAR}, {"top_p": 2.0},
     {"min_p": float("nan")}, {"top_k": -1}, {"seed": -1}, {"repetition_penalty": 0.0},
 ]  # fmt: skip
 

@@ -226,10 +226,10 @@ def test_options_become_settings():
     lookahead = generate_config(chat.parse_args(["--drafter", "lookahead ngram=3"])).lookahead
     assert (lookahead.ngram, lookahead.window) == (3, 5)
     asked = [
-        "--drafter", "mlp-speculator heads='a b' widths=4,3 lookup=2", "--prune", "threshold=.1",
+        "--drafter", "mlp-speculator heads='a b' widths=4,3", "--prune", "threshold=.1",
     ]  # fmt: skip
     config = generate_config(chat.parse_args(asked))
-    assert (config.speculator_tree.widths, config.lookup_nodes) == ((4, 3), 2)
+    assert config.speculator_tree.widths == (4, 3)
     assert (config.prune.kind, config.prune.threshold) == ("threshold", 0.1)
 
 
@@ -346,7 +346,7 @@ def test_every_tree_option_leaves_the_answer_as_it_is(run, adapter):
     for options in (
         "--tree full --tree-width 2", "--tree-size 6 --tree-width 3 --num-streams 1",
         "--prune budget --prune-to 3", "--prune threshold=0.02",
-        "--drafter 'streams schedule=fused lookup=4'",
+        "--drafter 'streams schedule=fused'",
     ):  # fmt: skip
         (streamed,) = records(run(*args, *shlex.split(options)))
         assert streamed["tokens"] == plain["tokens"] and streamed["target_calls"] <= 24, options

@@ -35,7 +35,7 @@ from ssmlx.calibration.guesses import guesses_along
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
-from ssmlx.decoding.loop import own_turn, plain_decode, streaming_decode
+from ssmlx.decoding.loop import own_turn, plain_decode, prefill, streaming_decode
 from ssmlx.decoding.pace import Rung
 from ssmlx.decoding.prune import (
     is_pruned,
@@ -55,7 +55,7 @@ from ssmlx.decoding.sampling import (
     to_gumbel,
     uniform_noise,
 )
-from ssmlx.drafters.lookup import PromptLookupDrafter
+from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.model import shapes
@@ -793,6 +793,31 @@ def test_a_pace_may_change_what_is_drafted_at_every_call():
         streaming(model, drafter=largest, pace=Turns([*rungs, rungs[2], None])), 60
     )
     assert tokens == expected and max(lengths) > 2
+
+
+@pytest.mark.parametrize("context", [PROMPT, ()])
+def test_copies_are_of_the_whole_text(context, monkeypatch):
+    """Of what plain calls wrote between, and of a cache's tokens where they are known."""
+    model, seen = make_model(adapter={"condition_rank": 3}), []
+
+    def noted(text, last, count):
+        seen.append((text._tokens[NGRAM - 1 :], last))
+        return look_up(text, last, count)
+
+    look_up = TextOnDevice.continuation
+    monkeypatch.setattr(TextOnDevice, "continuation", noted)
+    cache, drafter = model.make_cache(), StreamDrafter(model, PAIR[1], model.num_streams)
+    prefill(model, PROMPT, cache)
+    other = drafter.beside(PAIR[0], 2, "second-pass")
+    rung = Rung(verify=1.0, draft=0.0, tokens=1.0, drafter=other)
+    pace = Turns([rung, rung, None, rung, None, None])
+    steps = streaming_decode(model, [5, 9], cache, drafter=drafter, context=context, pace=pace)
+    tokens, _ = first_tokens(filter(None, steps), 300)
+    expected = [*(context or [PAD_TOKEN] * len(PROMPT)), 5, 9, *tokens]
+    ends = [int(last.item()) + 1 for _, last in seen]
+    assert len(set(ends)) > 20 and max(ends) > 256 + len(expected) - len(tokens)
+    for (text, _), end in zip(seen, ends, strict=True):
+        assert text.tolist()[:end] == expected[:end]
 
 
 def test_only_one_file_reads_arrays():

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Of other programs.
 OTHERS = {"--dist", "--allow-existing", "--random-source", "--adhoc-sign", "--backend", "--hosts"}
-PAST = {"--speculator-size"}  # in names of systems that were measured
+PAST = {"--speculator-size", "--lookup-nodes"}  # in names of systems that were measured
 
 
 def tracked(*patterns: str) -> list[str]:

@@ -6,6 +6,7 @@ import random
 import shutil
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 
 import ssmlx  # first: it prefers OpenBLAS
 
@@ -19,7 +20,6 @@ from tiny import (
     make_base,
     make_model,
     make_tokenizer,
-    random_tree,
     target_of,
     tree_from_parents,
 )
@@ -35,7 +35,8 @@ from ssmlx.decoding.sampling import filter_logprobs, log_softmax
 from ssmlx.drafters.draft_model import DraftCache, DraftModel, check_vocabulary
 from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.lookahead import LookaheadDrafter
-from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice, continuation, extend
+from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice
+from ssmlx.drafters.streams import COPIED, GOES_ON, with_copies
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.loading.load import carries_heads
@@ -43,7 +44,7 @@ from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
 from ssmlx.model.lora import RowLora
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.model.tree import PAD_TOKEN, root_tree
+from ssmlx.model.tree import PAD_TOKEN
 from ssmlx.settings import (
     DraftModelConfig,
     GenerateConfig,
@@ -86,11 +87,10 @@ def drafter_settings():
     few = make_heads("mlp-speculator", backbone, vocab=FEW_TOKENS, tie_weights=True)
     return {
         "streams": {"drafter": "streams", "tree": TreeConfig(size=8)},
-        "streams, lookup": {"drafter": "streams", "tree": TreeConfig(size=6), "lookup_nodes": 5},
         "streams, budget": {"drafter": "streams", "prune": BUDGET},
         "conditional streams": {"drafter": "streams", "tree": TreeConfig(size=8)},
         "conditional streams, full": {"tree": TreeConfig(kind="full", width=2)},
-        "conditional streams, lookup, budget": {"lookup_nodes": 3, "prune": BUDGET},
+        "conditional streams, budget": {"prune": BUDGET},
         "prompt-lookup": {"drafter": "prompt-lookup"},
         "prompt-lookup, threshold": {"drafter": "prompt-lookup", "prune": THRESHOLD},
         "lookahead": {"drafter": "lookahead", "lookahead": SMALL_LOOKAHEAD},
@@ -99,10 +99,9 @@ def drafter_settings():
         "medusa": {"heads": medusa},
         "medusa, full": {"heads": medusa, "tree": TreeConfig(kind="full", width=2)},
         "medusa, few tokens": {"heads": make_heads("medusa", backbone, vocab=FEW_TOKENS)},
-        "medusa, lookup, budget": {"heads": medusa, "lookup_nodes": 3, "prune": BUDGET},
+        "medusa, budget": {"heads": medusa, "prune": BUDGET},
         "mlp-speculator": {"heads": stages},
         "mlp-speculator, few tokens": {"heads": few, "speculator_tree": small},
-        "mlp-speculator, lookup": {"heads": stages, "lookup_nodes": 1},
         "mlp-speculator, threshold": {"heads": stages, "prune": THRESHOLD},
     }
 
@@ -306,53 +305,38 @@ def test_what_followed_the_longest_last_words_at_their_newest_place(words):
         buffer = TextOnDevice(text)
         for start in (len(text), rng.randint(1, len(text))):
             # What lies behind the newest token is another call's, and is not looked at.
-            last = mx.array([start - 1])
-            found = continuation(buffer.tokens, last, 7).tolist()
-            assert found == looked_up(text[:start], 7), text[:start]
+            last = mx.array([start - 1, 0])
+            found = buffer.continuation(last, 7).tolist()
+            assert found == [looked_up(text[:start], 7), [PAD_TOKEN] * 7], text[:start]
 
 
-def test_a_chain_goes_on_where_the_tree_stops_agreeing():
-    tree = tree_from_parents([7, 1, 6, 3], [0, 0, 0, 1])
-    for chain, node in (([1, 3, 9, 8, 2], 3), ([1, 5, 9, 8, 2], 1), ([6, 1, 3, 8, 2], 2),
-                        ([4, 1, 3, 8, 2], 0), ([PAD_TOKEN] * 5, 0)):  # fmt: skip
-        found = extend(tree, mx.array(chain, mx.int32), 3)
-        depth = int(tree.depths[node])
-        assert found.tokens.tolist() == [7, 1, 6, 3, *chain[depth : depth + 3]]
-        assert found.parents.tolist() == [0, 0, 0, 1, node, 4, 5]
-        assert found.depths.tolist() == [0, 1, 1, 2, depth + 1, depth + 2, depth + 3]
-        assert found.num_internal == 6
-        expected = tree_from_parents(found.tokens.tolist(), [0, 0, 0, 1, node, 4, 5])
-        width = expected.paths.shape[1]
-        assert found.paths[:, :width].tolist() == expected.paths.tolist()
-        assert (found.paths[:, width:] == found.paths[:, -1:]).all()
-    found = extend(root_tree(mx.array([5])), mx.array([1, 2], mx.int32), 2)
-    assert (found.tokens.tolist(), found.parents.tolist()) == ([5, 1, 2], [0, 0, 1])
+def test_copies_are_mixed_into_what_streams_guess():
+    """By the definition, number by number."""
+    rng = np.random.default_rng(0)
+    tokens = mx.array(np.stack([rng.permutation(8)[:4] for _ in range(15)]).reshape(5, 3, 4))
+    probs = 0.9 * rng.dirichlet(np.ones(4), (5, 3, 4)).astype(np.float32)
+    copied = mx.array([[3, 1, 4], [9, 9, 9], [PAD_TOKEN] * 3, [3, PAD_TOKEN, 2], [8, 1, 9]])
+    found, logprobs = with_copies(tokens, mx.log(mx.array(probs)), copied)
+    for place, level in product(range(5), range(3)):
+        own, copy = tokens[place, level].tolist(), copied[place, level].item()
+        is_new = copy != PAD_TOKEN and copy not in own
+        expected = [*own[:3], copy] if is_new else own
+        assert found[place, level].tolist() == expected
+        for row in range(4):
+            follows = not level or found[place, level - 1, row] == copied[place, level - 1]
+            weight = (GOES_ON if level else COPIED) if follows and copy != PAD_TOKEN else 0
+            given = probs[place, level, row] * [1, 1, 1, 1 - is_new]
+            mixed = (1 - weight) * given + weight * (np.array(expected) == copy)
+            assert np.allclose(np.exp(logprobs[place, level, row]), mixed, atol=1e-6)
 
 
-def test_siblings_still_differ():
-    rng = random.Random(1)
-    for _ in range(40):
-        tree = random_tree(rng, rng.randint(1, 12), 3)
-        count = rng.randint(1, 4)
-        chain = [rng.randrange(3) for _ in range(tree.paths.shape[1] - 1 + count)]
-        found = extend(tree, mx.array(chain, mx.int32), count)
-        edges = list(zip(found.parents.tolist()[1:], found.tokens.tolist()[1:], strict=True))
-        before = list(zip(tree.parents.tolist()[1:], tree.tokens.tolist()[1:], strict=True))
-        if len(set(before)) == len(before):
-            assert len(set(edges)) == len(edges)
-
-
-@pytest.mark.parametrize(("num_right", "guessed"), [(0, 0), (2, 2)])
-def test_every_call_goes_on_by_the_whole_chain(num_right, guessed):
-    """Heads foresee the first tokens of a text with a period, what was looked up the others."""
-    model, nodes = cycle_model(), 5
-    heads = cycle_heads("medusa", model.backbone, num_right=num_right)
-    count = 1 + 60 * (1 + guessed + nodes)
-    tokens, lengths = written(
-        model, [*range(VOCAB), 0], count, heads=heads, tree=TreeConfig(size=3), lookup_nodes=nodes
-    )
-    assert tokens == [(1 + index) % VOCAB for index in range(count)]
-    assert lengths == [1] + [1 + guessed + nodes] * 60
+def test_streams_go_on_with_a_copy_as_far_as_they_reach():
+    """A text with a period is foreseen, whatever untrained streams guess."""
+    adapter, base = {"condition_rank": 2}, markov_base(cycle=True)
+    model = make_model(scope="streams", base=base, adapter=adapter)
+    calls = 1 + model.num_streams
+    _, lengths = written(model, [*range(VOCAB), 0], 1 + 9 * calls, tree=TreeConfig(size=40))
+    assert lengths == [1] + [calls] * 9
 
 
 def plain(model, prompt, count, **settings):
@@ -493,19 +477,15 @@ def test_what_does_not_fit_is_refused():
         ("no streams", {"drafter": "streams"}),
         ("no pruning adapter", {"drafter": "prompt-lookup", "prune": BUDGET}),
         ("reach the target whole", {"drafter": "lookahead", "prune": BUDGET}),
-        ("lookup_nodes with --drafter prompt-lookup",
-         {"drafter": "prompt-lookup", "lookup_nodes": 4}),
         ("2380 nodes", {"heads": medusa, "tree": TreeConfig(kind="full", width=13)}),
         ("tree widths of no stage", speculator(other, widths=())),
     ):  # fmt: skip
         with pytest.raises(InputError, match=said) as caught:
             make_plan(model, **settings)
         assert "\n" not in str(caught.value)
-    assert make_plan(streams_model(), lookup_nodes=256).drafter.max_nodes > 256
     for kind, settings, said in (
         (GenerateConfig, {"decoding": "Plain"}, "--decoding Plain"),
         (GenerateConfig, {"drafter": "oracle"}, "--drafter oracle"),
-        (GenerateConfig, {"lookup_nodes": 257}, "lookup=257"),
         (LookaheadConfig, {"window": 128, "ngram": 16}, "nodes a step"),
         (SpeculatorTreeConfig, {"widths": (3, 0)}, 'widths=0"; expected 1 or more'),
         (SpeculatorTreeConfig, {"size": 8, "candidates": 3}, "size=8 candidates=3"),
@@ -646,7 +626,7 @@ def test_the_command_takes_every_drafter(run, folders, base, tmp_path):
         ("prompt-lookup",),
         ("lookahead",),
         (f"medusa heads={folders['medusa']}", "--tree", "full", "--tree-width", 2),
-        (f"medusa heads={folders['medusa']} lookup=2", "--tree-size", 9),
+        (f"medusa heads={folders['medusa']}", "--tree-size", 9),
         (f"mlp-speculator heads={folders['mlp-speculator']} widths=3,2 candidates=4",),
         (f"mlp-speculator heads={folders['mlp-speculator']} size=7",),
     ):

@@ -92,7 +92,7 @@ def make_model(right: int = STREAMS, **changes) -> ExportedModel:
 def test_rejected_slots_are_free_again_and_committed_ones_are_not():
     cache = SlotCache(None, 6)
     assert cache.free(4).tolist() == [0, 1, 2, 3]
-    cache.commit(np.array([2, 0]))
+    cache.commit(np.array([2, 0]), [7, 8])
     assert cache.offset == 2 and cache.free(4).tolist() == [1, 3, 4, 5]
     with pytest.raises(InputError, match=r"2 tokens are in a context of 6.*room for 5"):
         cache.free(5)
@@ -107,7 +107,7 @@ def test_a_row_sees_what_is_committed_and_its_ancestors():
     --     x        x  x
     """
     cache = SlotCache(None, 6)
-    cache.commit(np.array([4, 1]))
+    cache.commit(np.array([4, 1]), [7, 8])
     visible = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 1]], bool)
     mask = cache.mask(np.array([0, 2, 5]), visible)
     seen = [[1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 1, 0], [0, 1, 0, 0, 1, 1]]

@@ -402,7 +402,7 @@ def test_plain_decoding_is_taken_where_it_is_faster(model):
     "asked",
     [
         {"decoding": "streaming"}, {"drafter": "streams"}, {"tree": TreeConfig()},
-        {"num_streams": 2}, {"lookup_nodes": 8},
+        {"num_streams": 2},
         {"acceptance": AcceptanceConfig(kind="typical"), "temp": 1.0},
     ],
     ids=lambda asked: next(iter(asked)),
@@ -473,7 +473,7 @@ def test_only_where_nothing_is_asked_for_the_clock_decides(model, monkeypatch):
 def test_decoding_falls_back_and_says_the_same(model, monkeypatch):
     """Drafts of a tiny random model do not pay where a call costs three plain ones."""
     monkeypatch.setattr("ssmlx.tuning.plan.Pace", Pace)
-    store_profile(profile(model, costs=replace(COSTS, lower=flat(27.0, 0.0))))
+    store_profile(profile(model, costs=replace(COSTS, lower=flat(60.0, 0.0))))
     length, answers, lengths = 120, {}, {}
     for decoding in (None, "streaming", "plain"):
         steps = token_steps(model, [3, 1], model.make_cache(), decoding=decoding)
@@ -484,7 +484,7 @@ def test_decoding_falls_back_and_says_the_same(model, monkeypatch):
 
 def test_deterministic_answers_make_the_same_calls_on_every_machine(model):
     """One machine was not calibrated, one drafts otherwise, one not at all, one falls back."""
-    dear = replace(COSTS, lower=flat(27.0, 0.0))
+    dear = replace(COSTS, lower=flat(60.0, 0.0))
     profiles = (None, profile(model), slow(model), profile(model, costs=dear), by_context(model))
     calls: dict = {True: set(), False: set()}
     for one in profiles:

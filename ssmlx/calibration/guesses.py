@@ -18,7 +18,8 @@ from ..api import check_prompt
 from ..bars import bar
 from ..decoding.drafter import rank_candidates
 from ..decoding.loop import own_turn, prefill
-from ..drafters.streams import rank_given
+from ..drafters.lookup import TextOnDevice
+from ..drafters.streams import rank_given, with_copies
 from ..errors import require
 from ..model.cache import TreeCache
 from ..model.condition import RESCORED
@@ -121,6 +122,7 @@ def guesses_along(
     rows = rows[:, tree.num_nodes :]
     count, parts = min(count, model.draft_vocab_size), []
     at_once = max(1, _LOGIT_ROWS // streams)
+    text, ends = TextOnDevice([*prompt, *answer]), len(prompt) + mx.arange(len(answer))
     for first in range(0, len(answer), at_once):
         own, roots = rows[:, first * streams :][:, : at_once * streams], answer[first:][:at_once]
         if model.is_conditional:
@@ -130,6 +132,9 @@ def guesses_along(
             shape = (len(roots), streams, count)
             columns, logprobs = columns.reshape(shape), logprobs.reshape(shape)
         tokens = model.drafted_tokens(columns)
+        if model.is_conditional:
+            copied = text.continuation(ends[first : first + at_once], streams)
+            tokens, logprobs = with_copies(tokens, logprobs, copied)
         mx.eval(tokens, logprobs)
         parts.append((np.array(tokens, np.int32), np.array(logprobs, np.float32)))
     tokens_along, logprobs_along = (np.concatenate(part) for part in zip(*parts, strict=True))

@@ -105,11 +105,11 @@ def _own_keys(place: str) -> dict[str, str]:
 
 
 _KEYS = {
-    "streams": {"schedule": "stream_schedule", "lookup": "lookup_nodes", "head": "draft_head"},
+    "streams": {"schedule": "stream_schedule", "head": "draft_head"},
     **{kind: _own_keys(kind.replace("-", "_")) for kind in FREE_DRAFTERS},
     "draft-model": {"model": "draft_model", **_own_keys("draft")},
-    "medusa": {"heads": "heads", "lookup": "lookup_nodes"},
-    "mlp-speculator": {"heads": "heads", **_own_keys("speculator_tree"), "lookup": "lookup_nodes"},
+    "medusa": {"heads": "heads"},
+    "mlp-speculator": {"heads": "heads", **_own_keys("speculator_tree")},
 }
 """Each drafter's own keys, and where their values go: in `GenerateConfig`, or what is loaded."""
 
@@ -127,8 +127,7 @@ _PENALTIES = ("repetition", "presence", "frequency")
 _FRACTIONS = ("epsilon", "delta", "threshold", *_PENALTIES)
 _LEGEND = """\
 schedule: streams of the accepted node alone, in a pass after the tree's, or of every node in it;
-lookup: nodes beside the tree, for what followed the same words earlier in the text; head: weights
-of the LM head's copy that guesses; attention: the fused Metal kernel, or never (mlx);
+head: weights of the LM head's copy that guesses; attention: the fused Metal kernel, or never (mlx);
 acceptance=typical: LOSSY, accept what the model finds likely enough (Medusa)"""
 
 

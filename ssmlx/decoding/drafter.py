@@ -85,7 +85,8 @@ class Drafter(Protocol):
     def cache_bytes(self) -> int: ...
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Begin a sequence: `tokens` are all that precede the answer."""
+        """Begin, or go on behind calls that it has not seen: `tokens` are the text so far, of which
+        those that nobody knows are `PAD_TOKEN`."""
 
     def propose(self, verified: Verified) -> Tree:
         """The tree below `verified.root`. What reads values of `verified` waits for the target."""

@@ -13,7 +13,7 @@ from ..model import metal
 from ..model.cache import TreeCache
 from ..model.shapes import indices, to_list
 from ..model.streams import StreamFusedModel
-from ..model.tree import Tree, root_tree
+from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
 from .drafter import Drafter, Verified
@@ -264,7 +264,7 @@ def streaming_decode(
     """
     prune, pace, watch = prune or PruneConfig(), pace or Pace(), Stopwatch()
     text = [*context, *prompt]
-    drafter.start(text)
+    unknown = [PAD_TOKEN] * (cache.offset - len(context))
     cache.trim(cache.offset)
     cache.turn = cache.offset + len(prompt) - own_turn(text, model.turn_opening)
     root = mx.array(prompt[-1:], mx.int32)
@@ -279,11 +279,12 @@ def streaming_decode(
     while True:
         if pace.rung is None:
             root, tail = yield from plain_spell(
-                model, root, tail, cache, sampler, told, pace, watch
+                model, root, tail, cache, sampler, text, told, pace, watch
             )
         else:
+            drafter.start([*unknown, *text])
             root, tail = yield from drafting_spell(
-                build, root, tail, cache, ends, told, pace, watch, builds_ahead
+                build, root, tail, cache, ends, text, told, pace, watch, builds_ahead
             )
 
 
@@ -293,12 +294,15 @@ def drafting_spell(
     tail: mx.array,
     cache: TreeCache,
     ends: Ends,
+    text: list[int],
     told: list[TokenLogprobs] | None,
     pace: Pace,
     watch: Stopwatch,
     builds_ahead: bool,
 ) -> Spell:
     """Steps as `build` builds them, the first of a bare root, until nothing is to be drafted.
+
+    What they decide goes on `text`.
 
     While a step runs, the next one is built. A step's tokens are read when its tree is verified;
     while it still drafts, its successor is launched behind it, and only then are they given out. So
@@ -320,6 +324,7 @@ def drafting_spell(
             drafted = result.drafted()
             mx.async_eval(drafted)
         new_tokens, seconds = watch.read(launch, result.read)
+        text.extend(new_tokens)
         tell_logprobs(told, new_tokens, result.told)
         pace.num_drafted += result.num_drafted
         pace.observe(len(new_tokens), verified=verified, seconds=seconds)
@@ -353,11 +358,12 @@ def plain_spell(
     tail: mx.array,
     cache: TreeCache,
     sampler: Sampling,
+    text: list[int],
     told: list[TokenLogprobs] | None = None,
     pace: Pace | None = None,
     watch: Stopwatch | None = None,
 ) -> Spell:
-    """Calls of one row, until `pace` has something to draft.
+    """Calls of one row, until `pace` has something to draft; what they decide goes on `text`.
 
     As in mlx-lm, the next call is under way while its predecessor's token is read; a call whose
     token nobody asks for is wasted, and not counted.
@@ -379,6 +385,7 @@ def plain_spell(
         is_last = pace is not None and pace.rung is not None
         upcoming = None if is_last else call(token, tail)
         new_tokens, seconds = watch.read(launch, partial(to_list, token))
+        text.extend(new_tokens)
         tell_logprobs(told, new_tokens, rows)
         if pace is not None:
             pace.observe(1, seconds=None if is_first or is_last else seconds)
@@ -406,6 +413,7 @@ def plain_decode(
     """
     cache.trim(cache.offset)
     root = mx.array(prompt[-1:], mx.int32)
-    tail = last_tokens([*context, *prompt[:-1]], sampler.context_size)
+    text = [*context, *prompt]
+    tail = last_tokens(text[:-1], sampler.context_size)
     yield from prefill_turns(model, prompt[:-1], cache, prefill_step_size)
-    yield from plain_spell(model, root, tail, cache, sampler, told)
+    yield from plain_spell(model, root, tail, cache, sampler, text, told)

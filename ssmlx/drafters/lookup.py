@@ -1,9 +1,8 @@
 """Lookup: what followed the text's last tokens where they stood before is likely to follow.
 
-`PromptLookupDrafter` drafts from nothing else, and looks up on the host. `WithLookup` adds a chain
-to another drafter's trees, on the device: where that drafter's guesses come from the model, and
-the answer quotes its prompt (names, numbers, code, sentences to be summarised), the copy goes on
-where the guesses end. No paper's; the losslessness of the tree's verification covers it.
+`PromptLookupDrafter` drafts from nothing else, and looks up on the host. Streams look up on the
+device (`continuation`): where an answer quotes its prompt or itself (names, numbers, code), the
+copy is one guess more beside theirs.
 """
 
 from collections import defaultdict, deque
@@ -11,14 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 
-from ..decoding.drafter import Drafter, Verified
+from ..decoding.drafter import Verified
 from ..model.shapes import indices
 from ..model.tree import PAD_TOKEN, Tree
 from ..settings import PromptLookupConfig
 from .trie import Trie, padded_size
 
 MAX_MATCHES = 8  # places that are remembered of each n-gram, the newest ones
-NGRAM = 4  # most tokens that are looked up beside a drafter; fewer where so many stand nowhere
+NGRAM = 3  # most tokens that are looked up on the device; fewer where so many stand nowhere
 _ROOM = 256  # tokens by which the text's buffer grows
 
 
@@ -90,85 +89,38 @@ class TextOnDevice:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
-        self.tokens = mx.array([*tokens, *[PAD_TOKEN] * _ROOM], mx.int32)
+        # Before the text stands what equals nothing, so that it can be shifted.
+        known = [*[PAD_TOKEN - 1] * (NGRAM - 1), *tokens, *[PAD_TOKEN] * _ROOM]
+        self._tokens = mx.array(known, mx.int32)
 
     def write(self, tokens: mx.array, place: mx.array) -> None:
         """Put `tokens` [P] where `place` [1] says. Written twice, they are there once."""
         self._most += tokens.shape[0]
-        if self._most > self.tokens.shape[0]:
-            more = max(_ROOM, self.tokens.shape[0])
-            self.tokens = mx.concatenate([self.tokens, mx.full(more, PAD_TOKEN, mx.int32)])
-        self.tokens = mx.slice_update(self.tokens, tokens, place, axes=(0,))
+        if self._most > self._tokens.shape[0] - NGRAM:
+            more = max(_ROOM, self._tokens.shape[0])
+            self._tokens = mx.concatenate([self._tokens, mx.full(more, PAD_TOKEN, mx.int32)])
+        self._tokens = mx.slice_update(self._tokens, tokens, place + (NGRAM - 1), axes=(0,))
+
+    def continuation(self, last: mx.array, count: int) -> mx.array:
+        """[A, count] the tokens that followed the last ones where they stood before.
+
+        The newest stand at `last` [A], a place each. The longest n-gram decides, then the newest
+        place. What reaches the end goes on in itself, so that a text with a period is copied at
+        full length. Tokens that stand nowhere else are followed by `PAD_TOKEN`.
+        """
+        return _continuation(self._tokens, last[:, None], count)
 
 
-def continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
-    """[count] the tokens that followed the last ones of `text` [C] where they stood before.
-
-    The newest stands at `last` [1]. The longest n-gram decides, then the newest place. What reaches
-    the end of the text goes on in itself, so that a text with a period is drafted at full length.
-    Tokens that stand nowhere else are followed by `PAD_TOKEN`.
-    """
-    places, length = indices(text.shape[0]), mx.zeros(text.shape[0], mx.int32)
+@mx.compile
+def _continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
+    size, length = text.shape[0] - NGRAM + 1, mx.array(0)
+    places, own = indices(size), text[last + indices(NGRAM)]
     agrees = places < last
-    for back in range(NGRAM):
-        # Places shifted by `back`; what falls off the left end is equal to nothing.
-        shifted = mx.concatenate([mx.full(back, PAD_TOKEN - 1, mx.int32), text])[: text.shape[0]]
-        agrees = agrees & (shifted == text[mx.maximum(last - back, 0)])
-        length = length + agrees.astype(mx.int32)
-    found = mx.argmax(length * text.shape[0] + places * (length > 0), keepdims=True)
-    period = mx.maximum(last - found, 1)
-    following = text[found + 1 + indices(count) % period]
-    return mx.where(length[found] > 0, following, PAD_TOKEN)
-
-
-def extend(tree: Tree, chain: mx.array, count: int) -> Tree:
-    """The tree with `count` nodes more: the chain, from where the tree stops agreeing with it.
-
-    Of paths of P columns, `chain` is [P - 1 + count] tokens below the root.
-    """
-    num_nodes, width = tree.paths.shape
-    along = chain[mx.maximum(tree.depths - 1, 0)]
-    agrees = ((tree.tokens == along) | (tree.depths == 0))[tree.paths].all(axis=1)
-    node = mx.where(agrees, tree.depths, -1).argmax(keepdims=True)
-    depth = tree.depths[node]
-    added = indices(count)
-    columns = indices(width + count)
-    known = mx.concatenate([tree.paths, mx.repeat(tree.paths[:, -1:], count, axis=1)], axis=1)
-    below = num_nodes + mx.minimum(columns - depth - 1, added[:, None])
-    paths = mx.where(columns <= depth, known[node], below)
-    return Tree(
-        mx.concatenate([tree.tokens, chain[depth + added]]),
-        mx.concatenate([tree.depths, depth + 1 + added]),
-        mx.concatenate([known, paths.astype(mx.int32)]),
-        num_nodes + count - 1,
-    )
-
-
-class WithLookup:
-    """A drafter that does not wait, and a chain of `num_nodes` nodes that were looked up."""
-
-    draft_calls = 0
-    waits = False
-
-    def __init__(self, drafter: Drafter, num_nodes: int) -> None:
-        self.drafter, self._num_nodes = drafter, num_nodes
-        self.num_streams, self.num_parameters = drafter.num_streams, drafter.num_parameters
-        self.num_levels = drafter.num_levels + num_nodes
-        self.max_nodes = drafter.max_nodes + num_nodes
-        self._text = TextOnDevice(())
-
-    @property
-    def cache_bytes(self) -> int:
-        return self.drafter.cache_bytes
-
-    def start(self, tokens: Sequence[int]) -> None:
-        self.drafter.start(tokens)
-        self._text = TextOnDevice(tokens)
-
-    def propose(self, verified: Verified) -> Tree:
-        accepted, place = verified.acceptance, verified.position + 1
-        self._text.write(accepted.new_tokens, place)
-        tree = self.drafter.propose(verified)
-        count = tree.paths.shape[1] - 1 + self._num_nodes
-        last = place + accepted.num_accepted
-        return extend(tree, continuation(self._text.tokens, last, count), self._num_nodes)
+    for n in reversed(range(NGRAM)):
+        agrees = agrees & (text[n : n + size] == own[:, n : n + 1])
+        length = length + agrees
+    # The longest first, then the newest; 0 is none.
+    best = mx.max(length * size + mx.where(length > 0, places, 0), axis=1, keepdims=True)
+    found = best % size
+    following = text[found + NGRAM + indices(count) % mx.maximum(last - found, 1)]
+    return mx.where(best > 0, following, PAD_TOKEN)

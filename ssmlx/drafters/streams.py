@@ -9,10 +9,14 @@ import mlx.core as mx
 from ..decoding.drafter import Verified, rank_candidates
 from ..errors import require
 from ..model.cache import StreamCache
-from ..model.shapes import expect_shape
+from ..model.shapes import expect_shape, indices
 from ..model.streams import StreamFusedModel
 from ..model.tree import Tree, grow_tree, num_candidates
 from ..settings import StreamSchedule, TreeConfig
+from .lookup import TextOnDevice
+
+COPIED, GOES_ON = 0.15, 0.4
+"""How likely the text is to go on as it did before; and to go on with it, where it has begun to."""
 
 
 def rank_given(
@@ -51,13 +55,37 @@ def share_anew(logprobs: mx.array, more: mx.array) -> mx.array:
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
 
 
+@mx.compile
+def with_copies(
+    tokens: mx.array, logprobs: mx.array, copied: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Candidates [..., G, K] and log probabilities [..., G, K, K] as `grow_conditional` takes
+    them, with the tokens `copied` [..., G] of the text among them, of which `PAD_TOKEN` is none.
+
+    A copy that no stream guesses takes the place of the least likely candidate.
+    """
+    levels, count = tokens.shape[-2:]
+    ours = copied[..., None]
+    known = tokens == ours
+    is_new = (ours >= 0) & ~known.any(axis=-1, keepdims=True) & (indices(count) == count - 1)
+    is_copy = known | is_new
+    # The token before is the text's, too: in every row of the first level.
+    first = mx.ones_like(known[..., :1, :])
+    follows = mx.concatenate([first, is_copy[..., :-1, :]], axis=-2)
+    weight = mx.where(indices(levels) > 0, GOES_ON, COPIED)[:, None]
+    weight = (weight * ((ours >= 0) & follows))[..., None]
+    probs = mx.where(is_new[..., None, :], 0.0, mx.exp(logprobs))
+    mixed = (1 - weight) * probs + weight * is_copy[..., None, :]
+    return mx.where(is_new, ours, tokens), mx.log(mixed)
+
+
 class StreamDrafter:
     """Drafts from the first `num_streams` (G) of the streams that the model was trained with.
 
     The schedule "fused" runs streams of every node inside the verifying pass (the paper's);
     "second-pass" those of the accepted node alone, in a pass of the upper layers after it. Both
     draft the same: the second pass reads the upper layers' weights once more, and spares M * G rows
-    there. Trees may be `more_levels` deeper by what others add to them.
+    there. Conditional streams have what followed the text's last tokens before to copy as well.
 
     Streams guess greedy text. Where the target samples, at `temp`, their guesses are flattened
     before trees are made of them, by as much as was best in replays of chats at T = 1.
@@ -73,7 +101,6 @@ class StreamDrafter:
         num_streams: int,
         schedule: StreamSchedule = "second-pass",
         *,
-        more_levels: int = 0,
         temp: float = 0.0,
     ) -> None:
         require(
@@ -86,7 +113,7 @@ class StreamDrafter:
         self.num_streams = num_streams if schedule == "fused" else 0
         # A stream cannot rank more candidates than there are tokens that it may draft.
         tree = tree.no_wider_than(model.draft_vocab_size)
-        self._model, self._tree, self._path = model, tree, 1 + num_streams + more_levels
+        self._model, self._tree, self._path = model, tree, 1 + num_streams
         count = num_candidates(tree, num_streams, conditional=model.is_conditional)
         self._num_candidates, self._temp = min(count, model.draft_vocab_size), temp
         self.max_nodes = tree.num_nodes(num_streams)
@@ -106,9 +133,9 @@ class StreamDrafter:
         return cache.nbytes + cache.mask_bytes
 
     def start(self, tokens: Sequence[int]) -> None:
-        """See `Drafter.start`. All that streams know is in the model's own rows."""
         layers = range(self._model.insertion_layer, self._model.num_layers)
         self._cache = StreamCache(layers, scratch=self.num_levels + 2 * self._path)
+        self._text = TextOnDevice(tokens)
 
     def propose(self, verified: Verified) -> Tree:
         stream_hidden = verified.stream_hidden if self.num_streams else self._second_pass(verified)
@@ -116,11 +143,19 @@ class StreamDrafter:
         count, temp = self._num_candidates, 1 + self._temp / 2
         if self._model.is_conditional:
             columns, logprobs = rank_given(self._model, stream_hidden, verified.root, count, temp)
-            ranked = self._model.drafted_tokens(columns[0]), logprobs[0]
+            tokens = self._model.drafted_tokens(columns[0])
+            ranked = with_copies(tokens, logprobs[0], self._copied(verified))
         else:
             logits = _at(temp, self._model.draft_logits(stream_hidden))
             ranked = rank_candidates(logits, count, self._model.draft_vocab)
         return grow_tree(verified.root, *ranked, self._tree)
+
+    def _copied(self, verified: Verified) -> mx.array:
+        """[G] what followed the text's last tokens where they stood before."""
+        text, place = (self._owner or self)._text, verified.position + 1
+        text.write(verified.acceptance.new_tokens, place)
+        last = place + verified.acceptance.num_accepted
+        return text.continuation(last, self.num_levels)[0]
 
     def _second_pass(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""

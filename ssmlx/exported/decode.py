@@ -15,6 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..decoding.accept import accept
+from ..drafters.lookup import TextOnDevice
+from ..drafters.streams import with_copies
 from ..errors import require
 from ..model.tree import Tree, grow_tree, root_tree
 from .backends import DECODE, PREFILL, Backend
@@ -29,8 +31,13 @@ class SlotCache:
     """The cache of one sequence."""
 
     def __init__(self, state: Any, num_slots: int) -> None:
-        self.state, self.offset = state, 0
+        self.state, self.text = state, list[int]()
         self._used = np.zeros(num_slots, bool)
+
+    @property
+    def offset(self) -> int:
+        """L, committed tokens."""
+        return len(self.text)
 
     def free(self, count: int) -> np.ndarray:
         """[count] int32 free slots, ascending; refused where there are not as many."""
@@ -43,9 +50,9 @@ class SlotCache:
         )
         return found
 
-    def commit(self, slots: np.ndarray) -> None:
-        """Make `slots` those of the next committed tokens."""
-        self.offset += len(slots)
+    def commit(self, slots: np.ndarray, tokens: list[int]) -> None:
+        """Make `slots` those of the next committed `tokens`."""
+        self.text += tokens
         self._used[slots] = True
 
     def mask(self, slots: np.ndarray, visible: np.ndarray) -> np.ndarray:
@@ -75,7 +82,7 @@ def prefill(backend: Backend, manifest: Manifest, tokens: list[int], cache: Slot
             "mask": cache.mask(slots, np.tri(size, dtype=bool)).astype(manifest.float_type),
         }
         backend.predict(PREFILL, inputs, cache.state)
-        cache.commit(slots[: len(chunk)])
+        cache.commit(slots[: len(chunk)], chunk)
 
 
 def step_inputs(
@@ -127,9 +134,13 @@ def step(
             f"the model drafted for node {drafted} and the host accepted node {last}: "
             "the package and this loop do not belong together"
         )
-    cache.commit(slots[kept[path]])
     tokens = [int(token) for token in targets[path]]
+    cache.commit(slots[kept[path]], [int(tree.tokens[0]), *tokens[:-1]])
     candidates, logprobs = (mx.array(found[f"candidate_{n}"]) for n in ("tokens", "logprobs"))
+    if manifest.tree.is_conditional:
+        text = TextOnDevice([*cache.text, tokens[-1]])
+        copied = text.continuation(mx.array([cache.offset]), candidates.shape[0])[0]
+        candidates, logprobs = with_copies(candidates, logprobs, copied)
     return tokens, grow_tree(mx.array(tokens[-1:]), candidates, logprobs, manifest.tree.config)
 
 

@@ -11,7 +11,6 @@ from ..decoding.pace import Pace, Rung
 from ..decoding.sampling import Sampling
 from ..drafters.draft_model import DraftModel, DraftModelDrafter
 from ..drafters.head_drafter import DraftingHeads, HeadDrafter
-from ..drafters.lookup import WithLookup
 from ..drafters.streams import StreamDrafter
 from ..errors import require
 from ..model.streams import StreamFusedModel
@@ -50,8 +49,7 @@ class Plan:
     @property
     def reads_text(self) -> bool:
         """Whether the tokens before the prompt must be known."""
-        from_text = self.config.lookup_nodes > 0 or self.kind in TEXT_DRAFTERS
-        return self.sampling.context_size > 0 or (from_text and self.drafter is not None)
+        return self.sampling.context_size > 0 or self.kind in TEXT_DRAFTERS
 
     @property
     def lossy(self) -> bool:
@@ -202,7 +200,7 @@ def _make_drafter(
     heads: DraftingHeads | None = None,
 ) -> Drafter:
     assert config.tree and config.prune and config.stream_schedule
-    nodes, prune = config.lookup_nodes, config.prune.kind
+    prune = config.prune.kind
     require(
         prune == "off" or kind != "lookahead",
         f"--prune {prune} with --drafter lookahead, whose window must reach the target whole",
@@ -215,31 +213,19 @@ def _make_drafter(
         expected="prune_adapter.* among its stream weights",
         do="use --prune off, or train one",
     )
-    require(
-        not nodes or kind not in TEXT_DRAFTERS,
-        f"lookup_nodes with --drafter {kind}",
-        expected="streams or heads, whose trees they go into",
-        do="drop one of the two",
-    )
     if kind in FREE_DRAFTERS:
         module, _, name = FREE_DRAFTERS[kind].partition(".")
         home = import_module(f"..drafters.{module}", __package__)
         return getattr(home, name)(getattr(config, kind.replace("-", "_")))
     if draft_model is not None and kind == "draft-model":
         return DraftModelDrafter(draft_model, config.draft, sampling)
-    drafter: Drafter
     if kind == "streams":
         assert model.config is not None
         streams = model.config.usable_streams(config.num_streams)
-        drafter = StreamDrafter(
-            model, config.tree, streams, config.stream_schedule,
-            more_levels=nodes, temp=config.temp,
-        )  # fmt: skip
-    else:
-        assert heads is not None
-        shape = config.tree if kind == "medusa" else config.speculator_tree
-        drafter = HeadDrafter(model.backbone, heads, shape)
-    return WithLookup(drafter, nodes) if nodes else drafter
+        return StreamDrafter(model, config.tree, streams, config.stream_schedule, temp=config.temp)
+    assert heads is not None
+    shape = config.tree if kind == "medusa" else config.speculator_tree
+    return HeadDrafter(model.backbone, heads, shape)
 
 
 def _decision(
@@ -251,7 +237,7 @@ def _decision(
     if drafter is None:
         asked = config.decoding == "plain"
         return "plain decoding" + (", as --decoding says" if asked else ": nothing drafts")
-    if kind == "streams" and not config.lookup_nodes:
+    if kind == "streams":
         dropped = config.prune is not None and config.prune.kind == "threshold"
         shape = shape_of(config, model)
         return f"streams draft: {shape}" + (", unlikely nodes dropped" if dropped else "")
