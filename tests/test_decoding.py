@@ -10,6 +10,7 @@ from itertools import cycle, product
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ from ssmlx.decoding.prune import (
     transition_logprobs,
 )
 from ssmlx.decoding.sampling import (
+    GREEDY,
     NUM_CANDIDATES,
     Places,
     Sampling,
@@ -833,6 +835,57 @@ def test_only_one_file_reads_arrays():
 
 
 # --- penalties, filters, noise by place, typical acceptance ---
+
+
+@pytest.mark.parametrize("temp", [0.3, 1.0, 2.0])
+def test_what_is_drawn_is_the_best_beside_the_noise_of_its_place(temp):
+    """Which is known beforehand, at every place, of some tokens as of all."""
+    sampling = Sampling(SamplingConfig(temp=temp, seed=5), VOCAB)
+    logits = mx.random.normal((4, VOCAB), key=mx.random.key(1))
+    first, depths, some = mx.array([9]), mx.array([0, 1, 1, 3]), mx.array([7, 2])
+    noise = sampling.noise(first, 4)
+    at = Places(first, depths, 4, mx.zeros((4, 0), mx.int32))
+    best = mx.argmax(logits + noise[depths], axis=1)
+    assert sampling.choose(logits, at).tolist() == best.tolist()
+    assert mx.array_equal(sampling.noise(first, 4, some), noise[:, some])
+    assert mx.array_equal(sampling.noise(first + 1, 3), noise[1:])
+    assert GREEDY.noise(first, 4) is None
+
+
+def surest_base():
+    """Whose logits are the same at every place."""
+    base = make_base(tie_word_embeddings=False)
+    base.lm_head = nn.Linear(32, VOCAB)
+    base.lm_head.weight = mx.zeros((VOCAB, 32))
+    base.lm_head.bias = mx.random.normal((VOCAB,), key=mx.random.key(2))
+    return base
+
+
+@pytest.mark.parametrize("adapter", [{}, {"condition_rank": 3}], ids=["streams", "conditional"])
+@pytest.mark.parametrize("settings", [
+    {}, {"stream_schedule": "fused"}, {"prune": PruneConfig(kind="budget", keep=4)},
+    {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}, {"repetition_penalty": 1.3},
+], ids=str)  # fmt: skip
+def test_who_guesses_as_the_target_does_foresees_what_it_draws(adapter, settings, monkeypatch):
+    """All of it, where nothing is filtered or pruned: by the noise, and not without it."""
+    monkeypatch.setattr("ssmlx.drafters.streams.with_copies", lambda *guesses: guesses[:2])
+    model = make_model("llama", "streams", base=surest_base(), adapter=adapter)
+    config = GenerateConfig(temp=1.0, seed=3, tree=TreeConfig(kind="full", width=2), **settings)
+
+    def decoded(**more):
+        steps = token_steps(model, PROMPT, model.make_cache(), replace(config, **more))
+        return first_tokens(steps, 120)
+
+    expected, _ = decoded(decoding="plain", tree=None, prune=None, stream_schedule=None)
+    tokens, lengths = decoded()
+    assert tokens == expected
+    if set(settings) <= {"stream_schedule"}:
+        assert set(lengths[1:-1]) == {1 + model.num_streams}
+    _, lossy = decoded(acceptance=AcceptanceConfig(kind="typical"))
+    monkeypatch.setattr(Sampling, "noise", lambda *_: None)
+    tokens, blind = decoded()
+    assert tokens == expected and len(lengths) < 0.8 * len(blind)
+    assert lossy == decoded(acceptance=AcceptanceConfig(kind="typical"))[1]
 
 
 PENALTIES = (

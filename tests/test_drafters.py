@@ -36,6 +36,8 @@ from ssmlx.drafters.draft_model import DraftCache, DraftModel, check_vocabulary
 from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice
+from ssmlx.drafters.medusa import MedusaHeads
+from ssmlx.drafters.mlp_speculator import MlpSpeculator
 from ssmlx.drafters.streams import COPIED, GOES_ON, with_copies
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
@@ -337,6 +339,22 @@ def test_streams_go_on_with_a_copy_as_far_as_they_reach():
     calls = 1 + model.num_streams
     _, lengths = written(model, [*range(VOCAB), 0], 1 + 9 * calls, tree=TreeConfig(size=40))
     assert lengths == [1] + [calls] * 9
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_heads_that_guess_as_the_target_does_foresee_what_it_draws(kind, monkeypatch):
+    """By the noise of each place: every draft holds."""
+    model, row = bare_model(), mx.random.normal((1, VOCAB), key=mx.random.key(3))
+    monkeypatch.setattr(Backbone, "logits", lambda _, rows, *head: mx.repeat(row, rows.shape[1], 0))
+    monkeypatch.setattr(MedusaHeads, "medusa_logits", lambda *_: mx.repeat(row, LEVELS, 0))
+    monkeypatch.setattr(
+        MlpSpeculator, "stage", lambda _, n, state, last: (state, mx.repeat(row, last.shape[0], 0))
+    )
+    settings = {**CHAIN, "heads": make_heads(kind, model.backbone)}
+    sampling = {"temp": 0.7, "seed": 4}
+    tokens, lengths = written(model, PROMPT, 60, **settings, **sampling)
+    assert tokens == plain(model, PROMPT, 60, **sampling)
+    assert set(lengths[1:-1]) == {1 + LEVELS}
 
 
 def plain(model, prompt, count, **settings):

@@ -36,8 +36,8 @@ def accept(tree: Tree, target_tokens: mx.array) -> Acceptance:
     """Walk from the root along children that carry the target's own token.
 
     `target_tokens` [M] are those that the target decided on after each node: its argmax, or its own
-    draw. Because the draft is deterministic given the past, following the target's draw as long as
-    it is in the tree leaves the target's distribution exact; no rejection rule is needed.
+    draw. Because what is drawn does not depend on what was drafted, though drafts may depend on the
+    noise of the draw, the target's distribution stays exact; no rejection rule is needed.
     """
     expect_shape("target tokens", target_tokens, tree.num_nodes)
     if tree.num_nodes == 1:

@@ -37,6 +37,11 @@ class Verified:
         return self.acceptance.correction
 
     @property
+    def root_place(self) -> mx.array:
+        """[1] the place of `root` in the text."""
+        return self.position + self.acceptance.num_accepted + 1
+
+    @property
     def last_hidden(self) -> mx.array:
         """[1, 1, D] last hidden state of the last accepted node, which predicted `root`."""
         return self.node_hidden[:, self.acceptance.last]
@@ -103,6 +108,11 @@ def rank_candidates(
     columns, values = top_columns(logits, count)
     tokens = columns if vocab is None else vocab[columns]
     return tokens, values - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
+
+
+def with_noise(logits: mx.array, noise: mx.array | None) -> mx.array:
+    """`logits` of what is decided with `noise`, see `Sampling.noise`."""
+    return logits if noise is None else logits.astype(mx.float32) + noise
 
 
 def top_columns(values: mx.array, count: int) -> tuple[mx.array, mx.array]:

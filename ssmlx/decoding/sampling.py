@@ -78,7 +78,7 @@ class Sampling:
     """The target's decisions under `SamplingConfig`, whose logit bias must keep to `vocab_size`."""
 
     def __init__(self, config: SamplingConfig, vocab_size: int) -> None:
-        self.config = config
+        self.config, self._vocab_size = config, vocab_size
         self.context_size = config.context_size  # C, recent tokens that it needs of each row
         bias = config.logit_bias or {}
         if bias and max(bias) >= vocab_size:
@@ -109,6 +109,19 @@ class Sampling:
         if self.config.seed is None and self.config.temp > 0:
             seed = to_int(mx.random.randint(0, 2**31 - 1))
         return mx.array((seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
+
+    def noise(self, first: mx.array, count: int, tokens: mx.array | None = None) -> mx.array | None:
+        """[G, V] what the G = `count` places from `first` [1] on add to a row's logits before its
+        token is decided; of the `tokens` [Vd] alone where they are given. None in greedy decoding.
+
+        It is known before the logits are. A drafter whose logits are `a` takes the target's to be
+        `a` and an error, so that it finds the target's draw among softmax(a + noise), as it finds
+        greedy tokens among softmax(a), which is what it was trained for.
+        """
+        if not self.config.temp:
+            return None
+        uniform = uniform_noise(self._seed, first + indices(count), self._vocab_size)
+        return self.config.temp * to_gumbel(uniform if tokens is None else uniform[:, tokens])
 
     def process(self, logits: mx.array, places: Places) -> mx.array:
         """[R, V] logits with bias and penalties."""

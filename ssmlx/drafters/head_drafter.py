@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import mlx.core as mx
 
 from ..decoding.drafter import Verified
+from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
 from ..model.backbone import Backbone
 from ..model.tree import Tree
@@ -102,10 +103,13 @@ class DraftingHeads:
         """Levels below the root, and nodes, that a `fitting` tree has at most."""
         raise NotImplementedError
 
-    def propose_tree(self, root: mx.array, hidden: mx.array, tree: Any) -> Tree:
+    def propose_tree(
+        self, root: mx.array, hidden: mx.array, tree: Any, noise: mx.array | None = None
+    ) -> Tree:
         """The tree below `root` [1], which the base model decided on at `hidden`.
 
-        `hidden` [1, D] is behind the base model's final norm; `tree` is as `fitting` takes it.
+        `hidden` [1, D] is behind the base model's final norm; `tree` is as `fitting` takes it;
+        `noise` [H, Vd] is known of what each head guesses, see `Sampling.noise`.
         """
         raise NotImplementedError
 
@@ -116,8 +120,11 @@ class HeadDrafter:
     num_streams, draft_calls, cache_bytes = 0, 0, 0
     waits = False
 
-    def __init__(self, backbone: Backbone, heads: DraftingHeads, tree: Any) -> None:
+    def __init__(
+        self, backbone: Backbone, heads: DraftingHeads, tree: Any, sampling: Sampling = GREEDY
+    ) -> None:
         self._backbone, self._heads, self._tree = backbone, heads, heads.fitting(tree)
+        self._sampling = sampling
         self.num_levels, self.max_nodes = heads.tree_size(self._tree)
         self.num_parameters = heads.num_parameters
 
@@ -126,4 +133,6 @@ class HeadDrafter:
 
     def propose(self, verified: Verified) -> Tree:
         hidden = self._backbone.final_norm(verified.last_hidden)[0]
-        return self._heads.propose_tree(verified.root, hidden, self._tree)
+        place, vocab = verified.root_place, self._heads.draft_vocab
+        noise = self._sampling.noise(place, self.num_levels, vocab)
+        return self._heads.propose_tree(verified.root, hidden, self._tree, noise)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..decoding.drafter import rank_candidates
+from ..decoding.drafter import rank_candidates, with_noise
 from ..model.backbone import Backbone, LMHead, head_bytes
 from ..model.shapes import arrays_in, expect_shape
 from ..model.tree import Tree, draft_topology, grow_tree
@@ -108,8 +108,11 @@ class MedusaHeads(DraftingHeads):
     def tree_size(self, tree: TreeConfig) -> tuple[int, int]:
         return self.config.num_heads, tree.num_nodes(self.config.num_heads)
 
-    def propose_tree(self, root: mx.array, hidden: mx.array, tree: TreeConfig) -> Tree:
+    def propose_tree(
+        self, root: mx.array, hidden: mx.array, tree: TreeConfig, noise: mx.array | None = None
+    ) -> Tree:
         tree = self.fitting(tree)
         count = draft_topology(tree, self.config.num_heads).num_candidates
-        ranked = rank_candidates(self.medusa_logits(hidden), count, self.draft_vocab)
+        logits = with_noise(self.medusa_logits(hidden), noise)
+        ranked = rank_candidates(logits, count, self.draft_vocab)
         return grow_tree(root, *ranked, tree)

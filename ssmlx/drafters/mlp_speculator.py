@@ -19,7 +19,7 @@ from operator import mul
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..decoding.drafter import rank_candidates
+from ..decoding.drafter import rank_candidates, with_noise
 from ..errors import require
 from ..model.backbone import Backbone
 from ..model.shapes import expect_shape, indices
@@ -155,7 +155,11 @@ class MlpSpeculator(DraftingHeads):
         return self._tensors[self.config.name_of(part, stage)]
 
     def rank_paths(
-        self, root: mx.array, hidden: mx.array, widths: Sequence[int]
+        self,
+        root: mx.array,
+        hidden: mx.array,
+        widths: Sequence[int],
+        noise: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Tokens and edge log probabilities [N] of the full tree of `widths`, breadth first.
 
@@ -168,6 +172,7 @@ class MlpSpeculator(DraftingHeads):
         node_tokens, edges = [root], [mx.zeros(1)]
         for index, width in enumerate(widths):
             state, logits = self.stage(index, state, tokens)
+            logits = with_noise(logits, None if noise is None else noise[index])
             ranked, logprobs = rank_candidates(logits, width, self.draft_vocab)  # [beams, width]
             tokens = ranked.flatten()
             state = mx.repeat(state, width, axis=0)
@@ -197,11 +202,17 @@ class MlpSpeculator(DraftingHeads):
         most = num_candidate_nodes(tree.widths, tree.candidates)
         return len(tree.widths), min(most, tree.size or most)
 
-    def propose_tree(self, root: mx.array, hidden: mx.array, tree: SpeculatorTreeConfig) -> Tree:
+    def propose_tree(
+        self,
+        root: mx.array,
+        hidden: mx.array,
+        tree: SpeculatorTreeConfig,
+        noise: mx.array | None = None,
+    ) -> Tree:
         tree = self.fitting(tree)
         widths, size = tuple(tree.widths or ()), self.tree_size(tree)[1]
         topology = widths_topology(widths)
-        tokens, edges = self.rank_paths(root, hidden, widths)
+        tokens, edges = self.rank_paths(root, hidden, widths, noise)
         full = Tree(tokens, topology.depths, topology.paths, topology.num_internal, topology)
         if size == topology.num_nodes:
             return full

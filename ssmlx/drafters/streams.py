@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..decoding.drafter import Verified, rank_candidates
+from ..decoding.drafter import Verified, rank_candidates, with_noise
+from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
 from ..model.cache import StreamCache
 from ..model.shapes import expect_shape, indices
@@ -20,30 +21,30 @@ COPIED, GOES_ON = 0.15, 0.4
 
 
 def rank_given(
-    model: StreamFusedModel, stream_hidden: mx.array, roots: mx.array, count: int, temp: float = 1.0
+    model: StreamFusedModel,
+    stream_hidden: mx.array,
+    roots: mx.array,
+    count: int,
+    noise: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Columns [A, G, K] of the draft head, and log probabilities [A, G, K, K] of each given each of
     the stream before.
 
     Of stream rows [1, A * G, D] at A places, whose `roots` are [A]: in all rows of a first stream
     its tokens are given the root. The K = `count` likeliest without that share their mass anew.
-    `temp` is a temperature of all of it.
+    `noise` [A * G, Vd] is known of what they guess, see `Sampling.noise`.
     """
     places = roots.shape[0]
     normed = model.backbone.final_norm(stream_hidden)
     head = model.draft_head or model.backbone.lm_head
-    columns, logprobs = rank_candidates(_at(temp, head(normed.squeeze(0))), count)
+    columns, logprobs = rank_candidates(with_noise(head(normed.squeeze(0)), noise), count)
     columns, logprobs = (a.reshape(places, -1, count) for a in (columns, logprobs))
     tokens = model.drafted_tokens(columns)
     first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
     previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
     normed = normed.reshape(*columns.shape[:2], -1)
     more = model.condition_logits(normed, previous, columns)
-    return columns, share_anew(logprobs, _at(temp, more))
-
-
-def _at(temp: float, logits: mx.array) -> mx.array:
-    return logits if temp == 1 else logits / temp
+    return columns, share_anew(logprobs, more)
 
 
 @mx.compile
@@ -87,8 +88,7 @@ class StreamDrafter:
     draft the same: the second pass reads the upper layers' weights once more, and spares M * G rows
     there. Conditional streams have what followed the text's last tokens before to copy as well.
 
-    Streams guess greedy text. Where the target samples, at `temp`, their guesses are flattened
-    before trees are made of them, by as much as was best in replays of chats at T = 1.
+    Streams guess greedy text. Where the target samples, they guess what `sampling` makes of it.
     """
 
     draft_calls = 0
@@ -100,8 +100,7 @@ class StreamDrafter:
         tree: TreeConfig,
         num_streams: int,
         schedule: StreamSchedule = "second-pass",
-        *,
-        temp: float = 0.0,
+        sampling: Sampling = GREEDY,
     ) -> None:
         require(
             schedule in model.schedules,
@@ -115,7 +114,7 @@ class StreamDrafter:
         tree = tree.no_wider_than(model.draft_vocab_size)
         self._model, self._tree, self._path = model, tree, 1 + num_streams
         count = num_candidates(tree, num_streams, conditional=model.is_conditional)
-        self._num_candidates, self._temp = min(count, model.draft_vocab_size), temp
+        self._num_candidates, self._sampling = min(count, model.draft_vocab_size), sampling
         self.max_nodes = tree.num_nodes(num_streams)
         self.num_parameters = model.streams.num_parameters if model.streams else 0
         self._owner: StreamDrafter | None = None  # of the cache, where that is another's
@@ -123,7 +122,7 @@ class StreamDrafter:
 
     def beside(self, tree: TreeConfig, num_streams: int, schedule: StreamSchedule) -> StreamDrafter:
         """One of no more streams, to draft in turns with this one, whose cache it shares."""
-        other = StreamDrafter(self._model, tree, num_streams, schedule, temp=self._temp)
+        other = StreamDrafter(self._model, tree, num_streams, schedule, self._sampling)
         other._owner = self._owner or self
         return other
 
@@ -140,22 +139,22 @@ class StreamDrafter:
     def propose(self, verified: Verified) -> Tree:
         stream_hidden = verified.stream_hidden if self.num_streams else self._second_pass(verified)
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
-        count, temp = self._num_candidates, 1 + self._temp / 2
-        if self._model.is_conditional:
-            columns, logprobs = rank_given(self._model, stream_hidden, verified.root, count, temp)
-            tokens = self._model.drafted_tokens(columns[0])
+        model, count, root = self._model, self._num_candidates, verified.root
+        noise = self._sampling.noise(verified.root_place, self.num_levels, model.draft_vocab)
+        if model.is_conditional:
+            columns, logprobs = rank_given(model, stream_hidden, root, count, noise)
+            tokens = model.drafted_tokens(columns[0])
             ranked = with_copies(tokens, logprobs[0], self._copied(verified))
         else:
-            logits = _at(temp, self._model.draft_logits(stream_hidden))
-            ranked = rank_candidates(logits, count, self._model.draft_vocab)
-        return grow_tree(verified.root, *ranked, self._tree)
+            logits = with_noise(model.draft_logits(stream_hidden), noise)
+            ranked = rank_candidates(logits, count, model.draft_vocab)
+        return grow_tree(root, *ranked, self._tree)
 
     def _copied(self, verified: Verified) -> mx.array:
         """[G] what followed the text's last tokens where they stood before."""
-        text, place = (self._owner or self)._text, verified.position + 1
-        text.write(verified.acceptance.new_tokens, place)
-        last = place + verified.acceptance.num_accepted
-        return text.continuation(last, self.num_levels)[0]
+        text = (self._owner or self)._text
+        text.write(verified.acceptance.new_tokens, verified.position + 1)
+        return text.continuation(verified.root_place, self.num_levels)[0]
 
     def _second_pass(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""

@@ -8,7 +8,7 @@ from typing import Unpack
 from ..decoding.drafter import Drafter
 from ..decoding.loop import scratch_rows
 from ..decoding.pace import Pace, Rung
-from ..decoding.sampling import Sampling
+from ..decoding.sampling import GREEDY, Sampling
 from ..drafters.draft_model import DraftModel, DraftModelDrafter
 from ..drafters.head_drafter import DraftingHeads, HeadDrafter
 from ..drafters.streams import StreamDrafter
@@ -219,13 +219,15 @@ def _make_drafter(
         return getattr(home, name)(getattr(config, kind.replace("-", "_")))
     if draft_model is not None and kind == "draft-model":
         return DraftModelDrafter(draft_model, config.draft, sampling)
+    # What is likely counts for typical acceptance, not what is drawn.
+    known = sampling if config.acceptance.kind == "exact" else GREEDY
     if kind == "streams":
         assert model.config is not None
         streams = model.config.usable_streams(config.num_streams)
-        return StreamDrafter(model, config.tree, streams, config.stream_schedule, temp=config.temp)
+        return StreamDrafter(model, config.tree, streams, config.stream_schedule, known)
     assert heads is not None
     shape = config.tree if kind == "medusa" else config.speculator_tree
-    return HeadDrafter(model.backbone, heads, shape)
+    return HeadDrafter(model.backbone, heads, shape, known)
 
 
 def _decision(
