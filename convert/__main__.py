@@ -32,8 +32,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--task-lora", "FOLDER", "the LoRA that every row has beside streams of scope streams: of "
          "the fine-tuned model for which they draft (default: task_lora in PEFT's folder, if there "
          "is one)", Path),
-        ("--draft-data", "FILE", "lines as training takes them: streams without a draft vocabulary "
-         "get the most frequent tokens of these", Path),
         ("--scope", None, "rows that LoRA acts on: all, the model is the fine-tuned one; streams, "
          "it drafts for the base model, whose answers stay untouched (default: as the checkpoint "
          "says)", str, ADAPTER_SCOPES),
@@ -81,11 +79,10 @@ def _check_target(out: Path) -> None:
 
 def _check_source(args: argparse.Namespace) -> None:
     """Refuse what is not there before anything is loaded."""
-    files = ("streams", "draft_data")
-    for flag in ("heads",) if args.heads else ("lora", "task_lora", *files):
+    for flag in ("heads",) if args.heads else ("lora", "task_lora", "streams"):
         path = getattr(args, flag)
         found = f"--{flag.replace('_', '-')} {path} does not exist"
-        kind = "a file" if flag in files else "a folder"
+        kind = "a file" if flag == "streams" else "a folder"
         require(path is None or path.exists(), found, expected=kind, do="check the path")
 
 
@@ -97,7 +94,7 @@ def _convert_heads(args: argparse.Namespace) -> None:
 
     from .formats.heads import convert_heads
 
-    reject(args, ("streams", "scope", "fuse", "task_lora", "draft_data"), "--lora")
+    reject(args, ("streams", "scope", "fuse", "task_lora"), "--lora")
     with new_folder(args.out) as folder:
         backbone, _ = load_base(resolve_model(args.base), "stored")
         heads = convert_heads(args.heads, backbone, args.base, args.dtype)
@@ -115,7 +112,7 @@ def _convert_streams(args: argparse.Namespace) -> None:
     from ssmlx.loading.load import load_base, load_tokenizer
     from ssmlx.loading.names import resolve_model
 
-    from .formats.adapter import cast_adapter, read_checkpoint, with_draft_vocab, write_fused
+    from .formats.adapter import cast_adapter, read_checkpoint, write_fused
     from .reference.format import STREAMS_WEIGHTS, TASK_LORA
 
     task = args.task_lora
@@ -133,8 +130,6 @@ def _convert_streams(args: argparse.Namespace) -> None:
                 scope=args.scope, base_model=args.base, task_folder=task,
             )  # fmt: skip
         tokenizer = load_tokenizer(path, model_config)
-        if args.draft_data and not adapter.config.draft_vocab_size:
-            adapter = with_draft_vocab(adapter, args.draft_data, tokenizer, backbone.vocab_size)
         if args.fuse:
             write_fused(folder, adapter, backbone, tokenizer, model_config)
         else:

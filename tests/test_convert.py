@@ -18,7 +18,6 @@ from safetensors.torch import load, save_file
 from convert.__main__ import main
 from convert.base import load_base
 from convert.reference.checkpoint import save_reference
-from ssmlx.loading.adapter import load_adapter
 
 LORA = "adapter_model.safetensors"
 TOKENS = [5, 9, 30, 12, 7, 61]
@@ -336,20 +335,9 @@ def test_a_stopped_conversion_leaves_nothing(base, trained, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_adapter_gets_a_draft_vocabulary_from_data(
-    base, checkpoint, convert, monkeypatch, capsys
-):
-    monkeypatch.setattr("convert.formats.adapter.DRAFT_VOCAB_SIZE", 5)
-    data = checkpoint.parent / "lines.jsonl"
-    line = {"prompt_tokens": [9], "completion_tokens": [3, 3, 8, 8, 8, 2]}
-    data.write_text(json.dumps(line) + "\n")
+def test_what_an_adapter_cannot_be_told_again_is_refused(base, checkpoint, convert, capsys):
     whole = convert(checkpoint).rename(checkpoint.parent / "whole")
-    beside = checkpoint.parent / "beside"
-    values = ["--base", str(base), "--lora", str(whole), "--out", str(beside)]
-    assert main([*values, "--draft-data", str(data)]) == 0
-    found = load_adapter(beside)
-    assert found.config.draft_vocab_size == 5
-    assert found.streams.draft_vocab.tolist() == [0, 2, 3, 8, 9]
+    values = ["--base", str(base), "--lora", str(whole), "--out", str(checkpoint.parent / "beside")]
     capsys.readouterr()
     assert main([*values, "--scope", "all"]) == 2
     assert "--scope would do nothing here; expected a checkpoint" in capsys.readouterr().err

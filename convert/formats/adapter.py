@@ -17,8 +17,6 @@ from ssmlx.loading.load import is_quantised
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.lora import LoraWeights, RowScope, attach_lora, linear_paths, linear_shape
 from ssmlx.settings import AdapterScope, StreamConfig
-from ssmlx.training.config import DRAFT_VOCAB_SIZE
-from ssmlx.training.data import Encoder, choose_draft_vocab, read_examples
 
 from ..reference import format as layout
 
@@ -77,17 +75,6 @@ def read_checkpoint(
         task_config = layout.read_stream_config(own) if own.is_file() else config
         task = read_lora(task_folder, task_config, backbone.model)
     return Adapter(config, streams, BaseIdentity.of(backbone), lora, task)
-
-
-def with_draft_vocab(
-    adapter: Adapter, data: Path, tokenizer: TokenizerWrapper, vocab_size: int
-) -> Adapter:
-    """The adapter, its streams guessing among the most frequent tokens of `data` alone."""
-    encoder = Encoder(tokenizer, adapter.config.prompt_template, tokenizer.eos_token_id, 2**20)
-    vocab = choose_draft_vocab(read_examples(data, encoder), DRAFT_VOCAB_SIZE, vocab_size)
-    streams = replace(adapter.streams, draft_vocab=mx.array(vocab))
-    config = replace(adapter.config, draft_vocab_size=len(vocab))
-    return replace(adapter, config=config, streams=streams)
 
 
 def cast_adapter(adapter: Adapter, dtype: str) -> Adapter:

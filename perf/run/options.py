@@ -207,7 +207,7 @@ def parse_systems(
 
 
 def _parse_system(text: str) -> tuple[str, str, GenerateConfig]:
-    """`streams schedule=fused --tree full`: a drafter with its keys, and options of ssmlx.generate."""
+    """`draft-model width=2 --tree full`: a drafter with its keys, options of ssmlx.generate."""
     words = text.split()
     kind, flags = next(iter(words), ""), [n for n, word in enumerate(words) if word[0] == "-"]
     require(

@@ -15,6 +15,9 @@ from ..model.shapes import indices, to_list
 from ..model.tree import Tree
 from .accept import Acceptance
 
+Noise = mx.array | None
+"""What is known of the decisions that are guessed, see `Sampling.noise`."""
+
 
 @dataclass(frozen=True, eq=False)
 class Verified:
@@ -110,8 +113,8 @@ def rank_candidates(
     return tokens, values - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
 
 
-def with_noise(logits: mx.array, noise: mx.array | None) -> mx.array:
-    """`logits` of what is decided with `noise`, see `Sampling.noise`."""
+def with_noise(logits: mx.array, noise: Noise) -> mx.array:
+    """`logits` of what is decided with `noise`."""
     return logits if noise is None else logits.astype(mx.float32) + noise
 
 

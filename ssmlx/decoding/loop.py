@@ -16,7 +16,7 @@ from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, root_tree
 from ..settings import PREFILL_STEP_SIZE, AcceptanceConfig, PruneConfig
 from .accept import Acceptance, accept, accept_typical
-from .drafter import Drafter, Verified, with_noise
+from .drafter import Drafter, Noise, Verified, with_noise
 from .pace import Pace, Rung
 from .prune import is_pruned, surviving_nodes, transition_logprobs
 from .sampling import GREEDY, Places, Sampling, TokenLogprobs, last_tokens, places_of, tell_logprobs
@@ -77,21 +77,15 @@ def prefill_turns(
 
 
 def prune_tree(
-    model: StreamFusedModel,
-    tree: Tree,
-    hidden: mx.array,
-    config: PruneConfig,
-    sampler: Sampling,
-    place: mx.array,
+    model: StreamFusedModel, tree: Tree, hidden: mx.array, config: PruneConfig, noise: Noise = None
 ) -> tuple[Tree, mx.array, mx.array]:
     """The tree that is left, its hidden states [1, M, D], and the old index of each node [M].
 
-    What `sampler` makes of the root's `place` [1] and those after it counts.
+    `noise` [P, V] is known of what is decided behind each depth, see `Sampling.noise`.
     """
     if not is_pruned(tree, config):
         return tree, hidden, indices(tree.num_nodes)
     exit_logits = model.early_exit_logits(hidden[:, : tree.num_internal])
-    noise = sampler.noise(place, tree.paths.shape[1])
     if noise is not None:
         exit_logits = with_noise(exit_logits, noise[tree.depths[: tree.num_internal]])
     (edges,) = model.backbone.agreed(transition_logprobs(tree, exit_logits))
@@ -216,7 +210,8 @@ def step(
     nodes = model.node_rows(tree, cache)
     hidden = model.lower(tree, cache, nodes)
     position, known = cache.length, sampler if acceptance.kind == "exact" else GREEDY
-    kept, hidden, kept_index = prune_tree(model, tree, hidden, prune, known, position)
+    noise = known.noise(position, tree.paths.shape[1])
+    kept, hidden, kept_index = prune_tree(model, tree, hidden, prune, noise)
     rows = model.insert(hidden, num_streams)
     rows = model.upper(rows, kept, cache, num_streams, nodes if kept is tree else None)
     node_hidden = rows[:, : kept.num_nodes]

@@ -23,7 +23,7 @@ from ..errors import InputError
 from ..model.shapes import expect_shape, indices, to_int, to_list
 from ..model.tree import PAD_TOKEN, Tree
 from ..settings import SamplingConfig
-from .drafter import rank_candidates, top_columns
+from .drafter import Noise, rank_candidates, top_columns
 
 NUM_CANDIDATES = 128  # likeliest tokens of a row, among which top-p and min-p are decided
 OPEN = PAD_TOKEN - 1  # see `Sampling.choose`
@@ -110,13 +110,12 @@ class Sampling:
             seed = to_int(mx.random.randint(0, 2**31 - 1))
         return mx.array((seed ^ (seed >> 32)) & 0xFFFFFFFF, mx.uint32)
 
-    def noise(self, first: mx.array, count: int, tokens: mx.array | None = None) -> mx.array | None:
-        """[G, V] what the G = `count` places from `first` [1] on add to a row's logits before its
-        token is decided; of the `tokens` [Vd] alone where they are given. None in greedy decoding.
+    def noise(self, first: mx.array, count: int, tokens: mx.array | None = None) -> Noise:
+        """[G, V] what the G = `count` places from `first` [1] on add to the logits that decide; of
+        the `tokens` [Vd] alone where they are given. None in greedy decoding.
 
-        It is known before the logits are. A drafter whose logits are `a` takes the target's to be
-        `a` and an error, so that it finds the target's draw among softmax(a + noise), as it finds
-        greedy tokens among softmax(a), which is what it was trained for.
+        It is known before the logits are. Drafters of logits a that guess greedy tokens by
+        softmax(a) guess by softmax(a + noise) what is drawn.
         """
         if not self.config.temp:
             return None

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import mlx.core as mx
 
-from ..decoding.drafter import Verified
+from ..decoding.drafter import Noise, Verified
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
 from ..model.backbone import Backbone
@@ -104,7 +104,7 @@ class DraftingHeads:
         raise NotImplementedError
 
     def propose_tree(
-        self, root: mx.array, hidden: mx.array, tree: Any, noise: mx.array | None = None
+        self, root: mx.array, hidden: mx.array, tree: Any, noise: Noise = None
     ) -> Tree:
         """The tree below `root` [1], which the base model decided on at `hidden`.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..decoding.drafter import rank_candidates, with_noise
+from ..decoding.drafter import Noise, rank_candidates, with_noise
 from ..model.backbone import Backbone, LMHead, head_bytes
 from ..model.shapes import arrays_in, expect_shape
 from ..model.tree import Tree, draft_topology, grow_tree
@@ -109,7 +109,7 @@ class MedusaHeads(DraftingHeads):
         return self.config.num_heads, tree.num_nodes(self.config.num_heads)
 
     def propose_tree(
-        self, root: mx.array, hidden: mx.array, tree: TreeConfig, noise: mx.array | None = None
+        self, root: mx.array, hidden: mx.array, tree: TreeConfig, noise: Noise = None
     ) -> Tree:
         tree = self.fitting(tree)
         count = draft_topology(tree, self.config.num_heads).num_candidates

@@ -19,7 +19,7 @@ from operator import mul
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..decoding.drafter import rank_candidates, with_noise
+from ..decoding.drafter import Noise, rank_candidates, with_noise
 from ..errors import require
 from ..model.backbone import Backbone
 from ..model.shapes import expect_shape, indices
@@ -155,11 +155,7 @@ class MlpSpeculator(DraftingHeads):
         return self._tensors[self.config.name_of(part, stage)]
 
     def rank_paths(
-        self,
-        root: mx.array,
-        hidden: mx.array,
-        widths: Sequence[int],
-        noise: mx.array | None = None,
+        self, root: mx.array, hidden: mx.array, widths: Sequence[int], noise: Noise = None
     ) -> tuple[mx.array, mx.array]:
         """Tokens and edge log probabilities [N] of the full tree of `widths`, breadth first.
 
@@ -203,11 +199,7 @@ class MlpSpeculator(DraftingHeads):
         return len(tree.widths), min(most, tree.size or most)
 
     def propose_tree(
-        self,
-        root: mx.array,
-        hidden: mx.array,
-        tree: SpeculatorTreeConfig,
-        noise: mx.array | None = None,
+        self, root: mx.array, hidden: mx.array, tree: SpeculatorTreeConfig, noise: Noise = None
     ) -> Tree:
         tree = self.fitting(tree)
         widths, size = tuple(tree.widths or ()), self.tree_size(tree)[1]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..decoding.drafter import Verified, rank_candidates, with_noise
+from ..decoding.drafter import Noise, Verified, rank_candidates, with_noise
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
 from ..model.cache import StreamCache
@@ -21,21 +21,17 @@ COPIED, GOES_ON = 0.15, 0.4
 
 
 def rank_given(
-    model: StreamFusedModel,
-    stream_hidden: mx.array,
-    roots: mx.array,
-    count: int,
-    noise: mx.array | None = None,
+    model: StreamFusedModel, hidden: mx.array, roots: mx.array, count: int, noise: Noise = None
 ) -> tuple[mx.array, mx.array]:
     """Columns [A, G, K] of the draft head, and log probabilities [A, G, K, K] of each given each of
     the stream before.
 
-    Of stream rows [1, A * G, D] at A places, whose `roots` are [A]: in all rows of a first stream
-    its tokens are given the root. The K = `count` likeliest without that share their mass anew.
+    Of stream rows `hidden` [1, A * G, D] at A places, whose `roots` are [A]: in all rows of a first
+    stream its tokens are given the root. The K = `count` likeliest otherwise share their mass anew.
     `noise` [A * G, Vd] is known of what they guess, see `Sampling.noise`.
     """
     places = roots.shape[0]
-    normed = model.backbone.final_norm(stream_hidden)
+    normed = model.backbone.final_norm(hidden)
     head = model.draft_head or model.backbone.lm_head
     columns, logprobs = rank_candidates(with_noise(head(normed.squeeze(0)), noise), count)
     columns, logprobs = (a.reshape(places, -1, count) for a in (columns, logprobs))
@@ -71,8 +67,7 @@ def with_copies(
     is_new = (ours >= 0) & ~known.any(axis=-1, keepdims=True) & (indices(count) == count - 1)
     is_copy = known | is_new
     # The token before is the text's, too: in every row of the first level.
-    first = mx.ones_like(known[..., :1, :])
-    follows = mx.concatenate([first, is_copy[..., :-1, :]], axis=-2)
+    follows = mx.concatenate([mx.ones_like(known[..., :1, :]), is_copy[..., :-1, :]], axis=-2)
     weight = mx.where(indices(levels) > 0, GOES_ON, COPIED)[:, None]
     weight = (weight * ((ours >= 0) & follows))[..., None]
     probs = mx.where(is_new[..., None, :], 0.0, mx.exp(logprobs))

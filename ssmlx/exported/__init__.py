@@ -16,12 +16,6 @@ from .decode import SlotCache
 from .manifest import Manifest
 
 __all__ = [
-    "Backend",
-    "ExportedModel",
-    "Manifest",
-    "SlotCache",
-    "generate",
-    "load",
-    "prompt_tokens",
-    "stream_generate",
-]
+    "Backend", "ExportedModel", "Manifest", "SlotCache",
+    "generate", "load", "prompt_tokens", "stream_generate",
+]  # fmt: skip

@@ -31,13 +31,8 @@ class SlotCache:
     """The cache of one sequence."""
 
     def __init__(self, state: Any, num_slots: int) -> None:
-        self.state, self.text = state, list[int]()
+        self.state, self.offset, self.text = state, 0, list[int]()
         self._used = np.zeros(num_slots, bool)
-
-    @property
-    def offset(self) -> int:
-        """L, committed tokens."""
-        return len(self.text)
 
     def free(self, count: int) -> np.ndarray:
         """[count] int32 free slots, ascending; refused where there are not as many."""
@@ -52,6 +47,7 @@ class SlotCache:
 
     def commit(self, slots: np.ndarray, tokens: list[int]) -> None:
         """Make `slots` those of the next committed `tokens`."""
+        self.offset += len(slots)
         self.text += tokens
         self._used[slots] = True
 

@@ -342,11 +342,7 @@ def _fetch_model(
 @contextmanager
 def _asking_hub(name: str, revision: str | None) -> Iterator[None]:
     """Tell in one line what goes wrong there."""
-    from huggingface_hub.utils import (
-        GatedRepoError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     expected = "a name there that you may read, and a network"
     try:
