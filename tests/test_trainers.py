@@ -261,7 +261,8 @@ def test_a_step_is_pytorchs_step(tmp_path, monkeypatch, architecture, scope, red
 def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     tmp_path, monkeypatch, reduced, packing
 ):
-    """Streams of packed texts see what they see when decoding."""
+    """Streams of packed texts see what they see when decoding; what is copied is not learned."""
+    monkeypatch.setattr("ssmlx.calibration.guesses.with_copies", lambda *guesses: guesses[:2])
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
     train = replace(whole.objective.train, train_only="condition")
@@ -893,7 +894,8 @@ def test_streams_of_an_adapter_go_on_as_in_a_run_with_its_settings(
     started = trained_weights(load_adapter(first))
     assert trained.keys() == wanted.keys() == started.keys()
     for name, array in wanted.items():
-        assert gap(trained[name], array) < 1e-3 and not mx.array_equal(trained[name], started[name])
+        # Adam divides noise by noise where gradients are small.
+        assert gap(trained[name], array) < 2e-3 and not mx.array_equal(trained[name], started[name])
 
 
 @pytest.mark.parametrize("command", [MLX, TORCH])
