@@ -133,6 +133,5 @@ class HeadDrafter:
 
     def propose(self, verified: Verified) -> Tree:
         hidden = self._backbone.final_norm(verified.last_hidden)[0]
-        place, vocab = verified.root_place, self._heads.draft_vocab
-        noise = self._sampling.noise(place, self.num_levels, vocab)
+        noise = self._sampling.noise(verified.root_place, self.num_levels, self._heads.draft_vocab)
         return self._heads.propose_tree(verified.root, hidden, self._tree, noise)

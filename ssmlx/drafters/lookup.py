@@ -19,6 +19,7 @@ from .trie import Trie, padded_size
 MAX_MATCHES = 8  # places that are remembered of each n-gram, the newest ones
 NGRAM = 3  # most tokens that are looked up on the device; fewer where so many stand nowhere
 _ROOM = 256  # tokens by which the text's buffer grows
+_FAR = 2**28  # more tokens than a text has
 
 
 class PromptLookupDrafter:
@@ -90,8 +91,8 @@ class TextOnDevice:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
         # Before the text stands what equals nothing, so that it can be shifted.
-        known = [*[PAD_TOKEN - 1] * (NGRAM - 1), *tokens, *[PAD_TOKEN] * _ROOM]
-        self._tokens = mx.array(known, mx.int32)
+        known, room = [PAD_TOKEN - 1] * (NGRAM - 1), _ROOM + -len(tokens) % _ROOM  # few sizes
+        self._tokens = mx.array([*known, *tokens, *[PAD_TOKEN] * room], mx.int32)
 
     def write(self, tokens: mx.array, place: mx.array) -> None:
         """Put `tokens` [P] where `place` [1] says. Written twice, they are there once."""
@@ -120,7 +121,7 @@ def _continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
         agrees = agrees & (text[n : n + size] == own[:, n : n + 1])
         length = length + agrees
     # The longest first, then the newest; 0 is none.
-    best = mx.max(length * size + mx.where(length > 0, places, 0), axis=1, keepdims=True)
-    found = best % size
+    best = mx.max(length * _FAR + mx.where(length > 0, places, 0), axis=1, keepdims=True)
+    found = best % _FAR
     following = text[found + NGRAM + indices(count) % mx.maximum(last - found, 1)]
     return mx.where(best > 0, following, PAD_TOKEN)
