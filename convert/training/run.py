@@ -170,25 +170,26 @@ class TorchObjective(Objective):
         with precision(self.device, self.dtype):
             logits = self.logits(streams, STREAM).float()
         best = logits.log_softmax(-1).topk(count)
-        columns, logprobs = best.indices, best.values
+        tokens, logprobs = best.indices, best.values
+        if self.draft_vocab is not None:
+            tokens = self.tensor(self.draft_vocab)[tokens]
         if self.is_conditional:
-            every = zip(streams, self.tensor(batch.targets(0)), columns, logprobs, strict=True)
+            every = zip(streams, self.tensor(batch.targets(0)), tokens, logprobs, strict=True)
             logprobs = torch.stack([self._given(*one) for one in every])
-        return columns.cpu().numpy(), logprobs.cpu().numpy()
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _given(
         self,
         streams: torch.Tensor,
         roots: torch.Tensor,
-        columns: torch.Tensor,
+        tokens: torch.Tensor,
         logprobs: torch.Tensor,
     ) -> torch.Tensor:
-        """[K, G, C, C] of one answer's carriers, as `ssmlx.drafters.streams.rank_given`."""
-        tokens = columns if self.draft_vocab is None else self.tensor(self.draft_vocab)[columns]
-        first = roots.clamp(min=0)[:, None, None].expand(-1, 1, columns.shape[-1])
+        """[K, G, C, C] of one answer's carriers, as `ssmlx.drafters.streams.rank_streams`."""
+        first = roots.clamp(min=0)[:, None, None].expand(-1, 1, tokens.shape[-1])
         previous = torch.cat([first, tokens[:, :-1]], dim=1)
         with precision(self.device, self.dtype):
-            rows = self._lm_heads[STREAM][0][columns]
+            rows = self._lm_heads[MAIN][0][tokens]
             more = self.model.pair_logits(streams.to(self.dtype), previous, rows).float()
         scores = logprobs[:, :, None] + more
         mass = logprobs.logsumexp(-1)[:, :, None, None]

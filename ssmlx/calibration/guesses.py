@@ -9,6 +9,7 @@ tree. `ssmlx.tuning.replay` replays it; a test compares with real decoding, call
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,10 +17,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..api import check_prompt
 from ..bars import bar
-from ..decoding.drafter import rank_candidates
 from ..decoding.loop import own_turn, prefill
 from ..drafters.lookup import TextOnDevice
-from ..drafters.streams import rank_given, with_copies
+from ..drafters.streams import DraftVocab, rank_streams, with_copies
 from ..errors import require
 from ..model.cache import TreeCache
 from ..model.condition import RESCORED
@@ -120,18 +120,13 @@ def guesses_along(
     starts = [model.window_start(cache, cache.offset + place) for place in range(len(answer))]
     rows = model.upper(hidden, tree, cache, streams, starts=mx.array(starts, mx.int32))
     rows = rows[:, tree.num_nodes :]
-    count, parts = min(count, model.draft_vocab_size), []
+    most, parts = RESCORED if model.is_conditional else count, list[tuple[Any, Any]]()
+    count, vocab = min(count, most, model.draft_vocab_size), DraftVocab(model, prompt)
     at_once = max(1, _LOGIT_ROWS // streams)
     text, ends = TextOnDevice([*prompt, *answer]), len(prompt) + mx.arange(len(answer))
     for first in range(0, len(answer), at_once):
         own, roots = rows[:, first * streams :][:, : at_once * streams], answer[first:][:at_once]
-        if model.is_conditional:
-            columns, logprobs = rank_given(model, own, mx.array(roots), min(count, RESCORED))
-        else:
-            columns, logprobs = rank_candidates(model.draft_logits(own), count)
-            shape = (len(roots), streams, count)
-            columns, logprobs = columns.reshape(shape), logprobs.reshape(shape)
-        tokens = model.drafted_tokens(columns)
+        tokens, logprobs = rank_streams(model, own, mx.array(roots), count, vocab)
         if model.is_conditional:
             copied = text.continuation(ends[first : first + at_once], streams)
             tokens, logprobs = with_copies(tokens, logprobs, copied)

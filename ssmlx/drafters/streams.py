@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from ..decoding.drafter import Noise, Verified, rank_candidates, with_noise
 from ..decoding.sampling import GREEDY, Sampling
@@ -12,35 +13,66 @@ from ..errors import require
 from ..model.cache import StreamCache
 from ..model.shapes import expect_shape, indices
 from ..model.streams import StreamFusedModel
-from ..model.tree import Tree, grow_tree, num_candidates
+from ..model.tree import PAD_TOKEN, Tree, grow_tree, num_candidates
 from ..settings import StreamSchedule, TreeConfig
 from .lookup import TextOnDevice
 
+TEXT_TOKENS = 256
 COPIED, GOES_ON = 0.15, 0.4
 """How likely the text is to go on as it did before; and to go on with it, where it has begun to."""
 
 
-def rank_given(
-    model: StreamFusedModel, hidden: mx.array, roots: mx.array, count: int, noise: Noise = None
+class DraftVocab:
+    """The `tokens` [Vd] that streams guess behind a text, and their LM head.
+
+    Beside the draft vocabulary they are the text's newest `TEXT_TOKENS` others, such as its names,
+    which answers repeat; where it has fewer, those of the lowest ids. None are all tokens.
+    """
+
+    def __init__(self, model: StreamFusedModel, text: Sequence[int] | None = None) -> None:
+        self.tokens, self._heads = model.draft_vocab, [model.draft_head or model.backbone.lm_head]
+        if text is None or self.tokens is None:
+            return
+        is_other = np.ones(model.backbone.vocab_size + 1, bool)
+        is_other[np.array(self.tokens)] = is_other[PAD_TOKEN] = False
+        others = np.concatenate([text[::-1], np.arange(len(is_other) - 1)]).astype(int)
+        others = others[is_other[others]][: len(text) + TEXT_TOKENS]
+        own = list(dict.fromkeys(others.tolist()))[:TEXT_TOKENS]
+        if own:
+            more = mx.array(own, mx.int32)
+            self.tokens = mx.concatenate([self.tokens, more])
+            self._heads.append(model.backbone.draft_head(more))
+
+    def logits(self, normed: mx.array) -> mx.array:
+        """[R, Vd] of stream rows [R, D] behind the final norm."""
+        return mx.concatenate([head(normed) for head in self._heads], axis=-1)
+
+
+def rank_streams(
+    model: StreamFusedModel,
+    hidden: mx.array,
+    roots: mx.array,
+    count: int,
+    vocab: DraftVocab,
+    noise: Noise = None,
 ) -> tuple[mx.array, mx.array]:
-    """Columns [A, G, K] of the draft head, and log probabilities [A, G, K, K] of each given each of
-    the stream before.
+    """Tokens [A, G, K] that streams guess, the K = `count` likeliest, and log probabilities
+    [A, G, K]; conditional ones [A, G, K, K], of each given each of the stream before.
 
     Of stream rows `hidden` [1, A * G, D] at A places, whose `roots` are [A]: in all rows of a first
-    stream its tokens are given the root. The K = `count` likeliest otherwise share their mass anew.
-    `noise` [A * G, Vd] is known of what they guess, see `Sampling.noise`.
+    stream its tokens are given the root. Conditional ones share the mass of all K anew. `noise`
+    [A * G, Vd] is known of what they guess, see `Sampling.noise`.
     """
     places = roots.shape[0]
-    normed = model.backbone.final_norm(hidden)
-    head = model.draft_head or model.backbone.lm_head
-    columns, logprobs = rank_candidates(with_noise(head(normed.squeeze(0)), noise), count)
-    columns, logprobs = (a.reshape(places, -1, count) for a in (columns, logprobs))
-    tokens = model.drafted_tokens(columns)
+    normed = model.backbone.final_norm(hidden).squeeze(0)
+    ranked = rank_candidates(with_noise(vocab.logits(normed), noise), count, vocab.tokens)
+    tokens, logprobs = (a.reshape(places, -1, count) for a in ranked)
+    if not model.is_conditional:
+        return tokens, logprobs
     first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
     previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
-    normed = normed.reshape(*columns.shape[:2], -1)
-    more = model.condition_logits(normed, previous, columns)
-    return columns, share_anew(logprobs, more)
+    more = model.condition_logits(normed.reshape(*tokens.shape[:2], -1), previous, tokens)
+    return tokens, share_anew(logprobs, more)
 
 
 @mx.compile
@@ -112,48 +144,45 @@ class StreamDrafter:
         self._num_candidates, self._sampling = min(count, model.draft_vocab_size), sampling
         self.max_nodes = tree.num_nodes(num_streams)
         self.num_parameters = model.streams.num_parameters if model.streams else 0
-        self._owner: StreamDrafter | None = None  # of the cache, where that is another's
+        self._begun = self  # what the text was told
         self.start(())
 
     def beside(self, tree: TreeConfig, num_streams: int, schedule: StreamSchedule) -> StreamDrafter:
         """One of no more streams, to draft in turns with this one, whose cache it shares."""
         other = StreamDrafter(self._model, tree, num_streams, schedule, self._sampling)
-        other._owner = self._owner or self
+        other._begun = self._begun
         return other
 
     @property
     def cache_bytes(self) -> int:
-        cache = (self._owner or self)._cache
+        cache = self._begun._cache
         return cache.nbytes + cache.mask_bytes
 
     def start(self, tokens: Sequence[int]) -> None:
         layers = range(self._model.insertion_layer, self._model.num_layers)
         self._cache = StreamCache(layers, scratch=self.num_levels + 2 * self._path)
-        self._text = TextOnDevice(tokens)
+        self._text, self._vocab = TextOnDevice(tokens), DraftVocab(self._model, tokens)
 
     def propose(self, verified: Verified) -> Tree:
         stream_hidden = verified.stream_hidden if self.num_streams else self._second_pass(verified)
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
-        model, count, root = self._model, self._num_candidates, verified.root
-        noise = self._sampling.noise(verified.root_place, self.num_levels, model.draft_vocab)
-        if model.is_conditional:
-            columns, logprobs = rank_given(model, stream_hidden, root, count, noise)
-            tokens = model.drafted_tokens(columns[0])
-            ranked = with_copies(tokens, logprobs[0], self._copied(verified))
-        else:
-            logits = with_noise(model.draft_logits(stream_hidden), noise)
-            ranked = rank_candidates(logits, count, model.draft_vocab)
-        return grow_tree(root, *ranked, self._tree)
+        root, vocab = verified.root, self._begun._vocab
+        noise = self._sampling.noise(verified.root_place, self.num_levels, vocab.tokens)
+        ranked = rank_streams(self._model, stream_hidden, root, self._num_candidates, vocab, noise)
+        tokens, logprobs = (one[0] for one in ranked)
+        if self._model.is_conditional:
+            tokens, logprobs = with_copies(tokens, logprobs, self._copied(verified))
+        return grow_tree(root, tokens, logprobs, self._tree)
 
     def _copied(self, verified: Verified) -> mx.array:
         """[G] what followed the text's last tokens where they stood before."""
-        text = (self._owner or self)._text
+        text = self._begun._text
         text.write(verified.acceptance.new_tokens, verified.position + 1)
         return text.continuation(verified.root_place, self.num_levels)[0]
 
     def _second_pass(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
-        cache = (self._owner or self)._cache
+        cache = self._begun._cache
         cache.follow(verified.cache, self.num_levels, self._model.window_start(verified.cache))
         last, hidden, known = verified.acceptance.last, verified.insertion_hidden, None
         if self._model.starts_from_root:

@@ -431,12 +431,12 @@ class Backbone:
         mx.eval(rows.parameters())
         return self._head_of(rows)
 
-    def head_rows(self, columns: mx.array, head: LMHead | None = None) -> mx.array:
-        """[..., D] unpacked weights of `columns` [...] of the LM head, or of a `draft_head`."""
-        layer = _layer_of(head or self.lm_head)
+    def head_rows(self, tokens: mx.array) -> mx.array:
+        """[..., D] unpacked weights of `tokens` [...] of the LM head."""
+        layer = _layer_of(self.lm_head)
         self._require_rows(layer, "a condition")
         kind = nn.QuantizedEmbedding if isinstance(layer, PACKED_KINDS) else nn.Embedding
-        return kind.__call__(layer, columns)
+        return kind.__call__(layer, tokens)
 
     @cached_property
     def logit_scale(self) -> float:

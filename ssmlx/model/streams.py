@@ -146,7 +146,7 @@ class StreamFusedModel:
             expect_shape("draft vocabulary", streams.draft_vocab, config.draft_vocab_size)
             self.draft_head = backbone.draft_head(streams.draft_vocab)
         if streams.condition is not None:
-            backbone.head_rows(indices(1), self.draft_head)  # refuses a head without rows
+            backbone.head_rows(indices(1))  # refuses a head without rows
 
     @property
     def is_fine_tuned(self) -> bool:
@@ -223,21 +223,17 @@ class StreamFusedModel:
         return self.backbone.logits(hidden + self.streams.prune(hidden))
 
     def draft_logits(self, stream_hidden: mx.array) -> mx.array:
-        """[R, Vd] logits of the tokens that may be drafted, of stream rows [1, R, D]."""
+        """[R, Vd] logits of the draft vocabulary, of stream rows [1, R, D]."""
         return self.backbone.logits(stream_hidden, self.draft_head)
 
-    def drafted_tokens(self, columns: mx.array) -> mx.array:
-        """The tokens of `columns` of the draft logits."""
-        return columns if self.draft_vocab is None else self.draft_vocab[columns]
+    def condition_logits(self, normed: mx.array, previous: mx.array, tokens: mx.array) -> mx.array:
+        """[..., K', K] what each `previous` token [..., K'] adds to draft logits of `tokens`.
 
-    def condition_logits(self, normed: mx.array, previous: mx.array, columns: mx.array) -> mx.array:
-        """[..., K', K] what each `previous` token [..., K'] adds to draft logits of `columns`.
-
-        Of stream rows behind the final norm, `normed` [..., D]; `columns` are [..., K].
+        Of stream rows behind the final norm, `normed` [..., D]; `tokens` are [..., K].
         """
         assert self.streams is not None and self.streams.condition is not None
         condition, embedded = self.streams.condition, self.backbone.token_embeddings(previous)
-        rows = self.backbone.head_rows(columns, self.draft_head)
+        rows = self.backbone.head_rows(tokens)
         mixed = condition.mix(normed[..., None, :], embedded)
         scores = mixed @ (rows @ condition.out).swapaxes(-1, -2)
         scale = self.backbone.logit_scale

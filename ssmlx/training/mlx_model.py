@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..drafters.streams import rank_given
+from ..drafters.streams import DraftVocab, rank_streams
 from ..loading.adapter import (
     Adapter,
     BaseIdentity,
@@ -236,11 +236,9 @@ class TrainedModel:
         correction = self._streams.condition(normed, self.backbone.token_embeddings(tokens))
         return (normed + correction).astype(normed.dtype)
 
-    def rank_given(
-        self, streams: mx.array, roots: mx.array, count: int
-    ) -> tuple[mx.array, mx.array]:
-        """See `drafters.streams.rank_given`; `streams` are [A * G, D] before the norm."""
-        return rank_given(self._fused, streams[None], roots, count)
+    def ranked(self, streams: mx.array, roots: mx.array, count: int) -> tuple[mx.array, mx.array]:
+        """See `rank_streams`; `streams` are [A * G, D] before the norm."""
+        return rank_streams(self._fused, streams[None], roots, count, DraftVocab(self._fused))
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
         mask = rows.mask_in(self.backbone.windows[index])

@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
-from ..decoding.drafter import rank_candidates
 from ..errors import require
 from ..loading.load import is_quantised, load_base, resolve_dtype
 from ..model.backbone import Backbone
@@ -182,10 +181,7 @@ class MlxObjective(Objective):
         places = max(1, _ROWS_AT_ONCE // streams)
         for first in range(0, len(roots), places):
             own = rows[first * streams : (first + places) * streams]
-            if self.is_conditional:
-                piece = self.model.rank_given(own, roots[first : first + places], count)
-            else:
-                piece = rank_candidates(self.model.logits(own, drafting=True), count)
+            piece = self.model.ranked(own, roots[first : first + places], count)
             mx.eval(piece)
             pieces.append([np.array(found) for found in piece])
         tokens, logprobs = (np.concatenate(part) for part in zip(*pieces, strict=True))

@@ -99,8 +99,8 @@ class Objective(ABC):
     def ranked(self, batch: Batch, lower: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
         """[B, K, G, count] the likeliest draft tokens of every stream, and log probabilities.
 
-        Tokens are places in the draft vocabulary, best first. Beside a condition the latter are [B,
-        K, G, count, count], of each given each of the stream before, see `rank_given`.
+        Best first. Beside a condition the latter are [B, K, G, count, count], of each given each of
+        the stream before, see `rank_streams`.
         """
 
     def terms(self, batch: Batch, step: int) -> list[Term]:
@@ -130,8 +130,6 @@ class Objective(ABC):
 
     def guesses(self, batch: Batch, lower: Any, count: int) -> list[Guesses]:
         tokens, logprobs = self.ranked(batch, lower, count)
-        if self.draft_vocab is not None:
-            tokens = self.draft_vocab[tokens]
         return [
             Guesses(tokens[row, places], logprobs[row, places], answer)
             for row, places, answer in batch.answers()
