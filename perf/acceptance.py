@@ -36,7 +36,7 @@ KEPT = ROOT / "perf" / "measured" / "acceptance.npz"
 CONTEXTS = (0, 512, 2000, 4000)
 LARGEST = 32
 """Nodes; what needs more is kept as one more."""
-_TURN = 160  # most tokens of an answer in the chat before, where the data has none
+_TURN = 160  # most tokens of an answer in the chat before
 _LENGTHS = "-lengths"
 
 
@@ -102,15 +102,12 @@ class Recorder:
         return encode_prompt({"messages": turns}, self.model, self.tokenizer) if turns else []
 
     def _turns(self, count: int) -> list[Any]:
-        """The first turns of a chat of other prompts, answered by the data or by the model."""
+        """The first turns of a chat of other prompts, with the model's own answers."""
         while len(self.chat) < count:
-            row = self.others[len(self.chat) // 2]
-            asked = as_messages(row)[-1:]
-            known = [row.get("completion"), *row.get("references", [])]
-            answer = next(filter(None, known), None) or ssmlx.generate(
-                self.model, self.tokenizer, self._encoded(asked), max_tokens=_TURN
-            )
-            self.chat += [*asked, {"role": "assistant", "content": answer}]
+            self.chat += as_messages(self.others[len(self.chat) // 2])[-1:]
+            asked = self._encoded(self.chat)
+            answer = ssmlx.generate(self.model, self.tokenizer, asked, max_tokens=_TURN)
+            self.chat.append({"role": "assistant", "content": answer})
         return self.chat[:count]
 
     def _answer(self, prompt: list[int], cache: Any, shared: int) -> Held:

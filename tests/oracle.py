@@ -90,7 +90,7 @@ def mlx_step(model, prompt, tokens, parents):
     early = model.early_exit_logits(hidden)
     rows = model.upper(model.insert(hidden, STREAMS), tree, cache, STREAMS)
     nodes = tree.num_nodes
-    streams = model.draft_logits(rows[:, nodes:]).reshape(nodes, STREAMS, -1)
+    streams = model.backbone.logits(rows[:, nodes:], model.draft_head).reshape(nodes, STREAMS, -1)
     return model.backbone.logits(rows[:, :nodes]), streams, early
 
 

@@ -38,7 +38,7 @@ from ssmlx.drafters.lookahead import LookaheadDrafter
 from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
-from ssmlx.drafters.streams import COPIED, GOES_ON, with_copies
+from ssmlx.drafters.streams import COPIED, GOES_ON, TEXT_TOKENS, DraftVocab, with_copies
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.loading.load import carries_heads
@@ -310,6 +310,22 @@ def test_what_followed_the_longest_last_words_at_their_newest_place(words):
             last = mx.array([start - 1, 0])
             found = buffer.continuation(last, 7).tolist()
             assert found == [looked_up(text[:start], 7), [PAD_TOKEN] * 7], text[:start]
+
+
+def test_the_newest_other_tokens_of_the_text_may_be_guessed(monkeypatch):
+    model = make_model(adapter={"draft_vocab": (3, 5, 8), "condition_rank": 2})
+    hidden, text = mx.ones((1, 3, 32)), [9, 8, 4, PAD_TOKEN, 9, 2, 4]
+    for most, own in {3: [4, 2, 9], 2: [4, 2], 5: [4, 2, 9, 0, 1], 0: []}.items():
+        monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", most)
+        found = DraftVocab(model, text)
+        assert found.tokens.tolist() == [3, 5, 8, *own]
+        vocab = np.array([3, 5, 8, *own])
+        logits = np.array(model.backbone.logits(hidden))[:, vocab]
+        tokens, _ = found.rank(hidden, mx.array([1]), 3)
+        assert np.array_equal(tokens[0], vocab[np.argsort(-logits, kind="stable")[:, :3]])
+    assert DraftVocab(model).tokens.tolist() == [3, 5, 8]
+    everything = make_model(adapter={"draft_vocab": tuple(range(VOCAB))})
+    assert DraftVocab(everything, text).tokens.size == VOCAB < TEXT_TOKENS
 
 
 def test_copies_are_mixed_into_what_streams_guess():

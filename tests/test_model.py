@@ -15,7 +15,7 @@ from real import refusal
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import plain_decode
-from ssmlx.drafters.streams import DraftVocab, rank_streams
+from ssmlx.drafters.streams import DraftVocab
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.cache import TreeCache
@@ -219,7 +219,7 @@ def test_candidates_are_scored_given_those_before(tied, quantised, draft, noisy)
     vocab = np.array(draft or range(tiny.VOCAB))
     hidden = mx.random.normal((1, 6, 32), key=mx.random.key(3))
     noise = mx.random.normal((6, len(vocab)), key=mx.random.key(4)) if noisy else None
-    tokens, found = rank_streams(model, hidden, mx.array([7, 2]), 4, DraftVocab(model), noise)
+    tokens, found = DraftVocab(model).rank(hidden, mx.array([7, 2]), 4, noise)
     known = np.array(noise if noisy else mx.zeros((6, 1))).reshape(2, 3, -1)
     assert (tokens.shape, found.shape) == ((2, 3, 4), (2, 3, 4, 4))
     maps = model.streams.condition

@@ -185,7 +185,7 @@ class TorchObjective(Objective):
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
     ) -> torch.Tensor:
-        """[K, G, C, C] of one answer's carriers, as `ssmlx.drafters.streams.rank_streams`."""
+        """[K, G, C, C] of one answer's carriers, as `ssmlx.drafters.streams.DraftVocab.rank`."""
         first = roots.clamp(min=0)[:, None, None].expand(-1, 1, tokens.shape[-1])
         previous = torch.cat([first, tokens[:, :-1]], dim=1)
         with precision(self.device, self.dtype):

@@ -136,7 +136,8 @@ def head_calls(model: StreamFusedModel, plan: CostPlan) -> Calls:
             tree = replace(tree, num_internal=tree.num_nodes)
             calls["early_exit", rows, 0] = partial(early_exit, tree, hidden)
     for rows in range(1, model.num_streams + 1):
-        calls["draft_head", rows, 0] = partial(model.draft_logits, _some_hidden(model, rows))
+        of_rows = partial(model.backbone.logits, _some_hidden(model, rows), model.draft_head)
+        calls["draft_head", rows, 0] = of_rows
     return calls
 
 

@@ -19,7 +19,7 @@ from ..api import check_prompt
 from ..bars import bar
 from ..decoding.loop import own_turn, prefill
 from ..drafters.lookup import TextOnDevice
-from ..drafters.streams import DraftVocab, rank_streams, with_copies
+from ..drafters.streams import DraftVocab, with_copies
 from ..errors import require
 from ..model.cache import TreeCache
 from ..model.condition import RESCORED
@@ -126,7 +126,7 @@ def guesses_along(
     text, ends = TextOnDevice([*prompt, *answer]), len(prompt) + mx.arange(len(answer))
     for first in range(0, len(answer), at_once):
         own, roots = rows[:, first * streams :][:, : at_once * streams], answer[first:][:at_once]
-        tokens, logprobs = rank_streams(model, own, mx.array(roots), count, vocab)
+        tokens, logprobs = vocab.rank(own, mx.array(roots), count)
         if model.is_conditional:
             copied = text.continuation(ends[first : first + at_once], streams)
             tokens, logprobs = with_copies(tokens, logprobs, copied)

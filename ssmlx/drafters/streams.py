@@ -23,14 +23,15 @@ COPIED, GOES_ON = 0.15, 0.4
 
 
 class DraftVocab:
-    """The `tokens` [Vd] that streams guess behind a text, and their LM head.
+    """The `tokens` [Vd] that streams guess behind a text, and how they rank them.
 
     Beside the draft vocabulary they are the text's newest `TEXT_TOKENS` others, such as its names,
     which answers repeat; where it has fewer, those of the lowest ids. None are all tokens.
     """
 
     def __init__(self, model: StreamFusedModel, text: Sequence[int] | None = None) -> None:
-        self.tokens, self._heads = model.draft_vocab, [model.draft_head or model.backbone.lm_head]
+        self._model, self.tokens = model, model.draft_vocab
+        self._heads = [model.draft_head or model.backbone.lm_head]
         if text is None or self.tokens is None:
             return
         is_other = np.ones(model.backbone.vocab_size + 1, bool)
@@ -43,36 +44,28 @@ class DraftVocab:
             self.tokens = mx.concatenate([self.tokens, more])
             self._heads.append(model.backbone.draft_head(more))
 
-    def logits(self, normed: mx.array) -> mx.array:
-        """[R, Vd] of stream rows [R, D] behind the final norm."""
-        return mx.concatenate([head(normed) for head in self._heads], axis=-1)
+    def rank(
+        self, hidden: mx.array, roots: mx.array, count: int, noise: Noise = None
+    ) -> tuple[mx.array, mx.array]:
+        """The K = `count` likeliest tokens [A, G, K] of every stream, and log probabilities
+        [A, G, K]; conditional ones [A, G, K, K], of each given each of the stream before.
 
-
-def rank_streams(
-    model: StreamFusedModel,
-    hidden: mx.array,
-    roots: mx.array,
-    count: int,
-    vocab: DraftVocab,
-    noise: Noise = None,
-) -> tuple[mx.array, mx.array]:
-    """Tokens [A, G, K] that streams guess, the K = `count` likeliest, and log probabilities
-    [A, G, K]; conditional ones [A, G, K, K], of each given each of the stream before.
-
-    Of stream rows `hidden` [1, A * G, D] at A places, whose `roots` are [A]: in all rows of a first
-    stream its tokens are given the root. Conditional ones share the mass of all K anew. `noise`
-    [A * G, Vd] is known of what they guess, see `Sampling.noise`.
-    """
-    places = roots.shape[0]
-    normed = model.backbone.final_norm(hidden).squeeze(0)
-    ranked = rank_candidates(with_noise(vocab.logits(normed), noise), count, vocab.tokens)
-    tokens, logprobs = (a.reshape(places, -1, count) for a in ranked)
-    if not model.is_conditional:
-        return tokens, logprobs
-    first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
-    previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
-    more = model.condition_logits(normed.reshape(*tokens.shape[:2], -1), previous, tokens)
-    return tokens, share_anew(logprobs, more)
+        Of stream rows `hidden` [1, A * G, D] at A places, whose `roots` are [A]: in all rows of a
+        first stream its tokens are given the root. Conditional ones share the mass of all K anew.
+        `noise` [A * G, Vd] is known of what they guess, see `Sampling.noise`.
+        """
+        model, places = self._model, roots.shape[0]
+        normed = model.backbone.final_norm(hidden).squeeze(0)
+        parts = [head(normed) for head in self._heads]
+        logits = mx.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+        ranked = rank_candidates(with_noise(logits, noise), count, self.tokens)
+        tokens, logprobs = (a.reshape(places, -1, count) for a in ranked)
+        if not model.is_conditional:
+            return tokens, logprobs
+        first = mx.broadcast_to(roots[:, None, None], (places, 1, count))
+        previous = mx.concatenate([first, tokens[:, :-1]], axis=1)
+        more = model.condition_logits(normed.reshape(*tokens.shape[:2], -1), previous, tokens)
+        return tokens, share_anew(logprobs, more)
 
 
 @mx.compile
@@ -168,8 +161,8 @@ class StreamDrafter:
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
         root, vocab = verified.root, self._begun._vocab
         noise = self._sampling.noise(verified.root_place, self.num_levels, vocab.tokens)
-        ranked = rank_streams(self._model, stream_hidden, root, self._num_candidates, vocab, noise)
-        tokens, logprobs = (one[0] for one in ranked)
+        ranked = vocab.rank(stream_hidden, root, self._num_candidates, noise)
+        tokens, logprobs = (one.squeeze(0) for one in ranked)
         if self._model.is_conditional:
             tokens, logprobs = with_copies(tokens, logprobs, self._copied(verified))
         return grow_tree(root, tokens, logprobs, self._tree)

@@ -222,10 +222,6 @@ class StreamFusedModel:
         assert self.streams is not None and self.streams.prune is not None
         return self.backbone.logits(hidden + self.streams.prune(hidden))
 
-    def draft_logits(self, stream_hidden: mx.array) -> mx.array:
-        """[R, Vd] logits of the draft vocabulary, of stream rows [1, R, D]."""
-        return self.backbone.logits(stream_hidden, self.draft_head)
-
     def condition_logits(self, normed: mx.array, previous: mx.array, tokens: mx.array) -> mx.array:
         """[..., K', K] what each `previous` token [..., K'] adds to draft logits of `tokens`.
 

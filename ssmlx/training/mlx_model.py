@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..drafters.streams import DraftVocab, rank_streams
+from ..drafters.streams import DraftVocab
 from ..loading.adapter import (
     Adapter,
     BaseIdentity,
@@ -223,10 +223,6 @@ class TrainedModel:
         assert self._streams.prune is not None
         return (nodes + self._streams.prune(nodes)).astype(nodes.dtype)
 
-    def logits(self, hidden: mx.array, *, drafting: bool) -> mx.array:
-        """[R, V], or [R, Vd] where `drafting`, of [R, D] before the norm."""
-        return self.head(drafting)(self.backbone.final_norm(hidden))
-
     def head(self, drafting: bool) -> LMHead:
         return (self.draft_head if drafting else None) or self.backbone.lm_head
 
@@ -237,8 +233,8 @@ class TrainedModel:
         return (normed + correction).astype(normed.dtype)
 
     def ranked(self, streams: mx.array, roots: mx.array, count: int) -> tuple[mx.array, mx.array]:
-        """See `rank_streams`; `streams` are [A * G, D] before the norm."""
-        return rank_streams(self._fused, streams[None], roots, count, DraftVocab(self._fused))
+        """See `DraftVocab.rank`; `streams` are [A * G, D] before the norm."""
+        return DraftVocab(self._fused).rank(streams[None], roots, count)
 
     def _run(self, index: int, hidden: mx.array, rows: Rows, view: Any) -> mx.array:
         mask = rows.mask_in(self.backbone.windows[index])

@@ -100,7 +100,7 @@ class Objective(ABC):
         """[B, K, G, count] the likeliest draft tokens of every stream, and log probabilities.
 
         Best first. Beside a condition the latter are [B, K, G, count, count], of each given each of
-        the stream before, see `rank_streams`.
+        the stream before, see `DraftVocab.rank`.
         """
 
     def terms(self, batch: Batch, step: int) -> list[Term]:
