@@ -84,7 +84,7 @@ def test_the_parts_are_what_is_in_use(exact, scope, packed, schedule, monkeypatc
     assert memory.held - memory.weights == pytest.approx(in_use - weights, rel=0.04)
     assert min(memory.draft_head, memory.streams, memory.lora, memory.cache) > 0
     assert (memory.tree > 0) == (schedule is not None)
-    assert (memory.second_pass > 0) == (schedule == "second-pass")
+    assert (memory.second_pass > 0) == (schedule is not None)
     assert memory.peak >= in_use
     # Nor does the step stay that was built ahead and is not run, whose masks hold its cache.
     del responses

@@ -78,7 +78,7 @@ class Drafter(Protocol):
         max_nodes: nodes of the trees that it proposes, at most, padding included.
         num_parameters: parameters that it needs beside the target's and LoRA's.
         draft_calls: forward passes of a model other than the target, since `start`.
-        cache_bytes: bytes of keys and values of its own, beside those of a draft model.
+        cache_bytes: bytes that it keeps of the text itself, beside those of a draft model.
         waits: whether `propose` reads what the target decided, which waits for it.
     """
 

@@ -10,6 +10,7 @@ import numpy as np
 from ..decoding.drafter import Noise, Verified, rank_candidates, with_noise
 from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
+from ..model.backbone import head_bytes
 from ..model.cache import StreamCache
 from ..model.shapes import expect_shape, indices
 from ..model.streams import StreamFusedModel
@@ -30,7 +31,7 @@ class DraftVocab:
     """
 
     def __init__(self, model: StreamFusedModel, text: Sequence[int] | None = None) -> None:
-        self._model, self.tokens = model, model.draft_vocab
+        self._model, self.tokens, self.nbytes = model, model.draft_vocab, 0
         self._heads = [model.draft_head or model.backbone.lm_head]
         if text is None or self.tokens is None:
             return
@@ -43,6 +44,7 @@ class DraftVocab:
             more = mx.array(own, mx.int32)
             self.tokens = mx.concatenate([self.tokens, more])
             self._heads.append(model.backbone.draft_head(more))
+            self.nbytes = self.tokens.nbytes + head_bytes(self._heads[1])
 
     def rank(
         self, hidden: mx.array, roots: mx.array, count: int, noise: Noise = None
@@ -137,19 +139,20 @@ class StreamDrafter:
         self._num_candidates, self._sampling = min(count, model.draft_vocab_size), sampling
         self.max_nodes = tree.num_nodes(num_streams)
         self.num_parameters = model.streams.num_parameters if model.streams else 0
-        self._begun = self  # what the text was told
+        # What the text was told, where that is another: a cycle would keep caches alive.
+        self._owner: StreamDrafter | None = None
         self.start(())
 
     def beside(self, tree: TreeConfig, num_streams: int, schedule: StreamSchedule) -> StreamDrafter:
         """One of no more streams, to draft in turns with this one, whose cache it shares."""
         other = StreamDrafter(self._model, tree, num_streams, schedule, self._sampling)
-        other._begun = self._begun
+        other._owner = self._owner or self
         return other
 
     @property
     def cache_bytes(self) -> int:
-        cache = self._begun._cache
-        return cache.nbytes + cache.mask_bytes
+        begun = self._owner or self
+        return begun._cache.nbytes + begun._cache.mask_bytes + begun._vocab.nbytes
 
     def start(self, tokens: Sequence[int]) -> None:
         layers = range(self._model.insertion_layer, self._model.num_layers)
@@ -159,7 +162,7 @@ class StreamDrafter:
     def propose(self, verified: Verified) -> Tree:
         stream_hidden = verified.stream_hidden if self.num_streams else self._second_pass(verified)
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
-        root, vocab = verified.root, self._begun._vocab
+        root, vocab = verified.root, (self._owner or self)._vocab
         noise = self._sampling.noise(verified.root_place, self.num_levels, vocab.tokens)
         ranked = vocab.rank(stream_hidden, root, self._num_candidates, noise)
         tokens, logprobs = (one.squeeze(0) for one in ranked)
@@ -169,13 +172,13 @@ class StreamDrafter:
 
     def _copied(self, verified: Verified) -> mx.array:
         """[G] what followed the text's last tokens where they stood before."""
-        text = self._begun._text
+        text = (self._owner or self)._text
         text.write(verified.acceptance.new_tokens, verified.position + 1)
         return text.continuation(verified.root_place, self.num_levels)[0]
 
     def _second_pass(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""
-        cache = self._begun._cache
+        cache = (self._owner or self)._cache
         cache.follow(verified.cache, self.num_levels, self._model.window_start(verified.cache))
         last, hidden, known = verified.acceptance.last, verified.insertion_hidden, None
         if self._model.starts_from_root:

@@ -36,7 +36,8 @@ class Memory:
     # keys and values of the committed tokens, with the room that is reserved for more
     cache: int = 0
     tree: int = 0  # keys and values of the rows of the step in hand, and masks
-    second_pass: int = 0  # keys and values of the top layers, once more (`cache.StreamCache`)
+    # keys and values of the top layers, once more (`cache.StreamCache`), and `DraftVocab`
+    second_pass: int = 0
     peak: int = 0  # most in use at once since `mx.reset_peak_memory`, activations and all
 
     @property
