@@ -263,6 +263,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
 ):
     """Streams of packed texts see what they see when decoding; what is copied is not learned."""
     monkeypatch.setattr("ssmlx.calibration.guesses.with_copies", lambda *guesses: guesses[:2])
+    monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
     train = replace(whole.objective.train, train_only="condition")

@@ -130,9 +130,10 @@ class HeadObjective(TorchObjective):
         for row in self._rows(batch, lower):
             logits = nn.functional.linear(*row)
             found.append(logits.float().log_softmax(-1).topk(count))
-        tokens = torch.stack([best.indices for best in found], dim=2)
+        tokens = torch.stack([best.indices for best in found], dim=2).cpu().numpy()
         logprobs = torch.stack([best.values for best in found], dim=2)
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        tokens = tokens if self.draft_vocab is None else self.draft_vocab[tokens]
+        return tokens, logprobs.cpu().numpy()
 
     @torch.no_grad()
     def replay(self, batch: Batch, lower: torch.Tensor, size: int) -> Replay | None:

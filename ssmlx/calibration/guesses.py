@@ -9,7 +9,6 @@ tree. `ssmlx.tuning.replay` replays it; a test compares with real decoding, call
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -120,9 +119,9 @@ def guesses_along(
     starts = [model.window_start(cache, cache.offset + place) for place in range(len(answer))]
     rows = model.upper(hidden, tree, cache, streams, starts=mx.array(starts, mx.int32))
     rows = rows[:, tree.num_nodes :]
-    most, parts = RESCORED if model.is_conditional else count, list[tuple[Any, Any]]()
-    count, vocab = min(count, most, model.draft_vocab_size), DraftVocab(model, prompt)
-    at_once = max(1, _LOGIT_ROWS // streams)
+    most = RESCORED if model.is_conditional else count
+    count, parts = min(count, most, model.draft_vocab_size), []
+    at_once, vocab = max(1, _LOGIT_ROWS // streams), DraftVocab(model, prompt)
     text, ends = TextOnDevice([*prompt, *answer]), len(prompt) + mx.arange(len(answer))
     for first in range(0, len(answer), at_once):
         own, roots = rows[:, first * streams :][:, : at_once * streams], answer[first:][:at_once]

@@ -39,9 +39,9 @@ class DraftVocab:
         is_other[np.array(self.tokens)] = is_other[PAD_TOKEN] = False
         others = np.concatenate([text[::-1], np.arange(len(is_other) - 1)]).astype(int)
         others = others[is_other[others]][: len(text) + TEXT_TOKENS]
-        own = list(dict.fromkeys(others.tolist()))[:TEXT_TOKENS]
+        own = list(dict.fromkeys(others))[:TEXT_TOKENS]
         if own:
-            more = mx.array(own, mx.int32)
+            more = mx.array(np.array(own), mx.int32)
             self.tokens = mx.concatenate([self.tokens, more])
             self._heads.append(model.backbone.draft_head(more))
             self.nbytes = self.tokens.nbytes + head_bytes(self._heads[1])
