@@ -30,10 +30,10 @@ class DraftVocab:
     which answers repeat; where it has fewer, those of the lowest ids. None are all tokens.
     """
 
-    def __init__(self, model: StreamFusedModel, text: Sequence[int] | None = None) -> None:
+    def __init__(self, model: StreamFusedModel, text: Sequence[int] = ()) -> None:
         self._model, self.tokens, self.nbytes = model, model.draft_vocab, 0
         self._heads = [model.draft_head or model.backbone.lm_head]
-        if text is None or self.tokens is None:
+        if not text or self.tokens is None:
             return
         is_other = np.ones(model.backbone.vocab_size + 1, bool)
         is_other[np.array(self.tokens)] = is_other[PAD_TOKEN] = False
