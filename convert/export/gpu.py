@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from .. import with_cache
 from ..reference.model import StreamFusedReference, rotate_values
 from .parts import Profile, Rows
 from .settings import GraphSizes
@@ -93,7 +94,7 @@ class GpuProfile(Profile):
             slots = _SlotKeys(keys, values, rows, self.config.rotation_step)
             found = self.decoder.layers[layer](
                 hidden, attention_mask=mask, position_ids=rows.positions[None],
-                past_key_values=slots, use_cache=True, **rotary,
+                **with_cache(self.decoder.layers[layer], slots), **rotary,
             )  # fmt: skip
             hidden = found[0] if isinstance(found, tuple) else found
         return hidden

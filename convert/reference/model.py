@@ -28,6 +28,7 @@ from ssmlx.model.condition import EPSILON
 from ssmlx.model.lora import select_modules
 from ssmlx.settings import StreamConfig
 
+from .. import with_cache
 from .format import CHECK_MODULES, LoraSettings, check_sizes
 
 EMBEDDING_STD = 0.02
@@ -460,9 +461,10 @@ class StreamFusedReference(nn.Module):
     ) -> torch.Tensor:
         """[B, R, D] -> [B, R, D] through one of transformers' own layers."""
         rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
-        found = self.decoder.layers[index](
+        layer = self.decoder.layers[index]
+        found = layer(
             hidden, attention_mask=rows.masks[self.windows[index]], position_ids=rows.positions,
-            past_key_values=keys, use_cache=keys is not None, **rotary,
+            **with_cache(layer, keys), **rotary,
         )  # fmt: skip
         return found[0] if isinstance(found, tuple) else found  # a tuple before transformers 5
 
