@@ -111,8 +111,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_settings(parser, "draft vocabulary", ("draft_vocab_size",), shown=_DEFAULTS)
     add_options(
         parser.add_argument_group("model"),
-        ("--lora", "FOLDER", "a checkpoint of `convert.train` (--num-streams 0): the model is the "
-         "fine-tuned one", Path),
+        ("--lora", "FOLDER", "LoRA of the model that they draft for, as `convert.continuations` "
+         "takes it", Path),
         ("--init", "FOLDER", "published heads to go on from, such as those of stage 1", Path),
     )  # fmt: skip
     add_settings(parser, "Medusa heads", _ONLY[_MEDUSA], shown=_DEFAULTS, of=HeadSettings)

@@ -29,7 +29,7 @@ from ssmlx.training.objective import MAIN, STREAM
 from ssmlx.tuning.replay import Replay
 
 from ..base import copy_settings, load_base
-from ..reference.checkpoint import load_fine_tuned
+from ..reference.checkpoint import fine_tuned
 from ..reference.heads import HeadReference, MedusaReference, MlpSpeculatorReference, new_reference
 from ..reference.model import StreamFusedReference, places_of
 from .run import TorchObjective, freeze_base, precision
@@ -51,10 +51,10 @@ def build_heads(
 
 
 def load_frozen(path: Path, lora: Path | None) -> StreamFusedReference:
-    """The model that heads are trained for: a base model, or one with the LoRA of a checkpoint."""
+    """The model that heads are trained for: a base model, or one with a LoRA, see `fine_tuned`."""
     base = load_base(path, attn_implementation="sdpa")
     if lora is not None:
-        return load_fine_tuned(base, lora)
+        base = fine_tuned(base, lora)
     config = StreamConfig(
         num_streams=0,
         num_msa_layers=1,
