@@ -2,8 +2,6 @@
 
 import importlib.util
 from collections.abc import Sequence
-from inspect import signature
-from typing import Any
 
 import ssmlx  # noqa: F401  (before MLX, so that it finds OpenBLAS)
 from ssmlx.errors import require
@@ -22,10 +20,3 @@ def check_installed(names: Sequence[str], extra: str, install: str) -> None:
 
 def check_torch() -> None:
     check_installed(["torch"], "torch", 'pip install -e ".[torch]"')
-
-
-def with_cache(module: Any, cache: Any) -> dict[str, Any]:
-    """A cache, or None, as arguments of a module of transformers, which calls it `cache` from 5.24
-    on."""
-    name = "cache" if "cache" in signature(module.forward).parameters else "past_key_values"
-    return {name: cache, "use_cache": cache is not None}

@@ -18,7 +18,7 @@ from ssmlx.prompts import as_messages, asked_tokens, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
 from ssmlx.templates import refusing_turns
 
-from . import check_torch, with_cache
+from . import check_torch
 
 if TYPE_CHECKING:
     import torch
@@ -89,8 +89,8 @@ def generate_batch(
     for _ in range(sampling.max_tokens):
         with torch.inference_mode():
             output = model(
-                input_ids=tokens, attention_mask=mask, position_ids=positions, logits_to_keep=1,
-                **with_cache(model, cache),
+                input_ids=tokens, attention_mask=mask, position_ids=positions,
+                cache=cache, use_cache=True, logits_to_keep=1,
             )  # fmt: skip
         chosen = choose_tokens(output.logits[:, -1].float(), sampling, generator)  # [B]
         for row, token, done in zip(rows, chosen.tolist(), ended.tolist(), strict=True):

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -244,16 +244,6 @@ def test_one_process_shows_the_answer_of_all(base, tmp_path):
     assert shown == alone.stdout and other == (0, "", "")
 
 
-def two_ports() -> int:
-    """A port that is free, as the next one is; below those that connections get by themselves."""
-    for port in range(20_000 + os.getpid() % 5_000, 32_000, 2):
-        with suppress(OSError), socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", port))
-            other.bind(("127.0.0.1", port + 1))
-            return port
-    raise OSError("no two ports are free")
-
-
 _ONE_FAILS = """
 import os, sys
 from ssmlx.commands.generate import main
@@ -266,8 +256,10 @@ sys.exit(main(["--adapter", adapter, *sys.argv[1:]]))
 def test_mlx_launch_ends_all_when_one_process_fails(base, tmp_path):
     script = tmp_path / "one_fails.py"
     script.write_text(_ONE_FAILS)
+    # This one and the next: below those that connections get by themselves.
+    port = 20_000 + os.getpid() * 2 % 10_000
     launcher = Path(sys.executable).with_name("mlx.launch")
-    command = [launcher, "-n", 2, "--backend", "ring", "-p", two_ports(),
+    command = [launcher, "-n", 2, "--backend", "ring", "-p", port,
                "--", sys.executable, script, "--model", base, "--prompt", "w1"]  # fmt: skip
     done = subprocess.run(
         [str(part) for part in command], stdin=subprocess.PIPE, capture_output=True, text=True,

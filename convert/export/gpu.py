@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .. import with_cache
 from ..reference.model import StreamFusedReference, rotate_values
 from .parts import Profile, Rows
 from .settings import GraphSizes
@@ -92,9 +91,8 @@ class GpuProfile(Profile):
         for layer in range(first, last):
             keys, values = rows.caches[2 * layer : 2 * layer + 2]
             slots = _SlotKeys(keys, values, rows, self.config.rotation_step)
-            found = self.decoder.layers[layer](
+            hidden = self.decoder.layers[layer](
                 hidden, attention_mask=mask, position_ids=rows.positions[None],
-                **with_cache(self.decoder.layers[layer], slots), **rotary,
+                cache=slots, use_cache=True, **rotary,
             )  # fmt: skip
-            hidden = found[0] if isinstance(found, tuple) else found
         return hidden

@@ -28,7 +28,6 @@ from ssmlx.model.condition import EPSILON
 from ssmlx.model.lora import select_modules
 from ssmlx.settings import StreamConfig
 
-from .. import with_cache
 from .format import CHECK_MODULES, LoraSettings, check_sizes
 
 EMBEDDING_STD = 0.02
@@ -461,12 +460,11 @@ class StreamFusedReference(nn.Module):
     ) -> torch.Tensor:
         """[B, R, D] -> [B, R, D] through one of transformers' own layers."""
         rotary = {} if rows.rotary is None else {"position_embeddings": rows.rotary}
-        layer = self.decoder.layers[index]
-        found = layer(
+        out: torch.Tensor = self.decoder.layers[index](
             hidden, attention_mask=rows.masks[self.windows[index]], position_ids=rows.positions,
-            **with_cache(layer, keys), **rotary,
+            cache=keys, use_cache=keys is not None, **rotary,
         )  # fmt: skip
-        return found[0] if isinstance(found, tuple) else found  # a tuple before transformers 5
+        return out
 
     @contextmanager
     def adapting_streams(self) -> Iterator[None]:
