@@ -57,7 +57,8 @@ from ssmlx.decoding.sampling import (
     to_gumbel,
     uniform_noise,
 )
-from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice
+from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice
+from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.streams import StreamDrafter
 from ssmlx.errors import InputError
 from ssmlx.model import shapes
@@ -868,7 +869,7 @@ def surest_base():
 ], ids=str)  # fmt: skip
 def test_who_guesses_as_the_target_does_foresees_what_it_draws(adapter, settings, monkeypatch):
     """All of it, where nothing is filtered or pruned: by the noise, and not without it."""
-    monkeypatch.setattr("ssmlx.drafters.streams.with_copies", lambda *guesses: guesses[:2])
+    monkeypatch.setattr(Copies, "among", lambda self, guesses, *_: guesses)
     model = make_model("llama", "streams", base=surest_base(), adapter=adapter)
     config = GenerateConfig(temp=1.0, seed=3, tree=TreeConfig(kind="full", width=2), **settings)
 

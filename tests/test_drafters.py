@@ -32,13 +32,23 @@ from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
 from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
+from ssmlx.drafters.copies import (
+    COPIED,
+    DOUBT,
+    GOES_ON,
+    NGRAM,
+    Copies,
+    TextOnDevice,
+    foretold,
+    with_copies,
+)
 from ssmlx.drafters.draft_model import DraftCache, DraftModel, check_vocabulary
 from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.lookahead import LookaheadDrafter
-from ssmlx.drafters.lookup import NGRAM, PromptLookupDrafter, TextOnDevice
+from ssmlx.drafters.lookup import PromptLookupDrafter
 from ssmlx.drafters.medusa import MedusaHeads
 from ssmlx.drafters.mlp_speculator import MlpSpeculator
-from ssmlx.drafters.streams import COPIED, GOES_ON, TEXT_TOKENS, DraftVocab, with_copies
+from ssmlx.drafters.streams import TEXT_TOKENS, DraftVocab
 from ssmlx.drafters.trie import Trie
 from ssmlx.errors import InputError
 from ssmlx.loading.load import carries_heads
@@ -334,7 +344,8 @@ def test_copies_are_mixed_into_what_streams_guess():
     tokens = mx.array(np.stack([rng.permutation(8)[:4] for _ in range(15)]).reshape(5, 3, 4))
     probs = 0.9 * rng.dirichlet(np.ones(4), (5, 3, 4)).astype(np.float32)
     copied = mx.array([[3, 1, 4], [9, 9, 9], [PAD_TOKEN] * 3, [3, PAD_TOKEN, 2], [8, 1, 9]])
-    found, logprobs = with_copies(tokens, mx.log(mx.array(probs)), copied)
+    told = mx.array(rng.uniform(0.5, 1, (5, 2, 2)) * [[0.5], [1]], mx.float32)
+    found, logprobs = with_copies(tokens, mx.log(mx.array(probs)), copied, told)
     for place, level in product(range(5), range(3)):
         own, copy = tokens[place, level].tolist(), copied[place, level].item()
         is_new = copy != PAD_TOKEN and copy not in own
@@ -342,10 +353,35 @@ def test_copies_are_mixed_into_what_streams_guess():
         assert found[place, level].tolist() == expected
         for row in range(4):
             follows = not level or found[place, level - 1, row] == copied[place, level - 1]
-            weight = (GOES_ON if level else COPIED) if follows and copy != PAD_TOKEN else 0
+            could, which = bool(follows) and copy != PAD_TOKEN, int(level > 0)
+            weight = could * np.divide(*np.array(told[place, :, which]))
             given = probs[place, level, row] * [1, 1, 1, 1 - is_new]
             mixed = (1 - weight) * given + weight * (np.array(expected) == copy)
             assert np.allclose(np.exp(logprobs[place, level, row]), mixed, atol=1e-6)
+
+
+def test_copies_are_trusted_by_what_they_foretold():
+    """Of each token the share of the copy, beside what the streams gave it."""
+    tokens = mx.array([[3, 1], [4, 2], [7, 5]])
+    probs = np.full((3, 2, 2), 0.5, np.float32)
+    probs[0, :, 0], probs[1, 0], probs[2, 1] = 0.25, [0.1, 0.9], [0.0, 1.0]
+    cases = [  # of copies and text, shares, and how many levels count
+        ([3, 2, 5], [3, 2, 5], [0.8, 1 / 1.9, 0.5], 3),
+        ([3, 4, 6], [3, 4, 6], [0.8, 1 / 1.1, 1.0], 3),
+        ([3, 2, 5], [3, 4, 5], [0.8, 0.0, 0.0], 2),
+        ([9, 2, 5], [3, 2, 5], [0.0, 0.0, 0.0], 1),
+        ([PAD_TOKEN] * 3, [3, 2, 5], [0.0] * 3, 0),
+    ]
+    for copied, said, shares, count in cases:
+        found = foretold(tokens, mx.log(mx.array(probs)), mx.array(copied), mx.array(said))
+        assert np.allclose(found[0], shares, atol=1e-6)
+        assert found[1].tolist() == [1.0] * count + [0.0] * (3 - count)
+    # A call shows as much as it accepted, and the word that put it right.
+    copies, guesses = Copies([3, 2, 5, 9]), (tokens, mx.log(mx.array(probs)))
+    for place, text, accepted in [(4, [3], 0), (5, [2, 5, 5], 1), (7, [7], 0)]:
+        copies.among(guesses, *(mx.array(one) for one in (text, [accepted], [place])))
+    expected = np.array([[COPIED * DOUBT + 1, GOES_ON * DOUBT + 1], [DOUBT + 2, DOUBT + 1]])
+    assert np.allclose(copies._told, expected)
 
 
 def test_streams_go_on_with_a_copy_as_far_as_they_reach():

@@ -262,7 +262,7 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     tmp_path, monkeypatch, reduced, packing
 ):
     """Streams of packed texts see what they see when decoding; what is copied is not learned."""
-    monkeypatch.setattr("ssmlx.calibration.guesses.with_copies", lambda *guesses: guesses[:2])
+    monkeypatch.setattr("ssmlx.calibration.guesses.copies_along", lambda *found: found[2:])
     monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
     vocab = np.arange(0, 97, 2, dtype=np.int32) if reduced else None
     whole, _ = pair(tmp_path, "Llama", vocab, {"condition_rank": 5, "adapter_scope": "streams"})
@@ -329,7 +329,7 @@ def test_pytorchs_loss_and_gradient_are_those_of_cross_entropy(monkeypatch, with
     targets = torch.randint(0, 11, (23,))
     targets[::4] = -1
     scales = torch_run.mean_scales(targets, 0.3)
-    total, losses = torch_run.linear_cross_entropy(hidden, weight, bias, targets, scales)
+    total, losses = torch_run.LinearCrossEntropy.apply(hidden, weight, bias, targets, scales)
     (2 * total).backward()
     twin, twins_weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
     expected = 0.3 * F.cross_entropy(F.linear(twin, twins_weight, bias), targets, ignore_index=-1)

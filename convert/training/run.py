@@ -155,7 +155,7 @@ class TorchObjective(Objective):
             there = targets != IGNORED
             rows, targets = rows[there], targets[there]
             scales = mean_scales(targets, alpha)
-            part, losses = linear_cross_entropy(rows, weight, bias, targets, scales)
+            part, losses = LinearCrossEntropy.apply(rows, weight, bias, targets, scales)
             total = total + part
             parts[f"{name}_loss"] = float(losses.mean()) if len(targets) else 0.0
         return total, parts
@@ -263,13 +263,7 @@ class TorchTrainer(Trainer):
         self.step = state["step"]
 
 
-def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    scales: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+class LinearCrossEntropy(torch.autograd.Function):
     """The scaled sum of cross-entropies under a linear head, and each row's own [R] in nats.
 
     No gradient passes through the rows' losses. The logits are by far the largest arrays of a
@@ -277,11 +271,7 @@ def linear_cross_entropy(
     It reaches `hidden` [R, D], and `weight` [V, D] unless that is frozen; not `bias` [V]. A row
     whose target is `IGNORED` counts nothing, others their `scales` [R].
     """
-    total, losses = _LinearCrossEntropy.apply(hidden, weight, bias, targets, scales)
-    return total, losses
 
-
-class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

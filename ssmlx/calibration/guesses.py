@@ -13,17 +13,18 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ..api import check_prompt
 from ..bars import bar
 from ..decoding.loop import own_turn, prefill
-from ..drafters.lookup import TextOnDevice
-from ..drafters.streams import DraftVocab, with_copies
+from ..drafters.copies import TextOnDevice, foretold, untold, with_copies
+from ..drafters.streams import DraftVocab
 from ..errors import require
 from ..model.cache import TreeCache
 from ..model.condition import RESCORED
 from ..model.streams import StreamFusedModel
-from ..model.tree import Tree, full_topology, num_candidates
+from ..model.tree import PAD_TOKEN, Tree, full_topology, num_candidates
 from ..prompts import encode_prompt, read_prompts
 from ..settings import GenerateConfig, TreeConfig
 from ..tuning.replay import Guesses
@@ -122,14 +123,29 @@ def guesses_along(
     most = RESCORED if model.is_conditional else count
     count, parts = min(count, most, model.draft_vocab_size), []
     at_once, vocab = max(1, _LOGIT_ROWS // streams), DraftVocab(model, prompt)
-    text, ends = TextOnDevice([*prompt, *answer]), len(prompt) + mx.arange(len(answer))
     for first in range(0, len(answer), at_once):
         own, roots = rows[:, first * streams :][:, : at_once * streams], answer[first:][:at_once]
         tokens, logprobs = vocab.rank(own, mx.array(roots), count)
-        if model.is_conditional:
-            copied = text.continuation(ends[first : first + at_once], streams)
-            tokens, logprobs = with_copies(tokens, logprobs, copied)
         mx.eval(tokens, logprobs)
         parts.append((np.array(tokens, np.int32), np.array(logprobs, np.float32)))
     tokens_along, logprobs_along = (np.concatenate(part) for part in zip(*parts, strict=True))
+    if model.is_conditional:
+        copies = copies_along(prompt, answer, tokens_along, logprobs_along)
+        tokens_along, logprobs_along = (np.array(found) for found in copies)
     return Guesses(tokens_along, logprobs_along, np.array(answer))
+
+
+def copies_along(
+    prompt: list[int], answer: list[int], tokens: np.ndarray, logprobs: np.ndarray
+) -> tuple[mx.array, mx.array]:
+    """What `Copies` makes of guesses along `answer`, if every token of it were a call's."""
+    length, streams, _ = tokens.shape
+    ends, guessed = len(prompt) + mx.arange(length), (mx.array(tokens), mx.array(logprobs))
+    copied = TextOnDevice([*prompt, *answer]).continuation(ends, streams)
+    behind = np.array([*answer[1:], *[PAD_TOKEN - 1] * streams], np.int32)
+    said = mx.array(sliding_window_view(behind, streams))
+    shown = np.array(mx.vmap(foretold)(*guessed, copied, said))
+    known = np.zeros((length, 2, 2), np.float32)
+    for level in range(min(2, streams)):  # what a token shows is known behind it
+        known[1 + level :, :, level] = shown[: -1 - level, :, level]
+    return with_copies(*guessed, copied, untold() + mx.array(known.cumsum(axis=0)))

@@ -1,25 +1,18 @@
 """Lookup: what followed the text's last tokens where they stood before is likely to follow.
 
-`PromptLookupDrafter` drafts from nothing else, and looks up on the host. Streams look up on the
-device (`continuation`): where an answer quotes its prompt or itself (names, numbers, code), the
-copy is one guess more beside theirs.
+Drafts from nothing else, and looks up on the host; what streams copy is looked up on the device,
+see `copies`.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
-import mlx.core as mx
-
 from ..decoding.drafter import Verified
-from ..model.shapes import indices
-from ..model.tree import PAD_TOKEN, Tree
+from ..model.tree import Tree
 from ..settings import PromptLookupConfig
 from .trie import Trie, padded_size
 
 MAX_MATCHES = 8  # places that are remembered of each n-gram, the newest ones
-NGRAM = 3  # most tokens that are looked up on the device; fewer where so many stand nowhere
-_ROOM = 256  # tokens by which the text's buffer grows
-_FAR = 2**28  # more tokens than a text has
 
 
 class PromptLookupDrafter:
@@ -83,45 +76,3 @@ class PromptLookupDrafter:
         for n in range(min(self._config.ngram, len(text)), 0, -1):
             ends = self._ends[tuple(text[-n:])]
             yield from (end for end in reversed(ends) if end < len(text))
-
-
-class TextOnDevice:
-    """The text so far [C], then room, on the device: a call's tokens are written unread."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
-        # Before the text stands what equals nothing, so that it can be shifted.
-        known, room = [PAD_TOKEN - 1] * (NGRAM - 1), _ROOM + -len(tokens) % _ROOM  # few sizes
-        self._tokens = mx.array([*known, *tokens, *[PAD_TOKEN] * room], mx.int32)
-
-    def write(self, tokens: mx.array, place: mx.array) -> None:
-        """Put `tokens` [P] where `place` [1] says. Written twice, they are there once."""
-        self._most += tokens.shape[0]
-        if self._most > self._tokens.shape[0] - NGRAM:
-            more = max(_ROOM, self._tokens.shape[0])
-            self._tokens = mx.concatenate([self._tokens, mx.full(more, PAD_TOKEN, mx.int32)])
-        self._tokens = mx.slice_update(self._tokens, tokens, place + (NGRAM - 1), axes=(0,))
-
-    def continuation(self, last: mx.array, count: int) -> mx.array:
-        """[A, count] the tokens that followed the last ones where they stood before.
-
-        The newest stand at `last` [A], a place each. The longest n-gram decides, then the newest
-        place. What reaches the end goes on in itself, so that a text with a period is copied at
-        full length. Tokens that stand nowhere else are followed by `PAD_TOKEN`.
-        """
-        return _continuation(self._tokens, last[:, None], count)
-
-
-@mx.compile
-def _continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
-    size, length = text.shape[0] - NGRAM + 1, mx.array(0)
-    places, own = indices(size), text[last + indices(NGRAM)]
-    agrees = places < last
-    for n in reversed(range(NGRAM)):
-        agrees = agrees & (text[n : n + size] == own[:, n : n + 1])
-        length = length + agrees
-    # The longest first, then the newest; 0 is none.
-    best = mx.max(length * _FAR + mx.where(length > 0, places, 0), axis=1, keepdims=True)
-    found = best % _FAR
-    following = text[found + NGRAM + indices(count) % mx.maximum(last - found, 1)]
-    return mx.where(best > 0, following, PAD_TOKEN)

@@ -12,15 +12,13 @@ from ..decoding.sampling import GREEDY, Sampling
 from ..errors import require
 from ..model.backbone import head_bytes
 from ..model.cache import StreamCache
-from ..model.shapes import expect_shape, indices
+from ..model.shapes import expect_shape
 from ..model.streams import StreamFusedModel
 from ..model.tree import PAD_TOKEN, Tree, grow_tree, num_candidates
 from ..settings import StreamSchedule, TreeConfig
-from .lookup import TextOnDevice
+from .copies import Copies
 
 TEXT_TOKENS = 256
-COPIED, GOES_ON = 0.15, 0.4
-"""How likely the text is to go on as it did before; and to go on with it, where it has begun to."""
 
 
 class DraftVocab:
@@ -79,29 +77,6 @@ def share_anew(logprobs: mx.array, more: mx.array) -> mx.array:
     return scores - mx.logsumexp(scores, axis=-1, keepdims=True) + mass
 
 
-@mx.compile
-def with_copies(
-    tokens: mx.array, logprobs: mx.array, copied: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Candidates [..., G, K] and log probabilities [..., G, K, K] as `grow_conditional` takes
-    them, with the tokens `copied` [..., G] of the text among them, of which `PAD_TOKEN` is none.
-
-    A copy that no stream guesses takes the place of the least likely candidate.
-    """
-    levels, count = tokens.shape[-2:]
-    ours = copied[..., None]
-    known = tokens == ours
-    is_new = (ours >= 0) & ~known.any(axis=-1, keepdims=True) & (indices(count) == count - 1)
-    is_copy = known | is_new
-    # The token before is the text's, too: in every row of the first level.
-    follows = mx.concatenate([mx.ones_like(known[..., :1, :]), is_copy[..., :-1, :]], axis=-2)
-    weight = mx.where(indices(levels) > 0, GOES_ON, COPIED)[:, None]
-    weight = (weight * ((ours >= 0) & follows))[..., None]
-    probs = mx.where(is_new[..., None, :], 0.0, mx.exp(logprobs))
-    mixed = (1 - weight) * probs + weight * is_copy[..., None, :]
-    return mx.where(is_new, ours, tokens), mx.log(mixed)
-
-
 class StreamDrafter:
     """Drafts from the first `num_streams` (G) of the streams that the model was trained with.
 
@@ -157,24 +132,20 @@ class StreamDrafter:
     def start(self, tokens: Sequence[int]) -> None:
         layers = range(self._model.insertion_layer, self._model.num_layers)
         self._cache = StreamCache(layers, scratch=self.num_levels + 2 * self._path)
-        self._text, self._vocab = TextOnDevice(tokens), DraftVocab(self._model, tokens)
+        self._copies, self._vocab = Copies(tokens), DraftVocab(self._model, tokens)
 
     def propose(self, verified: Verified) -> Tree:
         stream_hidden = verified.stream_hidden if self.num_streams else self._second_pass(verified)
         expect_shape("stream hidden states", stream_hidden, 1, self.num_levels, None)
         root, vocab = verified.root, (self._owner or self)._vocab
         noise = self._sampling.noise(verified.root_place, self.num_levels, vocab.tokens)
-        ranked = vocab.rank(stream_hidden, root, self._num_candidates, noise)
-        tokens, logprobs = (one.squeeze(0) for one in ranked)
+        tokens, logprobs = vocab.rank(stream_hidden, root, self._num_candidates, noise)
+        guesses = tokens.squeeze(0), logprobs.squeeze(0)
         if self._model.is_conditional:
-            tokens, logprobs = with_copies(tokens, logprobs, self._copied(verified))
-        return grow_tree(root, tokens, logprobs, self._tree)
-
-    def _copied(self, verified: Verified) -> mx.array:
-        """[G] what followed the text's last tokens where they stood before."""
-        text = (self._owner or self)._text
-        text.write(verified.acceptance.new_tokens, verified.position + 1)
-        return text.continuation(verified.root_place, self.num_levels)[0]
+            done, copies = verified.acceptance, (self._owner or self)._copies
+            place = verified.position + 1
+            guesses = copies.among(guesses, done.new_tokens, done.num_accepted, place)
+        return grow_tree(root, *guesses, self._tree)
 
     def _second_pass(self, verified: Verified) -> mx.array:
         """[1, G, D] the streams of the last accepted node, by a second pass."""

@@ -15,8 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..decoding.accept import accept
-from ..drafters.lookup import TextOnDevice
-from ..drafters.streams import with_copies
+from ..drafters.copies import Copies
 from ..errors import require
 from ..model.tree import Tree, grow_tree, root_tree
 from .backends import DECODE, PREFILL, Backend
@@ -111,7 +110,7 @@ def _positions(positions: np.ndarray, manifest: Manifest) -> np.ndarray:
 
 
 def step(
-    backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache
+    backend: Backend, manifest: Manifest, tree: Tree, cache: SlotCache, copies: Copies
 ) -> tuple[list[int], Tree]:
     """One target call: the tokens that it advances by, and the next tree."""
     slots = cache.free(manifest.num_nodes)
@@ -132,12 +131,11 @@ def step(
         )
     tokens = [int(token) for token in targets[path]]
     cache.commit(slots[kept[path]], [int(tree.tokens[0]), *tokens[:-1]])
-    candidates, logprobs = (mx.array(found[f"candidate_{n}"]) for n in ("tokens", "logprobs"))
+    guesses = mx.array(found["candidate_tokens"]), mx.array(found["candidate_logprobs"])
     if manifest.tree.is_conditional:
-        text = TextOnDevice([*cache.text, tokens[-1]])
-        copied = text.continuation(mx.array([cache.offset]), candidates.shape[0])[0]
-        candidates, logprobs = with_copies(candidates, logprobs, copied)
-    return tokens, grow_tree(mx.array(tokens[-1:]), candidates, logprobs, manifest.tree.config)
+        count = mx.array([len(tokens) - 1])
+        guesses = copies.among(guesses, mx.array(tokens), count, cache.offset - count)
+    return tokens, grow_tree(mx.array(tokens[-1:]), *guesses, manifest.tree.config)
 
 
 def streaming_decode(
@@ -148,9 +146,9 @@ def streaming_decode(
     The prompt follows what `cache` holds, which is left holding all but the last token yielded.
     """
     prefill(backend, manifest, prompt[:-1], cache)
-    tree = root_tree(mx.array(prompt[-1:]))
+    tree, copies = root_tree(mx.array(prompt[-1:])), Copies([*cache.text, *prompt[-1:]])
     while cache.offset + manifest.num_nodes <= manifest.num_slots:
         # The tree is small: what is done with it stays on the CPU, away from the exported model.
         with mx.stream(mx.cpu):
-            tokens, tree = step(backend, manifest, tree, cache)
+            tokens, tree = step(backend, manifest, tree, cache, copies)
         yield tokens

@@ -36,8 +36,9 @@ LAYER_KERNELS = 17
 HEAD_KERNELS = 3
 STEP_KERNELS = 90
 """Beside layers and heads: acceptance, commit, ranks, the next tree. From counts, without views."""
-CONDITION_KERNELS = 61
-"""More of them where a condition scores pairs, copies are looked up, and a beam grows the tree."""
+CONDITION_KERNELS = 78
+"""More of them where a condition scores pairs, copies are looked up and learnt of, and a beam grows
+the tree."""
 ROOT_KERNELS = 11
 """More of them where streams start from the root too."""
 MOST_ROWS = 128

@@ -1,0 +1,145 @@
+"""What the text says again: one guess more beside those of streams.
+
+Where an answer quotes its prompt or itself (names, numbers, code), what followed the text's last
+tokens where they stood before is likely to follow. How likely, the answer shows: copies are trusted
+by how much of it they have foretold that streams had not.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..model.shapes import indices
+from ..model.tree import PAD_TOKEN
+
+NGRAM = 3  # most tokens that are looked up; fewer where so many stand nowhere
+COPIED, GOES_ON = 0.15, 0.4
+"""How likely the text is to go on as it did before; and to go on with it, where it has begun to."""
+DOUBT = 2.0  # guesses of an answer that weigh as much as these numbers
+Guesses = tuple[mx.array, mx.array]
+"""Candidates and log probabilities as `grow_conditional` takes them."""
+_ROOM = 256  # tokens by which the text's buffer grows
+_FAR = 2**28  # more tokens than a text has
+
+
+class TextOnDevice:
+    """The text so far [C], then room, on the device: a call's tokens are written unread."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._most = len(tokens)  # tokens that it holds at most: the host does not know how many
+        # Before the text stands what equals nothing, so that it can be shifted.
+        known, room = [PAD_TOKEN - 1] * (NGRAM - 1), _ROOM + -len(tokens) % _ROOM  # few sizes
+        self._tokens = mx.array([*known, *tokens, *[PAD_TOKEN] * room], mx.int32)
+
+    def write(self, tokens: mx.array, place: mx.array) -> None:
+        """Put `tokens` [P] where `place` [1] says. Written twice, they are there once."""
+        self._most += tokens.shape[0]
+        if self._most > self._tokens.shape[0] - NGRAM:
+            more = max(_ROOM, self._tokens.shape[0])
+            self._tokens = mx.concatenate([self._tokens, mx.full(more, PAD_TOKEN, mx.int32)])
+        self._tokens = mx.slice_update(self._tokens, tokens, place + (NGRAM - 1), axes=(0,))
+
+    def continuation(self, last: mx.array, count: int) -> mx.array:
+        """[A, count] the tokens that followed the last ones where they stood before.
+
+        The newest stand at `last` [A], a place each. The longest n-gram decides, then the newest
+        place. What reaches the end goes on in itself, so that a text with a period is copied at
+        full length. Tokens that stand nowhere else are followed by `PAD_TOKEN`.
+        """
+        return _continuation(self._tokens, last[:, None], count)
+
+
+class Copies:
+    """Mixes copies into the guesses of every call, and learns from it how far to trust them."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text, self._told = TextOnDevice(text), untold()
+        self._before: tuple[mx.array, ...] | None = None  # what the last tree was made of
+
+    def among(
+        self, guesses: Guesses, said: mx.array, num_accepted: mx.array, place: mx.array
+    ) -> Guesses:
+        """`with_copies` of what is guessed behind a call.
+
+        The call decided on `said` [P], of which the first is at `place` [1] of the text; those
+        after the first `num_accepted` [1] + 1 repeat the last.
+        """
+        self._text.write(said, place)
+        if self._before is not None:
+            self._told = _told_after(self._told, self._before, said, num_accepted)
+        copied = self._text.continuation(place + num_accepted, guesses[0].shape[0])[0]
+        self._before = *guesses, copied
+        return with_copies(*self._before, self._told)
+
+
+def untold() -> mx.array:
+    """[2, 2] what copies have foretold when they have told nothing yet, see `foretold`."""
+    return mx.array([[COPIED * DOUBT, GOES_ON * DOUBT], [DOUBT, DOUBT]])
+
+
+@mx.compile
+def with_copies(tokens: mx.array, logprobs: mx.array, copied: mx.array, told: mx.array) -> Guesses:
+    """Candidates [..., G, K] and log probabilities [..., G, K, K] with the tokens `copied` [..., G]
+    of the text among them, of which `PAD_TOKEN` is none.
+
+    They weigh as much as `told` [..., 2, 2] says, see `foretold`: its first column for the first
+    level, its last for those behind a copy. A copy that no stream guesses takes the place of the
+    least likely candidate.
+    """
+    levels, count = tokens.shape[-2:]
+    ours = copied[..., None]
+    known = tokens == ours
+    is_new = (ours >= 0) & ~known.any(axis=-1, keepdims=True) & (indices(count) == count - 1)
+    is_copy = known | is_new
+    # The token before is the text's, too: in every row of the first level.
+    follows = mx.concatenate([mx.ones_like(known[..., :1, :]), is_copy[..., :-1, :]], axis=-2)
+    weights = (told[..., 0, :] / told[..., 1, :])[..., mx.minimum(mx.arange(levels), 1)]
+    weight = (weights[..., None] * ((ours >= 0) & follows))[..., None]
+    probs = mx.where(is_new[..., None, :], 0.0, mx.exp(logprobs))
+    mixed = (1 - weight) * probs + weight * is_copy[..., None, :]
+    return mx.where(is_new, ours, tokens), mx.log(mixed)
+
+
+def foretold(tokens: mx.array, logprobs: mx.array, copied: mx.array, said: mx.array) -> mx.array:
+    """[2, G] how much of `said` [G], the text behind a place, its copies foretold, and of how much
+    they could have: 1 where all before them was right.
+
+    Of a token to which the streams gave the probability q, of candidates `tokens` [G, K] and
+    `logprobs` [G, K, K] without copies, it is 1 / (1 + q): all where no stream guessed it, half
+    where streams were sure of it. Of another token than the copy it is nothing.
+    """
+    is_said = tokens == said[:, None]
+    before = mx.concatenate([indices(tokens.shape[1])[None] == 0, is_said[:-1]])
+    pairs = before[:, :, None] & is_said[:, None]
+    probs = mx.where(pairs, mx.exp(logprobs), 0.0).sum(axis=(1, 2))
+    right = copied == said
+    follows = mx.concatenate([mx.array([True]), right[:-1]])
+    could = mx.cumprod(follows.astype(mx.float32)) * (copied >= 0)
+    return mx.stack([could * right / (1 + probs), could])
+
+
+@mx.compile
+def _told_after(
+    told: mx.array, before: tuple[mx.array, ...], said: mx.array, num_accepted: mx.array
+) -> mx.array:
+    """`told` [2, 2] with what a call has shown of the guesses `before` it, and their copies."""
+    count = min(before[0].shape[0], said.shape[0])
+    known = (a[:count] for a in (*before, said))
+    levels = mx.arange(count)[:, None]  # `indices` may be what `num_accepted` is
+    columns = (levels == 0) == (mx.arange(2) == 0)  # the first level's, and the others'
+    return told + foretold(*known) @ (columns & (levels <= num_accepted)).astype(mx.float32)
+
+
+@mx.compile
+def _continuation(text: mx.array, last: mx.array, count: int) -> mx.array:
+    size, length = text.shape[0] - NGRAM + 1, mx.array(0)
+    places, own = indices(size), text[last + indices(NGRAM)]
+    agrees = places < last
+    for n in reversed(range(NGRAM)):
+        agrees = agrees & (text[n : n + size] == own[:, n : n + 1])
+        length = length + agrees
+    # The longest first, then the newest; 0 is none.
+    best = mx.max(length * _FAR + mx.where(length > 0, places, 0), axis=1, keepdims=True)
+    found = best % _FAR
+    following = text[found + NGRAM + indices(count) % mx.maximum(last - found, 1)]
+    return mx.where(best > 0, following, PAD_TOKEN)
