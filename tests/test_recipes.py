@@ -186,10 +186,13 @@ def stopping(real, every, calls):
     return stopped
 
 
-def test_a_comparison_is_made_again_however_often_it_stops(base, tmp_path, monkeypatch, capsys):
+def test_a_comparison_is_made_again_however_often_it_stops(
+    base, adapter, tmp_path, monkeypatch, capsys
+):
     """Steps in this process, stopped by every so many-th batch of answers or of training."""
     text = comparison.MANIFEST.read_text().replace("smollm2-135m-q4_1", str(base))
-    for option, value in (("draft-vocab-size", 9), ("num-msa-layers", 2), ("batch-size", 8)):
+    text = text.replace("ssmlx/adapters/e2e", str(adapter))
+    for option, value in (("draft-vocab-size", 9), ("batch-size", 8)):
         text = re.sub(rf"--{option} \d+", f"--{option} {value}", text)
     manifest = json.loads(text.replace("--template", "--save-every 1 --device cpu --template"))
     manifest["files"] |= {name: None for name in manifest["files"] if name.startswith("DATA/")}
@@ -247,6 +250,6 @@ def test_the_manifest_of_the_comparison_holds(tmp_path):
         for word in (word for word in words if word.startswith("OUT/")):
             assert any(one.startswith(word) or word.startswith(one) for one in made)
     comparison.check_equal(steps)
-    steps[-4].command += " --epochs 9"
+    steps[-3].command += " --epochs 9"
     with pytest.raises(InputError, match=r"epochs 9\.0"):
         comparison.check_equal(steps)
