@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Of other programs.
 OTHERS = {"--dist", "--allow-existing", "--random-source", "--adhoc-sign", "--backend", "--hosts"}
-PAST = {"--speculator-size", "--lookup-nodes"}  # in names of systems that were measured
 
 
 def tracked(*patterns: str) -> list[str]:
@@ -56,5 +55,5 @@ def test_commands_are_there(name):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_options_are_there(name):
-    options = found_in(name, r"(?<![\w-])--[a-z][a-z0-9-]+") - OTHERS - PAST - known_words()
+    options = found_in(name, r"(?<![\w-])--[a-z][a-z0-9-]+") - OTHERS - known_words()
     assert [one for one in options if one[2:].replace("-", "_") not in known_words()] == []
