@@ -93,7 +93,7 @@ def with_copies(tokens: mx.array, logprobs: mx.array, copied: mx.array, told: mx
     is_copy = known | is_new
     # The token before is the text's, too: in every row of the first level.
     follows = mx.concatenate([mx.ones_like(known[..., :1, :]), is_copy[..., :-1, :]], axis=-2)
-    weights = (told[..., 0, :] / told[..., 1, :])[..., mx.minimum(mx.arange(levels), 1)]
+    weights = (told[..., 0, :] / told[..., 1, :])[..., mx.array([0, *[1] * (levels - 1)])]
     weight = (weights[..., None] * ((ours >= 0) & follows))[..., None]
     probs = mx.where(is_new[..., None, :], 0.0, mx.exp(logprobs))
     mixed = (1 - weight) * probs + weight * is_copy[..., None, :]
@@ -109,7 +109,8 @@ def foretold(tokens: mx.array, logprobs: mx.array, copied: mx.array, said: mx.ar
     where streams were sure of it. Of another token than the copy it is nothing.
     """
     is_said = tokens == said[:, None]
-    before = mx.concatenate([indices(tokens.shape[1])[None] == 0, is_said[:-1]])
+    root = mx.array([[True, *[False] * (tokens.shape[1] - 1)]])  # any row of the first level
+    before = mx.concatenate([root, is_said[:-1]])
     pairs = before[:, :, None] & is_said[:, None]
     probs = mx.where(pairs, mx.exp(logprobs), 0.0).sum(axis=(1, 2))
     right = copied == said
@@ -125,9 +126,10 @@ def _told_after(
     """`told` [2, 2] with what a call has shown of the guesses `before` it, and their copies."""
     count = min(before[0].shape[0], said.shape[0])
     known = (a[:count] for a in (*before, said))
-    levels = mx.arange(count)[:, None]  # `indices` may be what `num_accepted` is
-    columns = (levels == 0) == (mx.arange(2) == 0)  # the first level's, and the others'
-    return told + foretold(*known) @ (columns & (levels <= num_accepted)).astype(mx.float32)
+    columns = mx.array([[1.0, 0.0], *[[0.0, 1.0]] * (count - 1)])  # the first level's, and others'
+    # Not `indices`: an array of it may be `num_accepted`, and none is compiled in twice.
+    counts = mx.array([[level] for level in range(count)]) <= num_accepted
+    return told + foretold(*known) @ (columns * counts)
 
 
 @mx.compile

@@ -36,7 +36,7 @@ LAYER_KERNELS = 17
 HEAD_KERNELS = 3
 STEP_KERNELS = 90
 """Beside layers and heads: acceptance, commit, ranks, the next tree. From counts, without views."""
-CONDITION_KERNELS = 78
+CONDITION_KERNELS = 73
 """More of them where a condition scores pairs, copies are looked up and learnt of, and a beam grows
 the tree."""
 ROOT_KERNELS = 11
