@@ -26,22 +26,15 @@ from tiny import (
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
 from ssmlx.api import stream_generate, token_steps
+from ssmlx.calibration.guesses import copies_along
 from ssmlx.commands import generate
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding.accept import Acceptance, accept
 from ssmlx.decoding.drafter import Verified
 from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
-from ssmlx.drafters.copies import (
-    COPIED,
-    DOUBT,
-    GOES_ON,
-    NGRAM,
-    Copies,
-    TextOnDevice,
-    foretold,
-    with_copies,
-)
+from ssmlx.drafters import copies as text_copies
+from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice, foretold, with_copies
 from ssmlx.drafters.draft_model import DraftCache, DraftModel, check_vocabulary
 from ssmlx.drafters.heads import attach_heads, write_heads
 from ssmlx.drafters.lookahead import LookaheadDrafter
@@ -380,8 +373,25 @@ def test_copies_are_trusted_by_what_they_foretold():
     copies, guesses = Copies([3, 2, 5, 9]), (tokens, mx.log(mx.array(probs)))
     for place, text, accepted in [(4, [3], 0), (5, [2, 5, 5], 1), (7, [7], 0)]:
         copies.among(guesses, *(mx.array(one) for one in (text, [accepted], [place])))
-    expected = np.array([[COPIED * DOUBT + 1, GOES_ON * DOUBT + 1], [DOUBT + 2, DOUBT + 1]])
-    assert np.allclose(copies._told, expected)
+    assert np.allclose(copies._told - text_copies.untold(), [[1, 1], [2, 1]])
+
+
+def test_replays_trust_copies_by_what_was_said_before():
+    """At each token by what those up to it showed, a first level and the one behind it each."""
+    rng, prompt, answer = np.random.default_rng(1), [3, 2, 5, 3, 1], [3, 2, 5, 3, 2, 1, 3]
+    tokens = np.stack([rng.permutation(6)[:4] for _ in range(21)]).reshape(7, 3, 4).astype(np.int32)
+    logprobs = np.log(rng.dirichlet(np.ones(4), (7, 3, 4)).astype(np.float32))
+    found, told = copies_along(prompt, answer, tokens, logprobs), text_copies.untold()
+    text, shown = TextOnDevice(prompt + answer), []
+    for place in range(7):
+        copied = text.continuation(mx.array([5 + place]), 3)[0]
+        guesses = mx.array(tokens[place]), mx.array(logprobs[place]), copied
+        for level, before in enumerate(shown[-2:][::-1]):
+            told = told + mx.stack([before[:, n] * (n == level) for n in range(2)], axis=1)
+        for one, expected in zip(found, with_copies(*guesses, told), strict=True):
+            assert np.allclose(one[place], expected, atol=1e-5)
+        shown.append(foretold(*guesses, mx.array([*answer[place + 1 :], -2, -2, -2][:3])))
+    assert told[1].tolist() != text_copies.untold()[1].tolist()
 
 
 def test_streams_go_on_with_a_copy_as_far_as_they_reach():

@@ -17,7 +17,6 @@ from convert.export.ane import rms_norm
 from convert.export.export import build_graphs, build_reference, make_manifest
 from convert.export.parts import Head
 from convert.export.settings import ExportConfig
-from ssmlx.drafters import streams
 from ssmlx.errors import InputError
 from ssmlx.exported.decode import SlotCache, prefill, step_inputs
 from ssmlx.loading import load as loading
@@ -34,7 +33,7 @@ TOKENS = 24
 @pytest.fixture(autouse=True)
 def fixed_vocabulary(monkeypatch):
     """A package cannot guess tokens of the text that its draft vocabulary lacks."""
-    monkeypatch.setattr(streams, "TEXT_TOKENS", 0)
+    monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
 
 
 def config(**changes) -> ExportConfig:

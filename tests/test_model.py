@@ -15,7 +15,6 @@ from real import refusal
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.loop import plain_decode
-from ssmlx.drafters.copies import Copies
 from ssmlx.drafters.streams import DraftVocab
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
@@ -244,7 +243,7 @@ def test_candidates_are_scored_given_those_before(tied, quantised, draft, noisy)
 
 
 def test_an_untrained_condition_changes_nothing(monkeypatch):
-    monkeypatch.setattr(Copies, "among", lambda self, guesses, *_: guesses)
+    monkeypatch.setattr("ssmlx.drafters.copies.Copies.among", lambda self, guesses, *_: guesses)
     model = tiny.make_model(adapter={"condition_rank": 3, "draft_vocab": range(1, 12)})
     streams = model.streams
     blank = replace(streams.condition, out=mx.zeros((32, 3)))

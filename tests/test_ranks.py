@@ -256,8 +256,7 @@ sys.exit(main(["--adapter", adapter, *sys.argv[1:]]))
 def test_mlx_launch_ends_all_when_one_process_fails(base, tmp_path):
     script = tmp_path / "one_fails.py"
     script.write_text(_ONE_FAILS)
-    # This one and the next: below those that connections get by themselves.
-    port = 20_000 + os.getpid() * 2 % 10_000
+    port = 20_000 + os.getpid() * 2 % 10_000  # and the next: below those that connections get
     launcher = Path(sys.executable).with_name("mlx.launch")
     command = [launcher, "-n", 2, "--backend", "ring", "-p", port,
                "--", sys.executable, script, "--model", base, "--prompt", "w1"]  # fmt: skip
@@ -265,8 +264,7 @@ def test_mlx_launch_ends_all_when_one_process_fails(base, tmp_path):
         [str(part) for part in command], stdin=subprocess.PIPE, capture_output=True, text=True,
         timeout=300, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    expected = "ssmlx.generate (rank 1): error: no adapter folder missing"
-    assert expected in done.stderr, done.stderr
+    assert "ssmlx.generate (rank 1): error: no adapter folder missing" in done.stderr
     assert done.stdout == "" and "Traceback" not in done.stderr
 
 

@@ -682,12 +682,8 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
     assert answer_of(base, whole, real.words(3), "streaming")[0] == answer_of(
         base, "none", real.words(3), "plain"
     )[0]  # fmt: skip
-    assert (
-        add_condition(
-            command, base, data, whole, tmp_path / "on", "--pack", "32", "--max-steps", "1"
-        )
-        == 0
-    )
+    packed = ("--pack", "32", "--max-steps", "1")
+    assert add_condition(command, base, data, whole, tmp_path / "on", *packed) == 0
     first = command.train(base, data, tmp_path / "first", "--max-steps", "1")
     more = ("--init", first, "--condition-rank", "3", "--max-steps", "2")
     assert "condition.gate.weight" in command.weights(

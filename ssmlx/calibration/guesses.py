@@ -3,7 +3,8 @@
 An answer is decoded once. One forward over it, the whole answer as a tree of one branch with all
 its streams beside it, then says what the streams would have drafted at every place (the paper's
 own pass, section 3.2.1); with greedy decoding that is what they do draft there, whatever the
-tree. `ssmlx.tuning.replay` replays it; a test compares with real decoding, call for call.
+tree. `ssmlx.tuning.replay` replays it; a test compares with real decoding, call for call. Only how
+far copies are trusted follows the calls: here it is as if every token were one's.
 """
 
 from collections.abc import Sequence
