@@ -28,7 +28,7 @@ from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.settings import StreamConfig, read_json
 from ssmlx.tuning.chips import CHIPS, costs
-from ssmlx.tuning.ladder import priced, shapes, text_kind, tokens_of, up_to_fastest
+from ssmlx.tuning.ladder import priced, shapes, text_kind, tokens_of
 from ssmlx.tuning.report import Columns, table
 
 from .acceptance import read_kept
@@ -39,13 +39,15 @@ PROG = "perf.simulate"
 BITS = (4, 8, 16)
 TABLE = "as the table"
 SCENARIOS = {
-    TABLE: (1.0, 1.0, inf),
-    "each rung 40 % off": (0.6, 1.4, inf),
-    "40 % cheaper": (0.6, 0.6, inf),
-    "40 % dearer": (1.4, 1.4, inf),
-    "throttled half-way": (0.6, 1.4, 0.5),
+    TABLE: (0.0, 1.0, 1.0, inf),
+    "each rung 40 % off": (0.0, 0.6, 1.4, inf),
+    "40 % cheaper": (0.0, 0.6, 0.6, inf),
+    "40 % dearer": (0.0, 1.4, 1.4, inf),
+    "rows cheap, calls dear": (0.4, 0.5, 0.5, inf),
+    "throttled half-way": (0.0, 0.6, 1.4, 0.5),
 }
-"""Least and most times what a rung costs beyond a plain call; when the chip throttles."""
+"""Plain calls that a drafted one takes, and least and most times what its rung costs beyond one;
+when the chip throttles."""
 NOISE = 0.1  # standard deviation of what a clock says of a call
 SLOWER, DEARER = 1.5, 1.3  # all seconds of a throttled chip, and once more what rows cost
 ANSWER, CONVERSATION, GAP, GAIN, LENGTH = 0.95, 0.98, 0.95, 1.05, 24
@@ -61,12 +63,12 @@ class Machine:
     """
 
     def __init__(self, rungs: Sequence[Rung], scenario: str, tokens: int, seed: str) -> None:
-        least, most, when = SCENARIOS[scenario]
+        own, least, most, when = SCENARIOS[scenario]
         self.rng, self.throttles_at, self.tokens = Random(f"{scenario} {seed}"), when * tokens, 0
         self.factors, dearest = {}, 0.0
         for one in rungs:  # more nodes never cost less
             dearest = max(dearest, one.extra * self.rng.uniform(least, most))
-            self.factors[one] = dearest / one.extra
+            self.factors[one] = (own + dearest) / one.extra
 
     @property
     def plain(self) -> float:
@@ -150,16 +152,17 @@ class Case:
         tokens = sum(len(one[self.rungs[0]]) for one in self.answers)
         return Machine(self.rungs, scenario, tokens, str(self.names))
 
+    def answer(self, depths: Depths, machine: Machine, learned: Learned) -> Playing:
+        """One of the answers, as the brake has it."""
+        pace = Pace(self.rungs, learned, context=text_kind(self.names["context"]))
+        return play(depths, machine, pace)
+
     def play(self, scenario: str) -> dict[str, Any]:
         """Speeds over plain decoding's, and what the promises ask for."""
-        ladder, kind = up_to_fastest(self.rungs), text_kind(self.names["context"])
 
         def conversation(learned: Learned) -> list[Playing]:
             machine = self.machine(scenario)
-            return [play(one, machine, Pace(ladder, learned, context=kind)) for one in self.answers]
-
-        def first(one: Depths) -> Playing:
-            return play(one, self.machine(scenario), Pace(ladder, Learned(), context=kind))
+            return [self.answer(one, machine, learned) for one in self.answers]
 
         def always(rung: Rung) -> list[Playing]:
             machine = self.machine(scenario)
@@ -167,7 +170,7 @@ class Case:
 
         learned = Learned()
         brake, again = conversation(learned), conversation(learned)
-        firsts = [first(one) for one in self.answers]
+        firsts = [self.answer(one, self.machine(scenario), Learned()) for one in self.answers]
         every = {rung.shape.num_nodes: always(rung) for rung in self.rungs}
         fixed = {1: 1.0, **{nodes: speed_of(played) for nodes, played in every.items()}}
         best = max(fixed, key=lambda nodes: fixed[nodes])

@@ -20,10 +20,7 @@ from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.settings import TreeConfig
 from ssmlx.tuning.replay import advance
 
-RUNGS = [
-    Rung(shape=None, verify=1.2, draft=0.1, tokens=2.0),
-    Rung(verify=1.5, draft=0.1, tokens=2.5),
-]
+RUNGS = [Rung(verify=cost, draft=0.1, tokens=tokens) for cost, tokens in ((1.2, 2.0), (1.5, 2.5))]
 
 
 def test_adapters_tell_what_was_recorded_of_them_alone():
@@ -96,6 +93,8 @@ def test_a_fixed_tree_takes_the_calls_of_a_replay():
 def test_a_machine_is_as_its_scenario_says():
     assert set(machine().factors.values()) == {1.0}
     assert set(machine("40 % dearer").factors.values()) == {1.4}
+    rows = machine("rows cheap, calls dear")
+    assert [one.extra * rows.factors[one] for one in RUNGS] == pytest.approx([0.55, 0.7])
     disturbed = machine("each rung 40 % off")
     costs = [one.extra * disturbed.factors[one] for one in RUNGS]
     assert costs == sorted(costs) and disturbed.factors == machine("each rung 40 % off").factors
@@ -126,4 +125,4 @@ def test_promises_hold_on_chips_drawn_by_lot():
     found = [case.play(rng.choice([*SCENARIOS])) for case in rng.sample([*cases(chips, [0])], 40)]
     counts = Counter(name for row in found for name in broken(row))
     assert not counts["conversation"], "no conversation is slower than plain decoding"
-    assert counts["answer"] <= 5 and counts["gap"] <= 6, counts
+    assert counts["answer"] <= 6 and counts["gap"] <= 5, counts

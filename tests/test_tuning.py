@@ -91,32 +91,28 @@ def test_shapes_are_told_in_words():
     assert str(full) == "full tree of 2 a level, 3 nodes, 1 stream, second pass"
 
 
-PLAIN_SECONDS = 0.02
-
-
-def ladder_of(costs: dict[int, float], tokens: dict[int, float], draft: float = 0.2):
+def ladder_of(costs: dict[int, float], tokens: dict[int, float]):
     """Rungs of some nodes: a call's cost without drafting, and its tokens, by nodes."""
-    return [
-        Rung(shape=nodes, verify=cost, draft=draft, tokens=tokens[nodes])
-        for nodes, cost in costs.items()
-    ]
+    return [Rung(shape=n, verify=cost, draft=0.2, tokens=tokens[n]) for n, cost in costs.items()]
 
 
+PLAIN_SECONDS = 0.02
 CHEAP = ladder_of({2: 1.05, 4: 1.1, 8: 1.2}, {2: 1.6, 4: 2.2, 8: 2.6})
+RISING = ladder_of({4: 1.2, 6: 1.3, 8: 1.5, 16: 1.8}, {4: 2.2, 6: 2.4, 8: 2.5, 16: 2.8})
 DEAR = ladder_of({2: 1.3, 4: 2.4, 8: 5.0}, {2: 1.6, 4: 2.2, 8: 2.6})
 
 
-def decode(ladder, learned, tokens, says, *, worse=1.0, slower=lambda at: 1.0, timed=True):
+def decode(ladder, learned, tokens, says, *, worse=1.0, flat=0.0, slower=lambda _: 1.0, timed=True):
     """Plain calls that an answer of so many tokens took; and what was verified by each call.
 
     `says` tells how many tokens a tree brings that is verified at some token; extra costs are
-    `worse` than expected, and everything is `slower`.
+    `worse` than expected, or `flat`, and everything is `slower`.
     """
     pace, took, at, calls, verified = Pace(ladder, learned, plain=PLAIN_SECONDS), 0.0, 0, [], None
     while at < tokens:
         cost, new = 1.0, 1
         if verified:
-            cost, new = 1 + worse * verified.extra, says(at)
+            cost, new = 1 + (flat or worse * verified.extra), says(at)
         took += cost
         calls.append(verified.shape if verified else 1)
         drafted = pace.rung
@@ -149,6 +145,8 @@ def test_where_nothing_can_be_timed_the_table_decides():
     assert calls.count(1) < 12
     _, calls = decode(DEAR, Learned(), 200, lambda at: 1, timed=False)
     assert calls.count(1) > 180
+    _, calls = decode(RISING, Learned(), 300, lambda at: 3, timed=False)
+    assert set(calls[5:]) == {6}, "and nothing is tried"
 
 
 @pytest.mark.parametrize("worse", [0.6, 1.0, 1.4])
@@ -168,9 +166,12 @@ def test_drafting_returns_with_a_text_that_can_be_guessed():
 
 
 def test_costs_other_than_expected_are_found_out():
-    """Cheaper than the table says, trees grow; dearer, they shrink or go."""
-    for worse, least, most in ((0.3, 4, 8), (4.0, 1, 2)):
-        _, calls = decode(DEAR, Learned(), 400, lambda at: 3, worse=worse)
+    """Cheaper, trees grow; dearer, they shrink or go; of those as dear the largest is found."""
+    for ladder, found, least, most in (
+        (DEAR, {"worse": 0.3}, 4, 8), (DEAR, {"worse": 4.0}, 1, 2),
+        (RISING, {}, 6, 6), (RISING, {"flat": 1.0}, 16, 16),
+    ):  # fmt: skip
+        _, calls = decode(ladder, Learned(), 400, lambda at: 3, **found)
         assert least <= max(set(calls[-30:]), key=calls[-30:].count) <= most
 
 

@@ -1,11 +1,11 @@
 """What to draft before each call, so that an answer is never slower than plain decoding.
 
 Everything is counted in plain calls. A call that verifies a drafted tree and drafts the next takes
-`1 + kappa * extra` of them, where `extra` is what a table or a calibration expects beyond one and
-`kappa` is what the clock makes of it here; it advances by `1 + theta * (tokens - 1)`, where
-`tokens` is what the adapter's own answers had and `theta` is what this text makes of it. The rung
-of the ladder that advances fastest is drafted; none, where plain decoding is as fast. What trials
-may lose is bounded, by answer and over all of them (a conservative bandit: Wu et al., 2016).
+`extra` of them beyond one: what a table or a calibration expects, on a line through what the clock
+found of other rungs here; it advances by `1 + theta * (tokens - 1)`, where `tokens` is what the
+adapter's own answers had and `theta` is what this text makes of it. The rung of the ladder that
+advances fastest is drafted, or may by what is not known yet; none, where plain decoding is as fast.
+What trials may lose is bounded, by answer and over all (a conservative bandit: Wu et al., 2016).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from .drafter import Drafter
 
@@ -25,13 +27,15 @@ CREDIT = 10.0
 MARGIN, STAY = 1.03, 1.03
 """Times plain decoding's speed from which on drafting begins; and what the present rung is
 favoured by."""
-COST_DOUBT, TEXT_DOUBT = 0.4, 0.15
-"""What a table's extra cost may be wrong by, and an adapter's tokens per call on a text."""
+TEXT_DOUBT = 0.15
+"""What an adapter's tokens per call may be wrong by on a text."""
+_BASE, _SLOPE, _RUNG, _TIMING = 0.3, 0.4, 0.25, 0.2
+"""Standard deviations: plain calls that a call takes beyond a table's, what rows cost over it and
+a rung over that, and plain calls that a timing is off."""
 TIMED = 2
 """Plain calls that are timed in a row."""
 STALE = 512
 """Tokens after which plain calls are timed again."""
-_NOISE = 0.1  # of a timing
 _SURPRISE = 0.3
 _PRIOR, _MEMORY = 10.0, 150.0  # accepted drafts: what is known beforehand counts as, and at most
 _FADES = 0.93
@@ -50,18 +54,20 @@ class Rung:
 
     @property
     def extra(self) -> float:
-        """What a call takes beyond a plain one."""
-        return self.verify - 1 + self.draft
-
-    @property
-    def key(self) -> str:
-        """What it is remembered by."""
-        return str(self.shape)
+        """What a call should take beyond a plain one; never nothing."""
+        return max(self.verify - 1 + self.draft, 0.01)
 
     @property
     def speed(self) -> float:
         """Over plain decoding's, as expected."""
         return self.tokens / (1 + self.extra)
+
+
+@dataclass(frozen=True)
+class Price:
+    extra: float  # what a call of a rung takes here beyond a plain one
+    least: float  # what may be found
+    draft: float  # what drafting is of it
 
 
 @dataclass
@@ -90,13 +96,18 @@ class Learned:
     tokens_since: int = 0  # since a plain call was timed
     quiet: int = 0  # tokens since something was drafted
 
-    def cost(self, rung: Rung) -> tuple[float, float]:
-        """Kappa of a rung, and how many timings it rests on."""
-        known = list(self.costs.values())
-        total = sum(one.weight for one in known)
-        common = (1 + sum(one.weight * one.value for one in known)) / (1 + total)
-        own = self.costs.get(rung.key, Mean())
-        return (common + own.weight * own.value) / (1 + own.weight), own.weight + total / 2
+    def prices(self, ladder: Sequence[Rung]) -> dict[Rung, Price]:
+        """What rungs take, by those of them that were timed: a Gaussian process about a line."""
+        own = [self.costs.get(str(one.shape), Mean()) for one in ladder]
+        x = np.array([one.extra for one in ladder])
+        prior = _BASE**2 + _SLOPE**2 * np.outer(x, x) + np.diag((_RUNG * x) ** 2)
+        noise = np.diag([_TIMING**2 / max(one.weight, 1e-9) for one in own])
+        gain = prior @ np.linalg.inv(prior + noise)
+        extra = np.maximum(x + gain @ (x * [one.value - 1 for one in own]), 0.2 * x)
+        doubt = np.sqrt(np.diag(prior) - (gain * prior).sum(axis=1))
+        draft = extra * [one.draft / one.extra for one in ladder]
+        found = np.stack([extra, np.maximum(extra - doubt, 0.2 * extra), draft], axis=1).tolist()
+        return {one: Price(*price) for one, price in zip(ladder, found, strict=True)}
 
 
 class Pace:
@@ -128,8 +139,9 @@ class Pace:
         self._accepted = self._expected = 0.0  # drafts, of late
         self._doubt = 0.0  # whether this text is like those before
         self._surprises = self._untimed = 0  # the latter: plain calls that are yet to be timed
-        self._has_timed = False
+        self._has_timed, self._is_timed = False, True  # plain calls; the last that was drafted for
         self.num_drafted = 0
+        self._prices = (learned or Learned()).prices(self._ladder)
         self.rung: Rung | None = None
         self.rung = self._ladder[-1] if learned is None else self._decide(learned)
 
@@ -140,9 +152,8 @@ class Pace:
         known, learned = [(1.0, 1.0)], self._learned
         if learned is not None:
             theta, _ = self._theta(learned)
-            for rung in self._ladder:
-                cost = 1 + learned.cost(rung)[0] * rung.extra
-                known.append((1 + theta * (rung.tokens - 1), cost))
+            for rung, price in self._prices.items():
+                known.append((1 + theta * (rung.tokens - 1), 1 + price.extra))
         return max(known, key=lambda one: one[0] / one[1])
 
     def observe(
@@ -173,7 +184,7 @@ class Pace:
         learned.tokens_since += num_tokens
         before, self.rung = self.rung, self._decide(learned)
         if verified and before and self.rung is None:  # The next tree is drafted already.
-            self._count(learned, 0, learned.cost(before)[0] * before.draft)
+            self._count(learned, 0, self._prices[before].draft)
 
     def _count(self, learned: Learned, num_tokens: int, took: float) -> None:
         """Note how far this answer, and trials in all, are behind plain decoding."""
@@ -191,7 +202,7 @@ class Pace:
 
     def _time(self, learned: Learned, rung: Rung | None, seconds: float | None) -> float:
         """Plain calls that a call took; and what its seconds teach."""
-        key = rung.key if rung else ""
+        key = str(rung.shape) if rung else ""
         is_first = key not in learned.seen  # a kernel may have been compiled
         learned.seen.add(key)
         if rung is None:
@@ -203,14 +214,15 @@ class Pace:
                 learned.speed.add(ratio, 1.0, 3.0)
                 learned.tokens_since = 0
             return 1.0
-        (kappa, _), extra = learned.cost(rung), rung.extra
-        own = learned.costs.setdefault(rung.key, Mean())
-        if seconds is None or is_first or extra <= 0:
-            return 1 + kappa * extra
+        extra = self._prices[rung].extra
+        own = learned.costs.setdefault(key, Mean())
+        self._is_timed = seconds is not None
+        if seconds is None or is_first:
+            return 1 + extra
         if not learned.speed.weight:
-            learned.speed.add(seconds / self._plain / (1 + kappa * extra), 0.5, 3.0)
+            learned.speed.add(seconds / self._plain / (1 + extra), 0.5, 3.0)
         took = seconds / (self._plain * learned.speed.value)
-        if abs(took - 1 - kappa * extra) > _SURPRISE * (1 + kappa * extra) and own.weight > TIMED:
+        if abs(took - 1 - extra) > _SURPRISE * (1 + extra) and own.weight > TIMED:
             self._surprises += 1
             if learned.tokens_since > TIMED:  # has the machine become slower, or the call?
                 if self._surprises >= 2:
@@ -218,9 +230,9 @@ class Pace:
                 return took
         else:
             self._surprises = 0
-        found = min(max((took - 1) / extra, 0.3 * kappa), 2.5 * kappa)
-        weight = extra**2 / (extra**2 + _NOISE**2)
-        own.add(found, weight, 12.0)
+        found = min(max(took - 1, 0.3 * extra), 2.5 * extra) / rung.extra
+        own.add(found, 1.0, 12.0)
+        self._prices = learned.prices(self._ladder)
         return took
 
     def _theta(self, learned: Learned) -> tuple[float, float]:
@@ -236,25 +248,25 @@ class Pace:
         if self._untimed:
             return None
         theta, read = self._theta(learned)
-        patience = min(1.0, learned.quiet / 128)
-        doubt = TEXT_DOUBT * (1 / (1 + read / 8) + patience)
+        allowed = ANSWER_LOSS * max(1.0, self._tokens / SHORT_ANSWER)
         best: tuple[float, Rung | None] = (MARGIN, None)
-        trial: tuple[float, Rung | None] = (1.05, None)
-        for rung in self._ladder:
-            kappa, timed = learned.cost(rung)
-            cost = 1 + kappa * rung.extra
-            tokens = 1 + theta * (rung.tokens - 1)
+        for rung, price in self._prices.items():
+            tokens, cost = 1 + theta * (rung.tokens - 1), 1 + price.extra
             speed = tokens / cost * (STAY if rung is self.rung else 1.0)
-            allowed = ANSWER_LOSS * max(1.0, self._tokens / SHORT_ANSWER)
             # A text that is guessed well makes up for a bad beginning.
             if speed > best[0] and self._lost <= CREDIT * (tokens - cost):
                 best = speed, rung
-            low = 1 + kappa * (1 - COST_DOUBT / (1 + timed)) * rung.extra
-            hope = (1 + theta * (1 + doubt) * (rung.tokens - 1)) / low
-            risk = cost - 1 + (0.0 if self.rung else kappa * rung.draft)
-            if hope > trial[0] and max(self._lost, 0) + risk <= allowed and risk <= learned.saved:
+        # What may be faster is tried, if it will be known; and texts may become easier to guess.
+        patience = min(1.0, learned.quiet / 128)
+        doubt = 0.0 if best[1] else TEXT_DOUBT * (1 / (1 + read / 8) + patience)
+        trial: tuple[float, Rung | None] = (max(best[0], 1.05), best[1])
+        for rung, price in self._prices.items():
+            hope = (1 + theta * (1 + doubt) * (rung.tokens - 1)) / (1 + price.least)
+            risk = price.extra + (0.0 if self.rung else price.draft)
+            affordable = self._lost + risk <= allowed and risk <= learned.saved
+            if hope > trial[0] and affordable and (self._is_timed or not best[1]):
                 trial = hope, rung
-        return best[1] or trial[1]
+        return trial[1]
 
     def _knows_plain(self, learned: Learned) -> bool:
         return learned.speed.weight >= TIMED or sum(m.weight for m in learned.costs.values()) > 8

@@ -1,9 +1,9 @@
 """What may be drafted on a machine that nobody calibrated: trees of rising size, with prices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 
-from ..decoding.pace import COST_DOUBT, TEXT_DOUBT, Rung
+from ..decoding.pace import Rung
 from ..model.streams import StreamFusedModel
 from ..settings import StreamConfig, TreeConfig
 from .chips import Chip, Decoder, chip_named, costs
@@ -46,18 +46,11 @@ def text_kind(context: int) -> str:
 
 
 def ladder(model: StreamFusedModel, costs: StepCosts, context: float) -> list[Rung]:
-    """Shapes to draft in, the smallest first, up to the largest that may turn out fastest."""
+    """Shapes to draft in, the smallest first."""
     config = model.config
     assert config is not None
     trees = shapes(model.num_streams)
-    rungs = [priced(one, tokens_of(one, config, context), costs, context) for one in trees]
-    return up_to_fastest(rungs)
-
-
-def up_to_fastest(rungs: Sequence[Rung]) -> list[Rung]:
-    """Those that may turn out to be fastest, and one more."""
-    last = rungs.index(fastest(rungs, cheaper=COST_DOUBT, better=TEXT_DOUBT))
-    return list(rungs[: last + 2])
+    return [priced(one, tokens_of(one, config, context), costs, context) for one in trees]
 
 
 def shapes(num_streams: int) -> list[DraftShape]:
@@ -81,12 +74,3 @@ def priced(shape: DraftShape, tokens: float, costs: StepCosts, context: float) -
     plain, draft = costs.plain_seconds(context), costs.draft_seconds(shape, context)
     verify = costs.step_seconds(shape, context) - draft
     return Rung(shape=shape, verify=verify / plain, draft=draft / plain, tokens=tokens)
-
-
-def fastest(ladder: Sequence[Rung], *, cheaper: float = 0.0, better: float = 0.0) -> Rung:
-    """The rung that should be fastest, were costs so much `cheaper` and guesses `better`."""
-
-    def speed(rung: Rung) -> float:
-        return (1 + (1 + better) * (rung.tokens - 1)) / (1 + (1 - cheaper) * rung.extra)
-
-    return max(ladder, key=speed)

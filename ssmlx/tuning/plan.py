@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from operator import attrgetter
 from typing import Unpack
 
 from ..decoding.drafter import Drafter
@@ -106,7 +107,7 @@ def _streams_plan(
     if tuning is None:
         costs = ladder.expected_costs(model)
         rungs = ladder.ladder(model, costs, behind)
-        best = ladder.fastest(rungs)
+        best = max(rungs, key=attrgetter("speed"))
         # Whether drafting pays, the clock tells; but not where calls are to be the same.
         pays = not config.deterministic or best.speed > 1
     else:
