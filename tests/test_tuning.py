@@ -145,8 +145,9 @@ def test_where_nothing_can_be_timed_the_table_decides():
     assert calls.count(1) < 12
     _, calls = decode(DEAR, Learned(), 200, lambda at: 1, timed=False)
     assert calls.count(1) > 180
-    _, calls = decode(RISING, Learned(), 300, lambda at: 3, timed=False)
-    assert set(calls[5:]) == {6}, "and nothing is tried"
+    near = ladder_of({2: 1.0, 4: 1.3}, {2: 1.9, 4: 2.2})
+    tries = [decode(near, Learned(), 60, lambda at: 2, timed=t)[1].count(4) for t in (True, False)]
+    assert tries == [3, 1], "what is timed is known soon; else nothing more is tried"
 
 
 @pytest.mark.parametrize("worse", [0.6, 1.0, 1.4])
