@@ -33,7 +33,7 @@ from .run.tasks import TASKS
 
 PROG = "perf.acceptance"
 KEPT = ROOT / "perf" / "measured" / "acceptance.npz"
-CONTEXTS = (0, 512, 2000, 4000)
+CONTEXTS = (0, 512, 2000)
 LARGEST = 32
 """Nodes; what needs more is kept as one more."""
 _TURN = 160  # most tokens of an answer in the chat before
