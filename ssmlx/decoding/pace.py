@@ -87,7 +87,7 @@ class Mean:
 class Learned:
     """What the clock and the texts have taught: of a model with an adapter on a machine."""
 
-    costs: dict[str, Mean] = field(default_factory=dict)  # kappa by rung
+    costs: dict[str, Mean] = field(default_factory=dict)  # of rungs, over their `extra`
     texts: dict[str, Mean] = field(default_factory=dict)  # theta by length of context
     saved: float = ANSWER_LOSS  # plain calls that trials may lose
     # of this process alone:
@@ -104,7 +104,7 @@ class Learned:
         noise = np.diag([_TIMING**2 / max(one.weight, 1e-9) for one in own])
         gain = prior @ np.linalg.inv(prior + noise)
         extra = np.maximum(x + gain @ (x * [one.value - 1 for one in own]), 0.2 * x)
-        doubt = np.sqrt(np.diag(prior) - (gain * prior).sum(axis=1))
+        doubt = np.sqrt(np.maximum(np.diag(prior) - (gain * prior).sum(axis=1), 0.0))
         draft = extra * [one.draft / one.extra for one in ladder]
         found = np.stack([extra, np.maximum(extra - doubt, 0.2 * extra), draft], axis=1).tolist()
         return {one: Price(*price) for one, price in zip(ladder, found, strict=True)}
