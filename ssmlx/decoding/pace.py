@@ -141,7 +141,7 @@ class Pace:
         self._surprises = self._untimed = 0  # the latter: plain calls that are yet to be timed
         self._has_timed, self._is_timed = False, True  # plain calls; the last that was drafted for
         self.num_drafted = 0
-        self._prices = (learned or Learned()).prices(self._ladder)
+        self._prices = {} if learned is None else learned.prices(self._ladder)
         self.rung: Rung | None = None
         self.rung = self._ladder[-1] if learned is None else self._decide(learned)
 
