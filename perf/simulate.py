@@ -46,8 +46,8 @@ SCENARIOS = {
     "rows cheap, calls dear": (0.4, 0.5, 0.5, inf),
     "throttled half-way": (0.0, 0.6, 1.4, 0.5),
 }
-"""Plain calls that a drafted one takes, and least and most times what its rung costs beyond one;
-when the chip throttles."""
+"""Plain calls that every drafted one takes more; least and most times what its rung costs beyond a
+plain call; when the chip throttles."""
 NOISE = 0.1  # standard deviation of what a clock says of a call
 SLOWER, DEARER = 1.5, 1.3  # all seconds of a throttled chip, and once more what rows cost
 ANSWER, CONVERSATION, GAP, GAIN, LENGTH = 0.95, 0.98, 0.95, 1.05, 24

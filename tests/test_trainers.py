@@ -693,6 +693,7 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
 
 CONDITIONS = [
     (("--condition-rank", "0"), "--condition-rank 0; expected 1 or more"),
+    (("--condition-rank", "-1"), "--condition-rank -1"),
     (("--init", "nowhere"), "nowhere"),
     (("--init", "none"), "--train-only condition without --init"),
     (("--num-streams", "3"), "--num-streams would do nothing here"),
