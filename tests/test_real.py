@@ -12,6 +12,7 @@ import ssmlx
 import mlx.core as mx  # isort: skip
 import mlx_lm
 import numpy as np
+from mlx_lm.tuner.utils import load_adapters
 from real import EXAMPLE, ROOT, answer, run_module
 from tiny import make_condition
 
@@ -107,11 +108,6 @@ def check_against(oracle, model, tokenizer, entry, variants, length=LENGTH):
 # --- The default tier: what a user does, end to end ---
 
 
-@pytest.mark.slow
-def test_tokens_and_calls_are_those_of_pytorch(model_of):
-    check(model_of, "fused", 1, 2)
-
-
 def test_a_bundled_adapter_writes_what_mlx_lm_writes(base):
     model, tokenizer = ssmlx.load(BASE, adapter="chat", dtype="float32")
     entry = {"prompt": "Name three colours of the rainbow."}
@@ -151,20 +147,9 @@ def test_generate_as_a_user_runs_it(model_of, made):
 
 
 @pytest.mark.slow
-def test_chat_as_a_user_runs_it():
-    asked = ("--decoding", "plain", "--max-tokens", "8")
-    chat = run_module("ssmlx.chat", "--model", BASE, *asked, stdin="hi\n/stats\n/quit\n")
-    assert chat.returncode == 0
-    assert chat.stdout.strip()
-    where, quiet, *_ = chat.stderr.splitlines()
-    assert where.startswith(f"ssmlx: {BASE}: ") and where.endswith("(cache)")
-    assert quiet.startswith("[8 tokens · ")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("index", "width"), [(0, 1), (0, 2), (1, 3), (2, 1), (2, 2), (3, 4)])
-def test_more_tokens_and_calls_are_those_of_pytorch(model_of, index, width):
-    check(model_of, "all", index, width)
+def test_tokens_and_calls_are_those_of_pytorch(model_of, index, width):
+    check(model_of, "fused" if index == 1 else "all", index, width)
 
 
 @pytest.mark.long
@@ -181,6 +166,22 @@ def test_every_decoding_writes_what_mlx_lm_writes(model_of, made, base, scope):
     calls = check_against(oracle, *model_of(scope), EXPECTED[6], VARIANTS)
     if scope == "all":  # with scope streams, untrained for it, drafts may all fail
         assert max(value for name, value in calls.items() if name != "plain") < 1
+
+
+@pytest.mark.slow
+def test_a_long_dialogue_is_summed_up_as_by_mlx_lm():
+    """`dialogsum`'s prompts are the long ones: this is read in two pieces."""
+    oracle = load_adapters(
+        load_base(resolve_model(BASE), "float32")[0].model, str(ROOT / "ssmlx/adapters/dialogsum")
+    )
+    said = ("Did you call the plumber about the sink?", "He is coming on Friday, he says.")
+    said += ("Friday is too late, the kitchen is under water.", "Then turn off the tap, Anna!")
+    lines = [f"#Person{n % 2 + 1}#: {said[n % 4]} It is {n} o'clock." for n in range(36)]
+    model, tokenizer = ssmlx.load(BASE, adapter="dialogsum", dtype="float32")
+    entry = {"prompt": "\n".join(lines)}
+    assert len(prompt_tokens(entry["prompt"], model, tokenizer)) > 512
+    calls = check_against(oracle, model, tokenizer, entry, VARIANTS)
+    assert calls["best 16"] < 0.6
 
 
 @pytest.fixture(scope="session")
