@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from ssmlx.answers import run as on_mlx_thread
 from ssmlx.bars import bar
 from ssmlx.calibration.guesses import guesses_along, most_candidates
 from ssmlx.calibration.timing import ssmlx_answer
-from ssmlx.commands.options import add_counts, make_parser, run
+from ssmlx.commands.options import add_counts, add_options, make_parser, run
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.prompts import as_messages, common_prefix, encode_prompt, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, GenerateConfig, TreeConfig, read_json
@@ -29,7 +30,7 @@ from ssmlx.tuning.replay import Ints, advance, depths_within, needed_sizes
 
 from .run.options import check_counts
 from .run.results import ROOT
-from .run.tasks import TASKS
+from .run.tasks import TASKS, data_file
 
 PROG = "perf.acceptance"
 KEPT = ROOT / "perf" / "measured" / "acceptance.npz"
@@ -77,11 +78,9 @@ def curve(answers: Sequence[Held]) -> dict[str, float]:
 class Recorder:
     """A loaded adapter, and what it is asked: the first prompts of its task's data."""
 
-    def __init__(self, name: str, count: int, max_tokens: int) -> None:
+    def __init__(self, name: str, data: Path | None, count: int, max_tokens: int) -> None:
+        rows, self.name = read_prompts(data_file(TASKS[name], data)), name
         self.model, self.tokenizer = ssmlx.load(DEFAULT_MODEL, adapter=name, dtype="float32")
-        self.name, data = name, TASKS[name].test
-        assert data is not None
-        rows = read_prompts(data)
         self.asked, self.others, self.chat = rows[:count], rows[count:], list[Any]()
         self.config = GenerateConfig(decoding="streaming", max_tokens=max_tokens, tree=TreeConfig())
 
@@ -141,15 +140,14 @@ def _main(args: argparse.Namespace) -> None:
     for name in args.adapter:
         known = read_kept() if KEPT.exists() else {}
         contexts = [one for one in args.contexts if (name, one) not in known]
-        recorder = Recorder(name, args.count, args.max_tokens) if contexts else None
+        recorder = Recorder(name, args.data, args.count, args.max_tokens) if contexts else None
         for context in contexts:
             assert recorder is not None
             made = f"--count {args.count} --max-tokens {args.max_tokens}"
             _keep(f"{name}-{context}", recorder.record(context), made)
     kept = read_kept()
     for (name, context), answers in kept.items():
-        tokens = sum(one.needed.shape[1] for one in answers)
-        print(f"{name} behind {context}: {len(answers)} answers, {tokens} tokens; {curve(answers)}")
+        print(f"{name} behind {context}: {len(answers)} answers; {curve(answers)}")
     for name in args.adapter if args.store else ():
         path = bundled_adapters()[name] / CONFIG_FILE
         values = read_json(path, "an adapter's settings")
@@ -159,13 +157,16 @@ def _main(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(PROG, __doc__)
-    names = [name for name in bundled_adapters() if TASKS[name].test is not None]
-    parser.add_argument("--adapter", nargs="+", choices=names, default=names)
+    ship = [task.name for task in TASKS.values() if task.test]
+    parser.add_argument("--adapter", nargs="+", choices=[*TASKS], default=ship)
+    add_options(parser, ("--data", "FILE", "prompts; of dialogsum none ship", Path))
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="L")
     add_counts(parser, ("count", 16, "prompts"), ("max-tokens", 64, "longest answer"))
     parser.add_argument("--store", action="store_true")
     args = parser.parse_args(argv)
     check_counts(parser, args, "count", "max_tokens")
+    if args.data and len(args.adapter) > 1:
+        parser.error("--data has the prompts of one task: give one --adapter")
     return run(lambda: _main(args), PROG)
 
 
