@@ -139,15 +139,15 @@ def _keep(name: str, answers: Sequence[Held], made: str) -> None:
 def _main(args: argparse.Namespace) -> None:
     for name in args.adapter:
         known = read_kept() if KEPT.exists() else {}
-        contexts = [one for one in args.contexts if (name, one) not in known]
-        recorder = Recorder(name, args.data, args.count, args.max_tokens) if contexts else None
-        for context in contexts:
-            assert recorder is not None
+        if contexts := [one for one in args.contexts if (name, one) not in known]:
+            recorder = Recorder(name, args.data, args.count, args.max_tokens)
             made = f"--count {args.count} --max-tokens {args.max_tokens}"
-            _keep(f"{name}-{context}", recorder.record(context), made)
+            for context in contexts:
+                _keep(f"{name}-{context}", recorder.record(context), made)
     kept = read_kept()
     for (name, context), answers in kept.items():
-        print(f"{name} behind {context}: {len(answers)} answers; {curve(answers)}")
+        tokens = sum(one.needed.shape[1] for one in answers)
+        print(f"{name} behind {context}: {len(answers)} answers, {tokens} tokens; {curve(answers)}")
     for name in args.adapter if args.store else ():
         path = bundled_adapters()[name] / CONFIG_FILE
         values = read_json(path, "an adapter's settings")

@@ -147,9 +147,19 @@ def test_generate_as_a_user_runs_it(model_of, made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("index", "width"), [(0, 1), (0, 2), (1, 3), (2, 1), (2, 2), (3, 4)])
+def test_chat_as_a_user_runs_it():
+    asked = ("--decoding", "plain", "--max-tokens", "8")
+    chat = run_module("ssmlx.chat", "--model", BASE, *asked, stdin="hi\n/stats\n/quit\n")
+    assert chat.returncode == 0 and chat.stdout.strip()
+    where, quiet, *_ = chat.stderr.splitlines()
+    assert where.startswith(f"ssmlx: {BASE}: ") and where.endswith("(cache)")
+    assert quiet.startswith("[8 tokens · ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index, width", [(0, 1), (0, 2), (1, 2), (1, 3), (2, 1), (2, 2), (3, 4)])
 def test_tokens_and_calls_are_those_of_pytorch(model_of, index, width):
-    check(model_of, "fused" if index == 1 else "all", index, width)
+    check(model_of, "fused" if (index, width) == (1, 2) else "all", index, width)
 
 
 @pytest.mark.long
@@ -171,17 +181,13 @@ def test_every_decoding_writes_what_mlx_lm_writes(model_of, made, base, scope):
 @pytest.mark.slow
 def test_a_long_dialogue_is_summed_up_as_by_mlx_lm():
     """`dialogsum`'s prompts are the long ones: this is read in two pieces."""
-    oracle = load_adapters(
-        load_base(resolve_model(BASE), "float32")[0].model, str(ROOT / "ssmlx/adapters/dialogsum")
-    )
-    said = ("Did you call the plumber about the sink?", "He is coming on Friday, he says.")
-    said += ("Friday is too late, the kitchen is under water.", "Then turn off the tap, Anna!")
-    lines = [f"#Person{n % 2 + 1}#: {said[n % 4]} It is {n} o'clock." for n in range(36)]
+    oracle = load_base(resolve_model(BASE), "float32")[0].model
+    load_adapters(oracle, str(ROOT / "ssmlx/adapters/dialogsum"))
     model, tokenizer = ssmlx.load(BASE, adapter="dialogsum", dtype="float32")
+    lines = [f"#Person{n % 2 + 1}#: Did the plumber call? It is {n} o'clock." for n in range(36)]
     entry = {"prompt": "\n".join(lines)}
     assert len(prompt_tokens(entry["prompt"], model, tokenizer)) > 512
-    calls = check_against(oracle, model, tokenizer, entry, VARIANTS)
-    assert calls["best 16"] < 0.6
+    assert check_against(oracle, model, tokenizer, entry, VARIANTS)["best 16"] < 0.6
 
 
 @pytest.fixture(scope="session")
@@ -231,13 +237,11 @@ def test_logits_of_a_prompt_are_those_of_pytorch(model_of, reference):
     prompt = prompt_tokens(EXPECTED[0]["prompt"], model, tokenizer)
     main, streams, early = fused_step(model, prompt[:-1], prompt[-1:], [-1])
     with torch.no_grad():
-        last = torch.tensor([len(prompt) - 1])
-        output = reference(torch.tensor([prompt]), stream_rows=last)
+        output = reference(torch.tensor([prompt]), stream_rows=torch.tensor([len(prompt) - 1]))
     close(main[0], output.main_logits[0, -1])
     close(streams[0], output.stream_logits[0, 0])
     close(early[0], output.early_exit_logits[0, -1])
-    whole = np.array(model.backbone.model(mx.array([prompt]))[0])
-    close(whole, output.main_logits[0])
+    close(np.array(model.backbone.model(mx.array([prompt]))[0]), output.main_logits[0])
 
 
 @pytest.mark.slow
@@ -246,9 +250,8 @@ def test_logits_of_a_tree_are_those_of_pytorch(model_of, reference):
     from oracle import full_tree, tree_inputs
 
     model, tokenizer = model_of("all")
-    entry = EXPECTED[1]
-    prompt = prompt_tokens(entry["prompt"], model, tokenizer)
-    answer = entry["tokens"]
+    prompt = prompt_tokens(EXPECTED[1]["prompt"], model, tokenizer)
+    answer = EXPECTED[1]["tokens"]
     tokens, parents = full_tree(answer[0], [[answer[1], 50], [answer[2], 60], [answer[3], 70]])
     input_ids, positions, visible = tree_inputs(prompt, tokens, parents)
     nodes = torch.arange(len(prompt), len(prompt) + len(tokens))
