@@ -249,9 +249,9 @@ class ChatSession:
         self._memory = last.memory
 
     def compare(self) -> Comparison:
-        """Answer the last message twice more, streaming and plain, beside the conversation.
+        """Answer the last message twice more, as this chat drafts and plain, beside it.
 
-        Sampled answers get the same seed.
+        Where it decodes plainly, streaming is asked for. Sampled answers get the same seed.
 
         Raises:
             InputError: nothing was said yet.
@@ -261,10 +261,10 @@ class ChatSession:
         require(bool(users), found, expected="a message to answer", do=do)
         prompt = self._prompt(self.messages[: users[-1] + 1])
         config = with_seed(self.config)  # the same for both, or two samples would be compared
-        model, tokenizer = self.model, self.tokenizer
+        drafting = replace(config, decoding="streaming") if config.decoding == "plain" else config
         streaming, plain = (
-            list(stream_generate(model, tokenizer, prompt, one, **self._drafts))
-            for one in (replace(config, decoding="streaming"), replace(config, decoding="plain"))
+            list(stream_generate(self.model, self.tokenizer, prompt, one, **self._drafts))
+            for one in (drafting, replace(config, decoding="plain"))
         )
         streamed, expected = (
             [token for response in answer for token in response.tokens]

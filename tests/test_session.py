@@ -158,14 +158,14 @@ def test_template_arguments_hold_in_every_turn(loaded, monkeypatch):
         ssmlx.ChatSession(*loaded, template_args={"not": 1}).reply("w1")
 
 
-def test_compare_answers_twice_beside_the_chat(make_session):
-    session = make_session()
+@pytest.mark.parametrize("decoding", [None, "plain"])
+def test_compare_answers_twice_beside_the_chat(make_session, decoding):
+    session = make_session(decoding)
     with pytest.raises(InputError, match="nothing was said yet"):
         session.compare()
     list(session.reply("w1 w2"))
     held, messages = session.context_tokens, list(session.messages)
     result = session.compare()
-    assert result.same_tokens
+    assert result.same_tokens and session.plain_tps == result.plain.generation_tps
     assert result.plain.target_calls == LENGTH >= result.streaming.target_calls
     assert (session.context_tokens, session.messages) == (held, messages)
-    assert session.plain_tps == result.plain.generation_tps

@@ -39,7 +39,7 @@ HELP = """/help            this list
 /system TEXT     start anew with TEXT as the system prompt; without TEXT, with the default one
 /stats           tokens, target calls and speed of this chat
 /memory          where the memory goes
-/compare         answer the last message again, streaming and plain: same text? how much faster?
+/compare         answer the last message again, drafting and plain: same text? how much faster?
 /adapter         the adapter in use, and those that ship with ssmlx
 /adapter NAME    another adapter (a name, a folder, org/name on the Hub, or none), same conversation
 /quit            leave (so does Ctrl-D)"""
