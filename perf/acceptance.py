@@ -1,9 +1,9 @@
 """`python -m perf.acceptance`: how far trees hold in real answers, once for all machines.
 
 Each bundled adapter answers prompts of its task, greedily and in float32, alone and behind about
-so many tokens of a chat of others. Kept is the size of the best tree that each answer needs, from
-which `perf.simulate` replays any machine. Goes on where it was stopped; to begin anew, delete
-perf/measured/acceptance.npz. With --store, adapters are told their `tokens_per_call`, alone.
+so many tokens of chats of others, answered by itself. Kept is the size of the best tree that each
+answer needs, from which `perf.simulate` replays any machine. Goes on where it was stopped; to begin
+anew, delete perf/measured/acceptance.npz. With --store, adapters learn their `tokens_per_call`.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ KEPT = ROOT / "perf" / "measured" / "acceptance.npz"
 CONTEXTS = (0, 512, 2000)
 LARGEST = 32
 """Nodes; what needs more is kept as one more."""
-_TURN = 160  # most tokens of an answer in the chat before
+CHATS = 4
+"""That the prompts of a context are asked in: models do not write alike in every one."""
+_TURN = 160  # most tokens of an answer in a chat before
 _LENGTHS = "-lengths"
 
 
@@ -81,33 +84,30 @@ class Recorder:
     def __init__(self, name: str, data: Path | None, count: int, max_tokens: int) -> None:
         rows, self.name = read_prompts(data_file(TASKS[name], data)), name
         self.model, self.tokenizer = ssmlx.load(DEFAULT_MODEL, adapter=name, dtype="float32")
-        self.asked, self.others, self.chat = rows[:count], rows[count:], list[Any]()
+        self.asked, self.others = rows[:count], rows[count:]
         self.config = GenerateConfig(decoding="streaming", max_tokens=max_tokens, tree=TreeConfig())
 
     def record(self, context: int) -> list[Held]:
         """What each answer needs behind at least `context` tokens of a chat."""
-        turns = 0
-        while context > len(self._encoded(self._turns(turns))):
-            turns += 2
-        prompts = [self._encoded([*self._turns(turns), *as_messages(row)]) for row in self.asked]
-        shared = min(common_prefix(prompts[0], one) for one in prompts) if turns else 0
-        cache = self.model.make_cache()
-        return [
-            self._answer(prompt, cache, shared)
-            for prompt in bar(prompts, f"{self.name} behind {shared} tokens")
+        chats = [self._chat(number, context) for number in range(CHATS)]
+        turns = [
+            [*chats[place * CHATS // len(self.asked)], *as_messages(row)]
+            for place, row in enumerate(self.asked)
         ]
+        prompts = [encode_prompt({"messages": one}, self.model, self.tokenizer) for one in turns]
+        cache, known, answers = self.model.make_cache(), list[int](), list[Held]()
+        for prompt in bar(prompts, f"{self.name} behind {context} tokens"):
+            answers.append(self._answer(prompt, cache, common_prefix(known, prompt[:-1])))
+            known = prompt
+        return answers
 
-    def _encoded(self, turns: Sequence[Any]) -> list[int]:
-        return encode_prompt({"messages": turns}, self.model, self.tokenizer) if turns else []
-
-    def _turns(self, count: int) -> list[Any]:
-        """The first turns of a chat of other prompts, with the model's own answers."""
-        while len(self.chat) < count:
-            self.chat += as_messages(self.others[len(self.chat) // 2])[-1:]
-            asked = self._encoded(self.chat)
-            answer = ssmlx.generate(self.model, self.tokenizer, asked, max_tokens=_TURN)
-            self.chat.append({"role": "assistant", "content": answer})
-        return self.chat[:count]
+    def _chat(self, number: int, context: int) -> list[Any]:
+        """Turns of other prompts, with the model's own answers."""
+        session = ssmlx.ChatSession(self.model, self.tokenizer, GenerateConfig(max_tokens=_TURN))
+        others = islice(cycle(self.others), number * len(self.others) // CHATS, None)
+        while session.context_tokens < context:
+            list(session.reply(as_messages(next(others))[-1]["content"]))
+        return session.messages
 
     def _answer(self, prompt: list[int], cache: Any, shared: int) -> Held:
         model, streams = self.model, self.model.num_streams
