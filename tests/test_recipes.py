@@ -237,9 +237,8 @@ def test_the_manifest_of_the_comparison_holds(tmp_path):
     steps, made = [comparison.Step(**one) for one in manifest["steps"]], []
     read = {name for step in steps for name in step.reads()}  # by each command's own parser
     assert read <= {*manifest["files"]} and len({step.name for step in steps}) == len(steps)
-    assert chat_prompts.main(["--written", "--out", str(tmp_path)]) == 0
     for name, digest in manifest["files"].items():
-        path = comparison.ROOT / name.replace("OUT/chat/prompts", str(tmp_path))
+        path = comparison.ROOT / name
         if path.is_file():
             assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
         else:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from convert import check_torch, continuations
 from convert.continuations import Sampling
-from ssmlx.commands.options import add_counts, add_options, command, make_parser
+from ssmlx.commands.options import add_counts, command, make_parser
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
 from ssmlx.prompts import read_prompts
@@ -130,7 +130,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="what to write")
     continuations.add_generator_options(parser)
     add_counts(parser, ("seed", 0, "another one, other prompts"))
-    add_options(parser, ("--written", None, "from the templates alone, without a model", bool))
     return parser.parse_args(argv)
 
 
@@ -141,11 +140,6 @@ def _main(args: argparse.Namespace) -> None:
     continuations.check_batch_size(args.batch_size)
     written = written_prompts(args.seed)
     make_folder(args.out)
-    if args.written:
-        for split, texts in written.items():
-            rows = [{"prompt": text} for text in texts]
-            continuations.write_jsonl(args.out / f"chat_{split}.jsonl", rows)
-        return
     model, tokenizer = continuations.load_generator(
         resolve_model(args.model), args.dtype, args.device
     )
