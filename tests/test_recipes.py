@@ -108,6 +108,8 @@ def test_splits_share_no_hand_written_prompt_and_no_list_item():
     lists = questions.split_lists(0)
     written = questions.written_prompts(0)
     assert written == questions.written_prompts(0)
+    text = "\n".join(written["train"]).encode()
+    assert hashlib.blake2b(text, digest_size=8).hexdigest() == "b5dd4f46a5f2fe90"
     for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
         texts = [set(map(questions.normalised, written[split])) for split in (one, other)]
         assert not texts[0] & texts[1]
@@ -232,14 +234,13 @@ def test_a_comparison_is_made_again_however_often_it_stops(
         assert str(changed) in line and "expected" in line and "null" in line
 
 
-def test_the_manifest_of_the_comparison_holds(tmp_path):
+def test_the_manifest_of_the_comparison_holds():
     manifest = json.loads(comparison.MANIFEST.read_text())
     steps, made = [comparison.Step(**one) for one in manifest["steps"]], []
     read = {name for step in steps for name in step.reads()}  # by each command's own parser
     assert read <= {*manifest["files"]} and len({step.name for step in steps}) == len(steps)
     for name, digest in manifest["files"].items():
-        path = comparison.ROOT / name
-        if path.is_file():
+        if (path := comparison.ROOT / name).is_file():
             assert hashlib.sha256(path.read_bytes()).hexdigest() == digest
         else:
             assert name in read and (digest or name.startswith("OUT/"))

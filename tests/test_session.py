@@ -158,7 +158,7 @@ def test_template_arguments_hold_in_every_turn(loaded, monkeypatch):
         ssmlx.ChatSession(*loaded, template_args={"not": 1}).reply("w1")
 
 
-@pytest.mark.parametrize("decoding", [None, "plain"])
+@pytest.mark.parametrize("decoding", [None, "plain", "streaming"])
 def test_compare_answers_twice_beside_the_chat(make_session, decoding):
     session = make_session(decoding)
     with pytest.raises(InputError, match="nothing was said yet"):
