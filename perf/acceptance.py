@@ -1,9 +1,10 @@
 """`python -m perf.acceptance`: how far trees hold in real answers, once for all machines.
 
-Each bundled adapter answers prompts of its task, greedily and in float32, alone and behind about
-so many tokens of chats of others, answered by itself. Kept is the size of the best tree that each
-answer needs, from which `perf.simulate` replays any machine. Goes on where it was stopped; to begin
-anew, delete perf/measured/acceptance.npz. With --store, adapters learn their `tokens_per_call`.
+Each bundled adapter answers prompts of its task, greedily and in float32, alone and, but for those
+with a template of their own, behind about so many tokens of chats of others, answered by itself.
+Kept is the size of the best tree that each answer needs, from which `perf.simulate` replays any
+machine. Goes on where it was stopped; to begin anew, delete perf/measured/acceptance.npz. With
+--store, adapters learn their `tokens_per_call`.
 """
 
 import argparse
@@ -139,7 +140,9 @@ def _keep(name: str, answers: Sequence[Held], made: str) -> None:
 def _main(args: argparse.Namespace) -> None:
     for name in args.adapter:
         known = read_kept() if KEPT.exists() else {}
-        if contexts := [one for one in args.contexts if (name, one) not in known]:
+        settings = read_json(bundled_adapters()[name] / CONFIG_FILE, "an adapter's settings")
+        behind = args.contexts if settings["prompt_template"] is None else (0,)
+        if contexts := [one for one in behind if (name, one) not in known]:
             recorder = Recorder(name, args.data, args.count, args.max_tokens)
             made = f"--count {args.count} --max-tokens {args.max_tokens}"
             for context in contexts:

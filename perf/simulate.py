@@ -225,7 +225,7 @@ def cases(chips: Sequence[str], contexts: Sequence[int]) -> Iterator[Case]:
         ]
         for chip, model, bits in product(chips if context in contexts else (), MODELS, BITS):
             prices = costs(drafting(replace(model, bits=bits), config), CHIPS[chip])
-            rungs = [priced(one, tokens_of(one, config, context), prices, context) for one in trees]
+            rungs = [priced(one, tokens_of(one, config), prices, context) for one in trees]
             names = {"chip": chip, "bits": bits, "model": model.name,
                      "adapter": adapter, "context": context}  # fmt: skip
             yield Case(names, rungs, [dict(zip(rungs, one, strict=True)) for one in depths])

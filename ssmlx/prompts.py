@@ -187,20 +187,25 @@ def asked_tokens(
 def turns_tokens(
     messages: Sequence[Message], tokenizer: TokenizerWrapper, template: str | None, **more: Any
 ) -> list[int]:
-    """Turns under the model's chat template, from where an adapter's own `template` begins in it.
+    """Turns under the model's chat template; under an adapter's own `template`, the last alone.
 
-    So what the chat template has a system say, where nobody gave one, is left out behind a first
-    turn as before it: the adapter was trained without.
+    An adapter with a template was trained on single prompts, and answers worse behind other turns.
     """
-    tokens = chat_tokens(tokenizer, messages, **more)
+    if is_alone(messages, template, **more):
+        assert template is not None
+        return text_tokens(plain_turns(messages[-1:])[0]["content"], tokenizer, template)
+    return chat_tokens(tokenizer, messages, **more)
+
+
+def is_alone(messages: Sequence[Message], template: str | None, **more: Any) -> bool:
+    """Whether a last turn of the user's is all that the model is shown.
+
+    Not where a system says something, or there are tools: both are the chat template's.
+    """
     if template is None or "{prompt}" not in template or any(more.values()):
-        return tokens
-    if messages[0]["role"] != "user":
-        return tokens
-    asked = plain_turns(messages[:1])[0]["content"]
-    first = encode(template.replace("{prompt}", asked), tokenizer)
-    starts = (n for n in range(len(tokens)) if tokens[n : n + len(first)] == first)
-    return tokens[next(starts, 0) :]
+        return False
+    turns = plain_turns(messages)
+    return [turn["role"] for turn in (*turns[:1], *turns[-1:])] == ["user", "user"]
 
 
 def chat_tokens(

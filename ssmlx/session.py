@@ -19,7 +19,7 @@ from .loading.attach import swap_adapter
 from .model.cache import TreeCache
 from .model.streams import StreamFusedModel
 from .prompt_cache import PromptCache
-from .prompts import Message, Tools, check_text, common_prefix, own_template, turns_tokens
+from .prompts import Message, Tools, check_text, common_prefix, is_alone, own_template, turns_tokens
 from .settings import GenerateConfig
 from .tuning.memory import Memory, memory_of
 from .tuning.plan import Plan, make_plan
@@ -54,7 +54,7 @@ class Comparison:
 
 
 class ChatSession:
-    """A conversation under the model's chat template, or an adapter's own where it has turns.
+    """A conversation under the model's chat template; under an adapter's own, single prompts.
 
     Args:
         model, tokenizer: as `ssmlx.load` returns them.
@@ -233,6 +233,12 @@ class ChatSession:
             yield from segments
 
         return turns()
+
+    @property
+    def asks_alone(self) -> bool:
+        """Whether the model is shown the last message alone, under its adapter's own template."""
+        turns: list[Message] = [*self.messages[:1], {"role": "user", "content": ""}]
+        return is_alone(turns, own_template(self.model), **self._template)
 
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
         return turns_tokens(turns, self.tokenizer, own_template(self.model), **self._template)

@@ -103,10 +103,12 @@ def test_a_users_turn_begins_with_what_its_template_says(tokenizer):
 OWN, PARTS = "w5 w9 {prompt} w12", TURNS[1]["content"]
 FIRST, ANSWER = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
 CHATS = [
-    (OWN, [FIRST, ANSWER, FIRST], {}, [5, 9, 1, 12, 5, 9, 2, 12, 5, 9, 1, 12]),
+    (OWN, [FIRST, ANSWER, {"role": "user", "content": "w3"}], {}, [5, 9, 3, 12]),
+    (OWN, [FIRST, ANSWER, {"role": "tool", "content": "w3"}], {},
+     [8, 5, 9, 1, 12, 5, 9, 2, 12, 5, 9, 3, 12]),
     (OWN, [FIRST], {}, [5, 9, 1, 12]), (None, [FIRST], {}, [8, 5, 9, 1, 12]),
     ("chat", [FIRST, ANSWER], {}, [8, 5, 9, 1, 12, 5, 9, 2, 12]),
-    ("w4 {prompt}", [FIRST], {}, [8, 5, 9, 1, 12]),
+    ("w4 {prompt}", [FIRST], {}, [4, 1]),
     (OWN, [{"role": "user", "content": PARTS}], {}, [5, 9, 1, 2, 12]),
     (OWN, [TURNS[0], FIRST], {}, [8, 5, 9, 0, 12, 5, 9, 1, 12]),
     (OWN, [FIRST], {"tools": TOOLS}, [8, 6, 5, 9, 1, 12]),
@@ -114,15 +116,22 @@ CHATS = [
 
 
 @pytest.mark.parametrize(("template", "turns", "more", "expected"), CHATS)
-def test_turns_begin_as_an_adapters_own_template_does(tokenizer, template, turns, more, expected):
+def test_an_adapters_own_template_asks_the_last_turn_alone(
+    tokenizer, template, turns, more, expected
+):
     """Unless somebody has a system say something, or tools."""
     said = "{% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
     tokenizer._tokenizer.chat_template = "w8 {% if tools %}w6 {% endif %}" + said
     assert prompts.turns_tokens(turns, tokenizer, template, **more) == expected
     if len(turns) > 1:
         assert encode_prompt({"messages": turns}, Model(), tokenizer, template) == expected
-    learnt = Encoder(tokenizer, template, END, 50).encode({"messages": [*turns, ANSWER], **more})
-    assert learnt.tokens[: learnt.start].tolist() == expected
+    encoder, example = Encoder(tokenizer, template, END, 50), {"messages": [*turns, ANSWER], **more}
+    if len(turns) > 1 and prompts.is_alone(turns, template, **more):
+        with pytest.raises(ValueError, match="has several turns"):
+            encoder.encode(example)
+    else:
+        learnt = encoder.encode(example)
+        assert learnt.tokens[: learnt.start].tolist() == expected
 
 
 def test_a_chat_is_learnt_from_a_last_turn_that_calls_a_tool(tokenizer):

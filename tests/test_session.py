@@ -129,19 +129,26 @@ def test_reset_and_system_start_anew(make_session):
     assert told == tokens_of(make_session(system="w30 w31 w32").reply("w1 w2"))
 
 
-def test_an_adapters_own_template_is_that_of_every_turn(loaded, monkeypatch):
-    """So a first turn is asked as a prompt alone is, and stays in the cache."""
+def test_an_adapters_own_template_asks_every_turn_alone(loaded, monkeypatch):
+    """Unless a system says something; and the turns are there for another adapter."""
     model, tokenizer = loaded
     said = "w8 {% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
     monkeypatch.setattr(tokenizer._tokenizer, "chat_template", said)
     own = replace(model.config, prompt_template="w5 w9 {prompt} w12")
     monkeypatch.setattr(model, "config", own)
     session = ssmlx.ChatSession(*loaded, ssmlx.GenerateConfig(max_tokens=3))
-    alone = prompt_tokens("w1", *loaded)
-    assert tokens_of(session.reply("w1")) == answer(*loaded, alone, max_tokens=3)[0]
-    second, turns = tokens_of(session.reply("w2")), {"messages": session.messages[:3]}
-    assert second == answer(*loaded, encode_prompt(turns, *loaded), max_tokens=3)[0]
-    assert session.totals.reused_tokens >= len(alone) and session.compare().same_tokens
+    for text in ("w1", "w2", "w1"):
+        prompt = prompt_tokens(text, *loaded)
+        assert tokens_of(session.reply(text)) == answer(*loaded, prompt, max_tokens=3)[0]
+        assert session.context_tokens <= len(prompt) + 3 and session.compare().same_tokens
+    assert session.asks_alone and len(session.messages) == 6
+    monkeypatch.setattr(model, "config", replace(own, prompt_template=None))
+    told = ssmlx.ChatSession(*loaded, session.config, system="w3")
+    for chat in (session, told):
+        found, turns = tokens_of(chat.reply("w4")), {"messages": chat.messages[:-1]}
+        assert found == answer(*loaded, encode_prompt(turns, *loaded), max_tokens=3)[0]
+        assert not chat.asks_alone
+        monkeypatch.setattr(model, "config", own)  # `told` has a system
 
 
 def test_template_arguments_hold_in_every_turn(loaded, monkeypatch):

@@ -176,8 +176,8 @@ def adapter(rest: str, chat: Chat) -> str:
     mx.reset_peak_memory()
     chat.adapter = rest
     _note_tuning(chat)
-    again = "; the conversation goes on" if chat.session.messages else ""
-    return current_adapter(chat) + again
+    goes_on = chat.session.messages and not chat.session.asks_alone
+    return current_adapter(chat) + ("; the conversation goes on" if goes_on else "")
 
 
 def current_adapter(chat: Chat) -> str:
@@ -199,7 +199,8 @@ def current_adapter(chat: Chat) -> str:
         asked = session.config.decoding == "plain"
         why = "as --decoding says" if asked else "which is faster here"
         drafts = f"{drafter} drafts" if drafter else f"plain decoding, {why}"
-    return f"{name}: {drafts}; {how}"
+    alone = "; each message is asked alone" if session.asks_alone else ""
+    return f"{name}: {drafts}; {how}{alone}"
 
 
 def _reset(rest: str, chat: Chat) -> str:

@@ -33,7 +33,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.loop import own_turn
 from ..errors import InputError
 from ..model.masks import in_window, window_start
-from ..prompts import ChatFrame, chat_tokens, encode, plain_turns, read_lines, turns_tokens
+from ..prompts import ChatFrame, is_alone, plain_turns, read_lines, text_tokens, turns_tokens
 from ..settings import parse_json
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
@@ -72,7 +72,8 @@ class Encoder:
         if "completion_tokens" in line:
             prompt, answer = list(line["prompt_tokens"]), list(line["completion_tokens"])
         elif "completion" in line and isinstance(line.get("prompt"), str):
-            prompt, answer = self._prompt(line["prompt"]), self._answer(line["completion"])
+            prompt = text_tokens(line["prompt"], self.tokenizer, self.template or "chat")
+            answer = self._answer(line["completion"])
         elif "messages" in line:
             prompt, answer = self._chat(plain_turns(line["messages"]), line.get("tools"))
         elif isinstance(line.get("text"), str):
@@ -87,12 +88,9 @@ class Encoder:
         tokens = [index(token) for token in (*prompt, *answer)][: self.max_length]
         return Example(np.array(tokens, np.int32), len(prompt))
 
-    def _prompt(self, text: str) -> list[int]:
-        if self.template is None:
-            return chat_tokens(self.tokenizer, [{"role": "user", "content": text}])
-        return encode(self.template.replace("{prompt}", text), self.tokenizer)
-
     def _chat(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+        if len(turns) > 2 and is_alone(turns[:-1], self.template, tools=tools):
+            raise ValueError("it has several turns, and a template of one's own is of single ones")
         of_turns = partial(turns_tokens, tokenizer=self.tokenizer, template=self.template)
         prompt = of_turns(turns[:-1], tools=tools)
         if not turns[-1].get("tool_calls"):

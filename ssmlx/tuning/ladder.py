@@ -16,9 +16,7 @@ TYPICAL: Mapping[int, float] = {2: 1.5, 3: 1.8, 4: 2.05, 6: 2.4, 8: 2.55, 12: 2.
 USUAL_CONTEXT = 128
 """Tokens before an answer, where nobody says."""
 _LONG = (256, 1024, 3072)
-"""Tokens at which a text is of another kind: streams guess worse behind long ones."""
-FAR = 0.85
-"""Of the drafts accepted alone, what streams of a template keep there: the bundled 0.71 to 1."""
+"""Tokens at which a text is of another kind: streams may guess worse behind long ones."""
 
 
 def this_chip() -> Chip:
@@ -50,7 +48,7 @@ def ladder(model: StreamFusedModel, costs: StepCosts, context: float) -> list[Ru
     config = model.config
     assert config is not None
     trees = shapes(model.num_streams)
-    return [priced(one, tokens_of(one, config, context), costs, context) for one in trees]
+    return [priced(one, tokens_of(one, config), costs, context) for one in trees]
 
 
 def shapes(num_streams: int) -> list[DraftShape]:
@@ -61,13 +59,11 @@ def shapes(num_streams: int) -> list[DraftShape]:
     ]
 
 
-def tokens_of(shape: DraftShape, config: StreamConfig, context: float = USUAL_CONTEXT) -> float:
-    """Tokens per call of a shape, as the adapter tells them, behind `context` tokens."""
+def tokens_of(shape: DraftShape, config: StreamConfig) -> float:
+    """Tokens per call of a shape, as the adapter tells them."""
     known = {1: 1.0, **(config.tokens_per_call or TYPICAL)}
     nodes = sorted(known)
-    found = interpolate(nodes, [known[n] for n in nodes], min(shape.num_kept, nodes[-1]))
-    is_far = context >= _LONG[0] and config.prompt_template is not None
-    return 1 + (found - 1) * (FAR if is_far else 1.0)
+    return interpolate(nodes, [known[n] for n in nodes], min(shape.num_kept, nodes[-1]))
 
 
 def priced(shape: DraftShape, tokens: float, costs: StepCosts, context: float) -> Rung:
