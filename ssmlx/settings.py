@@ -155,7 +155,7 @@ class StreamConfig:
     # "all", LoRA acts on every row; "streams", on stream rows alone, which leaves the base
     # model's output untouched
     adapter_scope: AdapterScope = setting("all", choices=ADAPTER_SCOPES)
-    # text with `{prompt}` that the adapter was trained on, or None
+    # text with `{prompt}` that the adapter was trained on, a prompt at a time; None for chats
     prompt_template: str | None = None
     end_token_ids: tuple[int, ...] = ()  # tokens that end an answer, beside the tokenizer's own
     base_model: str = ""  # name of the model that the adapter was trained on
