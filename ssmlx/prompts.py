@@ -192,16 +192,12 @@ def turns_tokens(
     An adapter with a template was trained on single prompts, and answers worse behind other turns.
     """
     if is_alone(messages, template, **more):
-        assert template is not None
         return text_tokens(plain_turns(messages[-1:])[0]["content"], tokenizer, template)
     return chat_tokens(tokenizer, messages, **more)
 
 
 def is_alone(messages: Sequence[Message], template: str | None, **more: Any) -> bool:
-    """Whether a last turn of the user's is all that the model is shown.
-
-    Not where a system says something, or there are tools: both are the chat template's.
-    """
+    """Whether the user's last turn is all that is shown: no system's text, and no tools."""
     if template is None or "{prompt}" not in template or any(more.values()):
         return False
     turns = plain_turns(messages)

@@ -302,12 +302,9 @@ def test_a_prompt_that_the_template_refuses_is_named():
 @pytest.mark.parametrize(("changes", "message"), [
     ({"max-tokens": 0}, "--max-tokens 0"),
     ({"max-tokens": 64}, "--max-tokens 64; expected less than the model's context, 64"),
-    ({"temp": -1}, "--temp -1"),
-    ({"temp": "nan"}, "--temp nan"),
-    ({"batch-size": 0}, "--batch-size 0"),
-    ({"seed": -1}, "--seed -1"),
-    ({"count": -1}, "--count -1"),
-    ({"device": "cuda"}, "--device cuda"),
+    ({"temp": -1}, "--temp -1"), ({"temp": "nan"}, "--temp nan"),
+    ({"batch-size": 0}, "--batch-size 0"), ({"seed": -1}, "--seed -1"),
+    ({"count": -1}, "--count -1"), ({"device": "cuda"}, "--device cuda"),
 ])  # fmt: skip
 def test_bad_options_are_one_line(folder, prompts, tmp_path, capsys, changes, message):
     if "device" in changes and torch.cuda.is_available():

@@ -295,12 +295,10 @@ def test_an_index_may_ask_for_a_password(places, monkeypatch, index):
 
 
 @pytest.mark.parametrize(("page", "said"), [
-    (404, "it answers 404"),
-    (("html", "<p>nothing</p>"), f"it has no {WHEEL.file}"),
+    (404, "it answers 404"), (("html", "<p>nothing</p>"), f"it has no {WHEEL.file}"),
     (("json", "x.whl"), f"it has no {WHEEL.file}"),
     (("json", f"/gone/{WHEEL.file}"), "it answers 404"),
-    (("json", f"gopher://x/{WHEEL.file}"), "gopher"),
-    (("jso", "{"), "it has no"),
+    (("json", f"gopher://x/{WHEEL.file}"), "gopher"), (("jso", "{"), "it has no"),
 ])  # fmt: skip
 def test_an_index_without_it_is_told_in_one_line(places, page, said):
     places.page = page

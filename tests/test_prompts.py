@@ -1,6 +1,7 @@
 """What is asked: turns of every form, and what a chat template reads beside them."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from tiny import make_tokenizer
@@ -104,8 +105,7 @@ OWN, PARTS = "w5 w9 {prompt} w12", TURNS[1]["content"]
 FIRST, ANSWER = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
 CHATS = [
     (OWN, [FIRST, ANSWER, {"role": "user", "content": "w3"}], {}, [5, 9, 3, 12]),
-    (OWN, [FIRST, ANSWER, {"role": "tool", "content": "w3"}], {},
-     [8, 5, 9, 1, 12, 5, 9, 2, 12, 5, 9, 3, 12]),
+    (OWN, [FIRST, {**FIRST, "role": "tool"}], {}, [8, 5, 9, 1, 12, 5, 9, 1, 12]),
     (OWN, [FIRST], {}, [5, 9, 1, 12]), (None, [FIRST], {}, [8, 5, 9, 1, 12]),
     ("chat", [FIRST, ANSWER], {}, [8, 5, 9, 1, 12, 5, 9, 2, 12]),
     ("w4 {prompt}", [FIRST], {}, [4, 1]),
@@ -116,21 +116,17 @@ CHATS = [
 
 
 @pytest.mark.parametrize(("template", "turns", "more", "expected"), CHATS)
-def test_an_adapters_own_template_asks_the_last_turn_alone(
-    tokenizer, template, turns, more, expected
-):
+def test_an_own_template_asks_the_last_turn_alone(tokenizer, template, turns, more, expected):
     """Unless somebody has a system say something, or tools."""
     said = "{% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
     tokenizer._tokenizer.chat_template = "w8 {% if tools %}w6 {% endif %}" + said
     assert prompts.turns_tokens(turns, tokenizer, template, **more) == expected
     if len(turns) > 1:
         assert encode_prompt({"messages": turns}, Model(), tokenizer, template) == expected
-    encoder, example = Encoder(tokenizer, template, END, 50), {"messages": [*turns, ANSWER], **more}
-    if len(turns) > 1 and prompts.is_alone(turns, template, **more):
-        with pytest.raises(ValueError, match="has several turns"):
-            encoder.encode(example)
-    else:
-        learnt = encoder.encode(example)
+    refused = len(turns) > 1 and prompts.is_alone(turns, template, **more)
+    with pytest.raises(ValueError, match="several turns") if refused else nullcontext():
+        given = {"messages": [*turns, ANSWER], **more}
+        learnt = Encoder(tokenizer, template, END, 50).encode(given)
         assert learnt.tokens[: learnt.start].tolist() == expected
 
 

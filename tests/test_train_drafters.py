@@ -289,10 +289,8 @@ def test_bfloat16_holds_what_is_trained_in_float32(base, kind):
 @pytest.mark.parametrize(("agrees", "length", "calls"), [
     ([0], 3, 1),
     ([1, 1, 1, 1, 1], 3, 2),  # the prompt's call gives one, the next one three and its own
-    ([1, 1, 1, 1, 1, 1], 3, 3),
-    ([1, 0, 0, 0], 3, 4),
-    ([0, 1, 0, 1, 1, 0], 3, 3),
-    ([1, 1, 1, 1, 1], 1, 3),
+    ([1, 1, 1, 1, 1, 1], 3, 3), ([1, 0, 0, 0], 3, 4),
+    ([0, 1, 0, 1, 1, 0], 3, 3), ([1, 1, 1, 1, 1], 1, 3),
     ([1, 1, 1, 1], 9, 2),
 ])  # fmt: skip
 def test_calls_of_a_chain(agrees, length, calls):

@@ -103,8 +103,7 @@ def add_run_options(parser: argparse.ArgumentParser, *, with_trees: bool = True)
         group,
         ("--model", None, "the base model (default: %(default)s)", DEFAULT_MODEL),
         ("--template", None, "chat, the model's chat template; raw; or a text with {prompt}, with "
-         "\\n for a new line. It travels with the adapter, which is asked each prompt alone then "
-         "(default: %(default)s)", "chat"),
+         "\\n for a new line, by which each prompt is asked alone (default: %(default)s)", "chat"),
     )  # fmt: skip
     for one in fields(RunOptions):
         if one.name == "tree_size" and not with_trees:
