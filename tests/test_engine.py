@@ -219,7 +219,7 @@ def test_a_short_question_does_not_wait_for_a_long_prompt(engine, folders):
     turns = []
     long = ask(
         engine, folders, "none", [1, 2] * 90, prefill_step_size=8,
-        progress=lambda done, total: turns.append(done),
+        progress=lambda done, total: turns.append(done) or time.sleep(0.02),
     )  # fmt: skip
     with ThreadPoolExecutor(1) as pool:
         heard = pool.submit(list, long)
