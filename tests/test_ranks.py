@@ -272,7 +272,7 @@ def test_mlx_launch_ends_all_when_one_process_fails(base, tmp_path):
 @pytest.mark.long
 def test_the_real_model_on_three_processes_gives_the_tokens_of_one(tmp_path):
     asked = ["ssmlx.generate", "--adapter", "sql", "--prompt", "How many singers are there?",
-             "--max-tokens", "12", "--jsonl"]  # fmt: skip
+             "--max-tokens", "12", "--tree-size", "6", "--jsonl"]  # fmt: skip
     alone = json.loads(run_module(*asked).stdout)
     (_, shown, _), *others = run_ranks(3, tmp_path, *asked)
     found = json.loads(shown)
