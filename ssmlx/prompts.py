@@ -191,8 +191,9 @@ def turns_tokens(
 
     An adapter with a template was trained on single prompts, and answers worse behind other turns.
     """
-    if is_alone(messages, template, **more):
-        return text_tokens(plain_turns(messages[-1:])[0]["content"], tokenizer, template)
+    if template is not None and is_alone(messages, template, **more):
+        asked = plain_turns(messages[-1:])[0]["content"]
+        return encode(template.replace("{prompt}", asked), tokenizer)
     return chat_tokens(tokenizer, messages, **more)
 
 

@@ -33,7 +33,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..decoding.loop import own_turn
 from ..errors import InputError
 from ..model.masks import in_window, window_start
-from ..prompts import ChatFrame, is_alone, plain_turns, read_lines, text_tokens, turns_tokens
+from ..prompts import ChatFrame, is_alone, plain_turns, read_lines, turns_tokens
 from ..settings import parse_json
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
@@ -72,8 +72,8 @@ class Encoder:
         if "completion_tokens" in line:
             prompt, answer = list(line["prompt_tokens"]), list(line["completion_tokens"])
         elif "completion" in line and isinstance(line.get("prompt"), str):
-            prompt = text_tokens(line["prompt"], self.tokenizer, self.template or "chat")
-            answer = self._answer(line["completion"])
+            asked = [{"role": "user", "content": line["prompt"]}]
+            prompt, answer = self._chat([*asked, {"content": line["completion"]}], None)
         elif "messages" in line:
             prompt, answer = self._chat(plain_turns(line["messages"]), line.get("tools"))
         elif isinstance(line.get("text"), str):
