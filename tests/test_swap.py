@@ -508,6 +508,7 @@ def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
         "adapter e2e: 2 streams draft; the adapter is part of the model; the conversation goes on"
     )
     assert told[1].startswith(f"adapter {shelf / 'sql'}: 2 streams draft; ")
+    assert told[1].endswith("; each message is asked alone")
     assert told[2].startswith("no adapter folder nonsense, and no bundled adapter of that name; ")
     assert "chat, e2e, foreign, sql" in told[2]
     assert told[3].startswith("the adapter belongs to another base model: ")
