@@ -220,8 +220,8 @@ class Engine:
         with self._loading:
             if not self._models:
                 return
-            self._models, base = {}, self._base
-            del self._base, base
+            self._models = {}
+            del self._base
         for answer in list(self._open):
             answer.close()
         for chat in list(self._chats):

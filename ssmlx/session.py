@@ -29,7 +29,6 @@ from .tuning.plan import Plan, make_plan
 class ChatTotals:
     """What a chat's answers add up to."""
 
-    # answers, tokens, target_calls: counts
     answers: int = 0
     tokens: int = 0
     target_calls: int = 0
@@ -97,12 +96,16 @@ class ChatSession:
             InputError: `system` is not Unicode text; the conversation stays.
         """
         check_text(system or "")
-        self._check_idle()
-        self.system = system
-        self.messages: list[Message] = []
-        if system:
-            self.messages.append({"role": "system", "content": system})
-        self._empty_cache()
+
+        def anew() -> None:
+            self._check_idle()
+            self.system = system
+            self.messages: list[Message] = []
+            if system:
+                self.messages.append({"role": "system", "content": system})
+            self._empty_cache()
+
+        run(anew)
 
     def _empty_cache(self) -> None:
         self._cache = self.model.make_cache(self.plan.scratch)
@@ -127,22 +130,21 @@ class ChatSession:
             InputError: the adapter cannot be had, or does not fit the model or the settings;
                 everything is as it was.
         """
-        self._check_idle()
+        run(self._check_idle)
         swapped = (self._swap or partial(swap_adapter, self.model))(adapter)
-        make_plan(swapped, self.config, **self._drafts)
-        self.model = swapped
-        self.plain_tps = None
-        self._empty_cache()
+
+        def go_on() -> None:
+            self._check_idle()
+            make_plan(swapped, self.config, **self._drafts)
+            self.model, self.plain_tps = swapped, None
+            self._empty_cache()
+
+        run(go_on)
 
     @property
     def memory(self) -> Memory:
         """Where the memory goes: at the end of the last whole answer, or now if there is none."""
         return self._memory or memory_of(self.model, self._cache, loaded=self.plan.loaded)
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the key/value cache."""
-        return self._cache.nbytes
 
     @property
     def cached(self) -> tuple[list[int], TreeCache]:
@@ -165,29 +167,43 @@ class ChatSession:
             InputError: the conversation no longer fits the context, or the last reply is still
                 open; the turn does not count.
         """
-        self._check_idle()
         config = with_seed(self.config)
-        answer = Answer(run(lambda: self._segments(text, config)), progress)
-        self._reply = weakref.ref(answer)
-        return answer
+
+        def opened() -> Answer[GenerationResponse]:
+            self._check_idle()
+            answer = Answer(self._segments(text, config), progress)
+            self._reply = weakref.ref(answer)
+            return answer
+
+        return run(opened)
 
     def close(self) -> None:
         """Cancel the reply that is open, and free the cache; the session answers no more."""
-        reply = self._reply()
-        if reply is not None:
-            reply.close()
-        if not self._is_closed:
-            self._is_closed = True
-            self._cache = TreeCache(0)
-            del self.model, self._drafts
 
-    def _check_idle(self) -> None:
-        """Check that no reply is open: two would write the same cache and history."""
-        reply = self._reply()
+        def closed() -> None:
+            reply = self._reply()
+            if reply is not None:
+                reply.close()
+            if not self._is_closed:
+                self._is_closed = True
+                self._cache = TreeCache(0)
+                del self.model, self._drafts
+
+        run(closed)
+
+    def _check_open(self) -> None:
         require(
             not self._is_closed,
             "this chat is closed", expected="an open one", do="make a new session",
         )  # fmt: skip
+
+    def _check_idle(self) -> None:
+        """Check that no reply is open: two would write the same cache and history.
+
+        On the MLX thread, behind what a cancelled one still writes.
+        """
+        self._check_open()
+        reply = self._reply()
         require(
             reply is None or reply.is_over,
             "a reply of this session is still open",
@@ -237,7 +253,8 @@ class ChatSession:
     @property
     def asks_alone(self) -> bool:
         """Whether the model is shown the last message alone, under its adapter's own template."""
-        turns: list[Message] = [*self.messages[:1], {"role": "user", "content": ""}]
+        others = [turn for turn in self.messages if turn["role"] != "user"]
+        turns = [*others, {"role": "user", "content": ""}]
         return is_alone(turns, own_template(self.model), **self._template)
 
     def _prompt(self, turns: Sequence[Message]) -> list[int]:
@@ -260,8 +277,9 @@ class ChatSession:
         Where it decodes plainly, streaming is asked for. Sampled answers get the same seed.
 
         Raises:
-            InputError: nothing was said yet.
+            InputError: nothing was said yet, or the chat is closed.
         """
+        self._check_open()
         users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         found, do = "nothing was said yet", "say something first"
         require(bool(users), found, expected="a message to answer", do=do)

@@ -1,11 +1,15 @@
 """Chats of many turns: the cache that is kept, and what may go wrong."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from real import answer, words
 
 import ssmlx
+from ssmlx.answers import run
 from ssmlx.errors import InputError
 from ssmlx.prompts import chat_tokens, encode_prompt, prompt_tokens
 
@@ -93,6 +97,47 @@ def test_a_reply_closed_halfway_is_kept(make_session, decoding, segments):
     assert session.messages[-1]["content"] == "".join(r.text for r in heard)
     assert session.totals.answers == 2
     assert tokens_of(session.reply("w9")) == expected(session, "plain")
+
+
+@pytest.mark.parametrize("ended", ["cancelled", "dropped"])
+def test_what_a_stopped_reply_leaves_is_forgotten_by_reset(make_session, ended):
+    session = make_session()
+    reply = session.reply("w1 w2")
+    next(reply)
+    if ended == "cancelled":
+        reply.cancel()
+    del reply
+    session.reset()
+    assert (session.messages, session.context_tokens) == ([], 0)
+    assert tokens_of(session.reply("w5")) == expected(session, "plain")
+
+
+def test_of_replies_asked_for_at_once_one_is_opened(make_session):
+    session, gate = make_session(), threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(run, gate.wait)
+        asked = [pool.submit(session.reply, text) for text in ("w1", "w2")]
+        time.sleep(0.1)  # until both have asked
+        gate.set()
+        refused = [one.exception() for one in asked]
+    assert sorted(str(one)[:26] for one in refused) == ["None", "a reply of this session is"]
+    (opened,) = (one.result() for one in asked if one.exception() is None)
+    assert tokens_of(opened) == expected(session, "plain") and len(session.messages) == 2
+
+
+def test_a_session_closed_while_it_is_asked_says_so(make_session):
+    session, gate = make_session(), threading.Event()
+    list(session.reply("w1"))
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(run, gate.wait)
+        closing, asked = pool.submit(session.close), pool.submit(session.reply, "w2")
+        time.sleep(0.1)
+        gate.set()
+        closing.result()
+        said = str(asked.exception() or "opened")  # whichever came first
+    assert said in ("opened", "this chat is closed; expected an open one; make a new session")
+    with pytest.raises(InputError, match="this chat is closed"):
+        session.compare()
 
 
 def test_an_overflowing_turn_is_taken_back(make_session):

@@ -143,7 +143,7 @@ def stats(session: ChatSession) -> str:
     return (
         f"{totals.answers} answers · {totals.tokens} tokens in {totals.target_calls} target calls "
         f"({totals.tokens / totals.target_calls:.2f} a call) · {speed:.1f} tokens/s\n"
-        f"context: {session.context_tokens} tokens, {session.cache_bytes / 2**20:.1f} MiB · "
+        f"context: {session.context_tokens} tokens, {session.cached[1].nbytes / 2**20:.1f} MiB · "
         f"{totals.reused_tokens} of {totals.prompt_tokens} prompt tokens came from the cache"
     )
 
