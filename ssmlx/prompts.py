@@ -163,8 +163,9 @@ def encode_prompt(
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Under a template as `prompt_tokens`; several turns as `turns_tokens`."""
-    own = own_template(model) if template is None else template
-    return asked_tokens(prompt, tokenizer, own, template_args)
+    if template is None and not (prompt.get("tools") or template_args):  # which are a chat's
+        template = own_template(model)
+    return asked_tokens(prompt, tokenizer, template, template_args)
 
 
 def own_template(model: Model) -> str | None:
@@ -177,11 +178,16 @@ def asked_tokens(
     template: str | None,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    messages = as_messages(prompt)
+    messages = plain_turns(as_messages(prompt))
     more: Any = {"tools": prompt.get("tools"), "template_args": template_args}
-    if len(messages) > 1:
-        return turns_tokens(messages, tokenizer, template, **more)
-    return text_tokens(user_text(prompt), tokenizer, template, **more)
+    if [turn["role"] for turn in messages] == ["user"]:
+        return text_tokens(messages[0]["content"], tokenizer, template, **more)
+    require(
+        template in (None, "chat") or "{prompt}" in template,
+        f"--template {template!r} for turns of a chat",
+        expected="chat, or a text with {prompt} in it", do="choose another",
+    )  # fmt: skip
+    return turns_tokens(messages, tokenizer, template, **more)
 
 
 def turns_tokens(
@@ -201,8 +207,9 @@ def is_alone(messages: Sequence[Message], template: str | None, **more: Any) -> 
     """Whether the user's last turn is all that is shown: no system's text, and no tools."""
     if template is None or "{prompt}" not in template or any(more.values()):
         return False
-    turns = plain_turns(messages)
-    return [turn["role"] for turn in (*turns[:1], *turns[-1:])] == ["user", "user"]
+    roles = [turn["role"] for turn in plain_turns(messages)]
+    # What a user says in two turns at once is one question.
+    return roles[-2:] in (["user"], ["assistant", "user"]) and {*roles} <= {"user", "assistant"}
 
 
 def chat_tokens(
@@ -307,7 +314,8 @@ def prompt_tokens(
         tokenizer: the model's tokenizer.
         template: "chat", the model's chat template; "raw", the text as it is; or a text with
             `{prompt}`. None: the adapter's own, then the chat template, then raw.
-        tools, template_args: for the chat template, as `chat_tokens` takes them.
+        tools, template_args: for the chat template, which is used with them, as `chat_tokens`
+            takes them.
 
     Raises:
         InputError: the text is empty or not Unicode, or the template cannot be used.

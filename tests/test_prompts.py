@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from tiny import make_tokenizer
@@ -111,6 +112,9 @@ CHATS = [
     ("w4 {prompt}", [FIRST], {}, [4, 1]),
     (OWN, [{"role": "user", "content": PARTS}], {}, [5, 9, 1, 2, 12]),
     (OWN, [TURNS[0], FIRST], {}, [8, 5, 9, 0, 12, 5, 9, 1, 12]),
+    (OWN, [FIRST, TURNS[0], FIRST], {}, [8, 5, 9, 1, 12, 5, 9, 0, 12, 5, 9, 1, 12]),
+    (OWN, [ANSWER, FIRST], {}, [5, 9, 1, 12]), (OWN, [ANSWER], {}, [8, 5, 9, 2, 12]),
+    (OWN, [FIRST, FIRST], {}, [8, 5, 9, 1, 12, 5, 9, 1, 12]),
     (OWN, [FIRST], {"tools": TOOLS}, [8, 6, 5, 9, 1, 12]),
 ]  # fmt: skip
 
@@ -121,13 +125,20 @@ def test_an_own_template_asks_the_last_turn_alone(tokenizer, template, turns, mo
     said = "{% for m in messages %}w5 w9 {{ m.content }} w12 {% endfor %}"
     tokenizer._tokenizer.chat_template = "w8 {% if tools %}w6 {% endif %}" + said
     assert prompts.turns_tokens(turns, tokenizer, template, **more) == expected
-    if len(turns) > 1:
-        assert encode_prompt({"messages": turns}, Model(), tokenizer, template) == expected
+    model, asked = Model(), {"messages": turns, **more}
+    model.config = SimpleNamespace(prompt_template=template)
+    assert encode_prompt(asked, model, tokenizer) == expected
     refused = len(turns) > 1 and prompts.is_alone(turns, template, **more)
     with pytest.raises(ValueError, match="several turns") if refused else nullcontext():
         given = {"messages": [*turns, ANSWER], **more}
         learnt = Encoder(tokenizer, template, END, 50).encode(given)
         assert learnt.tokens[: learnt.start].tolist() == expected
+
+
+@pytest.mark.parametrize("template", ["raw", "w9"])
+def test_turns_under_no_template_for_turns_are_refused(tokenizer, template):
+    with pytest.raises(InputError, match=f"--template '{template}' for turns of a chat"):
+        encode_prompt({"messages": TURNS}, Model(), tokenizer, template)
 
 
 def test_a_chat_is_learnt_from_a_last_turn_that_calls_a_tool(tokenizer):
