@@ -30,7 +30,7 @@ from ..errors import InputError, first_line
 from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt, plain_turns
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, parse_json, setting
-from .asks import Ask, End, Part, Reasoning, Text, ToolCall, check
+from .asks import Ask, End, Part, Reasoning, Text, ToolCall
 from .batch import Batches
 
 _AGAIN = {"Retry-After": "1"}
@@ -95,6 +95,7 @@ class Answering:
     def close(self) -> None:
         """Cancel what is open, keep the prompts where they are kept on disk, free the memory."""
         self.engine.close()
+        self._batches = Batches()  # which know models
         for one in self.prompts:
             one.close()
 
@@ -113,8 +114,6 @@ class Answering:
             HTTPException: there is no room.
         """
         async with self._slot():
-            if not self.engine.adapters:  # it is closed
-                raise _STOPPED
             prompt, config = await asyncio.to_thread(self.prepared, ask)
             tokenizer = self.engine.tokenizer
             for choice in range(ask.choices):
@@ -154,6 +153,7 @@ class Answering:
 
     def prepared(self, ask: Ask) -> tuple[list[int], GenerateConfig]:
         """The prompt's tokens, and how to answer it."""
+        self._check_open()
         config, tokenizer = ask.config, self.engine.tokenizer
         if config.seed is None:
             config = replace(config, seed=secrets.randbits(31))
@@ -164,6 +164,10 @@ class Answering:
                 lookup = PromptLookupConfig(size=32, num_draft_tokens=16, reference=text)
                 config = replace(config, drafter="prompt-lookup", prompt_lookup=lookup)
             return self._tokens(ask), config
+
+    def _check_open(self) -> None:
+        if not self.engine.adapters:
+            raise _STOPPED
 
     def _tokens(self, ask: Ask) -> list[int]:
         """The prompt's; turns are under the template of the adapter or the model."""
@@ -178,14 +182,13 @@ class Answering:
             elif ask.schema is not None:
                 args["enable_thinking"] = False
             return encode_prompt(prompt, model, tokenizer, template_args=args)
-        tokens, size = list[Any](ask.question), model.backbone.vocab_size
-        check(all(0 <= token < size for token in tokens), "the prompt", f"ids below {size}")
-        return tokens
+        return list[Any](ask.question)
 
     def _begun(
         self, ask: Ask, prompt: list[int], config: GenerateConfig, user: int
     ) -> Answer[GenerationResponse]:
         """The segments of a choice."""
+        self._check_open()
         decode: Any = self._batches.decode
         if ask.schema is not None:
             with self._tokenizing:
