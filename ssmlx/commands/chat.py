@@ -236,8 +236,12 @@ def turn(line: str, chat: Chat) -> bool:
         elif line.strip() and not is_command:
             answer(chat.session, line, chat.screen)
     except InputError as error:
-        full = not is_command and "context" in str(error)
+        full = not is_command and "context" in str(error) and not chat.session.asks_alone
         chat.screen.note(f"{error}" + ("; /reset starts anew" if full else ""))
+    except KeyboardInterrupt:
+        if name not in COMMANDS or chat.session.model.backbone.group is not None:
+            raise
+        chat.screen.note("stopped")
     return name != "/quit"
 
 
