@@ -330,6 +330,10 @@ def segments_of(
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
     check_prompt(model, num_prompt if tokens else 0)
+    given, size = [*tokens, *config.prompt_lookup.reference], model.backbone.vocab_size
+    unknown = next((token for token in given if not 0 <= token < size), None)
+    found, expected = f"the prompt has the token {unknown}", f"ids from 0 to {size - 1}"
+    require(unknown is None, found, expected=expected, do="check it, or its tokenizer")
     limit = model.backbone.context_length
     room = None if limit is None else limit - num_prompt
     text = Text(tokenizer.detokenizer, config.stop)

@@ -182,7 +182,7 @@ class Engine:
     ) -> list[int]:
         if isinstance(question, str):
             return prompt_tokens(question, model, self.tokenizer, **template)
-        if question and isinstance(question[0], Mapping):
+        if len(question) and isinstance(question[0], Mapping):
             turns = cast("Sequence[Message]", question)
             return turns_tokens(turns, self.tokenizer, own_template(model), **template)
         return [int(token) for token in cast("Sequence[int]", question)]

@@ -491,7 +491,7 @@ class SamplingConfig:
         check_settings(self)
         for token, bias in (self.logit_bias or {}).items():
             require(
-                token >= 0 and bias <= MAX_BIAS,
+                isinstance(token, int) and token >= 0 and bias <= MAX_BIAS,
                 f"--logit-bias {token}={bias}",
                 expected=f"a token id and a number of at most {MAX_BIAS}",
                 do="write TOKEN=BIAS",
@@ -568,7 +568,7 @@ class GenerateConfig(SamplingConfig):
             do="give --temp, or drop acceptance=",
         )
         # A text is a sequence of texts, too, but nobody means its characters.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         for text in stop:
             ok = isinstance(text, str) and 0 < len(text) <= MAX_STOP

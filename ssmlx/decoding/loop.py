@@ -131,8 +131,6 @@ def verify(
             target_tokens = settle(model, target_tokens, logits, sampler, places, found.last)
             found = replace(found, new_tokens=target_tokens[found.path])
         return target_tokens, found
-    if sampler.config.temp == 0:
-        raise ValueError("typical acceptance needs a temperature above 0")
     logprobs = sampler.logprobs(logits, places)
     target_tokens = mx.argmax(sampler.perturb(logprobs, places), axis=-1).astype(mx.int32)
     found = accept_typical(tree, target_tokens, logprobs, acceptance)
@@ -315,7 +313,8 @@ def drafting_spell(
     a GPU always has work, and the cache is written in place: MLX would copy it for a step that is
     launched while another may still read it. Drafters that read the text, and pruning by threshold,
     have to know the tokens first. So does the prompt's call: its token is the one that somebody
-    waits for, and is given out before anything else is started, drafting too.
+    waits for, and is given out before anything else is started, drafting too; what waits for the
+    text has drafted by then, and a draft model has read the prompt.
     """
     verified, rung = None, pace.rung
     assert rung is not None

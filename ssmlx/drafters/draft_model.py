@@ -110,12 +110,11 @@ class DraftCache:
         """Make the cache hold `tokens`, as much of it as it can keep; the forward passes taken."""
         common = common_prefix(self.text[: self.offset], tokens)
         self.note((), common)
-        calls = 0
+        self.text, calls = list(tokens), 0
         for first in range(common, len(tokens), PREFILL_STEP_SIZE):
             self.logits(mx.array(list(tokens[first : first + PREFILL_STEP_SIZE])))
             mx.eval([layer.state for layer in self._layers])
             calls += 1
-        self.text = list(tokens)
         return calls
 
     def logits(self, tokens: mx.array) -> mx.array:

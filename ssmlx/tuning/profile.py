@@ -166,7 +166,7 @@ def _read(key: ProfileKey, model: StreamFusedModel) -> Profile | None:
         return None
     try:
         return _checked(read_json(path, "a profile"), key, model)
-    except (TypeError, ValueError, AttributeError, OSError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, OSError) as error:
         reason = error.found if isinstance(error, InputError) else str(error)
         again = "python -m ssmlx.calibrate makes a new one"
         logger.warning("%s is ignored (%s); %s", path, reason, again)
