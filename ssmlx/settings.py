@@ -491,7 +491,10 @@ class SamplingConfig:
         check_settings(self)
         for token, bias in (self.logit_bias or {}).items():
             require(
-                isinstance(token, int) and token >= 0 and bias <= MAX_BIAS,
+                isinstance(token, Integral)
+                and token >= 0
+                and isinstance(bias, Real)
+                and bias <= MAX_BIAS,
                 f"--logit-bias {token}={bias}",
                 expected=f"a token id and a number of at most {MAX_BIAS}",
                 do="write TOKEN=BIAS",

@@ -175,6 +175,7 @@ ABSURD = [
     {"presence_penalty": float("inf")}, {"presence_penalty": 1.0, "presence_context_size": FAR},
     {"frequency_penalty": -1e9}, {"frequency_penalty": 1.0, "frequency_context_size": HUGE},
     {"logit_bias": {1: float("inf")}}, {"logit_bias": {1: 1e300}}, {"logit_bias": {-1: 1.0}},
+    {"logit_bias": {"3": 1.0}},
     {"prefill_step_size": HUGE}, {"seed": FAR}, {"top_p": 2.0},
     {"min_p": float("nan")}, {"top_k": -1}, {"seed": -1}, {"repetition_penalty": 0.0},
 ]  # fmt: skip
@@ -197,6 +198,17 @@ def test_a_long_answer_takes_no_memory_before_it_is_there(base):
     for most in (10**12, FAR):
         steps = ssmlx.stream_generate(model, tokenizer, "w1", max_tokens=most, top_k=most, temp=1.0)
         assert next(steps).generation_tokens == 1
+
+
+def test_tokens_outside_the_vocabulary_are_refused(base):
+    """MLX would read whatever lies behind the embedding."""
+    given = ssmlx.load(str(base))
+    for prompt in ([99999], [1, -7, 2], [2**40]):
+        said = refusal(ssmlx.generate, *given, prompt, max_tokens=1, stop=None)
+        assert said.startswith("the prompt has the token ") and str(max(prompt, key=abs)) in said
+    lookup = ssmlx.PromptLookupConfig(reference=(3, 10**7))
+    said = refusal(ssmlx.generate, *given, [1], drafter="prompt-lookup", prompt_lookup=lookup)
+    assert "10000000" in said
 
 
 SIZES = {"num_streams": 1, "num_msa_layers": 1, "num_layers": 2, "hidden_size": 8}

@@ -416,6 +416,15 @@ def test_slash_commands(talk):
         assert said in err
 
 
+def test_ctrl_c_stops_a_comparison_and_not_the_chat(talk, monkeypatch):
+    def interrupted(session):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ssmlx.ChatSession, "compare", interrupted)
+    code, out, err = talk("w1\n/compare\nw2\n")
+    assert (code, out.count("\n")) == (0, 2) and "\nstopped\n" in err
+
+
 def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded):
     code, out, err = talk(f"{real.words(300)}\nw1\n")
     assert (code, out) == (0, replies(loaded, "w1"))

@@ -34,6 +34,7 @@ from ssmlx.decoding.drafter import Verified
 from ssmlx.decoding.prune import surviving_nodes, transition_logprobs
 from ssmlx.decoding.sampling import filter_logprobs, log_softmax
 from ssmlx.drafters import copies as text_copies
+from ssmlx.drafters import draft_model
 from ssmlx.drafters.copies import NGRAM, Copies, TextOnDevice, foretold, with_copies
 from ssmlx.drafters.draft_model import DraftCache, DraftModel, check_vocabulary
 from ssmlx.drafters.heads import attach_heads, write_heads
@@ -599,6 +600,18 @@ def test_vocabularies_are_padded_to_sizes_of_their_own(sizes, settings):
     assert tokens == expected and len(lengths) < 40
     logits = DraftCache(draft).logits(mx.array(PROMPT))
     assert logits.shape == (1, sizes[0]) and mx.isfinite(logits).sum().item() == min(sizes)
+
+
+def test_a_draft_models_cache_knows_its_text_where_reading_fails(monkeypatch):
+    draft = DraftModel(make_base(num_hidden_layers=1))
+    cache = DraftCache(draft)
+    monkeypatch.setattr(draft_model, "PREFILL_STEP_SIZE", 2)
+    cache.start([1, 2, 3, 4])
+    steps = iter([draft.model])  # and none behind it
+    monkeypatch.setattr(draft, "model", lambda *given, **more: next(steps)(*given, **more))
+    with pytest.raises(StopIteration):
+        cache.start([1, 7, 7, 7, 7])
+    assert cache.text[: cache.offset] == [1, 7, 7]
 
 
 def test_another_vocabulary_is_refused():

@@ -91,6 +91,7 @@ BROKEN = {
     "another format": lambda text: text.replace("experience/1", "experience/9"),
     "not a number": lambda text: text.replace('"saved": -1.5', '"saved": NaN'),
     "words": lambda text: text.replace('"saved": -1.5', '"saved": "much"'),
+    "endless": lambda text: text.replace('"saved": -1.5', f'"saved": {"9" * 400}'),
     "below nothing": lambda text: text.replace("0.75", "-0.75"),
 }
 

@@ -1,8 +1,10 @@
 """The server: what each route answers, who may ask, and what is left when a request ends early."""
 
 import asyncio
+import gc
 import json
 from itertools import count
+from weakref import ref
 
 import pytest
 
@@ -169,6 +171,26 @@ def test_what_cannot_be_followed_is_refused_in_a_line(client, stream):
     assert client.post("/v1/nothing", json={}).json()["error"]["type"] == "not_found_error"
     assert client.get(CHAT).status_code == 405
     assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["tiny", "tiny:own"]
+
+
+def test_a_closed_server_says_so_and_holds_no_weights(base):
+    engine = ssmlx.Engine(str(base), dtype="float32")
+    answering = Answering(engine, {"tiny": None})
+    client, weights = client_of(make_app(answering, ssmlx.GenerateConfig())), ref(engine.model())
+    reply(client, chat(max_tokens=2))
+    answering.close()
+    for path in (CHAT, "/v1/messages", "/v1/messages/count_tokens"):
+        assert client.post(path, json=chat(max_tokens=2)).status_code == 503
+    del engine
+    gc.collect()
+    assert weights() is None
+
+
+def test_the_developer_is_the_system_as_in_other_apis(client):
+    turns = [{"role": role, "content": "w3 w4"} for role in ("developer", "user")]
+    others = [{**turns[0], "role": "system"}, turns[1]]
+    found, expected = (said(reply(client, {"messages": one})) for one in (turns, others))
+    assert found == expected
 
 
 def test_pages_of_other_places_cannot_ask(client):

@@ -287,6 +287,12 @@ def _edited_way(path, *, shape=None, **changes):
     _edited(path, ways=[*before, last])
 
 
+def _timeless(path):
+    costs = json.loads(path.read_text())["costs"]
+    seconds = [[0.0 for _ in row] for row in costs["plain"]["seconds"]]
+    _edited(path, costs={**costs, "plain": {**costs["plain"], "seconds": seconds}})
+
+
 BROKEN = {
     "no JSON": (lambda path: path.write_text("{"), "is not valid JSON"),
     "half": (lambda path: path.write_text(path.read_text()[:300]), "is not valid JSON"),
@@ -295,6 +301,7 @@ BROKEN = {
     "another format": (lambda path: _edited(path, format="ssmlx-profile/1"), "ssmlx-profile/1"),
     "no ways": (lambda path: _edited(path, ways=[]), "it says nothing to draft"),
     "no costs": (lambda path: _edited(path, costs=None), "NoneType"),
+    "no time at all": (_timeless, "division by zero"),
     "another place": (
         lambda path: _edited(
             path, place={**json.loads(path.read_text())["place"], "machine": "another"}
@@ -562,6 +569,10 @@ def test_chips_are_known_by_name_and_others_by_the_nearest():
         "Apple M2, 8 cores": "CPU",
     }  # fmt: skip
     assert {name: chip_named(name).name for name in names} == names
+
+
+def test_more_streams_than_rows_have_a_cost_are_planned():
+    assert make_plan(make_model(adapter={"num_streams": 130})).kind == "streams"
 
 
 @pytest.mark.parametrize("name", CHIPS)
