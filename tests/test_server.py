@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("starlette")
 
 import httpx2 as httpx
-from real import exit_code, one_line, words
+from real import exit_code, one_line, words, write_tiny_adapter
 from starlette.testclient import TestClient
 
 import ssmlx
@@ -128,6 +128,17 @@ def test_a_stop_string_inside_an_accepted_run_ends_an_answer(client, stream):
         ends = [choice["finish_reason"] for chunk in found for choice in chunk["choices"]]
         assert ends[-1] == "stop"
     assert found[-1]["timings"]["target_calls"] == 2
+
+
+def test_an_adapters_own_end_has_no_logprob_as_it_has_no_text(engine, base, adapter, tmp_path):
+    answer = engine.stream(chat()["messages"], adapter=str(adapter), max_tokens=4)
+    (*_, end) = (token for segment in answer for token in segment.tokens)
+    own = write_tiny_adapter(tmp_path / "own", base, end_token_ids=(end,))
+    answering = Answering(engine, {"tiny": str(own)}, prompts=[PromptCache()])
+    asked = chat(logprobs=True, max_tokens=9)
+    (choice,) = reply(client_of(make_app(answering, ssmlx.GenerateConfig())), asked)[0]["choices"]
+    told = "".join(one["token"] for one in choice["logprobs"]["content"])
+    assert (choice["finish_reason"], told.strip()) == ("stop", choice["message"]["content"])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -24,7 +24,6 @@ from starlette.exceptions import HTTPException
 from ..answers import Answer
 from ..api import GenerationResponse, planned_steps
 from ..decoding.batch import Mask
-from ..decoding.sampling import TokenLogprobs
 from ..engine import Engine
 from ..errors import InputError, first_line
 from ..prompt_cache import PromptCache
@@ -121,7 +120,7 @@ class Answering:
                 parser, last = Parser(tokenizer, ask, prompt), None
                 async with await asyncio.to_thread(self._begun, ask, prompt, own, user) as answer:
                     async for last in answer:
-                        told = logprobs_of(tokenizer, last.logprobs)
+                        told = logprobs_of(tokenizer, last)
                         for part in parser.read(Text(last.text, len(last.tokens), told)):
                             yield part
                     if last is None or last.finish_reason is None:
@@ -200,10 +199,11 @@ class Answering:
         return self.engine.stream(prompt, config, drafts={**self.drafts, "decode": decode}, **more)
 
 
-def logprobs_of(tokenizer: TokenizerWrapper, told: Sequence[TokenLogprobs] | None) -> Any:
+def logprobs_of(tokenizer: TokenizerWrapper, said: GenerationResponse) -> Any:
     """Of each token its text with its log probability, and the likeliest in its place."""
-    if told is None:
+    if said.logprobs is None:
         return None
+    has_ended = said.finish_reason == "stop" and said.stop is None  # by a token without text
     (*_, anchor) = tokenizer.encode("a", add_special_tokens=False)
 
     def shape(token: int, logprob: float) -> dict[str, Any]:
@@ -215,8 +215,7 @@ def logprobs_of(tokenizer: TokenizerWrapper, told: Sequence[TokenLogprobs] | Non
 
     return [
         {**shape(one.token, one.logprob), "top_logprobs": [shape(*other) for other in one.top]}
-        for one in told
-        if one.token not in tokenizer.eos_token_ids
+        for one in said.logprobs[: -1 if has_ended else None]
     ]
 
 
