@@ -169,8 +169,7 @@ class StreamConfig:
     rotation_step: float = setting(0.0, least=0, most=math.pi / 2)
     # Vd, tokens that streams draft from; 0 for the whole vocabulary
     draft_vocab_size: int = setting(0, least=0, most=MAX_SIZE)
-    # how many of the last tokens streams see at most, beside the first few of a text; of an adapter
-    # with a template, which was trained on single turns, none before their own turn
+    # how many of the last tokens streams see at most, beside the first few of a text
     stream_window: int = setting(256, least=2, most=MAX_CONTEXT)
     # by nodes of the best tree, what it advances by on text such as the adapter was trained for;
     # None where nobody looked. What is expected, and nothing that tells streams apart.

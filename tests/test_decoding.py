@@ -36,7 +36,7 @@ from ssmlx.calibration.guesses import guesses_along
 from ssmlx.decoding import loop as decode
 from ssmlx.decoding import sampling as decisions
 from ssmlx.decoding.accept import accept, accept_typical
-from ssmlx.decoding.loop import own_turn, plain_decode, prefill, streaming_decode
+from ssmlx.decoding.loop import plain_decode, prefill, streaming_decode
 from ssmlx.decoding.pace import Rung
 from ssmlx.decoding.prune import (
     is_pruned,
@@ -531,9 +531,8 @@ def test_both_schedules_draft_the_same_trees(architecture, scope, adapter):
 
 @pytest.mark.parametrize("root", [{}, {"root_init_rank": 3}], ids=["f alone", "rooted"])
 def test_a_replay_knows_the_window_at_every_place(root):
-    adapter = {"stream_window": 4, "prompt_template": "{prompt}", **root}
+    adapter = {"stream_window": 4, **root}
     model, chain = make_model(adapter=adapter), TreeConfig(kind="full", width=1)
-    model.backbone.turn_opening = (7, 7)
     prompt = [3, 1, 7, 7, 5, 9, 2, 6, 5, 7, 7, 3, 5, 8]
     answer = first_tokens(plain_decode(model, prompt, model.make_cache()), 12)[0]
     guesses = guesses_along(model, prompt, answer, 2)
@@ -571,16 +570,9 @@ def test_a_second_pass_costs_the_same_memory_behind_any_context():
     assert sizes[1] == sizes[0]
 
 
-def test_a_window_begins_at_its_turn_or_half_a_window_back():
-    starts = [window_start(position, 20, 16) for position in (0, 20, 36, 39, 40, 48, 55, 56)]
-    assert starts == [20, 20, 24, 24, 32, 40, 40, 48]
-
-
-def test_own_turn_is_the_last_of_several():
-    assert own_turn([1, 5, 6, 1, 7, 8], (1,)) == 3
-    assert own_turn([1, 1, 5, 1, 1, 8], (1, 1)) == 3
-    assert own_turn([0, 0, 1, 7, 8], (1,)) == 5  # what stands before a first turn belongs to it
-    assert own_turn([1, 5, 1, 6], ()) == 4
+def test_a_window_begins_half_a_window_back():
+    starts = [window_start(position, 16) for position in (0, 15, 16, 36, 39, 40, 48, 55, 56)]
+    assert starts == [0, 0, 8, 24, 24, 32, 40, 40, 48]
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])

@@ -139,7 +139,7 @@ def settings(num_layers, width, draft_vocab=None, **changes):
     return train, config
 
 
-PACKING = Packing(24, ChatFrame(closing=(1, 2)), (1, 2), 8)
+PACKING = Packing(24, ChatFrame(closing=(1, 2)), 8)
 
 
 def some_batch(count=5, vocab=real.VOCAB, packing=None):
@@ -287,10 +287,10 @@ def test_a_condition_learns_alone_as_it_does_beside_the_streams(
     assert gap(rows[0][1], rows[1][1]) < 1e-4
     replayed = theirs.objective.replay(batch, theirs_lower, 6)
     assert mine.objective.replay(batch, lower, 6) == replayed
-    seen = {"prompt_template": "{prompt}", "stream_window": PACKING.window if packing else 256}
-    alike = replace(adapter, config=replace(adapter.config, **seen))
+    window = PACKING.window if packing else 256
+    alike = replace(adapter, config=replace(adapter.config, stream_window=window))
     fused = fuse_streams(load_base(tmp_path / "base", "float32")[0], alike, merge_lora=True)
-    fused.backbone.turn_opening, ends, second = PACKING.own_opening, [], StreamDrafter._second_pass
+    ends, second = [], StreamDrafter._second_pass
     monkeypatch.setattr(
         StreamDrafter, "_second_pass", lambda *one: ends.append(second(*one)) or ends[-1]
     )

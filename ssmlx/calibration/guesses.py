@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ..api import check_prompt
 from ..bars import bar
-from ..decoding.loop import own_turn, prefill
+from ..decoding.loop import prefill
 from ..drafters.copies import TextOnDevice, foretold, untold, with_copies
 from ..drafters.streams import DraftVocab
 from ..errors import require
@@ -117,7 +117,6 @@ def guesses_along(
     if model.starts_from_root:
         known = model.root_states(mx.array([answer]), model.upper(hidden, tree, cache, 0))
     hidden = model.insert(hidden, streams, known)
-    cache.turn = len(prompt) - own_turn(prompt, model.turn_opening)
     starts = [model.window_start(cache, cache.offset + place) for place in range(len(answer))]
     rows = model.upper(hidden, tree, cache, streams, starts=mx.array(starts, mx.int32))
     rows = rows[:, tree.num_nodes :]

@@ -48,18 +48,6 @@ def prefill(model: StreamFusedModel, tokens: list[int], cache: TreeCache) -> Non
         pass
 
 
-def own_turn(text: list[int], opening: Sequence[int]) -> int:
-    """How many of the last tokens of `text` belong to the turn that is being answered.
-
-    All of them where no other was opened before it, by the tokens `opening`.
-    """
-    if not opening:
-        return len(text)
-    wanted, size = list(opening), len(opening)
-    starts = [n for n in range(len(text)) if text[n : n + size] == wanted]
-    return len(text) - (starts[-1] if len(starts) > 1 else 0)
-
-
 def prefill_turns(
     model: StreamFusedModel, tokens: list[int], cache: TreeCache, step_size: int
 ) -> Iterator[list[int]]:
@@ -270,7 +258,6 @@ def streaming_decode(
     text = [*context, *prompt]
     unknown = [PAD_TOKEN] * (cache.offset - len(context))
     cache.trim(cache.offset)
-    cache.turn = cache.offset + len(prompt) - own_turn(text, model.turn_opening)
     root = mx.array(prompt[-1:], mx.int32)
     tail = last_tokens(text[:-1], sampler.context_size)
     yield from prefill_turns(model, prompt[:-1], cache, prefill_step_size)

@@ -17,7 +17,6 @@ from ..model import opt
 from ..model.backbone import PACKED_KINDS, Backbone
 from ..model.ranks import Group, shard
 from ..model.streams import StreamFusedModel
-from ..prompts import chat_frame
 from ..settings import DEFAULT_MODEL, DRAFT_HEADS, DTYPES, MAX_LAYERS, MAX_SIZE, read_json
 from .adapter import load_adapter
 from .attach import fuse_streams
@@ -274,7 +273,6 @@ def load(
     backbone, config = load_base(path, dtype, draft_head, group)
     backbone.name, backbone.cache_dir, backbone.offline = str(model), cache_dir, offline
     tokenizer = load_tokenizer(path, config)
-    backbone.turn_opening = chat_frame(tokenizer).opening
     if loaded is None:
         return StreamFusedModel(backbone), tokenizer
     return fuse_streams(backbone, loaded, merge_lora=merge_lora), tokenizer

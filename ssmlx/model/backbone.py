@@ -245,8 +245,6 @@ class Backbone:
         offline: whether nothing may be fetched.
         folder: where its weights were read, if they were.
         why_plain: why the model decodes plainly alone, by its own call; None of any other.
-        turn_opening: the tokens with which a user's turn begins, where a chat has several; none
-            where nobody knows.
     """
 
     name: str = "this model"
@@ -257,7 +255,6 @@ class Backbone:
     final_norm: Any = None
     layers: list[Any]
     windows: list[int | None]
-    turn_opening: tuple[int, ...] = ()
     folder: Path | None = None
 
     def __init__(

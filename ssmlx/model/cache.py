@@ -197,7 +197,6 @@ class TreeCache(RowsCache):
 
     def __init__(self, num_layers: int, *, scratch: int = 0, step: int = 256) -> None:
         super().__init__(range(num_layers), scratch)
-        self.turn = 0  # where in the text the turn begins that is being answered
         self._step = step
         self._first_rows = [0] * num_layers
 

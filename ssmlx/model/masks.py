@@ -61,15 +61,13 @@ SINKS = 4
 """First tokens of a text that streams always see: attention rests on them where nothing fits."""
 
 
-def window_start(position: int, turn: int, window: int) -> int:
+def window_start(position: int, window: int) -> int:
     """The first token behind the sinks that streams of the node at `position` see.
 
-    That is where the `turn` begins that is being answered, or, where more than `window` tokens
-    have been said in it, half a window before the last multiple of half a window: so it moves
-    seldom. Streams that were trained on single turns guess badly behind what they never saw.
+    That is half a window before the last multiple of half a window, so it moves seldom.
     """
     half = window // 2
-    return max(turn, (position // half - 1) * half)
+    return max(0, (position // half - 1) * half)
 
 
 def in_window(visible: Any, columns: Any, firsts: Any) -> Any:

@@ -321,15 +321,6 @@ class StreamFusedModel:
         by_layer = self._by_layer(mask, positions, rows.shape[1], cache)
         return self._run_upper(rows, by_layer, views, num_nodes)
 
-    @property
-    def turn_opening(self) -> tuple[int, ...]:
-        """Tokens that open turns which streams do not look beyond.
-
-        None where they were trained on chats: behind other turns, those of a template were not.
-        """
-        has_template = self.config is not None and self.config.prompt_template is not None
-        return self.backbone.turn_opening if has_template else ()
-
     def window_start(self, cache: TreeCache, position: int | None = None) -> int:
         """The first token behind the sinks that streams of a node at `position` see.
 
@@ -337,7 +328,7 @@ class StreamFusedModel:
         """
         assert self.config is not None
         position = cache.offset if position is None else position
-        return window_start(position, cache.turn, self.config.stream_window)
+        return window_start(position, self.config.stream_window)
 
     def second_pass(
         self,

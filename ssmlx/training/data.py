@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..decoding.loop import own_turn
 from ..errors import InputError
 from ..model.masks import in_window, window_start
 from ..prompts import ChatFrame, is_alone, plain_turns, read_lines, turns_tokens
@@ -172,7 +171,6 @@ class Packing:
 
     num_tokens: int  # of a conversation at most
     frame: ChatFrame
-    own_opening: tuple[int, ...]  # of turns that streams do not look beyond
     window: int  # `StreamConfig.stream_window`
 
     def texts(self, examples: Sequence[Example]) -> list[Example]:
@@ -208,8 +206,7 @@ class Packing:
 
     def firsts(self, text: Example, start: int, end: int) -> list[int]:
         """The first token behind the sinks that streams see, at each carrier of an answer."""
-        turn = start - own_turn(text.tokens[:start].tolist(), self.own_opening)
-        return [window_start(place, turn, self.window) for place in range(start - 1, end - 1)]
+        return [window_start(place, self.window) for place in range(start - 1, end - 1)]
 
 
 @dataclass(frozen=True, eq=False)

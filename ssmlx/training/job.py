@@ -201,9 +201,7 @@ def prepare(
         vocab = choose_draft_vocab(examples, train.draft_vocab_size, base["vocab_size"])
     packing = None
     if train.pack:
-        frame = chat_frame(words)
-        own = () if config.prompt_template is None else frame.opening
-        packing = Packing(train.pack, frame, own, config.stream_window)
+        packing = Packing(train.pack, chat_frame(words), config.stream_window)
     return Job(options, train, config, examples, valid, vocab, packing), path
 
 
