@@ -79,10 +79,10 @@ def report(result: Row) -> str:
 def _task_table(task: Row) -> str:
     columns: Columns = {
         "system": lambda row: f"`{row['name']}`",
-        "speed-up over mlx-lm": _speedup_text,
+        "speed-up over mlx-lm": lambda row: _speedup_text(row, "speedup"),
         "tokens per call": show.figure("tokens_per_call"),
         "latency, ms (over mlx-lm)": lambda row: (
-            f"{1e3 * row['latency_seconds']['value']:.0f} ({_latency_speedup_text(task, row)})"
+            f"{1e3 * row['latency_seconds']['value']:.0f} ({_speedup_text(row, 'latency_speedup')})"
         ),
         "target calls (draft model's)": _calls_text,
         **show.metrics(task["figures"][:1]),
@@ -93,23 +93,11 @@ def _task_table(task: Row) -> str:
     return f"**{show.task_heading(task)}**\n\n{show.markdown_table(columns, task['systems'])}"
 
 
-def _speedup_text(row: Row) -> str:
+def _speedup_text(row: Row, name: str) -> str:
+    """Over mlx-lm's: tokens/s, or how much sooner whole answers are there, prompts and all."""
     if row["kind"] == "mlx-lm":
         return "1.00"
-    return "-" if row["speedup"] is None else show.interval(row["speedup"], 2)
-
-
-def _latency_speedup_text(task: Row, row: Row) -> str:
-    """How much sooner whole answers are there than mlx-lm's, prompts and all.
-
-    A result of before it was kept has no interval.
-    """
-    if row["kind"] == "mlx-lm":
-        return "1.00"
-    if "latency_speedup" in row:
-        return show.interval(row["latency_speedup"], 2)
-    base = next(one for one in task["systems"] if one["kind"] == "mlx-lm")
-    return f"{base['latency_seconds']['value'] / row['latency_seconds']['value']:.2f}"
+    return "-" if row[name] is None else show.interval(row[name], 2)
 
 
 def _calls_text(row: Row) -> str:
