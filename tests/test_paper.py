@@ -13,6 +13,7 @@ from perf.paper import figures, training
 from perf.paper.figures import parity_points, theoretical_speedup, tree_curves
 from perf.paper.training import read_runs
 from perf.run.published import TABLE_1, TABLE_2, speeds
+from perf.run.results import ROOT
 from ssmlx.commands.train_options import train_config
 from ssmlx.settings import TreeConfig
 from ssmlx.training.job import SETTINGS_FILE
@@ -95,6 +96,11 @@ def test_the_curves_of_figure_5_are_full_trees():
     assert curves[pruned][2][0].value == 1.2
     newer = full_tree(1) | {"speedup": figure(9.0)}
     assert tree_curves([result(*rows), result(newer)])[plain][1][0].value == 9.0
+
+
+def test_the_results_that_ship_have_figure_5():
+    curves = tree_curves(figures.read_results([ROOT / "perf" / "measured"]))
+    assert [len(points) for points in curves.values()] == [6, 6]
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ MARKS = ("o", "s", "^", "D")
 PAPER_NAMES = {STREAMS: "streams", MEDUSA: "medusa"}
 CAPTION_4 = (
     "Lines: eq. 6 as in the paper, C_ss = C_target, whose curves are this formula's. Diamonds: "
-    "eq. 6 with our gamma and the time of our streams' calls Bars: 95 % intervals over prompts."
+    "eq. 6 with our gamma and the time of our streams' calls. Bars: 95 % intervals over prompts."
 )
 CAPTION_5 = (
     "Ours with 95 % intervals over prompts. The paper (gamma = 3) gives no numbers for its curves, "
@@ -142,7 +142,7 @@ def tree_curves(results: Sequence[Result]) -> Curves:
     curves: dict[Curve, dict[int, Point]] = defaultdict(dict)
     for _, task in tasks_of(results, greedy=True):
         for row in task["systems"]:
-            options, tree = row["options"], row["options"].get("tree", {})
+            options, tree = row["options"], row["options"].get("tree") or {}
             if row["kind"] == "streams" and tree.get("kind") == "full" and row["speedup"]:
                 prune = options["prune"]
                 how = {
