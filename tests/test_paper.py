@@ -229,11 +229,11 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys):
     assert "other and embeddings-16 differ in seed" in said
 
 
-def write_log(folder, validations):
+def write_log(folder, validations, loss="valid_stream_1_loss"):
     folder.mkdir()
     entries = [{"step": 1, "stream_1_loss": 9.0}]
     for step, rate in validations:
-        entries.append({"step": step, "tokens_per_call": rate, "valid_stream_1_loss": 5 - rate})
+        entries.append({"step": step, "tokens_per_call": rate, loss: 5 - rate})
     (folder / LOG_FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return folder
 
@@ -245,7 +245,7 @@ def learn(tmp_path, *runs):
 
 def test_a_round_goes_on_where_the_one_before_ended(tmp_path, capsys):
     first = write_log(tmp_path / "first", [(50, 1.5), (100, 2.0)])
-    second = write_log(tmp_path / "second", [(30, 2.25)])
+    second = write_log(tmp_path / "second", [(30, 2.25)], "valid_given_1_loss")
     assert learn(tmp_path, f"a={first},{second}", f"b={second}") == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["a", "1", "50", "1.50", "3.500"], ["a", "1", "100", "2.00", "3.000"],
@@ -258,7 +258,11 @@ def test_a_round_goes_on_where_the_one_before_ended(tmp_path, capsys):
 
 def test_bad_runs_are_told_in_one_line(tmp_path, capsys):
     named = "NAME=FOLDER"
-    for option, said in (("a", named), ("a=", named), ("a=none", "holds no validation")):
-        assert learn(tmp_path, option) == 2
+    twice = f"a={write_log(tmp_path / 'log', [(50, 1.5)])}"
+    for options, said in (
+        (["a"], named), (["a="], named), (["a=none"], "holds no validation"),
+        ([twice, twice], "--run a= twice"),
+    ):  # fmt: skip
+        assert learn(tmp_path, *options) == 2
         assert said in one_line(capsys.readouterr().err, training.PROG)
     assert not (tmp_path / "shown").exists()

@@ -47,7 +47,8 @@ DESIGNS = {
 COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")
 
 Point = tuple[int, float, float]
-"""Steps in all, tokens per call of held-out text, and its loss of stream 1 in nats a token."""
+"""Steps in all, tokens per call of held-out text, and its loss of stream 1 in nats a token, given
+the token before where the condition alone learned."""
 Curves = Mapping[str, Sequence[Sequence[Point]]]
 
 
@@ -219,10 +220,8 @@ def read_rounds(text: str) -> tuple[str, list[list[Point]]]:
             expected=f"{LOG_FILE} of a run with streams that was validated",
             do="check --run",
         )
-        rounds.append(
-            [(start + one["step"], one["tokens_per_call"], one["valid_stream_1_loss"])
-             for one in found]
-        )  # fmt: skip
+        loss = "valid_stream_1_loss" if "valid_stream_1_loss" in found[0] else "valid_given_1_loss"
+        rounds.append([(start + one["step"], one["tokens_per_call"], one[loss]) for one in found])
     return name, rounds
 
 
@@ -255,7 +254,11 @@ def draw_learning(curves: Curves, path: Path) -> None:
 
 
 def show_learning(args: argparse.Namespace) -> None:
-    curves = dict(read_rounds(text) for text in args.run)
+    curves: dict[str, list[list[Point]]] = {}
+    for name, rounds in map(read_rounds, args.run):
+        do = "join its rounds by commas, or name one of them otherwise"
+        require(name not in curves, f"--run {name}= twice", expected="each name once", do=do)
+        curves[name] = rounds
     make_folder(args.out)
     publish(curves, args.out / "learning", learning_report(curves), draw_learning)
 
