@@ -24,6 +24,7 @@ from statistics import median
 from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -33,7 +34,7 @@ import ssmlx
 from ssmlx.commands.machine import machine
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.commands.results import write_result
-from ssmlx.errors import require
+from ssmlx.errors import InputError, require
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import resolve_model
 from ssmlx.settings import PREFILL_STEP_SIZE
@@ -79,7 +80,12 @@ def ask_server(
     }  # fmt: skip
     heard, headers = Heard(), {"Content-Type": "application/json"}
     address, data = f"{address}/v1/chat/completions", json.dumps(body).encode()
-    with urlopen(Request(address, data, headers), timeout=600) as reply:
+    try:
+        reply = urlopen(Request(address, data, headers), timeout=600)
+    except URLError as error:
+        found, do = f"{address} gave no answer ({error})", "lower --long and --max-tokens"
+        raise InputError(found, expected="one", do=do) from error
+    with reply:
         for line in reply:
             chunk = json.loads(line[6:]) if line.startswith(b"data: {") else {"choices": ()}
             heard.tokens = (chunk.get("usage") or {}).get("completion_tokens", heard.tokens)
@@ -157,8 +163,9 @@ def row_of(system: str, count: int, rounds: list[tuple[float, list[Heard]]]) -> 
     return {**row, "first_p50": float(p50), "first_p95": float(p95), "each": each}
 
 
-def delay_of(system: str, ask: Ask, prompt: str, count: int) -> Row:
-    """What a prompt of `count` tokens does to an answer that is being written as it arrives."""
+def delay_of(system: str, ask: Ask, prompt: str, count: int) -> list[Row]:
+    """What a prompt of `count` tokens does to an answer that is being written as it arrives;
+    nothing of one that has ended by then."""
     pieces, others = ceil(count / PREFILL_STEP_SIZE), list[Future[Heard]]()
     with ThreadPoolExecutor(1) as pool:
 
@@ -167,10 +174,12 @@ def delay_of(system: str, ask: Ask, prompt: str, count: int) -> Row:
                 others.append(pool.submit(ask, " word" * count, 1))
 
         heard = ask(prompt, 4 * BEFORE + 2 * pieces, tell)
+    if len(heard.times) <= BEFORE:
+        return []
     gaps, first = [b - a for a, b in pairwise(heard.times)], others[0].result().first
     usual, longest = median(gaps[: BEFORE - 1]), max(gaps[BEFORE - 1 :])
     times = {"usual": usual, "longest": longest, "first": first, "piece": first / pieces}
-    return {"system": system, "prompt_tokens": count, **times}
+    return [{"system": system, "prompt_tokens": count, **times}]
 
 
 def report(result: Row) -> str:
@@ -219,7 +228,7 @@ def _main(args: argparse.Namespace) -> int:
                     found.append(at_once(alone[name], asked, args.max_tokens))
             rows += [row_of(name, count, found) for name, found in rounds.items()]
         prompt = next(upcoming)
-        delays = [delay_of(name, ask, prompt, args.long) for name, ask in systems.items()]
+        delays = [row for n, ask in systems.items() for row in delay_of(n, ask, prompt, args.long)]
     names = {name: getattr(args, name) for name in ("model", "adapter", "dtype", "max_tokens")}
     result = {"machine": machine(), "load": load, **names, "rows": rows, "delays": delays}
     write_result(result, args.out / "serving", report(result))
