@@ -23,7 +23,8 @@ from ssmlx.answers import run as on_mlx_thread
 from ssmlx.bars import bar
 from ssmlx.calibration.guesses import guesses_along, most_candidates
 from ssmlx.calibration.timing import ssmlx_answer
-from ssmlx.commands.options import add_counts, add_options, make_parser, run
+from ssmlx.commands.options import add_options, make_parser, run
+from ssmlx.errors import require
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.prompts import as_messages, common_prefix, encode_prompt, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, GenerateConfig, TreeConfig, read_json
@@ -31,12 +32,11 @@ from ssmlx.tuning.ladder import SIZES
 from ssmlx.tuning.replay import Ints, advance, depths_within, needed_sizes
 
 from .run.options import check_counts
-from .run.results import ROOT
+from .run.results import ROOT, reading
 from .run.tasks import TASKS, data_file
 
 PROG = "perf.acceptance"
 KEPT = ROOT / "perf" / "measured" / "acceptance.npz"
-CONTEXTS = (0, 512, 2000)
 LARGEST = 32
 """Nodes; what needs more is kept as one more."""
 CHATS = 4
@@ -63,7 +63,7 @@ Kept = Mapping[tuple[str, int], Sequence[Held]]
 def read_kept() -> Kept:
     """What was recorded."""
     found = {}
-    with np.load(KEPT) as kept:
+    with reading(KEPT, PROG), np.load(KEPT) as kept:
         for name in (one for one in kept.files if not one.endswith(_LENGTHS)):
             adapter, context = name.split("-")
             ends = np.cumsum(kept[name + _LENGTHS])
@@ -90,6 +90,8 @@ class Recorder:
 
     def record(self, context: int) -> list[Held]:
         """What each answer needs behind at least `context` tokens of a chat."""
+        found, do = f"--count {len(self.asked)} of as many prompts", "lower it, or give more --data"
+        require(bool(self.others) or not context, found, expected="others, for chats before", do=do)
         chats = [self._chat(number, context) for number in range(CHATS)]
         turns = [
             [*chats[place * CHATS // len(self.asked)], *as_messages(row)]
@@ -126,25 +128,33 @@ class Recorder:
 
 
 def _keep(name: str, answers: Sequence[Held], made: str) -> None:
-    arrays = dict(np.load(KEPT)) if KEPT.exists() else {}
+    known, arrays = _known(), dict(np.load(KEPT)) if KEPT.exists() else {}
     arrays[name] = np.concatenate([one.needed for one in answers], axis=1).astype(np.int8)
     arrays[name + _LENGTHS] = np.array([one.needed.shape[1] for one in answers], np.int16)
     work = KEPT.with_suffix(".new.npz")
     np.savez_compressed(work, **arrays)
     work.replace(KEPT)
-    notes = KEPT.with_suffix(".json")
-    known = read_json(notes, "how it was made") if notes.exists() else {}
-    notes.write_text(json.dumps({**known, name: made}, indent=1) + "\n")
+    KEPT.with_suffix(".json").write_text(json.dumps({**known, name: made}, indent=1) + "\n")
+
+
+def _known() -> dict[str, Any]:
+    """How what is kept, and can be read, was made."""
+    notes, is_kept = KEPT.with_suffix(".json"), KEPT.exists() and read_kept()
+    return read_json(notes, "how it was made") if is_kept else {}
 
 
 def _main(args: argparse.Namespace) -> None:
+    count, longest = args.count or 16, args.max_tokens or 64
+    made = f"--count {count} --max-tokens {longest}"
     for name in args.adapter:
-        known = read_kept() if KEPT.exists() else {}
         settings = read_json(bundled_adapters()[name] / CONFIG_FILE, "an adapter's settings")
         behind = args.contexts if settings["prompt_template"] is None else (0,)
-        if contexts := [one for one in behind if (name, one) not in known]:
-            recorder = Recorder(name, args.data, args.count, args.max_tokens)
-            made = f"--count {args.count} --max-tokens {args.max_tokens}"
+        wanted, known = {f"{name}-{one}": one for one in behind}, _known()
+        for key in sorted(known.keys() & wanted.keys()) if args.count or args.max_tokens else ():
+            do = f"drop --count and --max-tokens, or delete {KEPT} to begin anew"
+            require(known[key] == made, f"{key} is kept of {known[key]}", expected=made, do=do)
+        if contexts := [one for key, one in wanted.items() if key not in known]:
+            recorder = Recorder(name, args.data, count, longest)
             for context in contexts:
                 _keep(f"{name}-{context}", recorder.record(context), made)
     kept = read_kept()
@@ -162,12 +172,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(PROG, __doc__)
     ship = [task.name for task in TASKS.values() if task.test]
     parser.add_argument("--adapter", nargs="+", choices=[*TASKS], default=ship)
-    add_options(parser, ("--data", "FILE", "prompts; of dialogsum none ship", Path))
-    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), metavar="L")
-    add_counts(parser, ("count", 16, "prompts"), ("max-tokens", 64, "longest answer"))
-    parser.add_argument("--store", action="store_true")
+    add_options(
+        parser,
+        ("--data", "FILE", "prompts; of dialogsum none ship", Path),
+        ("--contexts", "L", "tokens of the chats before (default: 0 512 2000)", [0, 512, 2000]),
+        ("--count", None, "prompts (default: 16, or what is kept)", int),
+        ("--max-tokens", None, "longest answer (default: 64, or what is kept)", int),
+        ("--store", None, "adapters learn their tokens per call", bool),
+    )  # fmt: skip
     args = parser.parse_args(argv)
     check_counts(parser, args, "count", "max_tokens")
+    if min(args.contexts) < 0:
+        parser.error(f"--contexts {min(args.contexts)}: expected 0 or more")
     if args.data and len(args.adapter) > 1:
         parser.error("--data has the prompts of one task: give one --adapter")
     return run(lambda: _main(args), PROG)

@@ -24,6 +24,7 @@ from ssmlx.bars import bar
 from ssmlx.commands.options import make_parser, run
 from ssmlx.commands.results import write_result
 from ssmlx.decoding.pace import Learned, Pace, Rung
+from ssmlx.errors import check_choice
 from ssmlx.loading.files import make_folder
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.settings import StreamConfig, read_json
@@ -275,8 +276,11 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def _main(args: argparse.Namespace) -> int:
+    behind = sorted({context for _, context in read_kept()})
+    for context in args.contexts or ():
+        check_choice("--contexts", str(context), [*map(str, behind)])
     make_folder(args.out)
-    todo = list(product(cases(args.chips, args.contexts), args.scenarios))
+    todo = list(product(cases(args.chips, args.contexts or behind), args.scenarios))
     rows = [case.play(scenario) for case, scenario in bar(todo, "conversations")]
     write_result({"label": LABEL, "rows": rows}, args.out / "simulate", report(rows))
     return int(any(broken(row) for row in rows))
@@ -285,11 +289,9 @@ def _main(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     description, _, more = (__doc__ or "").partition("\n\n")
     parser = make_parser(PROG, description, more)
-    names, behind = [chip.name for chip in ON], sorted({context for _, context in read_kept()})
-    for option, choices, kind in (
-        ("--chips", names, str), ("--contexts", behind, int), ("--scenarios", [*SCENARIOS], str)
-    ):  # fmt: skip
-        parser.add_argument(option, nargs="+", choices=choices, default=choices, type=kind)
+    for option, choices in (("--chips", [chip.name for chip in ON]), ("--scenarios", [*SCENARIOS])):
+        parser.add_argument(option, nargs="+", choices=choices, default=choices)
+    parser.add_argument("--contexts", nargs="+", type=int, help="of those kept (default: all)")
     add_out(parser)
     args = parser.parse_args(argv)
     return run(lambda: _main(args), PROG)

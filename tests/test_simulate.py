@@ -7,14 +7,16 @@ from random import Random
 
 import numpy as np
 import pytest
+from real import one_line
 from tiny import make_model
 
-from perf import acceptance
+from perf import acceptance, simulate
 from perf.predict import ON
 from perf.simulate import CONVERSATION, SCENARIOS, TABLE, Machine, broken, cases, play, play_fixed
 from ssmlx.decoding.loop import streaming_decode
 from ssmlx.decoding.pace import Rung
 from ssmlx.drafters.streams import StreamDrafter
+from ssmlx.errors import InputError
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.settings import TreeConfig
 from ssmlx.tuning.replay import advance
@@ -45,6 +47,29 @@ def test_what_is_kept_is_read_again(tmp_path, monkeypatch):
         assert np.array_equal(one.needed, other.needed)
     notes = json.loads((tmp_path / "kept.json").read_text())
     assert notes == {"chat-0": "so", "sql-512": "and so"}
+
+
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
+    def refused(module, argv, said):
+        assert module.main(argv) == 2
+        assert said in one_line(capsys.readouterr().err, module.PROG)
+
+    refused(simulate, ["--contexts", "7"], "--contexts 7; expected one of 0, 512, 2000")
+    for count, said in (("16", "chat-0 is kept of --count 40"), ("40", "chat-2000 is kept of")):
+        refused(acceptance, ["--adapter", "chat", "--count", count], said)
+    with pytest.raises(SystemExit):
+        acceptance.main(["--contexts", "0", "-5"])
+    assert "--contexts -5: expected 0 or more" in capsys.readouterr().err
+    kept = acceptance.KEPT.read_bytes()
+    monkeypatch.setattr(acceptance, "KEPT", tmp_path / "kept.npz")
+    refused(simulate, [], "No such file")
+    for content in (b"", b"junk", kept[:9000], kept[:9000] + bytes(99) + kept[9099:]):
+        acceptance.KEPT.write_bytes(content)
+        refused(simulate, [], "kept.npz is incomplete")
+    recorder = object.__new__(acceptance.Recorder)
+    recorder.asked, recorder.others = [{}] * 3, []
+    with pytest.raises(InputError, match="--count 3 of as many prompts"):
+        recorder.record(512)
 
 
 class Turns:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands.machine import machine, power_source
-from ssmlx.errors import InputError
+from ssmlx.errors import InputError, first_line
 from ssmlx.loading.files import PartFile
 from ssmlx.settings import to_json
 
@@ -33,8 +33,8 @@ def reading(path: Path, command: str) -> Iterator[None]:
     """Tell in one line that a saved result lacks what the block reads of it."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, ImportError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+    except Exception as error:  # a broken file's can be any
+        what = f"no {error}" if isinstance(error, KeyError) else first_line(error)
         raise InputError(
             f"{path} is incomplete ({what})",
             expected=f"what this version of python -m {command} writes",
