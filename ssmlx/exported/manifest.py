@@ -4,13 +4,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from ..errors import InputError, require
-from ..settings import TreeConfig, from_json, read_json
+from ..settings import MAX_DRAFT_TOKENS, MAX_SIZE, TreeConfig, from_json, read_json
 
 FORMAT = "ssmlx-export/2"
 FORMATS = (FORMAT, "ssmlx-export/1")
@@ -91,17 +92,24 @@ class Manifest:
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     def _faults(self) -> dict[str, bool]:
-        tree = self.tree.config
+        tree, slots, shape = self.tree.config, self.num_slots, self.cache_shape
         return {
+            f"profile {self.profile!r}": self.profile not in ("gpu", "ane"),
             f"target {self.target!r}": self.target not in PACKAGES,
             f"cache {self.cache!r}": self.cache not in ("state", "arrays"),
             f"dtype {self.dtype!r}": self.dtype not in ("float32", "float16"),
             f"trees of {tree.size} nodes in steps of {self.num_nodes}": tree.size != self.num_nodes,
-            f"{self.num_kept} nodes kept of {self.num_nodes}": self.num_kept > self.num_nodes,
+            f"{self.num_kept} nodes kept of {tree.size}": not 1 <= self.num_kept <= tree.size,
+            f"{tree.size} nodes in {slots} slots": tree.size > slots,
+            f"chunks of {self.chunk} in {slots} slots": self.chunk < 1 or slots % self.chunk > 0,
+            f"caches of {list(shape)} for {slots} slots": (
+                slots not in shape or min(shape) < 1 or prod(shape) > 2**30
+            ),
+            f"{self.tree.num_candidates} candidates": self.tree.num_candidates > MAX_SIZE,
             f"{tree.width} children of {self.tree.num_candidates} candidates": (
                 tree.width != min(tree.width or 0, self.tree.num_candidates)
             ),
-            f"{self.num_streams} streams": self.num_streams < 1,
+            f"{self.num_streams} streams": not 1 <= self.num_streams <= MAX_DRAFT_TOKENS,
         }
 
     def package(self, folder: Path) -> Path:
