@@ -31,10 +31,6 @@ class _Entry:
     cache: TreeCache
     is_written: bool = False  # to the folder, or need not be
 
-    @property
-    def nbytes(self) -> int:
-        return self.cache.nbytes
-
     def shared(self, key: PromptKey, tokens: Sequence[int]) -> int:
         """How many of `tokens` it begins with."""
         return common_prefix(self.tokens, tokens) if key == self.key else 0
@@ -74,7 +70,7 @@ class PromptCache:
     def nbytes(self) -> int:
         """Bytes of the prompts in memory."""
         with self._lock:
-            return sum(entry.nbytes for entry in self._entries)
+            return sum(entry.cache.nbytes for entry in self._entries)
 
     def __len__(self) -> int:
         """Prompts in memory."""
@@ -167,13 +163,13 @@ class PromptCache:
             return entry, count
 
     def _keep(self, entry: _Entry) -> None:
-        if entry.nbytes > self.max_bytes:
+        if entry.cache.nbytes > self.max_bytes:
             self._save(entry)
             return
         evicted = []
         with self._lock:
             self._entries = [one for one in self._entries if not entry.covers(one)] + [entry]
-            while sum(one.nbytes for one in self._entries) > self.max_bytes:
+            while sum(one.cache.nbytes for one in self._entries) > self.max_bytes:
                 evicted.append(self._entries.pop(0))
         for one in evicted:
             self._save(one)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from ..commands.options import add_counts, add_options, add_prompt_options, command, make_parser
+from .backends import COMPUTE_UNITS
 
 PROG = "ssmlx.exported"
 EPILOG = """examples:
@@ -24,7 +25,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_options(
         parser,
         ("--compute-units", None, "of Core ML (default: those that the model was exported for)",
-         str, ("all", "cpu-and-gpu", "cpu-and-ne", "cpu-only")),
+         str, COMPUTE_UNITS),
         ("--jsonl", None, "print one JSON object a prompt, and nothing else", bool),
     )  # fmt: skip
     return parser.parse_args(argv)
