@@ -219,6 +219,7 @@ ADAPTERS = [
     {"num_streams": 10**9}, {"num_streams": FAR}, {"hidden_size": "wide"}, {"prompt_template": 5},
     {"rotation_step": float("nan")}, {"end_token_ids": [float("nan")]}, {"end_token_ids": 5},
     {"stream_init": ["low_rank"]}, {"adapter_scope": {}}, {"format": None}, {"task_lora_scale": 1},
+    {"fused": "false"}, {"fused": None}, {"fused": 1},
 ]  # fmt: skip
 BASES = [
     {"norm_probe": [float("nan")] * 32}, {"norm_probe": 5}, {"norm_probe": ["a"]},
@@ -237,16 +238,17 @@ def test_settings_of_an_adapter_that_are_none(number, adapter, tmp_path):
     assert len(refusal(load_adapter, folder)) < 1200
 
 
-@pytest.mark.parametrize("kind", ["nan", "int32", "bool"])
+@pytest.mark.parametrize("kind", ["nan", "int32", "bool", "scalar", "vector", "lm_head"])
 def test_weights_of_an_adapter_that_are_none(kind, adapter, tmp_path):
     folder = spoilt(adapter, tmp_path / "adapter", "streams_config.json")
     tensors = mx.load(str(folder / LORA_FILE))
     name = next(iter(tensors))
-    tensors[name] = (
-        tensors[name] * mx.nan
-        if kind == "nan"
-        else tensors[name].astype(getattr(mx, kind + "_" * (kind == "bool")))
-    )
+    own = tensors.pop(name)
+    name = name if kind != "lm_head" else "lm_head.lora_a"
+    tensors[name] = {
+        "nan": own * mx.nan, "int32": own.astype(mx.int32), "bool": own.astype(mx.bool_),
+        "scalar": own[0, 0], "vector": own[0], "lm_head": own,
+    }[kind]  # fmt: skip
     mx.save_safetensors(str(folder / LORA_FILE), tensors)
     assert name in refusal(load_adapter, folder)
 

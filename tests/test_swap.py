@@ -159,7 +159,7 @@ def spoil(adapter: Adapter, case: str) -> Adapter | str:
     a, b, base = adapter.lora[path].a, adapter.lora[path].b, adapter.base
     changes = {
         "another base": lambda: {"base": replace(base, vocab_size=99)},
-        "other weights": lambda: {"base": replace(base, norm_probe=(9.0,) * 32)},
+        "other weights": lambda: {"base": replace(base, norm_probe=base.norm_probe[:1])},
         "other layers": lambda: {"config": replace(adapter.config, num_layers=4)},
         "no such module": lambda: {"lora": {"model.layers.2.mlp.no_proj": LoraWeights(a, b, 1.0)}},
         "misshapen": lambda: {"lora": {path: LoraWeights(a[:5], b, 1.0)}},

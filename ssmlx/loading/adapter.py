@@ -19,6 +19,7 @@ files beside them.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,7 +28,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import InputError, require
+from ..errors import InputError, quoted, require
 from ..model.backbone import BaseIdentity
 from ..model.condition import Condition
 from ..model.lora import LoraWeights, layer_of
@@ -227,7 +228,7 @@ def load_adapter(folder: Path) -> Adapter:
         )
         return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
 
-    if values.get("fused"):
+    if values["fused"]:
         return Adapter(config, streams, identity)
     lora = read(config.adapter_scope, "lora_scale")
     if values.get("task_lora_scale") is None:
@@ -260,15 +261,19 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         expected=FORMAT,
         do="turn a PyTorch checkpoint into an adapter with `python -m convert` first",
     )
+    fused = values.setdefault("fused", False)
+    found, do = f"{folder / CONFIG_FILE} has fused {quoted(fused)}", "convert the checkpoint again"
+    require(isinstance(fused, bool), found, expected="true or false", do=do)
     return values
 
 
 def read_lora_file(path: Path, what: str, scale: float) -> dict[str, LoraWeights]:
-    """LoRA of each module by its path, from `lora_a` and `lora_b` as mlx-lm names them."""
+    """LoRA of the layers' modules by path, from `lora_a` and `lora_b` as mlx-lm names them."""
     tensors = read_tensors(path, what)
-    modules = sorted({name.rpartition(".")[0] for name in tensors})
+    names = {name.rpartition(".")[0] for name in tensors}
+    modules = sorted(name for name in names if re.search(r"\blayers\.\d+\.", name))
     pairs = [f"{module}.{part}" for module in modules for part in ("lora_a", "lora_b")]
-    expected = {name: tensors[name].shape if name in tensors else () for name in pairs}
+    expected = {one: (*tensors[one].shape, 1, 1)[:2] if one in tensors else () for one in pairs}
     account_for(tensors, expected, path)
     return {
         module: LoraWeights(tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"], scale)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +217,8 @@ class BaseIdentity:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} {theirs!r} instead of {mine!r}"
-        pairs = zip(self.norm_probe, other.norm_probe, strict=False)
-        if any(abs(a - b) > _PROBE_TOLERANCE * max(1.0, abs(a)) for a, b in pairs):
+        pairs = zip_longest(self.norm_probe, other.norm_probe, fillvalue=math.nan)
+        if not all(abs(a - b) <= _PROBE_TOLERANCE * max(1.0, abs(a)) for a, b in pairs):
             return "other weights (its final norm differs)"
         return None
 
