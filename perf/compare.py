@@ -28,7 +28,7 @@ from .run.published import METHODS, latencies, span, speeds
 from .run.results import RESULTS, reading
 from .run.show import Row, draw
 from .run.statistics import estimate
-from .run.target import STREAMS, System
+from .run.target import MLX_LM, PLAIN, STREAMS, System
 from .run.tasks import TASKS, data_file, differences, figures, read_examples
 
 PROG = "perf.compare"
@@ -225,7 +225,7 @@ def judge(args: argparse.Namespace) -> int:
         expected="`completion` or `references` with each",
         do="give other --data",
     )
-    texts: dict[str, list[str]] = {}
+    texts: dict[str, list[Any]] = {}
     for item in args.answers:
         name, file = split_name(item)
         require(
@@ -235,13 +235,14 @@ def judge(args: argparse.Namespace) -> int:
         rows = read_prompts(Path(file).expanduser(), "--answers")
         told = {user_text(row): row.get("completion") for row in rows}
         answers = [told.get(user_text(example.asked)) for example in examples]
+        lacking = sum(not isinstance(one, str) for one in answers)
         require(
-            None not in answers,
-            f"{file} has no answer to {answers.count(None)} of {len(examples)} prompts",
-            expected="`prompt` and `completion` for each",
+            not lacking,
+            f"{file} has no answer to {lacking} of {len(examples)} prompts",
+            expected="`prompt` and `completion`, a text, for each",
             do="answer the same data",
         )
-        texts[str(name)] = [str(text) for text in answers]
+        texts[str(name)] = answers
     first, own = next(iter(texts)), list(task.figures)
     rows = [
         {
@@ -285,6 +286,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     args = parser.parse_args(argv)
     check_counts(parser, args, "repeats", "max_tokens", "steps")
+    judged = {"task", "answers", "data", "data_dir", "count"} if args.answers else vars(args)
+    used = {"out", *({"saved"} if args.saved else judged)}
+    for name, value in vars(args).items():
+        if name not in used and value != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} would do nothing here: drop it")
     if args.task and args.out is None:
         args.out = RESULTS
     return args
@@ -319,6 +325,9 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
 def _read_result(path: Path) -> dict[str, Any]:
     result = read_json(path, "a result of perf.compare")
     with reading(path, PROG):
+        kinds = [{row["kind"] for row in task["systems"]} for task in result["tasks"]]
+        if not kinds or not all({MLX_LM, PLAIN} <= one <= show.COLOURS.keys() for one in kinds):
+            raise ValueError("no tasks, one without mlx-lm or plain, or an unknown kind of system")
         report(result)
         failures(result)
     return result

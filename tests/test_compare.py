@@ -381,9 +381,16 @@ def test_an_incomplete_result_is_told_in_one_line(tmp_path, capsys):
         assert out == "" and f"{cut} is incomplete (no '{last}')" in real.one_line(
             err, "perf.compare"
         )
-    cut.write_text("[")
-    assert compare.main(["--from", str(cut)]) == 2
-    assert "is not valid JSON" in real.one_line(capsys.readouterr().err, "perf.compare")
+    task, rows = whole["tasks"][0], whole["tasks"][0]["systems"]
+    few = (rows[1:], [rows[0], *rows[2:]], [*rows, {**rows[2], "kind": "odd"}])
+    tasks = ([], *([{**task, "systems": systems}] for systems in few))
+    for text, more, said in (
+        ("[", [], "is not valid JSON"), (json.dumps(whole), ["--count", "3"], "--count would do"),
+        *((json.dumps({**whole, "tasks": one}), [], "is incomplete (no tasks, ") for one in tasks),
+    ):  # fmt: skip
+        cut.write_text(text)
+        assert real.exit_code(compare.main, "--from", cut, *more) == 2
+        assert said in real.one_line(capsys.readouterr().err, "perf.compare")
 
 
 def test_trees_beside_plain_decoding(command, tmp_path):
@@ -465,7 +472,7 @@ def data(tmp_path):
 
 def score(data, *files):
     where = ["--data-dir", str(data), "--out", str(data / "out")]
-    return compare.main(["--task", "sql", *where, "--answers", *files])
+    return real.exit_code(compare.main, "--task", "sql", *where, "--answers", *files)
 
 
 def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
@@ -487,8 +494,13 @@ def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
     (["a={}/good.jsonl", "a={}/poor.jsonl"], "a name of its own"),
     (["a={}/none.jsonl"], "does not exist"),
     (["a={}/few.jsonl"], "no answer to 39 of 40"),
+    (["a={}/numbers.jsonl"], "no answer to 40 of 40"),
+    (["a={}/good.jsonl", "--steps", "3"], "--steps would do nothing here"),
+    (["a={}/good.jsonl", "--systems", "plain"], "--systems would do nothing here"),
 ])  # fmt: skip
 def test_bad_files_are_told_in_one_line(data, capsys, files, said):
+    numbers = [json.dumps({"prompt": f"q{i}", "completion": i}) for i in range(40)]
+    (data / "numbers.jsonl").write_text("\n".join(numbers))
     assert score(data, *(file.format(data) for file in files)) == 2
     assert said in real.one_line(capsys.readouterr().err, compare.PROG)
     assert not (data / "out").exists()
