@@ -51,6 +51,9 @@ def load(
     """
     folder = Path(folder)
     manifest = Manifest.read(folder)
+    found, do = f"compute_units={compute_units} of Core AI", "leave it out"
+    is_idle = compute_units is not None and manifest.target != "coreml"
+    require(not is_idle, found, expected="it with Core ML alone", do=do)
     package = manifest.package(folder)
     settings = read_json(folder / "config.json", "the settings of the model that was exported")
     tokenizer = load_tokenizer(folder, settings)
