@@ -32,7 +32,7 @@ from ssmlx.model.streams import StreamFusedModel
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import DTYPES, GenerateConfig, PruneConfig, read_json
 
-from .run.results import RESULTS
+from .run.results import RESULTS, reading
 from .run.tasks import SQL
 
 PROG = "perf.export"
@@ -98,7 +98,7 @@ def compare(
     choices: Sequence[str | None] = [args.compute_units] if args.compute_units else COMPUTE_UNITS
     prompts: list[list[int]] = []
     plain, streaming, rows = [], [], []
-    for units in choices if manifest.target == "coreml" else [None]:
+    for units in choices if manifest.target == "coreml" else [args.compute_units]:
         package = exported.load(folder, compute_units=units)
         if not prompts:
             asked = read_prompts(args.prompts)[: args.count]
@@ -134,7 +134,6 @@ def _row(
     `sides` are its answers, those of MLX with the same tree, and plain decoding's; the figures by
     call and by second are of these three, without the prompts.
     """
-    report = read_json(folder / REPORT, "the report of an export")
     same = [(a, b) for a, b, c in zip(*sides, strict=True) if a.tokens == c.tokens]
     counts = [sum(len(a.tokens) for a in side) for side in sides]
     calls = [sum(a.target_calls for a in side) for side in sides]
@@ -147,8 +146,6 @@ def _row(
         "profile": manifest.profile,
         "precision": manifest.dtype,
         "compression": manifest.compression,
-        "megabytes": round(report["package_bytes"] / 1e6, 1),
-        "weight_error": (report["weight_error"] or {}).get("relative_rms"),
         "prompts": len(sides[0]),
         "same_tokens": len(same),
         "same_calls": sum(mine.target_calls == theirs.target_calls for mine, theirs in same),
@@ -160,6 +157,14 @@ def _row(
         "operations": planned[0],
         "cost": planned[1],
     }
+
+
+def told_of(folder: Path) -> dict[str, Any]:
+    """What an export's report says of its package."""
+    report = read_json(folder / REPORT, "the report of an export")
+    with reading(folder / REPORT, "ssmlx.export"):
+        error = (report["weight_error"] or {}).get("relative_rms")
+        return {"megabytes": round(report["package_bytes"] / 1e6, 1), "weight_error": error}
 
 
 def shown(row: Mapping[str, Any]) -> str:
@@ -202,8 +207,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def _main(args: argparse.Namespace) -> int:
     require(args.count >= 1, f"--count {args.count}", expected="1 or more", do="raise it")
+    told = [(folder, told_of(folder)) for folder in args.folders]
     mlx = load(args.model, adapter=args.adapter, dtype=args.dtype)
-    rows = [row for folder in args.folders for row in compare(args, folder, mlx)]
+    rows = [{**row, **own} for folder, own in told for row in compare(args, folder, mlx)]
     make_folder(RESULTS)
     result = {"machine": machine(), "rows": rows}
     write_result(result, RESULTS / "export", "\n".join(map(shown, rows)))
