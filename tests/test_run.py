@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from real import make_adapter, write_base, write_packed, write_tiny_adapter
 from tiny import make_lora
 
-from perf.run import tasks
+from perf.run import results, tasks
 from perf.run.experiment import speedups
 from perf.run.results import AnswerStore, Kept, files_version
 from perf.run.statistics import Estimate, mean, median_ratio, paired_difference, ratio, speedup
@@ -177,6 +177,17 @@ def test_a_folder_whose_files_changed_is_another(tmp_path):
     first = files_version(tmp_path)
     (tmp_path / "a").write_text("12")
     assert files_version(tmp_path) != first and files_version(None) is None
+
+
+def test_code_that_decides_answers_is_told_from_other(tmp_path, monkeypatch):
+    names = ("settings.py", "tuning/row_costs.json", "model/metal/attention.metal")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    versions = {results.code_version.__wrapped__()}
+    for name in (*(f"ssmlx/{one}" for one in names), "perf/run/rounding.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+        versions.add(results.code_version.__wrapped__())
+    assert len(versions) == 5
 
 
 @pytest.fixture(scope="module")
