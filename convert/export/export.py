@@ -200,12 +200,8 @@ def build_reference(folder: Path, adapter: Adapter, num_streams: int) -> StreamF
 def _check_context(model: StreamFusedReference, num_slots: int) -> None:
     """Check that the model can look back over the whole cache, and has positions for it."""
     limit = getattr(model.base.config, "max_position_embeddings", None)
-    require(
-        limit is None or num_slots <= limit,
-        f"--context {num_slots}",
-        expected=f"at most {limit}, the model's own",
-        do="choose a smaller one",
-    )
+    what, expected = f"--context {num_slots}", f"at most {limit}, the model's own"
+    require(limit is None or num_slots <= limit, what, expected=expected, do="choose a smaller one")
     windows = [window for window in model.windows if window is not None]
     require(
         not windows or min(windows) >= num_slots,

@@ -65,12 +65,8 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        require(
-            self.context % self.chunk == 0,
-            f"--context {self.context} with --chunk {self.chunk}",
-            expected="whole chunks",
-            do="choose a multiple",
-        )
+        what, do = f"--context {self.context} with --chunk {self.chunk}", "choose a multiple"
+        require(self.context % self.chunk == 0, what, expected="whole chunks", do=do)
         require(
             self.compression == "none" or (self.target, self.precision) == ("coreml", "float16"),
             f"--compress {self.compression} with --target {self.target} --dtype {self.precision}",
@@ -97,12 +93,8 @@ class ExportConfig:
             expected="prune_adapter.* among its stream weights",
             do="drop --prune-to, or train one",
         )
-        require(
-            count <= self.context,
-            f"--context {self.context}",
-            expected=f"room for a tree of {count} nodes",
-            do="choose a larger one",
-        )
+        what, do = f"--context {self.context}", "choose a larger one"
+        require(count <= self.context, what, expected=f"room for a tree of {count} nodes", do=do)
         return GraphSizes(
             num_nodes=count, num_kept=kept, num_streams=streams,
             tree=TreeShape(candidates, count, width, given),

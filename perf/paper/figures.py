@@ -89,12 +89,8 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
     results: list[Result] = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         result = read_json(path, "a result")
-        require(
-            isinstance(result.get("tasks"), list),
-            f"{path} holds no result of perf.compare",
-            expected="an entry 'tasks'",
-            do="move it elsewhere, or measure again",
-        )
+        what, do = f"{path} holds no result of perf.compare", "move it elsewhere, or measure again"
+        require(isinstance(result.get("tasks"), list), what, expected="an entry 'tasks'", do=do)
         with reading(path, "perf.compare"):
             parity_points([result]), sampling_curves([result]), tree_curves([result])
         results.append(result)
@@ -254,12 +250,8 @@ def _main(args: argparse.Namespace) -> None:
     installed = find_spec("matplotlib") is not None
     require(installed, "matplotlib is not installed", expected="it", do="pip install matplotlib")
     for folder in args.results:
-        require(
-            folder.is_dir(),
-            f"--results {folder} is no folder",
-            expected="folders with compare.json in or below them",
-            do="check the path",
-        )
+        what, do = f"--results {folder} is no folder", "check the path"
+        require(folder.is_dir(), what, expected="folders with compare.json in or below them", do=do)
     make_folder(args.out)
     found = read_results(args.results)
     figures: dict[str, tuple[Any, Callable[[Any, str, Path], None], str]] = {

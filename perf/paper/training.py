@@ -106,12 +106,8 @@ def read_run(folder: Path) -> TrainedVariant | None:
 def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
     folders = sorted(path.parent for path in folder.glob(f"*/{SETTINGS_FILE}"))
     runs = [found for path in folders if (found := read_run(path)) is not None]
-    require(
-        any(one.is_finished for one in runs),
-        f"no finished run in {folder}",
-        expected="one folder a run of `python -m convert.train`",
-        do="train some first",
-    )
+    what, expected = f"no finished run in {folder}", "one folder a run of `python -m convert.train`"
+    require(any(one.is_finished for one in runs), what, expected=expected, do="train some first")
     shared: dict[str, Any] = {}
     for path in folders:
         values = settings_of(path)
@@ -214,12 +210,8 @@ def read_rounds(text: str) -> tuple[str, list[list[Point]]]:
     for folder in map(Path, folders.split(",")):
         start = rounds[-1][-1][0] if rounds else 0
         found = validations(folder)
-        require(
-            bool(found),
-            f"{folder} holds no validation",
-            expected=f"{LOG_FILE} of a run with streams that was validated",
-            do="check --run",
-        )
+        expected, do = f"{LOG_FILE} of a run with streams that was validated", "check --run"
+        require(bool(found), f"{folder} holds no validation", expected=expected, do=do)
         loss = "valid_stream_1_loss" if "valid_stream_1_loss" in found[0] else "valid_given_1_loss"
         rounds.append([(start + one["step"], one["tokens_per_call"], one[loss]) for one in found])
     return name, rounds

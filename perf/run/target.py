@@ -194,12 +194,8 @@ class Target:
             draft = load_draft_model(str(folder), self.tokenizer, size, dtype=dtype)
             return Drafting(self.plain, {"draft_model": draft})
         heads = load_heads(folder, self.plain)
-        require(
-            heads.drafter == kind,
-            f"--{kind} {folder} holds heads for {heads.drafter}",
-            expected=f"heads for {kind}",
-            do=f"give it as --{heads.drafter}",
-        )
+        what, expected = f"--{kind} {folder} holds heads for {heads.drafter}", f"heads for {kind}"
+        require(heads.drafter == kind, what, expected=expected, do=f"give it as --{heads.drafter}")
         return Drafting(self.plain, {"heads": heads})
 
     def _with_streams(self) -> Drafting:
@@ -240,12 +236,8 @@ def added_parameters(adapter: Adapter) -> int:
 
 def read_own_lora(folder: Path) -> Adapter:
     adapter = load_adapter(folder)
-    require(
-        bool(adapter.lora),
-        f"{folder} has no LoRA of its own: it is a fused model",
-        expected="an adapter folder",
-        do="convert without --fuse",
-    )
+    what, do = f"{folder} has no LoRA of its own: it is a fused model", "convert without --fuse"
+    require(bool(adapter.lora), what, expected="an adapter folder", do=do)
     return adapter
 
 

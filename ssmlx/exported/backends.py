@@ -64,12 +64,8 @@ class CoreMLState:
 
 def coreml_backend(package: Path, manifest: Manifest, compute_units: str | None = None) -> Backend:
     """Run an .mlpackage with Core ML itself, which only macOS has."""
-    require(
-        sys.platform == "darwin",
-        "Core ML runs on macOS alone",
-        expected="macOS 15 or later",
-        do="copy the exported folder to a Mac",
-    )
+    what, do = "Core ML runs on macOS alone", "copy the exported folder to a Mac"
+    require(sys.platform == "darwin", what, expected="macOS 15 or later", do=do)
     units = compute_units or DEFAULT_UNITS[manifest.profile]
     check_choice("--compute-units", units, COMPUTE_UNITS)
     try:

@@ -40,6 +40,7 @@ from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE
 FORMAT = "ssmlx-adapter/1"
 LORA_FILE = LORA_FILES["all"]
 SCALE = Allowed(least=-1e6, most=1e6)  # of LoRA
+_AGAIN = "convert the checkpoint again"
 _TASK_LORA = f"a folder with {LORA_FILE} and {LORA_SETTINGS}, as mlx-lm's LoRA training writes it"
 
 
@@ -213,19 +214,15 @@ def _scale_of(lora: Mapping[str, LoraWeights]) -> float | None:
 
 def load_adapter(folder: Path) -> Adapter:
     """Read an adapter folder, or the streams of a fused model folder."""
-    values = _read_settings(folder)
+    values, path = _read_settings(folder), folder / CONFIG_FILE
     config = StreamConfig.from_dict(values)
-    identity = BaseIdentity.read(folder / CONFIG_FILE, values)
+    identity = BaseIdentity.read(path, values)
     streams = read_streams(folder / STREAMS_FILE, config, identity.vocab_size)
 
     def read(scope: AdapterScope, scale_name: str) -> dict[str, LoraWeights]:
         scale: Any = values.get(scale_name)
-        require(
-            SCALE.holds(scale, whole=False),
-            f"{folder / CONFIG_FILE} has {scale_name} {scale!r}",
-            expected=f"a number, {SCALE.text()}",
-            do="convert the checkpoint again",
-        )
+        what, expected = f"{path} has {scale_name} {scale!r}", f"a number, {SCALE.text()}"
+        require(SCALE.holds(scale, whole=False), what, expected=expected, do=_AGAIN)
         return read_lora_file(folder / LORA_FILES[scope], f"LoRA of scope {scope!r}", float(scale))
 
     if values["fused"]:
@@ -233,12 +230,9 @@ def load_adapter(folder: Path) -> Adapter:
     lora = read(config.adapter_scope, "lora_scale")
     if values.get("task_lora_scale") is None:
         return Adapter(config, streams, identity, lora)
-    require(
-        config.adapter_scope == "streams",
-        f"{folder / CONFIG_FILE} has a task_lora_scale beside LoRA of scope 'all'",
-        expected="it beside scope 'streams' alone",
-        do="convert the checkpoint again",
-    )
+    what = f"{path} has a task_lora_scale beside LoRA of scope 'all'"
+    expected = "it beside scope 'streams' alone"
+    require(config.adapter_scope == "streams", what, expected=expected, do=_AGAIN)
     return Adapter(config, streams, identity, lora, read("all", "task_lora_scale"))
 
 
@@ -248,12 +242,8 @@ def read_identity(folder: Path) -> BaseIdentity:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    require(
-        folder.is_dir(),
-        f"no adapter folder {folder}",
-        expected="a folder that `python -m convert` wrote",
-        do="check --adapter, or convert a checkpoint",
-    )
+    what, do = f"no adapter folder {folder}", "check --adapter, or convert a checkpoint"
+    require(folder.is_dir(), what, expected="a folder that `python -m convert` wrote", do=do)
     values = read_json(folder / CONFIG_FILE, "the settings of an ssmlx adapter")
     require(
         values.get("format") == FORMAT,
@@ -262,8 +252,8 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         do="turn a PyTorch checkpoint into an adapter with `python -m convert` first",
     )
     fused = values.setdefault("fused", False)
-    found, do = f"{folder / CONFIG_FILE} has fused {quoted(fused)}", "convert the checkpoint again"
-    require(isinstance(fused, bool), found, expected="true or false", do=do)
+    what = f"{folder / CONFIG_FILE} has fused {quoted(fused)}"
+    require(isinstance(fused, bool), what, expected="true or false", do=_AGAIN)
     return values
 
 
@@ -294,10 +284,6 @@ def read_lora(folder: Path, option: str) -> dict[str, LoraWeights]:
         do="convert a PEFT checkpoint with `python -m convert` first",
     )
     lora = read_lora_file(folder / LORA_FILE, _TASK_LORA, float(scale))
-    require(
-        bool(lora),
-        f"{folder / LORA_FILE} is empty",
-        expected="pairs of lora_a and lora_b",
-        do="use a LoRA's own file",
-    )
+    what, do = f"{folder / LORA_FILE} is empty", "use a LoRA's own file"
+    require(bool(lora), what, expected="pairs of lora_a and lora_b", do=do)
     return lora
