@@ -17,14 +17,7 @@ from tiny_heads import make_heads
 
 from ssmlx.api import token_steps
 from ssmlx.decoding.drafter import Verified, top_columns
-from ssmlx.decoding.loop import (
-    choose,
-    plain_decode,
-    scratch_rows,
-    settle,
-    step,
-    streaming_decode,
-)
+from ssmlx.decoding.loop import choose, plain_decode, scratch_rows, settle, step, streaming_decode
 from ssmlx.decoding.sampling import Places, Sampling, last_tokens, places_of
 from ssmlx.drafters.draft_model import DraftModel
 from ssmlx.drafters.streams import StreamDrafter

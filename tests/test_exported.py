@@ -146,13 +146,12 @@ def test_a_cache_goes_on_where_the_last_answer_ended():
     first = list(stream_generate(model, [1, 2, 3], max_tokens=4, cache=cache))
     said = [token for response in first for token in response.tokens]
     assert said == [4, 5, 6, 7]
-    more = list(range(cache.offset + 1, cache.offset + 4))
     held = cache.offset
+    more = list(range(held + 1, held + 4))
     second = next(stream_generate(model, more, cache=cache))
     assert second.cached_tokens == held and second.prompt_tokens == held + 3
     assert second.prompt_tps == pytest.approx(3 / second.prefill_seconds)
-    assert second.prompt_tokens == more[-1]
-    assert second.tokens[0] == more[-1] + 1
+    assert second.prompt_tokens == more[-1] == second.tokens[0] - 1
 
 
 def test_an_answer_ends_at_its_end_token_its_length_or_the_context():
@@ -168,16 +167,13 @@ def test_an_answer_ends_at_its_end_token_its_length_or_the_context():
     assert last(end_token_ids=(9,)) == ([4, 5, 6, 7, 8, 9], "stop")
     assert last(max_tokens=3) == ([4, 5, 6], "length")
     tokens, reason = last(max_tokens=1000)
-    assert reason == "context"
-    assert SLOTS - NODES < 2 + len(tokens) <= SLOTS
+    assert reason == "context" and SLOTS - NODES < 2 + len(tokens) <= SLOTS
 
 
 def test_the_text_is_the_tokenizers():
     model = make_model()
-    responses = list(stream_generate(model, "w1 w2 w3", max_tokens=5))
-    assert "".join(response.text for response in responses).split() == [
-        f"w{i}" for i in range(4, 9)
-    ]
+    text = "".join(one.text for one in stream_generate(model, "w1 w2 w3", max_tokens=5))
+    assert text.split() == [f"w{i}" for i in range(4, 9)]
     assert exported.generate(model, "w1 w2 w3", max_tokens=2).split() == ["w4", "w5"]
 
 

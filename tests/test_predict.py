@@ -81,10 +81,9 @@ def test_the_command_labels_every_figure_as_a_prediction(ask, tmp_path):
     assert "dtree-mlx, tree, Qwen3-4B bf16" in text and "all: 114 figures, median error" in text
     result = json.loads((tmp_path / "out" / "predict.json").read_text())
     assert result["label"].startswith("PREDICTION")
-    assert len(result["predictions"]) == 3 * len(predict.ON)
-    assert all(
-        0 < one["low"] <= one["middle"] <= one["high"] < 3.5 for one in result["predictions"]
-    )
+    found = result["predictions"]
+    assert len(found) == 3 * len(predict.ON)
+    assert all(0 < one["low"] <= one["middle"] <= one["high"] < 3.5 for one in found)
     assert "llama-3.1-8b, 16-bit weights, not quantised" in ask("--bits", 16)[1]
 
 

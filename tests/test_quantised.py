@@ -10,14 +10,7 @@ import pytest
 from mlx_lm.utils import load_adapters, load_model
 from real import ROOT, answer, write_packed
 from real import write_base as write_folder
-from tiny import (
-    VOCAB,
-    make_adapter,
-    make_base,
-    make_tokenizer,
-    mlx_lm_tokens,
-    slow,
-)
+from tiny import VOCAB, make_adapter, make_base, make_tokenizer, mlx_lm_tokens, slow
 from tiny_heads import make_heads
 
 from ssmlx.drafters.draft_model import DraftModel

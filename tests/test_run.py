@@ -1,9 +1,10 @@
-"""perf.run: metrics by hand, intervals, kept answers, and all that decodes one target."""
+"""perf.run: metrics by hand, intervals, kept answers, all that decodes one target; perf.serving."""
 
 import json
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import HTTPError
 
 import mlx.core as mx
 import numpy as np
@@ -12,20 +13,13 @@ from mlx.utils import tree_flatten
 from real import make_adapter, write_base, write_packed, write_tiny_adapter
 from tiny import make_lora
 
+from perf import serving
 from perf.run import results, tasks
+from perf.run import target as targets
 from perf.run.experiment import speedups
 from perf.run.results import AnswerStore, Kept, files_version
 from perf.run.statistics import Estimate, mean, median_ratio, paired_difference, ratio, speedup
-from perf.run.target import (
-    MLX_LM,
-    PLAIN,
-    STREAMS,
-    System,
-    Target,
-    Weights,
-    added_parameters,
-    read_own_lora,
-)
+from perf.run.target import MLX_LM, PLAIN, STREAMS, System, Target, Weights
 from ssmlx.calibration.timing import TimedAnswer
 from ssmlx.commands import calibrate
 from ssmlx.errors import InputError
@@ -245,17 +239,15 @@ def test_what_drafting_adds_is_counted_once(tmp_path):
         adapter = make_adapter(base, scope=scope)
         lora = sum(one.a.size + one.b.size for one in adapter.lora.values())
         streams = adapter.streams.num_parameters
-        assert added_parameters(adapter) == streams + (lora if scope == "streams" else 0)
+        assert targets.added_parameters(adapter) == streams + (lora if scope == "streams" else 0)
         target = Target(Weights(base, adapter=adapter))
         system = System(STREAMS, STREAMS, GenerateConfig(decoding="streaming"))
-        assert target.extra_parameters(system) == added_parameters(adapter)
+        assert target.extra_parameters(system) == targets.added_parameters(adapter)
 
 
 def test_the_parameters_of_the_bundled_adapters_are_those_of_the_readme():
-    found = {
-        name: added_parameters(read_own_lora(path)) for name, path in bundled_adapters().items()
-    }
-    assert (found["sql"], found["chat"]) == (1_572_672, 1_572_096)
+    read = [targets.read_own_lora(bundled_adapters()[name]) for name in ("sql", "chat")]
+    assert [*map(targets.added_parameters, read)] == [1_572_672, 1_572_096]
 
 
 def test_an_adapter_without_lora_of_its_own_is_refused(tmp_path):
@@ -264,4 +256,25 @@ def test_an_adapter_without_lora_of_its_own_is_refused(tmp_path):
     settings = json.loads((folder / "streams_config.json").read_text())
     (folder / "streams_config.json").write_text(json.dumps({**settings, "fused": True}))
     with pytest.raises(InputError, match="has no LoRA of its own: it is a fused model"):
-        read_own_lora(folder)
+        targets.read_own_lora(folder)
+
+
+@pytest.mark.parametrize("chunks", [3, serving.BEFORE, serving.BEFORE + 1])
+def test_an_answer_that_ends_too_soon_tells_no_delay(chunks):
+    def ask(prompt, max_tokens, tell=print):
+        times = [float(count) for count in range(1, min(chunks, max_tokens) + 1)]
+        for count in range(len(times)):
+            tell(count + 1)
+        return serving.Heard(asked=0.0, times=times)
+
+    rows = serving.delay_of("ssmlx", ask, "hello", 4000)
+    assert [row["longest"] for row in rows] == [1.0] * (chunks > serving.BEFORE)
+
+
+def test_a_refusal_is_told_as_one(monkeypatch):
+    def refuse(request, timeout):
+        raise HTTPError(request.full_url, 400, "Bad Request", {}, None)
+
+    monkeypatch.setattr(serving, "urlopen", refuse)
+    with pytest.raises(InputError, match=r"gave no answer .*400.*; expected one; lower --long"):
+        serving.ask_server("http://127.0.0.1:1", "m", "hello", 1)
