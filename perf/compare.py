@@ -178,12 +178,9 @@ def _timing_text(result: Row) -> str:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     own = experiment_of(args, "compare")
     apart = next((one for one in own.systems if one.kind == STREAMS), None)
-    require(
-        not args.steps or apart is not None,
-        f"--steps {args.steps} without streams",
-        expected="streams among --systems, and an --adapter that has some",
-        do="drop --steps",
-    )
+    what, do = f"--steps {args.steps} without streams", "drop --steps"
+    expected = "streams among --systems, and an --adapter that has some"
+    require(not args.steps or apart is not None, what, expected=expected, do=do)
     measured = own.run()
     part = task_result(measured)
     if args.steps and apart is not None:
@@ -219,12 +216,9 @@ def judge(args: argparse.Namespace) -> int:
     """Metrics of answers that lie in files, each beside the first's, prompt by prompt."""
     task = TASKS[args.task]
     examples = read_examples(data_file(task, args.data, args.data_dir), task, args.count)
-    require(
-        all(example.references for example in examples),
-        "some prompts have no reference",
-        expected="`completion` or `references` with each",
-        do="give other --data",
-    )
+    what, expected = "some prompts have no reference", "`completion` or `references` with each"
+    are_whole = all(example.references for example in examples)
+    require(are_whole, what, expected=expected, do="give other --data")
     texts: dict[str, list[Any]] = {}
     for item in args.answers:
         name, file = split_name(item)
@@ -236,12 +230,9 @@ def judge(args: argparse.Namespace) -> int:
         told = {user_text(row): row.get("completion") for row in rows}
         answers = [told.get(user_text(example.asked)) for example in examples]
         lacking = sum(not isinstance(one, str) for one in answers)
-        require(
-            not lacking,
-            f"{file} has no answer to {lacking} of {len(examples)} prompts",
-            expected="`prompt` and `completion`, a text, for each",
-            do="answer the same data",
-        )
+        what = f"{file} has no answer to {lacking} of {len(examples)} prompts"
+        expected = "`prompt` and `completion`, a text, for each"
+        require(not lacking, what, expected=expected, do="answer the same data")
         texts[str(name)] = answers
     first, own = next(iter(texts)), list(task.figures)
     rows = [
@@ -312,12 +303,8 @@ def read_results(paths: Sequence[Path]) -> dict[str, Any]:
             )
         names = {task["task"] for task in whole["tasks"]}
         twice = [task["task"] for task in result["tasks"] if task["task"] in names]
-        require(
-            not twice,
-            f"{path} holds {', '.join(twice)}, and so does a file before it",
-            expected="every task once",
-            do="leave one of the files out",
-        )
+        what = f"{path} holds {', '.join(twice)}, and so does a file before it"
+        require(not twice, what, expected="every task once", do="leave one of the files out")
         whole["tasks"] += result["tasks"]
     return whole
 

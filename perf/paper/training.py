@@ -115,12 +115,8 @@ def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
         own = {"examples": values["examples"], **own}
         shared = shared or own
         odd = [name for name, value in own.items() if value != shared.get(name)]
-        require(
-            not odd,
-            f"{path.name} and {folders[0].name} differ in {', '.join(odd)}",
-            expected="runs of one ablation",
-            do="move the others elsewhere",
-        )
+        what = f"{path.name} and {folders[0].name} differ in {', '.join(odd)}"
+        require(not odd, what, expected="runs of one ablation", do="move the others elsewhere")
     runs.sort(key=lambda one: (one.design, one.rank, one.num_layers))
     return runs, shared
 

@@ -26,12 +26,10 @@ def check_base(adapter: Adapter, backbone: Backbone) -> None:
         expected=f"{config.base_model or 'the model it was converted for'}, not {backbone.name}",
         do="choose that model with --model, or another --adapter",
     )
-    require(
-        (config.num_layers, config.hidden_size) == (base.num_layers, base.hidden_size),
-        f"the adapter's settings say {config.num_layers} layers of width {config.hidden_size}",
-        expected=f"{base.num_layers} of width {base.hidden_size}, as its base model has",
-        do="convert the checkpoint again",
-    )
+    own, true = (config.num_layers, config.hidden_size), (base.num_layers, base.hidden_size)
+    what = f"the adapter's settings say {own[0]} layers of width {own[1]}"
+    expected = f"{true[0]} of width {true[1]}, as its base model has"
+    require(own == true, what, expected=expected, do="convert the checkpoint again")
 
 
 def check_lora(model: nn.Module, lora: Mapping[str, LoraWeights], source: Path) -> None:

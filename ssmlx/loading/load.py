@@ -149,14 +149,10 @@ def reading(folder: Path, failure: str, *, expected: str, do: str) -> Iterator[N
 def _check_sizes(path: Path, settings: dict[str, Any]) -> None:
     """Refuse sizes that are none, or that would take for ever to build."""
     for name, most in _MOST.items():
-        value = settings.get(name)
+        value: Any = settings.get(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        require(
-            value is None or (is_number and 1 <= value <= most),
-            f"{path} has {quoted(value)} for {name}",
-            expected=f"1 to {most}",
-            do="download or convert the model again",
-        )
+        what, is_fine = f"{path} has {quoted(value)} for {name}", is_number and 1 <= value <= most
+        require(value is None or is_fine, what, expected=f"1 to {most}", do=_AGAIN)
 
 
 def load_base(
@@ -214,13 +210,10 @@ def load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
         do="copy the tokenizer's files into the folder",
     ):
         ends = config.get("eos_token_id")
-        require(
-            ends is None
-            or all(isinstance(end, int) for end in (ends if isinstance(ends, list) else [ends])),
-            f"{path} has {quoted(ends)} for eos_token_id",
-            expected="a token id, or a list of them",
-            do="download or convert the model again",
-        )
+        every = ends if isinstance(ends, list) else [ends]
+        what = f"{path} has {quoted(ends)} for eos_token_id"
+        is_fine = ends is None or all(isinstance(end, int) for end in every)
+        require(is_fine, what, expected="a token id, or a list of them", do=_AGAIN)
         return utils.load_tokenizer(path, {"trust_remote_code": False}, eos_token_ids=ends)
 
 
