@@ -154,8 +154,8 @@ class TorchObjective(Objective):
         for name, alpha, rows, (weight, bias), targets in terms:
             there = targets != IGNORED
             rows, targets = rows[there], targets[there]
-            scales = mean_scales(targets, alpha)
-            part, losses = LinearCrossEntropy.apply(rows, weight, bias, targets, scales)
+            scale = alpha / max(1, len(targets))
+            part, losses = LinearCrossEntropy.apply(rows, weight, bias, targets, scale)
             total = total + part
             parts[f"{name}_loss"] = float(losses.mean()) if len(targets) else 0.0
         return total, parts
@@ -268,8 +268,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     No gradient passes through the rows' losses. The logits are by far the largest arrays of a
     step: loss and gradient are computed a few rows at a time, in one go, and no logits are kept.
-    It reaches `hidden` [R, D], and `weight` [V, D] unless that is frozen; not `bias` [V]. A row
-    whose target is `IGNORED` counts nothing, others their `scales` [R].
+    It reaches `hidden` [R, D], and `weight` [V, D] unless that is frozen; not `bias` [V].
     """
 
     @staticmethod
@@ -279,29 +278,27 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        scales: torch.Tensor,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden)
         is_trained = ctx.needs_input_grad[1]
         of_weight = weight.new_zeros(weight.shape, dtype=torch.float32) if is_trained else None
-        scales = scales * (targets != IGNORED)
         for rows in row_chunks(len(hidden), len(weight)):
             logits = F.linear(hidden[rows], weight, bias).float()
-            chosen = targets[rows].clamp(min=0)[:, None]
+            chosen = targets[rows][:, None]
             normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
             losses[rows] = (normaliser - logits.gather(1, chosen))[:, 0]
             # d loss / d logits: the probabilities, less one at the target
             slopes = logits.sub_(normaliser).exp_()
             slopes.scatter_add_(1, chosen, torch.full_like(normaliser, -1.0))
-            slopes = slopes.mul_(scales[rows, None]).to(weight.dtype)
+            slopes = slopes.mul_(scale).to(weight.dtype)
             of_hidden[rows] = slopes @ weight
             if of_weight is not None:
                 of_weight += slopes.T @ hidden[rows]
-        losses.masked_fill_(targets == IGNORED, 0.0)
         ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
         ctx.mark_non_differentiable(losses)
-        return (losses * scales).sum(), losses
+        return (losses * scale).sum(), losses
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -309,12 +306,6 @@ class LinearCrossEntropy(torch.autograd.Function):
             one if one is None else one * upstream[0].to(one.dtype) for one in ctx.saved_tensors
         )
         return *found, None, None, None
-
-
-def mean_scales(targets: torch.Tensor, weight: float) -> torch.Tensor:
-    """[R] scales with which the sum is `weight` times the mean over rows that have a target."""
-    count = int((targets != IGNORED).sum())
-    return torch.full(targets.shape, weight / max(1, count), device=targets.device)
 
 
 def use_stream_attention(base: nn.Module, num_streams: int) -> None:
