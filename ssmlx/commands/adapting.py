@@ -8,8 +8,8 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -317,13 +317,9 @@ class Run:
             lines = "".join(json.dumps(row) + "\n" for row in every)
             write_whole(self._round(number) / _DATA / f"{name}.jsonl", lines.encode())
 
-    @contextmanager
-    def _part(self, number: int, name: str, plan: Plan) -> Iterator[PartFile]:
-        part = PartFile(self._round(number) / name, {**self.settings, "answers": plan.answers})
-        try:
-            yield part
-        finally:
-            part.close()
+    def _part(self, number: int, name: str, plan: Plan) -> closing[PartFile]:
+        settings = {**self.settings, "answers": plan.answers}
+        return closing(PartFile(self._round(number) / name, settings))
 
     def _learn(self, number: int, plan: Plan) -> None:
         """Train the streams, from those of the rounds before on, and keep the best."""
