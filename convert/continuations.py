@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ssmlx.commands.options import add_counts, add_options, command, make_parser
-from ssmlx.errors import require
+from ssmlx.errors import InputError, require
 from ssmlx.loading.files import PartFile, folder_digest, make_folder, write_whole
 from ssmlx.prompts import as_messages, asked_tokens, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
-from ssmlx.templates import refusing_turns
 
 from . import check_torch
 
@@ -239,21 +238,18 @@ def encode_prompts(
     )
     encoded = []
     for number, prompt in enumerate(prompts, 1):
-        if template is None:
-            with refusing_turns(f"the turns of prompt {number}"):
-                tokens = tokenizer.apply_chat_template(
-                    as_messages(prompt), tools=prompt.get("tools"), add_generation_prompt=True,
-                    return_dict=False,
-                )  # fmt: skip
-        else:
+        try:
             tokens = asked_tokens(prompt, tokenizer, template)
+        except InputError as error:
+            found = f"prompt {number}: {error.found}"
+            raise InputError(found, expected=error.expected, do=error.do) from error
         require(
             len(tokens) <= longest,
             f"prompt {number} has {len(tokens)} tokens",
             expected=f"at most {longest}, the model's context less --max-tokens",
             do="shorten or drop it",
         )
-        encoded.append(list(tokens))
+        encoded.append(tokens)
     return encoded
 
 

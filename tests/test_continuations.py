@@ -295,8 +295,8 @@ def test_a_prompt_that_the_template_refuses_is_named():
     tokenizer.chat_template = (
         "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}<s> w1"
     )
-    with pytest.raises(InputError, match=r"refuses the turns of prompt 3 \(one turn\)"):
-        encode_prompts(PROMPTS, tokenizer, 64)
+    with pytest.raises(InputError, match=r"prompt 3: .* refuses these turns \(one turn\)"):
+        encode_prompts(PROMPTS, TokenizerWrapper(tokenizer), 64)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -9,6 +9,7 @@ import shlex
 from importlib import import_module
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from real import one_line, snapshot, write_data
 
 pytest.importorskip("torch")
@@ -161,7 +162,7 @@ def test_sampled_prompts_go_to_one_split_each(monkeypatch):
 
 
 def test_two_turn_chats_hold_the_models_own_answer():
-    model, tokenizer = make_model(), make_tokenizer()
+    model, tokenizer = make_model(), TokenizerWrapper(make_tokenizer())
     chats = chat_prompts.two_turn_chats(model, tokenizer, ["w1", "w2 w3"], ["w5", "w6"], 1)
     prefix = tokenizer.apply_chat_template(
         [{"role": "user", "content": "w2 w3"}], add_generation_prompt=True, return_dict=False
