@@ -202,7 +202,8 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, capsys, monkeyp
 
 def test_your_prompts_come_first_and_are_told_to_be_private(packed, tmp_path):
     data = tmp_path / "own.jsonl"
-    asked = [{"prompt": f"w7 w8 w{n}"} for n in range(6)] + [{"prompt": words(2000)}]
+    instruction = "w7 " * 8
+    asked = [{"prompt": f"{instruction}w{n}"} for n in range(6)] + [{"prompt": words(2000)}]
     data.write_text("\n".join(map(json.dumps, asked)))
     folder = adapted(packed, "--data", data)
     figures = json.loads((folder / "figures.json").read_text())

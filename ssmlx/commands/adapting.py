@@ -38,7 +38,7 @@ from ..training.config import RunOptions, TrainConfig
 from ..training.job import prepare, read_base, run_to_end, stream_config
 from ..training.mlx_model import TrainedModel, new_adapter, with_new_parts
 from ..training.mlx_trainer import MlxObjective, MlxTrainer, load_frozen
-from ..training.questions import opening, written_prompts
+from ..training.questions import normalised, opening, written_prompts
 from ..training.record import LOG_FILE, PICTURE_FILE, draw, read_record
 from ..training.sizing import (
     ANSWER_TOKENS,
@@ -116,6 +116,11 @@ def _gain_told(sizes: Sizes) -> str:
         f"{told}\nthat is less than {PAYS}x: on this chip the hours may not be worth it. What does "
         "not pay is never drafted, so nothing gets slower"
     )
+
+
+def _likeness(row: Mapping[str, Any]) -> str:
+    """What no example shares with one held out: its first words; of your files, the whole text."""
+    return (normalised if row["source"] == FILES else opening)(row["asked"])
 
 
 class Run:
@@ -311,8 +316,8 @@ class Run:
         if not valid:  # greedy ones
             valid = [row for row, text in zip(rows, texts, strict=True) if not text.temp]
             valid = valid[:HELD_OUT]
-        held = {opening(row["asked"]) for row in valid}  # no example begins as one of them
-        train = [*old, *(row for row in rows if opening(row["asked"]) not in held)]
+        held = {_likeness(row) for row in valid}
+        train = [*old, *(row for row in rows if _likeness(row) not in held)]
         for name, every in (("train", train), ("valid", valid)):
             lines = "".join(json.dumps(row) + "\n" for row in every)
             write_whole(self._round(number) / _DATA / f"{name}.jsonl", lines.encode())
