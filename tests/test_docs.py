@@ -39,6 +39,14 @@ def test_the_readme_is_short():
     assert text.count("\n") <= 200 and len(text.split()) <= 1800
 
 
+@pytest.mark.parametrize("card", tracked("ssmlx/adapters/*/README.md"))
+def test_the_notice_tells_what_every_adapter_was_trained_on(card):
+    (data,) = found_in(card, r"(?m)^\| data \|.*")
+    names = re.findall(r"CC [A-Z-]+ \d\.\d|[A-Z]\w*[A-Z]\w*", data)  # data sets and licences
+    notice = (ROOT / "NOTICE").read_text()
+    assert [one for one in (f"`{Path(card).parent.name}`", *names) if one not in notice] == []
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name):
     links = found_in(name, r"\]\((?!http)([^)\s#]+)")
