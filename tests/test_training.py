@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from ssmlx.commands.train_options import train_config, training_parser
 from ssmlx.errors import InputError
@@ -42,6 +43,14 @@ def test_each_form_of_line_gives_its_tokens(tmp_path):
     assert [(e.tokens.tolist(), e.start) for e in found] == [
         ([9, 1, 2, 8, 3, 4, END], 4), ([5, 6, 7, END], 1), ([1, 2, 3, END], 2), ([9, 1, 8, END], 3),
     ]  # fmt: skip
+
+
+def test_a_text_starts_as_decoding_starts_it():
+    own = encoder()
+    starts = processors.TemplateProcessing("w7 $A", special_tokens=[("w7", 7)])
+    own.tokenizer._tokenizer.backend_tokenizer.post_processor = starts
+    found = own.encode({"text": "w5 w6"})
+    assert (found.tokens.tolist(), found.start) == ([7, 5, 6, END], 1)
 
 
 def test_a_chat_is_learnt_under_the_models_template(tmp_path):

@@ -32,7 +32,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import InputError
 from ..model.masks import in_window, window_start
-from ..prompts import ChatFrame, is_alone, plain_turns, read_lines, turns_tokens
+from ..prompts import ChatFrame, encode, is_alone, plain_turns, read_lines, turns_tokens
 from ..settings import parse_json
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
@@ -76,8 +76,8 @@ class Encoder:
         elif "messages" in line:
             prompt, answer = self._chat(plain_turns(line["messages"]), line.get("tools"))
         elif isinstance(line.get("text"), str):
-            prompt, answer = [], self._answer(line["text"])
-            prompt, answer = answer[:1], answer[1:]
+            text = encode(line["text"], self.tokenizer) if line["text"] else []
+            prompt, answer = text[:1], [*text[1:], *self._answer("")]
         else:
             raise ValueError(f"it has {', '.join(line) or 'no fields'}")
         if not prompt or not answer:
