@@ -62,10 +62,13 @@ def test_a_chat_is_learnt_under_the_models_template(tmp_path):
     turns = [("user", "w1"), ("assistant", "w2"), ("user", "w3"), ("assistant", "w4 w5")]
     messages = [{"role": role, "content": content} for role, content in turns]
     write(tmp_path / "x.jsonl", {"messages": messages}, {"prompt": "w1", "completion": "w2"})
-    found = data.read_examples(tmp_path / "x.jsonl", data.Encoder(tokenizer, None, END, 50))
+    own = data.Encoder(tokenizer, None, END, 50)
+    found = data.read_examples(tmp_path / "x.jsonl", own)
     assert found[0].tokens.tolist() == [9, 1, 9, 2, 9, 3, 8, 4, 5, END]
     assert found[0].start == 7
     assert found[1].tokens.tolist() == [9, 1, 8, 2, END]
+    with pytest.raises(ValueError, match="last turn is not the assistant's"):
+        own.encode({"messages": messages[:3]})
 
 
 def test_long_answers_are_cut_and_long_prompts_left_out(tmp_path):

@@ -74,7 +74,10 @@ class Encoder:
             asked = [{"role": "user", "content": line["prompt"]}]
             prompt, answer = self._chat([*asked, {"content": line["completion"]}], None)
         elif "messages" in line:
-            prompt, answer = self._chat(plain_turns(line["messages"]), line.get("tools"))
+            turns = plain_turns(line["messages"])
+            if turns and turns[-1]["role"] != "assistant":
+                raise ValueError("its last turn is not the assistant's")
+            prompt, answer = self._chat(turns, line.get("tools"))
         elif isinstance(line.get("text"), str):
             text = encode(line["text"], self.tokenizer) if line["text"] else []
             prompt, answer = text[:1], [*text[1:], *self._answer("")]
