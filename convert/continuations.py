@@ -310,7 +310,8 @@ def _main(args: argparse.Namespace) -> None:
     prompts = (prompts if args.temp else distinct(prompts))[: args.count or None]
     make_folder(args.out.parent)
     template = None if args.lora is None else template_of(args.lora)
-    model, tokenizer = load_generator(resolve_model(args.model), args.dtype, args.device, args.lora)
+    path = resolve_model(args.model)
+    model, tokenizer = load_generator(path, args.dtype, args.device, args.lora)
     context = int(model.config.max_position_embeddings)
     require(
         args.max_tokens < context,
@@ -324,7 +325,7 @@ def _main(args: argparse.Namespace) -> None:
         args.out.with_name(args.out.name + ".part"),
         {
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-            "model": args.model,
+            "model": str(path.resolve()),
             "lora": folder_digest(args.lora),
             "batch_size": args.batch_size,
             "dtype": args.dtype,

@@ -77,6 +77,7 @@ def _main(args: argparse.Namespace) -> None:
 
     from .base import load_base
     from .reference.checkpoint import (
+        base_identity,
         copy_task_lora,
         load_fine_tuned,
         merge_lora,
@@ -99,6 +100,7 @@ def _main(args: argparse.Namespace) -> None:
     start = with_new_parts(load_adapter(args.init), train) if train.train_only else None
     job, path = prepare(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
+    frozen: list[Any] = [base_identity(base).__dict__, str(dtype)]
     task: list[str] = []
     is_below = start is not None
     if args.task_lora is not None:
@@ -117,7 +119,7 @@ def _main(args: argparse.Namespace) -> None:
         use_stream_attention(base, train.num_streams)
     objective = TorchObjective(model, train, job.draft_vocab, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
-    lower_identity = job.lower_identity(str(dtype), *(task if is_below else []))
+    lower_identity = job.lower_identity(*frozen, *(task if is_below else []))
 
     def write(_: object) -> Path | None:
         if start is not None:
@@ -133,7 +135,7 @@ def _main(args: argparse.Namespace) -> None:
     run_to_end(
         job, trainer,
         prog=PROG, dtype=args.dtype,
-        identity=job.identity(args.dtype, *task, init=args.init), write=write,
+        identity=job.identity(*frozen, *task, init=args.init), write=write,
         lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
     )  # fmt: skip
 

@@ -48,6 +48,7 @@ def _main(args: argparse.Namespace) -> None:
 
     from ssmlx.training.job import prepare, read_base, run_to_end
 
+    from .reference.checkpoint import base_identity
     from .training.drafters import DraftObjective, build_draft, trained_weights, write_draft
     from .training.run import TorchTrainer, choose_device, freeze_base
 
@@ -73,11 +74,12 @@ def _main(args: argparse.Namespace) -> None:
     )
     model = build_draft(path, job.config, args.layers).to(device)
     freeze_base(model, dtype)
+    identity = job.identity(base_identity(model.base).__dict__, args.dtype, PROG)
     objective = DraftObjective(model, job.train, None, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
     run_to_end(
         job, trainer,
-        prog=PROG, dtype=args.dtype, identity=job.identity(args.dtype, PROG),
+        prog=PROG, dtype=args.dtype, identity=identity,
         write=lambda _: write_draft(trained_weights(model), path, args.layers, folder),
         lower=lambda: objective.lower, replay_size=args.num_draft_tokens,
     )  # fmt: skip

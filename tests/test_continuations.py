@@ -1,6 +1,7 @@
 """A model's own answers: batched, resumed, refused."""
 
 import json
+import shutil
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -240,22 +241,26 @@ def test_a_killed_run_goes_on_and_gives_the_same_file(folder, prompts, tmp_path,
     assert not part.exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [({"max-tokens": 8}, "max_tokens"), ({"batch-size": 2}, "batch_size"), ({"seed": 1}, "seed")],
-)
+@pytest.mark.parametrize(("change", "named"), [
+    ({"max-tokens": 8}, "max_tokens"), ({"batch-size": 2}, "batch_size"), ({"seed": 1}, "seed"),
+    ({}, "model"),
+])  # fmt: skip
 def test_a_part_of_another_command_is_refused(
     folder, prompts, tmp_path, monkeypatch, capsys, change, named
 ):
-    out = tmp_path / "out.jsonl"
+    out, mine = tmp_path / "out.jsonl", tmp_path / "model"
+    mine.symlink_to(folder)
 
     def dies(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(continuations, "generate_batch", dies)
-    assert continuations.main(command(folder, prompts, out)) == 130
+    assert continuations.main(command(mine, prompts, out)) == 130
     capsys.readouterr()
-    assert continuations.main(command(folder, prompts, out, **change)) == 2
+    if named == "model":
+        mine.unlink()
+        mine.symlink_to(shutil.copytree(folder, tmp_path / "other"))
+    assert continuations.main(command(mine, prompts, out, **change)) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "out.jsonl.part was made with another" in last
     assert named in last

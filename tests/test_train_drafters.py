@@ -487,11 +487,15 @@ def test_bad_options_are_told_in_one_line(base, data, tmp_path, refused, kind, m
     ("kind", "change"), [("medusa", ("--decay", "0.7")), ("draft", ("--layers", "3"))]
 )
 def test_another_runs_folder_is_refused(base, data, tmp_path, refused, kind, change):
-    out = tmp_path / "run"
-    assert run_trainer(kind, base, data, out, "--max-steps", "2") == 0
+    out, mine = tmp_path / "run", tmp_path / "base"
+    mine.symlink_to(base)
+    assert run_trainer(kind, mine, data, out, "--max-steps", "2") == 0
     before = (out / TorchTrainer.STATE_FILE).read_bytes()
     for more in (("--dtype", "bfloat16"), change):
-        assert "holds a run with" in refused(kind, base, data, out, *more)
+        assert "holds a run with" in refused(kind, mine, data, out, *more)
+    mine.unlink()
+    mine.symlink_to(real.write_base(tmp_path / "other", norm=1.5))
+    assert "another model to start from" in refused(kind, mine, data, out)
     assert (out / TorchTrainer.STATE_FILE).read_bytes() == before
     (out / TorchTrainer.STATE_FILE).unlink()
     if kind == "draft":

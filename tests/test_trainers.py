@@ -781,14 +781,18 @@ def test_what_cannot_be_read_or_written_is_told(base, data, tmp_path, capsys):
 
 @both
 def test_another_runs_folder_is_refused(base, data, tmp_path, capsys, command):
-    state = tmp_path / command.state
-    command.train(base, data, tmp_path, "--max-steps", "3")
+    state, mine = tmp_path / command.state, tmp_path / "base"
+    mine.symlink_to(base)
+    command.train(mine, data, tmp_path, "--max-steps", "3")
     before = state.read_bytes()
     for other in (("--seed", "5"), ("--dtype", "bfloat16")):
-        assert "holds a run with" in command.refusal(capsys, base, data, tmp_path, *other)
+        assert "holds a run with" in command.refusal(capsys, mine, data, tmp_path, *other)
+    mine.unlink()
+    mine.symlink_to(real.write_base(tmp_path / "other", norm=1.5))
+    assert "another model to start from" in command.refusal(capsys, mine, data, tmp_path)
     assert state.read_bytes() == before
     state.write_bytes(before[: len(before) // 2])
-    assert "cannot be read" in command.refusal(capsys, base, data, tmp_path)
+    assert "cannot be read" in command.refusal(capsys, mine, data, tmp_path)
 
 
 def test_a_gradient_that_is_no_number_spoils_no_state(base, data, tmp_path, capsys, monkeypatch):

@@ -63,7 +63,7 @@ def load_reference(base: nn.Module, checkpoint_dir: str | Path) -> StreamFusedRe
 def reference_of(base: nn.Module, adapter: Adapter) -> StreamFusedReference:
     """A base model with the weights of an MLX adapter, none of them trained."""
     adapter.base.require_same(
-        _base_identity(base),
+        base_identity(base),
         "the adapter belongs",
         expected=adapter.config.base_model or "the model it was converted for",
         do="choose that model with --model, or another --adapter",
@@ -222,7 +222,7 @@ def tensor_of(array: mx.array) -> torch.Tensor:
     return torch.from_numpy(np.array(whole))
 
 
-def _base_identity(base: Any) -> BaseIdentity:
+def base_identity(base: Any) -> BaseIdentity:
     """What tells a PyTorch base model from another, as MLX's side knows it."""
     inner = getattr(base, "model", None)
     inner = getattr(inner, "decoder", inner)
