@@ -113,7 +113,7 @@ def _main(args: argparse.Namespace) -> None:
         model, task = reference_of(base, start).to(device), [folder_digest(args.init)]
         train_part(model, train.train_only)
     if args.init is not None and start is None:
-        start_from(model, args.init)
+        start_from(model, args.init, has_task=args.task_lora is not None)
     freeze_base(model, dtype)
     if train.num_streams:
         use_stream_attention(base, train.num_streams)

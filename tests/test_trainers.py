@@ -847,6 +847,8 @@ def test_streams_learn_to_draft_for_a_fine_tuned_model(
     folder, own = base if kind == "whole" else packed_base, (*OWN, "--epochs", "6")
     result = MLX.train(folder, data, tmp_path, *own, "--task-lora", task)
     assert "holds a run with" in MLX.refusal(capsys, folder, data, tmp_path, *own)
+    said = MLX.refusal(capsys, folder, data, tmp_path / "on", *own, "--init", result)
+    assert "give --task-lora, or --train-only streams" in said
     adapter, alone = load_adapter(result), load_adapter(task)
     assert adapter.config.adapter_scope == "streams" and alone.config.adapter_scope == "all"
     assert adapter.task_lora.keys() == alone.lora.keys()
@@ -870,17 +872,9 @@ def test_streams_of_an_adapter_go_on_as_in_a_run_with_its_settings(
     parts = tmp_path / "parts"
     own = (*own, "--pack", "32")
     expected = MLX.train(base, data, tmp_path / "on", *own, "--init", first)
-    more = (
-        "--train-only",
-        "streams",
-        "--condition-rank",
-        "0",
-        "--learning-rate",
-        "0.01",
-        *own[-2:],
-    )
+    more = ("--train-only", "streams", "--condition-rank", "0", "--learning-rate", "0.01")
     for stop in (("--max-steps", "5"), ()):
-        assert add_condition(command, base, data, first, parts, *more, *stop) == 0
+        assert add_condition(command, base, data, first, parts, *more, *own[-2:], *stop) == 0
     whole, found = (load_adapter(one) for one in (expected, parts / MLX.result))
     assert found.config == load_adapter(first).config
     assert found.task_lora.keys() == whole.task_lora.keys()
@@ -950,5 +944,7 @@ def test_pytorchs_streams_draft_for_a_fine_tuned_model(base, data, tmp_path, cap
     assert gap(load_torch_base(base)(torch.tensor([tokens])).logits[0, -1], found[0]) > 1e-2
 
     assert "holds a run with" in TORCH.refusal(capsys, base, data, run, *own)
+    said = TORCH.refusal(capsys, base, data, tmp_path / "on", *own, "--init", run)
+    assert "give --task-lora, or --train-only streams" in said
     said = TORCH.refusal(capsys, base, data, tmp_path / "new", "--task-lora", lora)
     assert "--task-lora with --adapter-scope all" in said

@@ -142,11 +142,14 @@ def copy_task_lora(source: str | Path, checkpoint_dir: str | Path) -> None:
 
 
 @torch.no_grad()
-def start_from(model: StreamFusedReference, checkpoint_dir: str | Path) -> None:
-    """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them."""
-    folder = Path(checkpoint_dir)
+def start_from(model: StreamFusedReference, folder: Path, *, has_task: bool) -> None:
+    """Give a model the weights of a checkpoint, LoRA and streams, as far as that has them.
+
+    `has_task` tells whether the model has the LoRA of a task.
+    """
     config = layout.read_stream_config(folder / STREAMS_CONFIG)
-    check_init(folder, config, model.config)
+    loses_task = (folder / layout.TASK_LORA).is_dir() and not has_task
+    check_init(folder, config, model.config, loses_task=loses_task)
     if (folder / ADAPTER_CONFIG).is_file() and model.adapters:
         lora = layout.read_lora_settings(folder / ADAPTER_CONFIG, config)
         check_scale(folder, lora.scale, model.lora.scale)

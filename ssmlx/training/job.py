@@ -347,8 +347,15 @@ def check_scale(source: Path, found: float, expected: float) -> None:
     )
 
 
-def check_init(source: Path, found: StreamConfig, wanted: StreamConfig) -> None:
+def check_init(
+    source: Path, found: StreamConfig, wanted: StreamConfig, *, loses_task: bool
+) -> None:
     """Check that the streams in `source` mean in the new run what they meant in theirs."""
+    require(
+        not loses_task,
+        f"the streams in {source} draft beside the LoRA of a task",
+        expected="that LoRA on every row", do="give --task-lora, or --train-only streams",
+    )  # fmt: skip
     for name in _OF_STREAMS if found.num_streams else ():
         before, now = getattr(found, name), getattr(wanted, name)
         require(

@@ -267,7 +267,8 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
     left aside.
     """
     check_base(adapter, model.backbone)
-    check_init(source, adapter.config, model.config)
+    loses_task = bool(adapter.task_lora) and not model.adapter.task_lora
+    check_init(source, adapter.config, model.config, loses_task=loses_task)
     scales = {lora.scale for lora in model.adapter.lora.values()}
     for lora in adapter.lora.values():
         check_scale(source, lora.scale, max(scales, default=lora.scale))
