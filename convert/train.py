@@ -69,11 +69,12 @@ def _main(args: argparse.Namespace) -> None:
 
     import torch
 
-    from ssmlx.loading.adapter import load_adapter, write_adapter
-    from ssmlx.loading.files import folder_digest, new_folder
+    from ssmlx.loading.adapter import load_adapter
+    from ssmlx.loading.files import folder_digest
     from ssmlx.loading.names import TRAINED_FOLDER
     from ssmlx.training.job import prepare, run_to_end
-    from ssmlx.training.mlx_model import with_new_parts
+    from ssmlx.training.mlx_model import with_new_parts, write_trained
+    from ssmlx.training.objective import Validation
 
     from .base import load_base
     from .reference.checkpoint import (
@@ -121,12 +122,10 @@ def _main(args: argparse.Namespace) -> None:
     trainer = TorchTrainer(objective, job.num_steps)
     lower_identity = job.lower_identity(*frozen, *(task if is_below else []))
 
-    def write(_: object) -> Path | None:
+    def write(validate: Validation) -> Path | None:
         if start is not None:
             folder = options.out / TRAINED_FOLDER
-            with new_folder(folder) as work:
-                write_adapter(work, with_weights_of(start, model))
-            return folder
+            return write_trained(folder, with_weights_of(start, model), validate)
         save_reference(model, options.out)
         if args.task_lora is not None:
             copy_task_lora(args.task_lora, options.out)

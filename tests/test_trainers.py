@@ -672,6 +672,7 @@ def test_a_condition_is_added_to_streams_that_stay(base, data, streams, tmp_path
     assert np.frombuffer(found["condition.out.weight"], np.float32).any()  # zero when new
     before, after = load_adapter(streams), load_adapter(whole / MLX.result)
     assert after.config == replace(before.config, condition_rank=4)
+    assert after.config.tokens_per_call
     log = read_record(whole / LOG_FILE)
     assert [name for name in log[0] if "loss" in name] == ["given_1_loss", "given_2_loss"]
     assert log[-1]["given_2_loss"] < log[0]["given_2_loss"]

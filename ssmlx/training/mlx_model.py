@@ -169,11 +169,7 @@ class TrainedModel:
         return with_weights(self._adapter, self.weights)
 
     def write(self, folder: Path, validate: Validation) -> Path:
-        """Write the adapter with what it brings on held-out text, by the nodes of a tree."""
-        config = replace(self.adapter.config, tokens_per_call=validate.curve(SIZES) or None)
-        with new_folder(folder) as work:
-            write_adapter(work, replace(self.adapter, config=config))
-        return folder
+        return write_trained(folder, self.adapter, validate)
 
     @property
     def _streams(self) -> StreamWeights:
@@ -279,6 +275,14 @@ def start_from(model: TrainedModel, adapter: Adapter, source: Path) -> None:
     model.bind(weights)
 
 
+def write_trained(folder: Path, adapter: Adapter, validate: Validation) -> Path:
+    """Write an adapter with what it brings on held-out text, by the nodes of a tree."""
+    config = replace(adapter.config, tokens_per_call=validate.curve(SIZES) or None)
+    with new_folder(folder) as work:
+        write_adapter(work, replace(adapter, config=config))
+    return folder
+
+
 def with_new_parts(adapter: Adapter, train: TrainConfig) -> Adapter:
     """The adapter with all that is to be trained: what it lacks changes nothing yet."""
     streams, size = adapter.streams, adapter.config.hidden_size
@@ -295,9 +299,8 @@ def with_new_parts(adapter: Adapter, train: TrainConfig) -> Adapter:
 
 
 def new_root_init(train: TrainConfig, size: int) -> LowRank | None:
-    return new_low_rank(
-        np.random.default_rng([train.seed, 2]), train.root_init_rank, 2 * size, size
-    )
+    rng = np.random.default_rng([train.seed, 2])
+    return new_low_rank(rng, train.root_init_rank, 2 * size, size)
 
 
 def new_low_rank(rng: np.random.Generator, rank: int, inputs: int, size: int) -> LowRank | None:
