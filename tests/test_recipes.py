@@ -106,11 +106,14 @@ def test_more_values_come_half_of_the_time_and_never_a_held_out_name(task, value
 
 
 def test_splits_share_no_hand_written_prompt_and_no_list_item():
-    lists = questions.split_lists(0)
+    lists = questions.split_lists()
     written = questions.written_prompts(0)
     assert written == questions.written_prompts(0)
     text = "\n".join(written["train"]).encode()
     assert hashlib.blake2b(text, digest_size=8).hexdigest() == "b5dd4f46a5f2fe90"
+    other = questions.written_prompts(1)["train"]
+    assert other != written["train"]
+    assert not {*map(questions.normalised, other)} & {*map(questions.normalised, written["test"])}
     for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
         texts = [set(map(questions.normalised, written[split])) for split in (one, other)]
         assert not texts[0] & texts[1]

@@ -144,7 +144,7 @@ def _main(args: argparse.Namespace) -> None:
         resolve_model(args.model), args.dtype, args.device
     )
     sampled = sampled_prompts(_sample(args, model, tokenizer), written)
-    for split, lists in split_lists(args.seed).items():
+    for split, lists in split_lists().items():
         rng = random.Random(f"{args.seed} {split} chats")
         texts = [*written[split], *sampled[split]]
         firsts = rng.sample(texts, COUNTS[split].two_turn)
