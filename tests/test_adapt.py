@@ -223,7 +223,9 @@ def refused(capsys, *argv):
 
 def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
     model = ["--model", packed]
-    assert "--hours 0.0" in refused(capsys, *model, "--hours", 0)
+    for option in ("--hours", "--memory-gb"):
+        for value in ("0.0", "nan", "inf"):
+            assert f"{option} {value}; " in refused(capsys, *model, option, value)
     assert "--name chat" in refused(capsys, *model, "--name", "chat")
     assert "--name ../x" in refused(capsys, *model, "--name", "../x")
     assert "does not exist" in refused(capsys, "--model", tmp_path / "none", "--name", "x")

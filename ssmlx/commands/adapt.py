@@ -61,7 +61,9 @@ def _main(args: argparse.Namespace) -> None:
     from ..loading.files import alone_in
     from .adapting import Run
 
-    require(args.hours > 0, f"--hours {args.hours}", expected="more than 0", do="give more")
+    for flag, value in (("--hours", args.hours), ("--memory-gb", args.memory_gb)):
+        ok = value is None or 0 < value < 1e6
+        require(ok, f"{flag} {value}", expected="more than 0, and below a million", do="correct it")
     folder = adapters_home() / name_of(args)
     with alone_in(folder):
         run = Run(args, folder, PROG)
