@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from ssmlx.errors import require
+from ssmlx.loading.adapter import SCALE
 from ssmlx.loading.files import read_tensors
 from ssmlx.settings import StreamConfig, read_json
 
@@ -39,7 +40,9 @@ CHECK_MODULES = "check lora_modules, or target_modules in adapter_config.json"
 # Settings that change what LoRA computes, and that neither side here computes.
 _UNSUPPORTED = (
     "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern",
-    "exclude_modules", "lora_bias", "trainable_token_indices",
+    "exclude_modules", "lora_bias", "trainable_token_indices", "alora_invocation_tokens",
+    "layer_replication", "arrow_config", "use_bdlora", "use_qalora", "kasa_config", "velora_config",
+    "monteclora_config",
 )  # fmt: skip
 
 
@@ -57,7 +60,7 @@ def _are_modules(value: Any) -> bool:
 # to start LoRA may change the base's weights too, so that the LoRA is another model's.
 _LORA_VALUES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "r": (None, lambda r: _is_whole(r) and r > 0, "a positive whole number"),
-    "lora_alpha": (8, lambda alpha: _is_whole(alpha) or isinstance(alpha, float), "a number"),
+    "lora_alpha": (8, lambda alpha: SCALE.holds(alpha, whole=False), f"a number, {SCALE.text()}"),
     "target_modules": (None, _are_modules, "a list of names, or all-linear"),
     "use_rslora": (False, lambda flag: isinstance(flag, bool), "true or false"),
     "init_lora_weights": (True, lambda way: isinstance(way, bool) or way == "gaussian",
