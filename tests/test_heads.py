@@ -399,6 +399,8 @@ def test_the_command_writes_a_folder_that_loads(
         ("medusa", lambda t: t.pop("1.0.linear.bias"), "missing: 1.0.linear.bias"),
         ("medusa", lambda t: t.update({"1.0.norm.weight": torch.zeros(3)}), "spare: 1.0.norm"),
         ("medusa", lambda t: t.update({"2.1.weight": torch.zeros(VOCAB, 3)}), "misshapen: 2.1.we"),
+        ("medusa", lambda t: t.update({"2.1.weight": torch.tensor(1.0)}), "misshapen: 2.1.weight"),
+        ("medusa", lambda t: t.update({f"{10**16}.0.weight": torch.zeros(3)}), f"spare: {10**16}"),
         ("medusa", lambda t: t.clear() or t.update({"head": torch.zeros(3)}), "no tensor named as"),
         # without its prefix it stands in the place of another
         ("mlp-speculator", lambda t: t.update({"emb.0.weight": torch.zeros(3)}),
@@ -449,8 +451,13 @@ def test_a_broken_draft_vocabulary_is_refused(published, refusal):
         vocab = torch.tensor(tokens, dtype=torch.int32)
         save_file({"draft_vocab": vocab}, folder / DRAFT_VOCAB_FILE)
         assert said in refusal(folder)
-    save_file({"vocab": torch.zeros(3)}, folder / DRAFT_VOCAB_FILE)
-    assert "holds vocab" in refusal(folder)
+    for name, vocab, said in (
+        ("vocab", torch.zeros(3), "holds vocab"),
+        ("draft_vocab", torch.zeros(0, dtype=torch.int32), "one token id or more"),
+        ("draft_vocab", torch.ones(3), "draft_vocab of float32 [3]"),
+    ):
+        save_file({name: vocab}, folder / DRAFT_VOCAB_FILE)
+        assert said in refusal(folder)
 
 
 @pytest.mark.parametrize("kind", HEAD_KINDS)

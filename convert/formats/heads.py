@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
 _SPECULATOR, _SPECULATOR_PREFIX, _WEIGHTS = "mlp_speculator", "speculator.", "model.safetensors"
-_MEDUSA_NAME = re.compile(r"(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)")
+_MEDUSA_NAME = re.compile(r"(\d{1,3})\.(\d{1,3})\.(linear\.weight|linear\.bias|weight)")
 _SPECULATOR_SETTINGS = ("emb_dim", "inner_dim", "n_predict", "vocab_size", "tie_weights",
                         "scale_input")  # fmt: skip
 _PARTS = ("emb.weight", "proj.weight", "ln.weight", "ln.bias", "head.weight")
@@ -61,9 +61,9 @@ def read_published(
     """Published heads of either kind, every tensor accounted for, rows of the draft vocabulary."""
     path = folder / "config.json"
     config: HeadConfig
-    medusa, source = _medusa_tensors(folder)
-    if medusa:
-        tensors = {name.removeprefix(MEDUSA_PREFIX): array for name, array in medusa.items()}
+    found, source = _medusa_tensors(folder)
+    if found:
+        tensors = {n.removeprefix(MEDUSA_PREFIX): a.reshape(a.shape or 1) for n, a in found.items()}
         most_rows = max(array.shape[0] for array in tensors.values())
         config = _medusa_config(tensors, source, vocab_size or most_rows)
     else:
@@ -82,16 +82,16 @@ def read_published(
     if not path.exists():
         return config, tensors
     beside = read_tensors(path, "a draft vocabulary")
+    vocab = beside.get("draft_vocab", mx.array([]))
     require(
-        set(beside) == {"draft_vocab"} and beside["draft_vocab"].ndim == 1,
+        set(beside) == {"draft_vocab"} and vocab.ndim == 1 and vocab.size > 0,
         f"{path} holds {', '.join(beside) or 'nothing'}",
-        expected="draft_vocab alone, a list of token ids",
+        expected="draft_vocab alone, a list of one token id or more",
         do="use the files that belong together",
     )
-    vocab = beside["draft_vocab"]
-    taken = {name: tensors[name][vocab] for name in config.matrix_names}
     config = replace(config, draft_vocab_size=vocab.size)
     check_draft_vocab(vocab, cast("Any", config), config.vocab_size, path)
+    taken = {name: tensors[name][vocab] for name in config.matrix_names}
     return config, {**tensors, **taken, "draft_vocab": vocab}
 
 
