@@ -248,11 +248,14 @@ def test_memory_decides_how_many_go_at_a_time():
         sizing._largest((16, 8, 4), peaks, 300, "training")
 
 
-def test_weights_are_unpacked_where_there_is_room(packed):
+def test_weights_are_unpacked_where_there_is_room(packed, tmp_path):
     settings = json.loads((packed / "config.json").read_text())
     size = (packed / "model.safetensors").stat().st_size
     assert sizing.frozen_dtype(packed, settings, 20 * size) == "auto"
     assert sizing.frozen_dtype(packed, settings, 6 * size) == "stored"
+    plain = {**settings, "quantization": None, "text_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    assert sizing.frozen_dtype(packed, adapting.read_base(tmp_path), 6 * size) == "auto"
 
 
 def test_what_is_measured_is_what_steps_then_take(base, monkeypatch):

@@ -422,7 +422,7 @@ class Run:
         figures = {
             "base": {
                 "model": self.args.model, "revision": self.revision,
-                "bits": self.base.get("quantization", {}).get("bits"),
+                "bits": (self.base.get("quantization") or {}).get("bits"),
             },
             "recipe": {
                 "command": " ".join([f"python -m {self.prog}", *sys.argv[1:]]),

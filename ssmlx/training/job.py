@@ -148,7 +148,7 @@ def read_base(folder: Path) -> dict[str, Any]:
     """The settings of a base model, with its layers, its width and its tokens among them."""
     path = folder / "config.json"
     settings = read_json(path, "a model folder")
-    settings = {**settings, **settings.get("text_config", {})}  # of a model that also sees
+    settings = {**settings, **(settings.get("text_config") or {})}  # of a model that also sees
     for name in _SIZES:
         require(
             isinstance(settings.get(name), int),

@@ -95,7 +95,7 @@ def load_frozen(path: Path, dtype: str) -> Backbone:
     which small gradients vanish, nor packed weights on the CPU in 16 bits, an eighth as fast: their
     scales are held, exactly, in float32.
     """
-    packed = "quantization" in read_json(path / "config.json", "a model folder")
+    packed = read_json(path / "config.json", "a model folder").get("quantization") is not None
     if dtype == "auto" and resolve_dtype(dtype) == "stored" and not packed:
         dtype = "bfloat16"
     backbone, _ = load_base(path, dtype)

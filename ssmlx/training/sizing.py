@@ -146,7 +146,7 @@ def frozen_dtype(path: Path, settings: Mapping[str, Any], most: int) -> str:
     MLX's CPU backend multiplies packed weights slowly: they are unpacked where two thirds of that
     are enough for them.
     """
-    bits = settings.get("quantization", {}).get("bits", 16)
+    bits = (settings.get("quantization") or {}).get("bits", 16)
     stored = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
     return "auto" if stored * 32 / bits <= _WEIGHTS_SHARE * most else "stored"
 
