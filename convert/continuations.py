@@ -308,6 +308,8 @@ def _main(args: argparse.Namespace) -> None:
     rows = [row for path in args.prompts for row in read_prompts(path)]
     prompts = [{k: row[k] for k in kinds if k in row} for row in rows]
     prompts = (prompts if args.temp else distinct(prompts))[: args.count or None]
+    found = f"--out {args.out} is a folder"
+    require(not args.out.is_dir(), found, expected="a file", do="give the name of one in it")
     make_folder(args.out.parent)
     template = None if args.lora is None else template_of(args.lora)
     path = resolve_model(args.model)

@@ -329,6 +329,8 @@ def test_missing_prompts_and_unwritable_output_are_one_line(
     monkeypatch.setattr(continuations, "load_generator", None)  # told before it
     assert continuations.main(command(folder, prompts, tmp_path / "file" / "out.jsonl")) == 2
     assert "cannot write" in one_line(capsys.readouterr().err, continuations.PROG)
+    assert continuations.main(command(folder, prompts, tmp_path)) == 2
+    assert "is a folder" in one_line(capsys.readouterr().err, continuations.PROG)
 
 
 def test_examples_of_chats_are_answered_anew(tmp_path):
