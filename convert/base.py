@@ -87,6 +87,9 @@ def _load_whole(folder: Path, options: Mapping[str, Any]) -> tuple[Any, list[str
     """A model whose weights transformers reads, which draws those that it does not find."""
     from transformers import AutoModelForCausalLM
 
+    found, do = f"{folder} has LoRA beside its weights", "keep adapter_config.json elsewhere"
+    is_alone = not (folder / "adapter_config.json").exists()
+    require(is_alone, found, expected="a model alone, as MLX leaves that aside", do=do)
     model, report = AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, output_loading_info=True,
         ignore_mismatched_sizes=True, **options,  # told below

@@ -354,6 +354,10 @@ def test_load_base_refuses_a_broken_folder_in_one_line(tmp_path):
     oracle.make_base().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-20])
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(InputError, match="has LoRA beside its weights"):
+        load_base(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     kinds = {
         "cannot be loaded as a model": ({}, {"model_type": "nope"}),
         "has 'x' for hidden_size": ({"hidden_size": "x"},),
