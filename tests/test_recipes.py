@@ -152,6 +152,13 @@ def test_sampled_prompts_are_new_each_time():
     assert found == chat_prompts.sample_prompts(model, tokenizer, 6, **draw)
 
 
+def test_sampled_prompts_are_kept_for_their_model(tmp_path, monkeypatch):
+    texts = iter(("text 1", "text 2"))
+    monkeypatch.setattr(chat_prompts, "sample_prompts", lambda *_, **__: [next(texts)])
+    asked = [chat_prompts.parse_args(["--out", str(tmp_path), "--model", name]) for name in "aba"]
+    assert [chat_prompts._sample(args, None, None)[0][-1] for args in asked] == ["1", "2", "1"]
+
+
 def test_sampled_prompts_go_to_one_split_each(monkeypatch):
     counts = chat_prompts.Counts(sampled=2, two_turn=0)
     monkeypatch.setattr(chat_prompts, "COUNTS", dict.fromkeys(questions.SPLITS, counts))

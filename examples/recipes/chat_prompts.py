@@ -4,6 +4,7 @@ From the checkout, with the extra `torch`.
 """
 
 import argparse
+import hashlib
 import itertools
 import random
 import re
@@ -159,7 +160,8 @@ def _main(args: argparse.Namespace) -> None:
 
 def _sample(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[str]:
     """The model's own prompts: those of an earlier run with the same settings, or new ones."""
-    kept = args.out / f"sampled_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
+    of = hashlib.sha256(args.model.encode()).hexdigest()[:8]
+    kept = args.out / f"sampled_{of}_{args.seed}_{args.batch_size}_{args.dtype}.jsonl"
     if kept.is_file():
         return [prompt["prompt"] for prompt in read_prompts(kept)]
     found = sample_prompts(model, tokenizer, SAMPLED, batch_size=args.batch_size, seed=args.seed)
