@@ -306,6 +306,7 @@ def test_a_model_that_asks_nothing_sensible_is_not_waited_for(base, tmp_path, mo
     speaker = Speaker(model.backbone.model, tokenizer, 2)
     assert speaker.questions(2, part) == []  # it never ends a text
     assert len(part.done) == answers._TRIES * 2
+    assert speaker.questions(100, part) == [] and len(part.done) == answers._ROUNDS * 4
 
 
 @pytest.mark.parametrize(

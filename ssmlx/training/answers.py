@@ -20,7 +20,8 @@ from .questions import is_good_prompt, normalised, user_prefix
 QUESTION_TOKENS = 110
 PREFILL_AT_ONCE = 8
 _MIN_P = 0.02
-_TRIES = 6  # a wanted question: a model that makes none gives up
+_TRIES = 6  # a wanted question, and after so many rounds a found one: else a model gives up
+_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,13 @@ class Speaker:
         prefix = user_prefix(self.tokenizer) if wanted else []
         known = dict(part.done)
         found: dict[str, str] = {}
-        for first in count(0, 2 * self.batch_size):
-            if len(found) >= wanted or first >= _TRIES * max(wanted, self.batch_size):
+        size = 2 * self.batch_size  # of a round
+        for first in count(0, size):
+            are_rare = first >= _ROUNDS * size and first > _TRIES * len(found)
+            most = _TRIES * max(wanted, self.batch_size)
+            if len(found) >= wanted or first >= most or are_rare:
                 break
-            numbers = range(first, first + 2 * self.batch_size)
+            numbers = range(first, first + size)
             texts = [Text(number, prefix, 1.0) for number in numbers if number not in known]
             label = f"questions, {len(found)} of {wanted}"
             for number, tokens in bar(
