@@ -89,9 +89,8 @@ class Speaker:
         found: dict[str, str] = {}
         size = 2 * self.batch_size  # of a round
         for first in count(0, size):
-            are_rare = first >= _ROUNDS * size and first > _TRIES * len(found)
-            most = _TRIES * max(wanted, self.batch_size)
-            if len(found) >= wanted or first >= most or are_rare:
+            rare = first >= _ROUNDS * size and first > _TRIES * len(found)
+            if len(found) >= wanted or rare or first >= _TRIES * max(wanted, self.batch_size):
                 break
             numbers = range(first, first + size)
             texts = [Text(number, prefix, 1.0) for number in numbers if number not in known]
