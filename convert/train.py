@@ -103,10 +103,8 @@ def _main(args: argparse.Namespace) -> None:
     base: Any = load_base(path, attn_implementation="sdpa")
     frozen: list[Any] = [base_identity(base).__dict__, str(dtype)]
     task: list[str] = []
-    is_below = start is not None
     if args.task_lora is not None:
         tuned, task = load_fine_tuned(base, args.task_lora), [folder_digest(args.task_lora)]
-        is_below = min(tuned.lora.layers) < job.config.insertion_layer
         base = merge_lora(tuned)
     if start is None:
         model = build_model(base, job.config, train, job.draft_vocab).to(device)
@@ -120,7 +118,7 @@ def _main(args: argparse.Namespace) -> None:
         use_stream_attention(base, train.num_streams)
     objective = TorchObjective(model, train, job.draft_vocab, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
-    lower_identity = job.lower_identity(*frozen, *(task if is_below else []))
+    lower_identity = job.lower_identity(*frozen, *task)
 
     def write(validate: Validation) -> Path | None:
         if start is not None:

@@ -69,7 +69,6 @@ def _run(args: argparse.Namespace) -> None:
     from ..loading.adapter import load_adapter
     from ..loading.attach import read_task_lora
     from ..loading.files import folder_digest
-    from ..model.lora import layer_of
     from ..model.ranks import launched
     from ..training.job import prepare, run_to_end
     from ..training.mlx_model import TrainedModel, new_adapter, start_from, with_new_parts
@@ -89,9 +88,7 @@ def _run(args: argparse.Namespace) -> None:
     kept = [folder_digest(args.init)] if start else []
     frozen: list[Any] = [adapter.base.__dict__, str(backbone.dtype)]
     task = [folder_digest(args.task_lora)] if args.task_lora else []
-    task_layers = {layer_of(path)[0] for path in adapter.task_lora}
-    is_below = task_layers and min(task_layers) < job.config.insertion_layer
-    lower_identity = job.lower_identity(*frozen, *kept, *(task if is_below else []))
+    lower_identity = job.lower_identity(*frozen, *kept, *task)
     with wired_limit(backbone.model):
         run_to_end(
             job, trainer,
