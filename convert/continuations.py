@@ -241,8 +241,7 @@ def encode_prompts(
         try:
             tokens = asked_tokens(prompt, tokenizer, template)
         except InputError as error:
-            found = f"prompt {number}: {error.found}"
-            raise InputError(found, expected=error.expected, do=error.do) from error
+            raise error.at(f"prompt {number}") from error
         require(
             len(tokens) <= longest,
             f"prompt {number} has {len(tokens)} tokens",

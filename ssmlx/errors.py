@@ -21,6 +21,10 @@ class InputError(ValueError):
         super().__init__(plain)
         self.found, self.expected, self.do = found, expected, do
 
+    def at(self, where: str) -> "InputError":
+        """The same, of one place among many."""
+        return InputError(f"{where}: {self.found}", expected=self.expected, do=self.do)
+
 
 def first_line(error: Exception) -> str:
     """What an exception says, in one line; its kind where it says nothing."""

@@ -230,6 +230,8 @@ def test_bad_input_is_told_in_one_line(packed, tmp_path, capsys):
     assert "--name ../x" in refused(capsys, *model, "--name", "../x")
     assert "does not exist" in refused(capsys, "--model", tmp_path / "none", "--name", "x")
     assert "none.jsonl" in refused(capsys, *model, "--data", tmp_path / "none.jsonl")
+    (tmp_path / "own.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w1 \\ud800"}')
+    assert "prompt 2 of your files: " in refused(capsys, *model, "--data", tmp_path / "own.jsonl")
     recurrent = write_family(tmp_path / "lfm2", "lfm2")
     assert "cannot draft for itself" in refused(capsys, "--model", recurrent)
     assert own_adapters() == {} and not list((tmp_path / "cache").rglob("plan.json"))

@@ -25,7 +25,7 @@ from ..calibration.choice import choose
 from ..calibration.costs import ROWS, CostPlan, measure_costs
 from ..calibration.guesses import RecordedAnswer, guesses_along, most_candidates
 from ..calibration.timing import ssmlx_answer
-from ..errors import require
+from ..errors import InputError, require
 from ..loading.adapter import load_adapter
 from ..loading.files import PartFile, make_folder, new_folder, write_whole
 from ..loading.load import is_quantised, load, load_tokenizer
@@ -157,8 +157,14 @@ class Run:
     def _asked(self, source: str, prompts: Sequence[dict[str, Any]]) -> list[Asked]:
         """Prompts as tokens; those that are too long are left out."""
         most = min(MOST_PROMPT, (self.backbone.context_length or 2**30) - ANSWER_TOKENS)
-        encoded = ((one, asked_tokens(one, self.words, self.options.template)) for one in prompts)
-        found = [Asked(source, user_text(one), t) for one, t in encoded if len(t) <= most]
+        found = []
+        for number, one in enumerate(prompts, 1):
+            try:
+                tokens = asked_tokens(one, self.words, self.options.template)
+            except InputError as error:
+                raise error.at(f"prompt {number} of {source}") from error
+            if len(tokens) <= most:
+                found.append(Asked(source, user_text(one), tokens))
         if len(found) < len(prompts):
             print(f"{len(prompts) - len(found)} prompts of over {most} tokens are left out")
         return found

@@ -122,8 +122,7 @@ def read_examples(
         try:
             example = encoder.encode(parse_json(text))
         except InputError as error:
-            found = f"{where}: {error.found}"
-            raise InputError(found, expected=error.expected, do=error.do) from error
+            raise error.at(where) from error
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise InputError(
                 f"{where}: {error or type(error).__name__}",
