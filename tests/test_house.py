@@ -39,7 +39,7 @@ EXCEPTIONS = {
     ("ssmlx/export.py", "convert/export"),  # the command's stub; the PyTorch side does it
     ("ssmlx/exported/__main__.py", "ssmlx/commands"),  # a command, beside what it runs
 }
-MOST = (30, 31_875, 22_680)  # `sizes`
+MOST = (30, 31_875, 22_930)  # `sizes`
 
 
 @cache
