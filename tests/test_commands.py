@@ -426,11 +426,12 @@ def test_ctrl_c_stops_a_comparison_and_not_the_chat(talk, monkeypatch):
 
 
 def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded):
-    code, out, err = talk(f"{real.words(300)}\nw1\n")
+    """Of messages that are asked alone nothing before them can be left out."""
+    code, out, err = talk(f"{real.words(300)}\nw1\n/system w9\n{real.words(300)}\n")
     assert (code, out) == (0, replies(loaded, "w1"))
-    first = err.splitlines()[0]
-    assert "expected less than the model's context of 256" in first
-    assert first.endswith("; /reset starts anew")
+    alone, *_, chatting = err.splitlines()
+    full = "expected less than the model's context of 256; shorten it"
+    assert alone.endswith(full) and chatting.endswith(f"{full}; /reset starts anew")
 
 
 def test_a_template_without_a_system_role_is_told(talk, loaded, monkeypatch):
