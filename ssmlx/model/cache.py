@@ -68,6 +68,8 @@ class LayerView:
 
     def without(self, first: int, last: int) -> LayerView:
         """The same, where attention does not read the keys from `first` up to `last`."""
+        if first == last:
+            return self
 
         def write(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             keys, values = self.update_and_fetch(keys, values)
