@@ -27,7 +27,7 @@ from ..decoding.batch import Mask
 from ..engine import Engine
 from ..errors import InputError, first_line
 from ..prompt_cache import PromptCache
-from ..prompts import check_text, encode, encode_prompt, plain_turns
+from ..prompts import check_text, encode, encode_prompt
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, parse_json, setting
 from .asks import Ask, End, Part, Reasoning, Text, ToolCall
 from .batch import Batches
@@ -174,7 +174,7 @@ class Answering:
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
         if ask.is_chat:
-            prompt = {"messages": plain_turns(ask.question), "tools": ask.tools}
+            prompt = {"messages": ask.question, "tools": ask.tools}
             args = {**self.template_args, **(ask.template_args or {})}
             if "enable_thinking" not in str(tokenizer.chat_template):
                 args.pop("enable_thinking", None)

@@ -20,13 +20,10 @@ _SETTINGS = {
 """Fields of a request that are settings; the names are OpenAI's, or mlx-lm's."""
 
 
-_SYSTEM = {"role": "system"}  # as templates call the developer
-
-
 def read_chat(body: Body, config: GenerateConfig) -> Ask:
     choice, turns = body.get("tool_choice"), asks.parts_of(body.get("messages"), "messages")
     asks.check(bool(turns), "messages is empty", "a turn at least")
-    turns = [{**one, **_SYSTEM} if one.get("role") == "developer" else one for one in turns]
+    turns = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in turns]
     kind = choice.get("type") if isinstance(choice, dict) else choice
     ok = kind in (None, "auto", "none")
     asks.check(ok, f"tool_choice is {quoted(choice)}", "auto or none; a schema gives a form")
