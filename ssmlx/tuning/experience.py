@@ -78,13 +78,6 @@ def _read(path: Path) -> Learned:
             is_ours = (values["format"], values["mlx"]) == (FORMAT, MLX_VERSION)
             if is_ours and len(means) <= _MOST and all(0 <= x < math.inf for x in numbers):
                 return learned
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            OSError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError, OSError) as error:
             _log.debug("%s is ignored: %s", path, error)
     return Learned()
