@@ -124,9 +124,11 @@ def compare(
 
 
 def _row(
-    folder: Path, units: str | None, manifest: exported.Manifest,
+    folder: Path,
+    units: str | None,
+    manifest: exported.Manifest,
     sides: tuple[Sequence[TimedAnswer], ...],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What one exported folder came to, by one runtime.
 
     `sides` are its answers, those of MLX with the same tree, and plain decoding's; the figures by

@@ -204,8 +204,7 @@ def turns_tokens(
 
 
 def is_alone(messages: Sequence[Message], template: str | None, **more: Any) -> bool:
-    """Whether the user's last turn is all that is shown: no system's text, no tools, and
-    nothing else that the chat template reads."""
+    """Whether the user's last turn is all that is shown: no system's, no tools, no arguments."""
     if template is None or "{prompt}" not in template or any(more.values()):
         return False
     roles = [turn["role"] for turn in plain_turns(messages)]

@@ -95,9 +95,14 @@ class Rounds(NamedTuple):
 
 
 def rounds(
-    target: Target, of: Sequence[System], prompts: Sequence[list[int]], deadline: float,
-    *, label: str, now: Now = time.perf_counter,
-) -> Rounds:  # fmt: skip
+    target: Target,
+    of: Sequence[System],
+    prompts: Sequence[list[int]],
+    deadline: float,
+    *,
+    label: str,
+    now: Now = time.perf_counter,
+) -> Rounds:
     """An answer of each system to the first prompt, to warm up and to see what it takes; then to
     as many prompts as time allows, in an order that rotates.
 
@@ -239,9 +244,13 @@ def answer_tokens(example: Example, target: Target) -> list[int]:
 
 
 def context_result(
-    experiment: Experiment, target: Target, prompts: Sequence[list[int]], before: Rounds,
-    deadline: float, length: int,
-) -> dict[str, Any] | None:  # fmt: skip
+    experiment: Experiment,
+    target: Target,
+    prompts: Sequence[list[int]],
+    before: Rounds,
+    deadline: float,
+    length: int,
+) -> dict[str, Any] | None:
     """Answers behind `length` tokens until the deadline; None where by what `before` took not even
     one round would end in time."""
     limit = target.plain.backbone.context_length or length + CONTEXT_TOKENS
