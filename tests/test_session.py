@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -99,42 +100,49 @@ def test_a_reply_closed_halfway_is_kept(make_session, decoding, segments):
     assert tokens_of(session.reply("w9")) == expected(session, "plain")
 
 
+@contextmanager
+def busy():
+    """While the MLX thread is in the middle of a call, others ask it for what the block says."""
+    gate = threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(run, gate.wait)
+        yield pool
+        time.sleep(0.1)  # until all have asked
+        gate.set()
+
+
 @pytest.mark.parametrize("ended", ["cancelled", "dropped"])
 def test_what_a_stopped_reply_leaves_is_forgotten_by_reset(make_session, ended):
     session = make_session()
     reply = session.reply("w1 w2")
     next(reply)
-    if ended == "cancelled":
-        reply.cancel()
-    del reply
-    session.reset()
+    with busy() as pool:
+        if ended == "cancelled":
+            reply.cancel()
+        del reply
+        anew = pool.submit(session.reset)
+    anew.result(), run(lambda: None)  # behind what the reply leaves
     assert (session.messages, session.context_tokens) == ([], 0)
     assert tokens_of(session.reply("w5")) == expected(session, "plain")
 
 
 def test_of_replies_asked_for_at_once_one_is_opened(make_session):
-    session, gate = make_session(), threading.Event()
-    with ThreadPoolExecutor(3) as pool:
-        pool.submit(run, gate.wait)
+    session = make_session()
+    with busy() as pool:
         asked = [pool.submit(session.reply, text) for text in ("w1", "w2")]
-        time.sleep(0.1)  # until both have asked
-        gate.set()
-        refused = [one.exception() for one in asked]
+    refused = [one.exception() for one in asked]
     assert sorted(str(one)[:26] for one in refused) == ["None", "a reply of this session is"]
     (opened,) = (one.result() for one in asked if one.exception() is None)
     assert tokens_of(opened) == expected(session, "plain") and len(session.messages) == 2
 
 
 def test_a_session_closed_while_it_is_asked_says_so(make_session):
-    session, gate = make_session(), threading.Event()
+    session = make_session()
     list(session.reply("w1"))
-    with ThreadPoolExecutor(3) as pool:
-        pool.submit(run, gate.wait)
+    with busy() as pool:
         closing, asked = pool.submit(session.close), pool.submit(session.reply, "w2")
-        time.sleep(0.1)
-        gate.set()
-        closing.result()
-        said = str(asked.exception() or "opened")  # whichever came first
+    closing.result()
+    said = str(asked.exception() or "opened")  # whichever came first
     assert said in ("opened", "this chat is closed; expected an open one; make a new session")
     with pytest.raises(InputError, match="this chat is closed"):
         session.compare()
