@@ -426,7 +426,6 @@ def test_ctrl_c_stops_a_comparison_and_not_the_chat(talk, monkeypatch):
 
 
 def test_an_overflow_is_told_and_the_chat_goes_on(talk, loaded):
-    """Of messages that are asked alone nothing before them can be left out."""
     code, out, err = talk(f"{real.words(300)}\nw1\n/system w9\n{real.words(300)}\n")
     assert (code, out) == (0, replies(loaded, "w1"))
     alone, *_, chatting = err.splitlines()

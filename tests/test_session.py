@@ -114,8 +114,7 @@ def busy():
 @pytest.mark.parametrize("ended", ["cancelled", "dropped"])
 def test_what_a_stopped_reply_leaves_is_forgotten_by_reset(make_session, ended):
     session = make_session()
-    reply = session.reply("w1 w2")
-    next(reply)
+    next(reply := session.reply("w1 w2"))
     with busy() as pool:
         if ended == "cancelled":
             reply.cancel()
@@ -130,8 +129,8 @@ def test_of_replies_asked_for_at_once_one_is_opened(make_session):
     session = make_session()
     with busy() as pool:
         asked = [pool.submit(session.reply, text) for text in ("w1", "w2")]
-    refused = [one.exception() for one in asked]
-    assert sorted(str(one)[:26] for one in refused) == ["None", "a reply of this session is"]
+    refused = sorted(str(one.exception())[:26] for one in asked)
+    assert refused == ["None", "a reply of this session is"]
     (opened,) = (one.result() for one in asked if one.exception() is None)
     assert tokens_of(opened) == expected(session, "plain") and len(session.messages) == 2
 
@@ -141,9 +140,8 @@ def test_a_session_closed_while_it_is_asked_says_so(make_session):
     list(session.reply("w1"))
     with busy() as pool:
         closing, asked = pool.submit(session.close), pool.submit(session.reply, "w2")
-    closing.result()
-    said = str(asked.exception() or "opened")  # whichever came first
-    assert said in ("opened", "this chat is closed; expected an open one; make a new session")
+    said = str(closing.exception() or asked.exception())  # whichever came first
+    assert said in ("None", "this chat is closed; expected an open one; make a new session")
     with pytest.raises(InputError, match="this chat is closed"):
         session.compare()
 

@@ -24,7 +24,7 @@ from ssmlx.decoding.pace import Learned, Pace, Rung
 from ssmlx.errors import InputError
 from ssmlx.model.backbone import Backbone
 from ssmlx.model.streams import StreamFusedModel
-from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig
+from ssmlx.settings import AcceptanceConfig, GenerateConfig, PruneConfig, TreeConfig, to_json
 from ssmlx.tuning import profile as tuning
 from ssmlx.tuning.chips import CHIPS, Decoder, chip_named, costs, left_out, row_costs
 from ssmlx.tuning.cost import DraftShape, Surface, interpolate
@@ -287,12 +287,6 @@ def _edited_way(path, *, shape=None, **changes):
     _edited(path, ways=[*before, last])
 
 
-def _timeless(path):
-    costs = json.loads(path.read_text())["costs"]
-    seconds = [[0.0 for _ in row] for row in costs["plain"]["seconds"]]
-    _edited(path, costs={**costs, "plain": {**costs["plain"], "seconds": seconds}})
-
-
 BROKEN = {
     "no JSON": (lambda path: path.write_text("{"), "is not valid JSON"),
     "half": (lambda path: path.write_text(path.read_text()[:300]), "is not valid JSON"),
@@ -301,7 +295,10 @@ BROKEN = {
     "another format": (lambda path: _edited(path, format="ssmlx-profile/1"), "ssmlx-profile/1"),
     "no ways": (lambda path: _edited(path, ways=[]), "it says nothing to draft"),
     "no costs": (lambda path: _edited(path, costs=None), "NoneType"),
-    "no time at all": (_timeless, "division by zero"),
+    "no time at all": (
+        lambda path: _edited(path, costs=to_json(replace(COSTS, plain=Surface.of({(1, 0): 0.0})))),
+        "division by zero",
+    ),
     "another place": (
         lambda path: _edited(
             path, place={**json.loads(path.read_text())["place"], "machine": "another"}
