@@ -361,7 +361,7 @@ def segments_of(
                         if first:
                             break
                         yield Prefilled(cache.offset - num_cached, total)
-                    whole = chain([first], steps)
+                    whole = chain([first], filter(None, steps))
                     for response in responses_of(
                         whole, budget, num_prompt, num_cached, measured, started, told
                     ):

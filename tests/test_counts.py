@@ -85,7 +85,7 @@ def test_no_step_sorts_the_vocabulary(big_model, drafter, temp, filters, monkeyp
     monkeypatch.setattr(Verified, "read", lambda self, *more: [[5], *([0] * a.size for a in more)])
     plan = make_plan(big_model, config, **more)
     cache = big_model.make_cache()
-    plan.drafter.start([5])
+    list(plan.drafter.start([5]) or ())
 
     def results(token):
         if drafter != "plain":

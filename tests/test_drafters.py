@@ -6,7 +6,7 @@ import random
 import shutil
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 
 import ssmlx  # first: it prefers OpenBLAS
 
@@ -25,7 +25,7 @@ from tiny import (
 )
 from tiny_heads import HEAD_KINDS, LEVELS, cycle_heads, make_heads, random_heads, token_paths
 
-from ssmlx.api import stream_generate, token_steps
+from ssmlx.api import planned_steps, stream_generate, token_steps
 from ssmlx.calibration.guesses import copies_along
 from ssmlx.commands import generate
 from ssmlx.decoding import loop as decode
@@ -602,16 +602,16 @@ def test_vocabularies_are_padded_to_sizes_of_their_own(sizes, settings):
     assert logits.shape == (1, sizes[0]) and mx.isfinite(logits).sum().item() == min(sizes)
 
 
-def test_a_draft_models_cache_knows_its_text_where_reading_fails(monkeypatch):
-    draft = DraftModel(make_base(num_hidden_layers=1))
-    cache = DraftCache(draft)
+@pytest.mark.parametrize("stop", range(5))
+def test_an_answer_stops_while_a_draft_model_reads_its_prompt(stop, monkeypatch):
+    """And leaves its cache fit for the next: the target drafts for itself, and all of it holds."""
     monkeypatch.setattr(draft_model, "PREFILL_STEP_SIZE", 2)
-    cache.start([1, 2, 3, 4])
-    steps = iter([draft.model])  # and none behind it
-    monkeypatch.setattr(draft, "model", lambda *given, **more: next(steps)(*given, **more))
-    with pytest.raises(StopIteration):
-        cache.start([1, 7, 7, 7, 7])
-    assert cache.text[: cache.offset] == [1, 7, 7]
+    model, draft, other = bare_model(), DraftModel(make_base()), [*PROMPT[:2], 7, 7, 7, 7]
+    written(model, PROMPT, 1, draft_model=draft)
+    steps = planned_steps(make_plan(model, draft_model=draft), model, other, model.make_cache())
+    assert not any(islice(steps, stop))  # two turns in the target's prompt, two in its own
+    del steps
+    assert written(model, PROMPT, 9, draft_model=draft)[1] == [1, 4, 4] and len(draft._caches) == 1
 
 
 def test_another_vocabulary_is_refused():

@@ -4,7 +4,7 @@ The drafters themselves are the files of `ssmlx/drafters/`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,9 +92,9 @@ class Drafter(Protocol):
     @property
     def cache_bytes(self) -> int: ...
 
-    def start(self, tokens: Sequence[int]) -> None:
+    def start(self, tokens: Sequence[int]) -> Iterator[list[int]] | None:
         """Begin, or go on behind calls that it has not seen: `tokens` are the text so far, of which
-        those that nobody knows are `PAD_TOKEN`."""
+        those that nobody knows are `PAD_TOKEN`. Where that takes calls, in `prefill_turns`."""
 
     def propose(self, verified: Verified) -> Tree:
         """The tree below `verified.root`. What reads values of `verified` waits for the target."""

@@ -273,7 +273,7 @@ def streaming_decode(
                 model, root, tail, cache, sampler, text, told, pace, watch
             )
         else:
-            drafter.start([*unknown, *text])
+            yield from drafter.start([*unknown, *text]) or ()
             root, tail = yield from drafting_spell(
                 build, root, tail, cache, ends, text, told, pace, watch, builds_ahead
             )

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +106,15 @@ class DraftCache:
     def offset(self) -> int:
         return int(self._layers[0].offset)
 
-    def start(self, tokens: Sequence[int]) -> int:
-        """Make the cache hold `tokens`, as much of it as it can keep; the forward passes taken."""
+    def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
+        """Make the cache hold `tokens`, as much of it as it can keep; a turn before each pass."""
         common = common_prefix(self.text[: self.offset], tokens)
         self.note((), common)
-        self.text, calls = list(tokens), 0
+        self.text = list(tokens)
         for first in range(common, len(tokens), PREFILL_STEP_SIZE):
+            yield []
             self.logits(mx.array(list(tokens[first : first + PREFILL_STEP_SIZE])))
             mx.eval([layer.state for layer in self._layers])
-            calls += 1
-        return calls
 
     def logits(self, tokens: mx.array) -> mx.array:
         """[1, V] logits after the last of `tokens` [R], which join the cache.
@@ -147,19 +146,20 @@ class DraftModelDrafter:
     waits = True
 
     def __init__(self, model: DraftModel, config: DraftModelConfig, sampling: Sampling) -> None:
-        most = min(model.vocab_size, model.target_vocab_size)
-        width, levels = min(config.width, most), config.num_draft_tokens
-        self._model, self._sampling = model, sampling
-        self._width, self.num_levels = width, levels
-        self._topology = comb_topology(width, levels)
+        width = min(config.width, model.vocab_size, model.target_vocab_size)
+        self._model, self._sampling, self._width = model, sampling, width
+        self.num_levels = config.num_draft_tokens
+        self._topology = comb_topology(width, self.num_levels)
         self.max_nodes = self._topology.num_nodes
         self.num_parameters = model.num_parameters
         self.draft_calls = 0
 
-    def start(self, tokens: Sequence[int]) -> None:
+    def start(self, tokens: Sequence[int]) -> Iterator[list[int]]:
         self._cache = self._model.take_cache(tokens, self)
-        self._chain = mx.zeros(0, mx.int32)
-        self.draft_calls = self._cache.start(tokens)
+        self._chain, self.draft_calls = mx.zeros(0, mx.int32), 0
+        for turn in self._cache.start(tokens):
+            yield turn
+            self.draft_calls += 1
 
     def propose(self, verified: Verified) -> Tree:
         """See `Drafter.propose`. Waits for the target, to know how much of the cache holds."""
