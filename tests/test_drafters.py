@@ -687,7 +687,10 @@ def test_every_drafter_samples_from_the_target(name, distribution, texts, draws)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("texts", [4, pytest.param(250, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "texts",
+    [pytest.param(4, marks=pytest.mark.slow), pytest.param(250, marks=pytest.mark.long)],
+)
 def test_plain_decoding_samples_from_the_target(distribution, texts):
     found = [plain_text(distribution, 400, seed) for seed in range(texts)]
     p = p_value(found, transition_probs(DISTRIBUTIONS[distribution]))
