@@ -70,8 +70,7 @@ class Engine:
         self._base = own.backbone.base()
         self._models: dict[str, StreamFusedModel] = {NO_ADAPTER: StreamFusedModel(self._base)}
         self._loading = threading.Lock()
-        self._open: weakref.WeakSet[Answer[GenerationResponse]] = weakref.WeakSet()
-        self._chats: weakref.WeakSet[ChatSession] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Answer[GenerationResponse] | ChatSession] = weakref.WeakSet()
         self.prompt_cache = PromptCache() if prompt_cache is None else prompt_cache
         for adapter in adapters:
             self.model(adapter)
@@ -153,7 +152,7 @@ class Engine:
             return self._segments(model, prompt, config, drafts or {}, kept)
 
         answer = Answer(run(opened), progress)
-        self._open.add(answer)
+        self._keep(answer)
         return answer
 
     def _segments(
@@ -208,8 +207,16 @@ class Engine:
             system=system, tools=tools, template_args=template_args, prompts=self.prompt_cache,
             swap=self._swap, **(drafts or {}),
         )  # fmt: skip
-        self._chats.add(chat)
+        self._keep(chat)
         return chat
+
+    def _keep(self, opened: Answer[GenerationResponse] | ChatSession) -> None:
+        """For `close` to close; it may have come first."""
+        with self._loading:
+            self._open.add(opened)
+            if self._models:
+                return
+        opened.close()
 
     def _swap(self, adapter: str | Path | None) -> StreamFusedModel:
         return self.model(NO_ADAPTER if adapter is None else adapter)
@@ -222,10 +229,9 @@ class Engine:
                 return
             self._models = {}
             del self._base
-        for answer in list(self._open):
-            answer.close()
-        for chat in list(self._chats):
-            chat.close()
+            opened = list(self._open)
+        for one in opened:
+            one.close()
         self.prompt_cache.close()
         run(lambda: self._wiring.__exit__(None, None, None))
         # What transformers imports late leaves circles that hold the frames of `load`.

@@ -390,6 +390,18 @@ def test_a_closed_engine_and_its_chats_answer_no_more(base, folders):
     assert "this chat is closed" in refusal(chat.reply, "w1")
 
 
+def test_an_answer_that_is_asked_for_while_an_engine_closes_is_over(base, folders):
+    engine, gate = ssmlx.Engine(str(base), dtype="float32"), threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(answers.run, gate.wait)
+        asked = pool.submit(ask, engine, folders, "none")
+        time.sleep(0.3)  # it waits for the thread that runs MLX
+        closing = pool.submit(engine.close)
+        time.sleep(0.3)
+        gate.set()
+        assert list(asked.result()) == [] and closing.result() is None
+
+
 def test_closing_frees_the_memory(base, folders):
     held = []
     for _ in range(6):
