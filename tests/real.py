@@ -21,6 +21,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import tiny
 from huggingface_hub.utils import close_session
+from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -78,13 +79,10 @@ def write_base(
     model = Model(ModelArgs.from_dict(sizes))
     key = mx.random.key(seed)
     weights = []
-    for name, old in _leaves(model):
+    for name, old in tree_flatten(model.parameters()):
         key, own = mx.random.split(key)
-        new = (
-            mx.full(old.shape, norm)
-            if "norm" in name
-            else 0.3 * mx.random.normal(old.shape, key=own)
-        )
+        drawn = 0.3 * mx.random.normal(old.shape, key=own)
+        new = mx.full(old.shape, norm) if "norm" in name else drawn
         weights.append((name, new))
     model.load_weights(weights)
     model.lm_head.weight[2] = 0.0  # the end token's logit stays 0, below the others' largest
@@ -107,12 +105,6 @@ def write_packed(folder: Path, base: Path, *, dtype: mx.Dtype | None = None, **o
     for path in base.glob("*token*") if base != folder else ():
         shutil.copy(path, folder)
     return folder
-
-
-def _leaves(model):
-    from mlx.utils import tree_flatten
-
-    return tree_flatten(model.parameters())
 
 
 def make_adapter(

@@ -157,8 +157,9 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
         lacking[STREAMS] = "the adapter has no streams"
     left_out = {one.name: lacking[one.kind] for one in systems if one.kind in lacking}
     if weights.adapter and STREAMS not in lacking and weights.adapter.streams.prune is None:
-        pruned = [one for one in systems if one.kind == STREAMS and _prunes(one.config)]
-        left_out |= {one.name: "the adapter has no pruning adapter" for one in pruned}
+        prunes = {one.name: one.config.prune for one in systems if one.kind == STREAMS}
+        pruned = [name for name, prune in prunes.items() if prune and prune.kind != "off"]
+        left_out |= dict.fromkeys(pruned, "the adapter has no pruning adapter")
     for system, why in left_out.items():
         print(f"{task.name}: {system} is left out, {why}", file=sys.stderr)
     taking_part = [system for system in systems if system.name not in left_out]
@@ -170,10 +171,6 @@ def experiment_of(args: argparse.Namespace, name: str) -> Experiment:
         examples=examples, task=task, repeats=args.repeats, out=args.out, fresh=args.fresh,
         data=data.name, left_out=left_out,
     )  # fmt: skip
-
-
-def _prunes(config: GenerateConfig) -> bool:
-    return config.prune is not None and config.prune.kind != "off"
 
 
 class _SystemParser(Parser):

@@ -19,8 +19,9 @@ PACKAGES = ("mlx", "mlx-lm", "transformers", "numpy", "ssmlx")
 
 def machine() -> dict[str, str]:
     """Chip, memory, system, power, and the versions of everything that takes part."""
+    chip = mx.device_info(mx.cpu).get("device_name") or UNKNOWN
     return {
-        "machine": f"{platform.system()} {platform.machine()}, {_chip()}",
+        "machine": f"{platform.system()} {platform.machine()}, {chip}",
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.3g} GiB",
         "os": _system(),
         "power": power_source(),
@@ -30,10 +31,6 @@ def machine() -> dict[str, str]:
         **{name: _package_version(name) for name in PACKAGES},
         "commit": _commit(),
     }
-
-
-def _chip() -> str:
-    return str(mx.device_info(mx.cpu).get("device_name") or UNKNOWN)
 
 
 def _system() -> str:
