@@ -146,14 +146,14 @@ class Engine:
         config = with_seed(replace(config or GenerateConfig(), **settings))
         template = {"tools": tools, "template_args": template_args}
 
-        def opened() -> Iterator[GenerationResponse | Prefilled]:
+        def opened() -> Answer[GenerationResponse]:
             prompt = self._tokens(model, question, template)
             kept = self.prompt_cache if prompt_cache is None else prompt_cache
-            return self._segments(model, prompt, config, drafts or {}, kept)
+            answer = Answer(self._segments(model, prompt, config, drafts or {}, kept), progress)
+            self._join(answer)
+            return answer
 
-        answer = Answer(run(opened), progress)
-        self._keep(answer)
-        return answer
+        return run(opened)
 
     def _segments(
         self,
@@ -207,16 +207,14 @@ class Engine:
             system=system, tools=tools, template_args=template_args, prompts=self.prompt_cache,
             swap=self._swap, **(drafts or {}),
         )  # fmt: skip
-        self._keep(chat)
+        run(lambda: self._join(chat))
         return chat
 
-    def _keep(self, opened: Answer[GenerationResponse] | ChatSession) -> None:
-        """For `close` to close; it may have come first."""
-        with self._loading:
-            self._open.add(opened)
-            if self._models:
-                return
-        opened.close()
+    def _join(self, opened: Answer[GenerationResponse] | ChatSession) -> None:
+        """Let `close` close it, which may have come first: on the MLX thread, as its list is."""
+        self._open.add(opened)
+        if not self._models:
+            opened.close()
 
     def _swap(self, adapter: str | Path | None) -> StreamFusedModel:
         return self.model(NO_ADAPTER if adapter is None else adapter)
@@ -229,9 +227,8 @@ class Engine:
                 return
             self._models = {}
             del self._base
-            opened = list(self._open)
-        for one in opened:
-            one.close()
+        for opened in run(lambda: list(self._open)):
+            opened.close()
         self.prompt_cache.close()
         run(lambda: self._wiring.__exit__(None, None, None))
         # What transformers imports late leaves circles that hold the frames of `load`.
