@@ -390,16 +390,16 @@ def test_a_closed_engine_and_its_chats_answer_no_more(base, folders):
     assert "this chat is closed" in refusal(chat.reply, "w1")
 
 
-def test_an_answer_that_is_asked_for_while_an_engine_closes_is_over(base, folders):
-    engine, gate = ssmlx.Engine(str(base), dtype="float32"), threading.Event()
+def test_an_answer_that_is_asked_for_while_an_engine_closes_is_over(base, folders, monkeypatch):
+    engine, other = (ssmlx.Engine(str(base), dtype="float32") for _ in range(2))
     with ThreadPoolExecutor(3) as pool:
-        pool.submit(answers.run, gate.wait)
+        pool.submit(answers.run, lambda: time.sleep(1))
         asked = pool.submit(ask, engine, folders, "none")
         time.sleep(0.3)  # it waits for the thread that runs MLX
         closing = pool.submit(engine.close)
-        time.sleep(0.3)
-        gate.set()
         assert list(asked.result()) == [] and closing.result() is None
+    monkeypatch.setattr("ssmlx.engine.with_seed", lambda config: other.close() or config)
+    assert list(ask(other, folders, "none")) == []  # it closed before the answer was opened
 
 
 def test_closing_frees_the_memory(base, folders):
