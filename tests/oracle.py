@@ -11,16 +11,17 @@ import pytest
 # What needs them is skipped without them, whatever imports this.
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-from tiny import tree_from_parents
+from tiny import first_tokens, tree_from_parents
 
 from convert.formats.adapter import read_checkpoint
 from convert.reference.checkpoint import save_reference
 from convert.reference.format import LoraSettings
 from convert.reference.model import StreamFusedReference
+from ssmlx.api import token_steps
 from ssmlx.decoding.loop import prefill
 from ssmlx.loading.adapter import write_adapter
 from ssmlx.loading.load import load_base
-from ssmlx.settings import StreamConfig
+from ssmlx.settings import StreamConfig, TreeConfig
 
 ARCHITECTURES = ("Llama", "Qwen2", "Qwen3", "Phi3", "Mistral")
 LAYERS, WIDTH, VOCAB, STREAMS = 4, 32, 97, 2
@@ -198,3 +199,11 @@ def greedy_streaming(
         candidates = ranked if output.draft_vocab is None else output.draft_vocab[ranked]
         tree_tokens, parents = full_tree(target[path[-1]], candidates.tolist())
     return generated[:max_tokens], calls
+
+
+def assert_same_steps(reference, model, prompt, width):
+    """MLX decodes with full trees of this width in PyTorch's tokens and calls."""
+    tokens, calls = greedy_streaming(reference, prompt, width=width, max_tokens=14)
+    tree = TreeConfig(kind="full", width=width)
+    found, lengths = first_tokens(token_steps(model, prompt, model.make_cache(), tree=tree), 14)
+    assert (found, len(lengths)) == (tokens, calls)

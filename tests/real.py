@@ -210,10 +210,14 @@ def one_line(err: str, prog: str) -> str:
     return err.strip()
 
 
+def tokens_of(responses):
+    return [token for one in responses for token in one.tokens]
+
+
 def answer(model, tokenizer, prompt, **settings):
     """(tokens, last response) of an answer by ssmlx."""
     responses = list(ssmlx.stream_generate(model, tokenizer, prompt, **settings))
-    return [token for r in responses for token in r.tokens], responses[-1]
+    return tokens_of(responses), responses[-1]
 
 
 @contextmanager

@@ -47,10 +47,8 @@ def patched(source: str, diff: str) -> str:
 
 
 def test_a_drafter_is_two_files_and_few_lines(examples):
-    assert [path for _, path, _ in examples[:2]] == [
-        "ssmlx/drafters/bigram.py",
-        "ssmlx/settings.py",
-    ]
+    paths = ["ssmlx/drafters/bigram.py", "ssmlx/settings.py"]
+    assert [path for _, path, _ in examples[:2]] == paths
     added = [line for line in examples[1][2].splitlines() if line.startswith("+")]
     assert examples[0][2].count("\n") + len(added) <= MOST_LINES
 
@@ -62,9 +60,7 @@ def test_both_work(copy, tmp_path):
     (base / "config.json").write_text(json.dumps({**config, "model_type": "relu_llama"}))
 
     def answer(*more):
-        asked = (
-            "--model", str(base), "--prompt", "w1 w2 w3 w1 w2", "--jsonl", "--max-tokens", "24",
-        )  # fmt: skip
+        asked = ["--model", base, "--prompt", "w1 w2 w3 w1 w2", "--jsonl", "--max-tokens", "24"]
         done = subprocess.run(
             [sys.executable, "-m", "ssmlx.generate", *asked, *more], cwd=copy,
             env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,

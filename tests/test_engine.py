@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
-from real import ROOT, answer, refusal, words, write_base, write_tiny_adapter
+from real import ROOT, answer, refusal, tokens_of, words, write_base, write_tiny_adapter
 from tiny import make_model, make_tokenizer
 
 import ssmlx
@@ -30,10 +30,6 @@ ADAPTERS = ("streams", "all", "none")
 def engine(base, folders):
     with ssmlx.Engine(str(base), (folders["streams"],), dtype="float32") as engine:
         yield engine
-
-
-def tokens_of(segments):
-    return [token for segment in segments for token in segment.tokens]
 
 
 def ask(engine, folders, adapter, question="w1 w2", **settings):

@@ -193,11 +193,7 @@ def test_oracle_takes_the_same_steps(name, changes, tmp_path, monkeypatch):
     monkeypatch.setattr("ssmlx.drafters.streams.TEXT_TOKENS", 0)
     reference, model = load_pair(tmp_path, name, merge_lora=False, **changes)
     for width in (1, 3, 7):  # 7 children of a stream that may know 5 tokens
-        tokens, calls = oracle.greedy_streaming(reference, PROMPT, width=width, max_tokens=14)
-        config = GenerateConfig(tree=TreeConfig(kind="full", width=width))
-        steps = token_steps(model, PROMPT, model.make_cache(), config)
-        found, lengths = first_tokens(steps, 14)
-        assert (found, len(lengths)) == (tokens, calls)
+        oracle.assert_same_steps(reference, model, PROMPT, width)
 
 
 @pytest.mark.parametrize("scope", ["all", "streams"])

@@ -16,7 +16,7 @@ import ssmlx  # first: it prefers OpenBLAS
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from real import ROOT, one_line, snapshot, words, write_tiny_adapter
+from real import ROOT, one_line, snapshot, tokens_of, words
 from tiny import (
     RESIDUAL,
     VOCAB,
@@ -90,7 +90,7 @@ def warm(prompts, model, tokens, **settings):
 
 
 def rows_of(cache):
-    return [np.array(rows) for rows in cache.rows(cache.offset)]
+    return [np.array(rows.astype(mx.float32)) for rows in cache.rows(cache.offset)]
 
 
 @pytest.mark.parametrize("name", drafters())
@@ -248,22 +248,18 @@ def test_a_folder_outlives_the_process(tmp_path, dtype):
     with PromptCache(folder=folder) as first:
         answer, _ = warm(first, model, tokens, decoding="plain")
         assert not folder.exists()
-        rows = rows_of_half(first.take(model, tokens)[0])
+        rows = rows_of(first.take(model, tokens)[0])
     (path,) = written(folder)
     assert path.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
     second = PromptCache(folder=folder)
     cache, known = second.take(model, tokens)
     assert known == len(tokens) - 1
-    assert all(np.array_equal(a, b) for a, b in zip(rows, rows_of_half(cache), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(rows, rows_of(cache), strict=True))
     assert warm(second, model, tokens, decoding="plain")[0] == answer
     path.unlink()
     assert second.take(model, tokens)[1] == len(tokens) - 1  # it is in memory now
     other = PromptCache(folder=folder)
     assert other.take(model_of(seed=5), tokens)[1] == 0
-
-
-def rows_of_half(cache):
-    return [np.array(rows.astype(mx.float32)) for rows in cache.rows(cache.offset)]
 
 
 def test_the_longer_of_memory_and_folder_counts(tmp_path):
@@ -476,14 +472,6 @@ def test_prompts_are_listed_and_purged(prompt_file, tmp_path, capsys):
     one_line(capsys.readouterr().err, "ssmlx.caches")
 
 
-@pytest.fixture(scope="module")
-def folders(base):
-    return {
-        scope: write_tiny_adapter(base.parent / scope, base, scope=scope)
-        for scope in ("all", "streams")
-    }
-
-
 def generated(capsys, base, *args):
     common = ["--model", str(base), "--dtype", "float32", "--max-tokens", "6", "--jsonl"]
     common += ["--template", "raw"]
@@ -495,20 +483,18 @@ def generated(capsys, base, *args):
 @pytest.mark.slow
 def test_an_engine_is_warm_from_what_another_left(base, folders, tmp_path):
     """Threads ask at once while prompts are thrown out of memory, onto disk, and read again."""
-    adapters = {"none": "none", **{scope: str(folder) for scope, folder in folders.items()}}
     texts = [words(40, first) for first in (0, 0, 7, 14)]
-    asked = [(adapter, text) for adapter in adapters for text in texts] * 2
+    asked = [(adapter, text) for adapter in folders for text in texts] * 2
 
     def engine(**bounds):
         prompts = PromptCache(folder=tmp_path / "prompts", **bounds)
         return ssmlx.Engine(str(base), dtype="float32", prompt_cache=prompts)
 
     def heard(engine, adapter, text):
-        with engine.stream(text, adapter=adapters[adapter], max_tokens=6) as answer:
+        with engine.stream(text, adapter=folders[adapter], max_tokens=6) as answer:
             segments = list(answer)
         engine.prompt_cache.flush()
-        tokens = [token for segment in segments for token in segment.tokens]
-        return tokens, segments[-1].prompt_tokens - segments[-1].cached_tokens
+        return tokens_of(segments), segments[-1].prompt_tokens - segments[-1].cached_tokens
 
     with ssmlx.Engine(str(base), dtype="float32") as other:
         other.prompt_cache.max_bytes = 0
@@ -539,7 +525,7 @@ def test_generate_keeps_its_prompt(base, folders, tmp_path, capsys, monkeypatch)
     assert generated(capsys, base, "--prompt", prompt, *keep) == cold
     assert path.stat().st_mode & 0o777 == 0o600
     first = path.read_bytes()
-    streams = ("--adapter", str(folders["streams"]))
+    streams = ("--adapter", folders["streams"])
     assert generated(capsys, base, "--prompt", prompt, *keep, *streams) == cold
     assert generated(capsys, base, "--prompt", words(6), *keep)
     assert path.read_bytes() == first  # the file has all of it

@@ -9,18 +9,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 import oracle
 from safetensors.torch import load, save_file
-from tiny import first_tokens
 
 from convert.base import load_base
 from convert.reference.checkpoint import load_reference, save_reference
 from convert.reference.format import LoraSettings
 from convert.reference.model import StreamFusedReference, stream_visibility
-from ssmlx import GenerateConfig
-from ssmlx.api import token_steps
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import load_adapter
 from ssmlx.loading.attach import fuse_streams
-from ssmlx.settings import TreeConfig
 
 
 def read_tensors(path):
@@ -400,8 +396,4 @@ def test_mlx_computes_the_same_and_takes_the_same_steps(architecture, scope, kin
         expected = reference(torch.tensor([PROMPT]), stream_rows=torch.zeros(0, dtype=torch.long))
     oracle.assert_close([whole], [expected.main_logits[0]])
     for width in (1, 3):
-        tokens, calls = oracle.greedy_streaming(reference, PROMPT, width=width, max_tokens=14)
-        config = GenerateConfig(tree=TreeConfig(kind="full", width=width))
-        steps = token_steps(model, PROMPT, model.make_cache(), config)
-        found, lengths = first_tokens(steps, 14)
-        assert (found, len(lengths)) == (tokens, calls)
+        oracle.assert_same_steps(reference, model, PROMPT, width)

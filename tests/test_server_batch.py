@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 import pytest
-from real import words
+from real import tokens_of, words
 
 import ssmlx
 from ssmlx.answers import run
@@ -72,10 +72,6 @@ def told(segments):
     ]
 
 
-def tokens(segments):
-    return [token for one in segments for token in one.tokens]
-
-
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_threads_hear_what_each_would_hear_alone(ask, together, kind):
     settings = SETTINGS[kind]
@@ -95,9 +91,9 @@ def test_threads_hear_what_each_would_hear_alone(ask, together, kind):
                     found.append(segment)
                     if number == stop_at:
                         break
-            whole = tokens(alone[asked])
-            expected = whole if stop_at is None else whole[: len(tokens(found))]
-            wrong += [] if tokens(found) == expected else [asked]
+            whole = tokens_of(alone[asked])
+            expected = whole if stop_at is None else whole[: len(tokens_of(found))]
+            wrong += [] if tokens_of(found) == expected else [asked]
             if stop_at is None and segment.finish_reason != "length":
                 wrong.append(segment)
         return wrong
@@ -121,7 +117,7 @@ def test_answers_come_and_go_in_any_order(ask, together, batches):
                 answer.close()
                 open_ones.remove(one)
                 done += 1
-            assert told(found) == told(alone[text])[: len(tokens(found))]
+            assert told(found) == told(alone[text])[: len(tokens_of(found))]
     for _, answer, _ in open_ones:
         answer.close()
     assert not batches._prompts
@@ -130,7 +126,7 @@ def test_answers_come_and_go_in_any_order(ask, together, batches):
 
 def test_an_answer_drafts_again_when_it_is_alone(ask, together):
     settings = {"max_tokens": 60, "drafter": "prompt-lookup"}
-    expected = tokens(ask(QUESTIONS[0], alone=True, **settings))
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, **settings))
     answer, found = ask(QUESTIONS[0], **settings), []
     found.append(next(answer))
     other = ask(QUESTIONS[1])
@@ -138,16 +134,16 @@ def test_an_answer_drafts_again_when_it_is_alone(ask, together):
         assert len(next(other).tokens) == len(found.append(next(answer)) or found[-1].tokens) == 1
     other.close()
     found += list(answer)
-    assert tokens(found) == expected and max(len(one.tokens) for one in found) > 1
+    assert tokens_of(found) == expected and max(len(one.tokens) for one in found) > 1
 
 
 @pytest.mark.parametrize("others", [[[8]], [[9, 10, 11]], []])
 def test_a_prompt_of_one_token_has_a_row(ask, together, others):
     """First of all, beside another one, or beside a longer one; or before any comes."""
-    wanted = [tokens(ask(one, "none", alone=True)) for one in ([7], *others)]
+    wanted = [tokens_of(ask(one, "none", alone=True)) for one in ([7], *others)]
     open_ones = [ask(one, "none") for one in ([7], *others)]
     steps = zip(*open_ones, strict=True)
-    assert [*map(tokens, zip(*steps, strict=True))] == wanted
+    assert [*map(tokens_of, zip(*steps, strict=True))] == wanted
     assert (together.count("call") > 0) == bool(others)
 
 
@@ -163,19 +159,19 @@ def test_an_end_in_the_middle_is_heard(ask, together):
 
 
 def test_a_slow_reader_stops_nobody(ask, together, batches):
-    expected = tokens(ask(QUESTIONS[0], alone=True, max_tokens=100))
+    expected = tokens_of(ask(QUESTIONS[0], alone=True, max_tokens=100))
     slow = ask(QUESTIONS[0], max_tokens=100)
     found = [next(slow)]
     with ask(QUESTIONS[1], max_tokens=150) as quick:
-        assert len(tokens(quick)) == 150
+        assert len(tokens_of(quick)) == 150
     (group,) = batches._groups.values()
     (row,) = group.open
     assert len(row.unread) <= MOST_UNREAD and row not in group.batch.members
-    assert tokens([*found, *slow]) == expected
+    assert tokens_of([*found, *slow]) == expected
 
 
 def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
-    expected = tokens(ask(QUESTIONS[2], alone=True))
+    expected = tokens_of(ask(QUESTIONS[2], alone=True))
     first, second = ask(QUESTIONS[0]), ask(QUESTIONS[1])
     next(first), next(second), next(first)
     with monkeypatch.context() as broken:
@@ -184,7 +180,7 @@ def test_a_failed_call_ends_those_in_it_alone(ask, together, monkeypatch):
             with pytest.raises(RuntimeError):
                 list(answer)
     assert first.is_over and second.is_over
-    assert [tokens(one) for one in (ask(QUESTIONS[2]), ask(QUESTIONS[2]))] == [expected] * 2
+    assert [tokens_of(one) for one in (ask(QUESTIONS[2]), ask(QUESTIONS[2]))] == [expected] * 2
 
 
 def test_a_prompt_lets_a_call_go_before_each_piece(ask, together):
@@ -194,7 +190,7 @@ def test_a_prompt_lets_a_call_go_before_each_piece(ask, together):
     with ThreadPoolExecutor(4) as pool:
         heard = [pool.submit(list, ask([1, 2 + n] * 40, max_tokens=2)) for n in range(2)]
         heard += [pool.submit(list, one) for one in quick]
-        assert [len(tokens(one.result(60))) for one in heard] == [2, 2, 99, 99]
+        assert [len(tokens_of(one.result(60))) for one in heard] == [2, 2, 99, 99]
     pieces = [n for n, what in enumerate(together) if what == "piece"]
     assert len(pieces) == 20 and all(b - a > 1 for a, b in pairwise(pieces))
 
@@ -213,7 +209,7 @@ def test_a_mask_is_told_the_tokens_before(ask, together):
         return mx.where(mx.arange(logits.shape[1]) == 7 + len(told) % 2, logits, -mx.inf)
 
     before = []
-    assert tokens(ask(QUESTIONS[0], mask=only, max_tokens=3)) == [7, 8, 7]
+    assert tokens_of(ask(QUESTIONS[0], mask=only, max_tokens=3)) == [7, 8, 7]
     assert before[:3] == [[], [7], [7, 8]]
 
 
@@ -250,4 +246,4 @@ def test_a_row_that_others_began_goes_on_when_they_are_gone(ask, together):
         next(one)
     for one in others:
         one.close()
-    assert tokens(late) == tokens(ask(unknown, alone=True))
+    assert tokens_of(late) == tokens_of(ask(unknown, alone=True))

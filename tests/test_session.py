@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from real import answer, words
+from real import answer, tokens_of, words
 
 import ssmlx
 from ssmlx.answers import run
@@ -38,10 +38,6 @@ def processed(loaded, monkeypatch):
 
     monkeypatch.setattr(backbone, "append", spy)
     return lengths
-
-
-def tokens_of(responses):
-    return [token for response in responses for token in response.tokens]
 
 
 def expected(session, decoding):
