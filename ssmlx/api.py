@@ -113,6 +113,9 @@ class Text:
             found = {stop: place for stop, place in found.items() if place >= 0}
             self.ended_by = min(found, key=found.__getitem__, default=None)
             self._end = None if self.ended_by is None else found[self.ended_by]
+        # Token by token, as in plain decoding: some of mlx-lm's detokenizers forget, as they tell
+        # the text, that a character behind a line's end is unfinished.
+        _ = self._detokenizer.text
         return self._end is not None
 
     def segment(self, *, is_last: bool) -> str:

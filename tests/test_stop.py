@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import (
     SPMStreamingDetokenizer,
     TokenizerWrapper,
 )
-from real import answer
+from real import answer, tokens_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -18,7 +18,7 @@ from ssmlx.api import Budget, Text, responses_of
 from ssmlx.errors import InputError
 from ssmlx.prompts import chat_tokens
 
-TEXT = "Grüße 🎉\n\nab aab, aaab! 日本語 end"
+TEXT = "Grüße 🎉\n\nab aab, aaab!\n日本語 end"
 END = 9999
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 LENGTH = 24
@@ -83,13 +83,9 @@ def encoded(kind, text=TEXT):
     return TOKENIZERS[kind].encode(text, add_special_tokens=False)
 
 
-def tokens_of(segments):
-    return [token for one in segments for token in one.tokens]
-
-
 STOPS = (
     ["\n\n"], ["aab"], ["aaab"], ["🎉"], ["本"], [" "], ["e", "ß"], ["nd"], ["end", "語 en"],
-    ["aab, aaab! ", "zzz"], ["Grüße 🎉\n\nab aab, aaab! 日本語 end"], ["G"],
+    ["aab, aaab!\n", "zzz"], ["Grüße 🎉\n\nab aab, aaab!\n日本語 end"], ["G"],
 )  # fmt: skip
 
 
