@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
+from operator import index
 from typing import Any, Literal, Unpack, cast
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from .decoding.loop import Ends, never, plain_decode, streaming_decode
 from .decoding.sampling import TokenLogprobs
 from .drafters.draft_model import DraftModel
 from .drafters.head_drafter import DraftingHeads
-from .errors import require
+from .errors import InputError, quoted, require
 from .model.cache import TreeCache
 from .model.shapes import to_int
 from .model.streams import StreamFusedModel
@@ -163,14 +164,14 @@ class Budget:
         return taken
 
     def _take(self, step: list[int]) -> tuple[list[int], FinishReason | None]:
-        for index, token in enumerate(step, 1):
+        for count, token in enumerate(step, 1):
             self.generated += 1
             if token in self.end_tokens or self.text.add(token):
-                return step[:index], "stop"
+                return step[:count], "stop"
             if self.generated == self.max_tokens:
-                return step[:index], "length"
+                return step[:count], "length"
             if self.generated == self.context_room:
-                return step[:index], "context"
+                return step[:count], "context"
         return step, "context" if self.is_full() else None
 
 
@@ -203,11 +204,12 @@ def planned_steps(
     told: list[TokenLogprobs] | None = None,
 ) -> Iterator[list[int]]:
     """The decoding loop of a plan; its turns in the prompt yield empty lists."""
-    if len(context) != cache.offset and (context or plan.reads_text):
-        raise ValueError(
-            f"{len(context)} tokens of context for a cache of {cache.offset}: "
-            "drafters and penalties read the whole text"
-        )
+    require(
+        len(context) == cache.offset or not (context or plan.reads_text),
+        f"{len(context)} tokens of context for a cache of {cache.offset}",
+        expected="the whole text, which drafters and penalties read",
+        do="give context=, the tokens in the cache",
+    )
     shared: dict[str, Any] = {
         "context": context,
         "sampler": plan.sampling,
@@ -328,12 +330,14 @@ def segments_of(
     Wherever an answer ends that was begun, `done` is told what was given out of it. The tokens are
     those that `decode` finds.
     """
-    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else [int(t) for t in prompt]
+    tokens = encode(prompt, tokenizer) if isinstance(prompt, str) else _ids(prompt)
+    context = _ids(context)
     cache = cache if cache is not None else model.make_cache()
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
     check_prompt(model, num_prompt if tokens else 0)
-    given, size = [*tokens, *config.prompt_lookup.reference], model.backbone.vocab_size
+    given = _ids([*context, *tokens, *config.prompt_lookup.reference])
+    size = model.backbone.vocab_size
     unknown = next((token for token in given if not 0 <= token < size), None)
     found, expected = f"the prompt has the token {unknown}", f"ids from 0 to {size - 1}"
     require(unknown is None, found, expected=expected, do="check it, or its tokenizer")
@@ -382,6 +386,15 @@ def segments_of(
                         done(given)
 
     return turns()
+
+
+def _ids(tokens: Any) -> list[int]:
+    """Token ids in a list, or in an array of NumPy or MLX."""
+    try:
+        return [index(one) for one in getattr(tokens, "tolist", lambda: tokens)()]
+    except TypeError as error:
+        found, expected = f"the prompt is {quoted(tokens)}", "a text, or token ids"
+        raise InputError(found, expected=expected, do="check it") from error
 
 
 def responses_of(

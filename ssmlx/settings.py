@@ -488,12 +488,15 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        for token, bias in (self.logit_bias or {}).items():
+        biases: Any = self.logit_bias or {}
+        found, expected = f"logit_bias is {quoted(biases)}", "a number by token id"
+        require(isinstance(biases, Mapping), found, expected=expected, do="give a mapping")
+        for token, bias in dict[Any, Any](biases).items():
             require(
                 isinstance(token, Integral)
-                and token >= 0
+                and int(token) >= 0
                 and isinstance(bias, Real)
-                and bias <= MAX_BIAS,
+                and float(bias) <= MAX_BIAS,
                 f"--logit-bias {token}={bias}",
                 expected=f"a token id and a number of at most {MAX_BIAS}",
                 do="write TOKEN=BIAS",
@@ -508,6 +511,13 @@ class SamplingConfig:
             if getattr(self, f"{name}_penalty")
         ]
         return max(sizes, default=0)
+
+
+_PARTS = {
+    "tree": TreeConfig, "prune": PruneConfig, "prompt_lookup": PromptLookupConfig,
+    "lookahead": LookaheadConfig, "draft": DraftModelConfig, "acceptance": AcceptanceConfig,
+    "speculator_tree": SpeculatorTreeConfig,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -549,7 +559,7 @@ class GenerateConfig(SamplingConfig):
     drafter: DrafterKind | None = setting(None, choices=DRAFTERS)
     tree: TreeConfig | None = None
     prune: PruneConfig | None = None
-    num_streams: int | None = None
+    num_streams: int | None = setting(None)
     stream_schedule: StreamSchedule | None = setting(
         None, choices=STREAM_SCHEDULES, option='--drafter "streams schedule={}"'
     )
@@ -563,6 +573,11 @@ class GenerateConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, kind in _PARTS.items():
+            part = getattr(self, name)
+            is_fine = isinstance(part, kind) or (part is None and name in ("tree", "prune"))
+            found, do = f"{name} is {quoted(part)}", "make one, or leave it out"
+            require(is_fine, found, expected=kind.__name__, do=do)
         require(
             self.acceptance.kind == "exact" or self.temp > 0,
             "acceptance=typical, which greedy decoding has no use for",
@@ -570,8 +585,10 @@ class GenerateConfig(SamplingConfig):
             do="give --temp, or drop acceptance=",
         )
         # A text is a sequence of texts, too, but nobody means its characters.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        is_fine = isinstance(stop, list | tuple)
+        require(is_fine, f"stop is {quoted(stop)}", expected="texts", do="give some, or drop it")
+        object.__setattr__(self, "stop", tuple(stop))
         for text in stop:
             ok = isinstance(text, str) and 0 < len(text) <= MAX_STOP
             found = f"--stop {quoted(text)}"

@@ -325,6 +325,23 @@ def test_what_differs_from_a_stopped_run_is_named(base, tmp_path, capsys):
     assert "other data or another model to start from" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("bad", [64, -7, "x", 1.5, 2**40, None])
+def test_ids_are_the_models(loaded, bad):
+    model, tokenizer = loaded
+    cache = model.make_cache()
+    list(ssmlx.stream_generate(model, tokenizer, [7, 8], max_tokens=3, cache=cache))
+    context = [7, bad, *[9] * (cache.offset - 2)]
+    for prompt, more in (([7], {"cache": cache, "context": context}), ([7, bad], {})):
+        said = refusal(ssmlx.stream_generate, model, tokenizer, prompt, **more)
+        assert "the prompt" in said and str(bad) in said
+
+
+def test_settings_of_another_type_are_refused():
+    bad = {"stop": 5, "logit_bias": [1], "tree": 7, "prune": "budget", "acceptance": "typical"}
+    for name, value in {**bad, "prompt_lookup": None, "num_streams": "2"}.items():
+        assert str(value) in refusal(GenerateConfig, **{name: value})
+
+
 def test_what_a_file_says_stays_on_its_line():
     error = InputError("a\nb\x1b[2J\r\ud800 é", expected="c", do="d")
     assert str(error) == r"a\nb\x1b[2J\r\ud800 é; expected c; d"

@@ -282,7 +282,9 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
 
 def _token_bias(text: str) -> tuple[int, float]:
     token, _, bias = text.partition("=")
-    return int(token), float(bias)
+    with suppress(ValueError):
+        return int(token), float(bias)
+    raise argparse.ArgumentTypeError(f"{quoted(text)} is not ID=X, a token's id and a number")
 
 
 def add_drafting_options(parser: argparse.ArgumentParser) -> None:
