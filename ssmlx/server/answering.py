@@ -157,7 +157,8 @@ class Answering:
         if config.seed is None:
             config = replace(config, seed=secrets.randbits(31))
         with self._tokenizing:
-            if ask.prediction and config.decoding != "plain":
+            can_draft = self.engine.model(self.models[ask.model]).backbone.why_plain is None
+            if ask.prediction and config.decoding != "plain" and can_draft:
                 check_text(ask.prediction)
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
                 lookup = PromptLookupConfig(size=32, num_draft_tokens=16, reference=text)
