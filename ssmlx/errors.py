@@ -42,8 +42,8 @@ def require(ok: bool, found: str, *, expected: str, do: str) -> None:
         raise InputError(found, expected=expected, do=do)
 
 
-def unwritable(path: object, error: OSError, do: str = "choose another place") -> InputError:
-    found = f"cannot write {path} ({error.strerror or error})"
+def unwritable(path: object, error: Exception, do: str = "choose another place") -> InputError:
+    found = f"cannot write {path} ({getattr(error, 'strerror', None) or first_line(error)})"
     return InputError(found, expected="a place that can be written", do=do)
 
 

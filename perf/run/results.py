@@ -58,9 +58,7 @@ class AnswerStore:
         self, folder: Path, name: str, settings: Mapping[str, Any], *, fresh: bool = False
     ) -> None:
         path = folder / f"{name}-{digest(settings)}.part.jsonl"
-        if fresh:
-            path.unlink(missing_ok=True)
-        self.file = PartFile(path, to_json(settings))
+        self.file = PartFile(path, to_json(settings), fresh=fresh)
         self._kept = {
             prompt: Kept(TimedAnswer(**answer), text) for prompt, text, answer in self.file.done
         }

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..errors import require
 from ..loading.adapter import BaseIdentity, cast_tensors, check_draft_vocab
-from ..loading.files import account_for, read_tensors
+from ..loading.files import account_for, read_tensors, save_tensors
 from ..model.backbone import Backbone
 from ..model.streams import StreamFusedModel
 from ..settings import read_json
@@ -48,7 +48,7 @@ def write_heads(folder: Path, heads: Heads) -> None:
         "base": heads.base.__dict__,
     }
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    mx.save_safetensors(str(folder / WEIGHTS_FILE), dict(heads.tensors))
+    save_tensors(folder / WEIGHTS_FILE, heads.tensors)
 
 
 def read_heads(folder: Path) -> Heads:

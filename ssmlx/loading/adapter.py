@@ -34,7 +34,7 @@ from ..model.condition import Condition
 from ..model.lora import LoraWeights, layer_of
 from ..model.streams import LowRank, StreamWeights
 from ..settings import AdapterScope, Allowed, StreamConfig, read_json
-from .files import account_for, read_tensors
+from .files import account_for, read_tensors, save_tensors
 from .names import CONFIG_FILE, LORA_FILES, LORA_SETTINGS, STREAMS_FILE
 
 FORMAT = "ssmlx-adapter/1"
@@ -172,7 +172,7 @@ def lora_tensors(lora: Mapping[str, LoraWeights]) -> dict[str, mx.array]:
 
 
 def write_streams(folder: Path, adapter: Adapter, *, fused: bool) -> None:
-    mx.save_safetensors(str(folder / STREAMS_FILE), stream_tensors(adapter.streams))
+    save_tensors(folder / STREAMS_FILE, stream_tensors(adapter.streams))
     values = {
         "format": FORMAT,
         **adapter.config.to_dict(),
@@ -190,7 +190,7 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
     files = {"streams": adapter.stream_lora, "all": adapter.every_row_lora}
     for scope, lora in files.items():
         if lora:
-            mx.save_safetensors(str(folder / LORA_FILES[scope]), lora_tensors(lora))
+            save_tensors(folder / LORA_FILES[scope], lora_tensors(lora))
     if lora := adapter.every_row_lora:
         # With this, mlx-lm itself loads the LoRA.
         places, weights = [layer_of(path) for path in lora], next(iter(lora.values()))

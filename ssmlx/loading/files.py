@@ -140,9 +140,12 @@ def clear_leftovers(folder: Path, name: str = "") -> list[Path]:
 
 
 class PartFile:
-    """What a long run has made so far: a line of settings, which must match, then lists, `done`."""
+    """What a long run has made so far: a line of settings, which must match, then lists, `done`.
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    A `fresh` one forgets what another run left, though not what one that still writes has there.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], *, fresh: bool = False) -> None:
         self.path = path
         self.done: list[list[Any]] = []
         try:
@@ -151,6 +154,8 @@ class PartFile:
             raise unwritable(path, error) from error
         try:
             hold(self._file, path)
+            if fresh:
+                self._file.truncate(0)
             whole = self._read(settings)
         except InputError:
             self._file.close()
@@ -203,8 +208,20 @@ def folder_digest(folder: Path | None) -> str:
     digest = hashlib.sha256()
     if folder is not None:
         for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*config.json"))):
-            digest.update(path.name.encode() + path.read_bytes())
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file."""
+    try:
+        mx.save_safetensors(str(path), dict(tensors), metadata)
+    except RuntimeError as error:  # MLX's of a full disk
+        raise unwritable(path, error) from error
 
 
 def read_tensors(path: Path, what: str, prefix: str = "") -> dict[str, mx.array]:

@@ -13,6 +13,8 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from .files import save_tensors
+
 _Tensors = dict[str, mx.array]
 _Metadata = dict[str, Any]
 
@@ -46,7 +48,7 @@ def convert_gguf(gguf_path: Path, out_dir: Path) -> None:
     config |= _weights_config(weights)
     tokenizer, tokenizer_config = _tokenizer(meta), _tokenizer_config(meta)
     out_dir.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(out_dir / "model.safetensors"), weights, {"format": "mlx"})
+    save_tensors(out_dir / "model.safetensors", weights, {"format": "mlx"})
     tokenizer.save(str(out_dir / "tokenizer.json"))
     for name, settings in (("tokenizer_config", tokenizer_config), ("config", config)):
         text = json.dumps(settings, indent=2, ensure_ascii=False)
