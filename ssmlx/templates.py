@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from datetime import datetime
 from functools import lru_cache, wraps
 from math import prod
 from typing import Any
@@ -45,6 +46,7 @@ class _Budget:
 
 
 _budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
+_day: ContextVar[datetime | None] = ContextVar("day", default=None)
 
 
 def _bound(ok: bool, what: str) -> None:
@@ -163,6 +165,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         own = object.__new__(cls)
         own.__dict__.update(other.__dict__, globals={**other.globals})
         own.globals.pop("lipsum", None)
+        own.globals["strftime_now"] = lambda form: (_day.get() or datetime.now()).strftime(form)
         own.filters = _Filters({**other.filters, "ssmlx_each": _each, "ssmlx_made": lambda x: x})
         own.filters.pop("wordwrap", None)
         return own
@@ -201,6 +204,16 @@ def _compile(template: str) -> Template:
 
 
 chat_template_utils._compile_jinja_template = _compile
+
+
+@contextmanager
+def on_one_day() -> Iterator[None]:
+    """Tell templates that ask for it always the same date: a run goes on the day after."""
+    token = _day.set(datetime(2026, 1, 1))
+    try:
+        yield
+    finally:
+        _day.reset(token)
 
 
 @contextmanager

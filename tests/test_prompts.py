@@ -2,12 +2,14 @@
 
 import json
 from contextlib import nullcontext
+from datetime import datetime
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from tiny import make_tokenizer
 
-from ssmlx import prompts
+from ssmlx import prompts, templates
 from ssmlx.errors import InputError
 from ssmlx.prompts import chat_frame, chat_tokens, encode_prompt, prompt_tokens, read_prompts
 from ssmlx.training.data import Encoder
@@ -40,6 +42,16 @@ def tokenizer():
     made = make_tokenizer(eos=END)
     made._tokenizer.chat_template, made.has_chat_template = TEMPLATE, True
     return made
+
+
+def test_data_is_of_one_day(tokenizer, monkeypatch):
+    tokenizer._tokenizer.chat_template = "{{ 'w' ~ strftime_now('%d')|int ~ ' ' }}" + TEMPLATE
+    for day in (3, 4):
+        monkeypatch.setattr(templates, "datetime", fixed := Mock(wraps=datetime))
+        fixed.now.return_value = datetime(2026, 11, day)
+        assert chat_tokens(tokenizer, TURNS)[0] == day
+        with templates.on_one_day():
+            assert chat_tokens(tokenizer, TURNS)[0] == 1
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from ..errors import InputError
 from ..model.masks import in_window, window_start
 from ..prompts import ChatFrame, encode, is_alone, plain_turns, read_lines, turns_tokens
 from ..settings import parse_json
+from ..templates import on_one_day
 
 _FORMS = "prompt and completion, messages, text, or prompt_tokens and completion_tokens"
 _POOL = 32  # batches' worth of shuffled examples that are sorted by length among themselves
@@ -111,6 +112,7 @@ class Encoder:
         return tokens if self.end_token is None else [*tokens, self.end_token]
 
 
+@on_one_day()
 def read_examples(
     path: Path, encoder: Encoder, progress: Callable[[Sequence[Any]], Iterator[Any]] | None = None
 ) -> list[Example]:

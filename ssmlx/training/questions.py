@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import require
+from ..templates import on_one_day, refusing_turns
 
 LISTS = Path(__file__).with_name("questions.txt")
 SPLITS = ("train", "valid", "test")
@@ -124,9 +125,11 @@ def opening(text: str) -> str:
     return " ".join(normalised(text).split()[:OPENING_WORDS])
 
 
+@on_one_day()
 def user_prefix(tokenizer: Any) -> list[int]:
     """Tokens of the chat template up to where the user's first text starts."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False)
+    with refusing_turns("a user's turn"):
+        text = tokenizer.apply_chat_template([{"role": "user", "content": _MARKER}], tokenize=False)
     return list(tokenizer.encode(text[: text.index(_MARKER)], add_special_tokens=False))
 
 
