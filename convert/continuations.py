@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ssmlx.commands.options import add_counts, add_options, command, make_parser
 from ssmlx.errors import InputError, require
 from ssmlx.loading.files import PartFile, folder_digest, make_folder, write_whole
-from ssmlx.prompts import as_messages, asked_tokens, read_prompts
+from ssmlx.prompts import asked_tokens, read_prompts, turns_key
 from ssmlx.settings import DEFAULT_MODEL, MAX_TEMP, MIN_TEMP, check_settings, setting
+from ssmlx.templates import on_one_day
 
 from . import check_torch
 
@@ -91,7 +92,13 @@ def generate_batch(
                 input_ids=tokens, attention_mask=mask, position_ids=positions,
                 cache=cache, use_cache=True, logits_to_keep=1,
             )  # fmt: skip
-        chosen = choose_tokens(output.logits[:, -1].float(), sampling, generator)  # [B]
+        logits = output.logits[:, -1].float()
+        require(
+            not logits.isnan().any(),
+            "some of the model's logits are no numbers",
+            expected="numbers", do="check its weights, or give --dtype float32",
+        )  # fmt: skip
+        chosen = choose_tokens(logits, sampling, generator)  # [B]
         for row, token, done in zip(rows, chosen.tolist(), ended.tolist(), strict=True):
             if not done:
                 answers[row].append(token)
@@ -219,10 +226,11 @@ def generate_all(
 def distinct(prompts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     first: dict[str, dict[str, Any]] = {}
     for prompt in prompts:
-        first.setdefault(json.dumps([as_messages(prompt), prompt.get("tools")]), prompt)
+        first.setdefault(turns_key(prompt), prompt)
     return list(first.values())
 
 
+@on_one_day()
 def encode_prompts(
     prompts: Sequence[dict[str, Any]], tokenizer: Any, longest: int, template: str | None = None
 ) -> list[list[int]]:
@@ -253,7 +261,7 @@ def encode_prompts(
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
     make_folder(path.parent)
     write_whole(path, text.encode())
 
@@ -325,8 +333,8 @@ def _main(args: argparse.Namespace) -> None:
     part = PartFile(
         args.out.with_name(args.out.name + ".part"),
         {
-            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
-            "model": str(path.resolve()),
+            "prompts": hashlib.sha256(json.dumps([prompts, encoded]).encode()).hexdigest(),
+            "model": folder_digest(path),
             "lora": folder_digest(args.lora),
             "batch_size": args.batch_size,
             "dtype": args.dtype,

@@ -78,7 +78,6 @@ def _main(args: argparse.Namespace) -> None:
 
     from .base import load_base
     from .reference.checkpoint import (
-        base_identity,
         copy_task_lora,
         load_fine_tuned,
         merge_lora,
@@ -101,7 +100,6 @@ def _main(args: argparse.Namespace) -> None:
     start = with_new_parts(load_adapter(args.init), train) if train.train_only else None
     job, path = prepare(options, train, start)
     base: Any = load_base(path, attn_implementation="sdpa")
-    frozen: list[Any] = [base_identity(base).__dict__, str(dtype)]
     task: list[str] = []
     if args.task_lora is not None:
         tuned, task = load_fine_tuned(base, args.task_lora), [folder_digest(args.task_lora)]
@@ -118,7 +116,7 @@ def _main(args: argparse.Namespace) -> None:
         use_stream_attention(base, train.num_streams)
     objective = TorchObjective(model, train, job.draft_vocab, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
-    lower_identity = job.lower_identity(*frozen, *task)
+    lower_identity = job.lower_identity(args.dtype, *task)
 
     def write(validate: Validation) -> Path | None:
         if start is not None:
@@ -132,7 +130,7 @@ def _main(args: argparse.Namespace) -> None:
     run_to_end(
         job, trainer,
         prog=PROG, dtype=args.dtype,
-        identity=job.identity(*frozen, *task, init=args.init), write=write,
+        identity=job.identity(args.dtype, *task, init=args.init), write=write,
         lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
     )  # fmt: skip
 

@@ -48,7 +48,6 @@ def _main(args: argparse.Namespace) -> None:
 
     from ssmlx.training.job import prepare, read_base, run_to_end
 
-    from .reference.checkpoint import base_identity
     from .training.drafters import DraftObjective, build_draft, trained_weights, write_draft
     from .training.run import TorchTrainer, choose_device, freeze_base
 
@@ -74,7 +73,7 @@ def _main(args: argparse.Namespace) -> None:
     )
     model = build_draft(path, job.config, args.layers).to(device)
     freeze_base(model, dtype)
-    identity = job.identity(base_identity(model.base).__dict__, args.dtype, PROG)
+    identity = job.identity(args.dtype, PROG)
     objective = DraftObjective(model, job.train, None, device, dtype)
     trainer = TorchTrainer(objective, job.num_steps)
     run_to_end(

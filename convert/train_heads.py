@@ -218,7 +218,6 @@ def _main(args: argparse.Namespace) -> None:
     from ssmlx.training.job import run_to_end
 
     from .formats.heads import check_base_sizes, save_published
-    from .reference.checkpoint import base_identity
     from .training.drafters import HeadObjective, build_heads, load_frozen
     from .training.run import TorchTrainer, choose_device
 
@@ -227,7 +226,6 @@ def _main(args: argparse.Namespace) -> None:
     out, train, lora = job.options.out, job.train, folder_digest(args.lora)
     frozen = load_frozen(path, args.lora)
     lm_head = frozen.base.lm_head.weight.detach().clone()
-    known = [base_identity(frozen.base).__dict__, args.dtype, lora]
     if init is None:
         vocab_size, width = lm_head.shape
         config = head_config(settings, vocab_size, width, train.draft_vocab_size or 0)
@@ -237,9 +235,9 @@ def _main(args: argparse.Namespace) -> None:
         check_base_sizes(model.config, lm_head.shape[0], lm_head.shape[1], args.init)
     widths = settings.widths or getattr(model.config, "widths", ())
     objective = HeadObjective(model, frozen, train, widths, device, dtype)
-    identity = job.identity(*known, asdict(settings), folder_digest(args.init))
+    identity = job.identity(args.dtype, lora, asdict(settings), folder_digest(args.init))
     trainer = TorchTrainer(objective, job.num_steps)
-    lower_identity = job.lower_identity("final norm", *known)
+    lower_identity = job.lower_identity("final norm", args.dtype, lora)
     run_to_end(
         job, trainer,
         prog=PROG, dtype=args.dtype, identity=identity,

@@ -1,5 +1,6 @@
 """Files of prompts, and from a user's text to prompt tokens."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -148,6 +149,11 @@ def as_messages(prompt: Prompt) -> Any:
     if "messages" in prompt:
         return prompt["messages"]
     return [{"role": "user", "content": prompt["prompt"]}]
+
+
+def turns_key(prompt: Prompt) -> str:
+    """What tells a prompt from others."""
+    return json.dumps([as_messages(prompt), prompt.get("tools")])
 
 
 def user_text(prompt: Prompt) -> str:

@@ -22,6 +22,7 @@ from ssmlx.loading.load import load_base
 from ssmlx.loading.names import own_adapters, resolve_adapter
 from ssmlx.training import answers, record, sizing
 from ssmlx.training.answers import Speaker, Text
+from ssmlx.training.config import TrainConfig
 from ssmlx.tuning.profile import profile_of
 
 HELD_OUT, ANSWERS, LENGTH = 4, 26, 12
@@ -190,9 +191,20 @@ def test_more_hours_go_on_from_what_fewer_made(packed, tmp_path, capsys, monkeyp
     assert after[0]["tokens_per_call"] == pytest.approx(best, abs=1e-3)
     figures = json.loads((first / "figures.json").read_text())
     assert figures["recipe"]["steps"] == before[-1]["step"] + after[-1]["step"]
-    assert figures["figures"]["untrained_tokens_per_call"] == before[0]["tokens_per_call"]
+    held = [len(json.loads(line)["completion_tokens"]) for line in (data / "valid.jsonl").open()]
+    calls = sum(held) / before[0]["tokens_per_call"] - len(held)
+    told = pytest.approx((sum(held) - len(held)) / calls, abs=2e-3)
+    assert figures["figures"]["untrained_tokens_per_call"] == told
     adapted(packed, "--hours", 2.5)
     assert "goes on with what was planned" in capsys.readouterr().out
+    # What makes worse guesses than before does not take its place.
+    kept = folder_digest(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainConfig, "rate", lambda *_: 0.5)
+        adapted(packed, "--hours", 4)
+    log = record.read_record(first.parent / "round-3" / "log.jsonl")
+    assert max(one.get("tokens_per_call", 0) for one in log[1:]) < log[0]["tokens_per_call"]
+    assert folder_digest(first) == kept
     # Planned for more before the first hours were over.
     monkeypatch.setenv("SSMLX_CACHE", str(tmp_path / "early"))
     stopped(monkeypatch, sizing.MlxTrainer, "advance", 2, "--model", packed, "--name", "mine")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -36,9 +37,9 @@ PROMPTS = [
 ]
 
 
-def make_model():
+def make_model(seed=25):
     """A random Llama; with this seed its greedy answers differ, and some end by themselves."""
-    torch.manual_seed(25)
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
@@ -243,7 +244,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_file(folder, prompts, tmp_path,
 
 @pytest.mark.parametrize(("change", "named"), [
     ({"max-tokens": 8}, "max_tokens"), ({"batch-size": 2}, "batch_size"), ({"seed": 1}, "seed"),
-    ({}, "model"),
+    ({}, "model"), ({}, "prompts"),
 ])  # fmt: skip
 def test_a_part_of_another_command_is_refused(
     folder, prompts, tmp_path, monkeypatch, capsys, change, named
@@ -257,9 +258,13 @@ def test_a_part_of_another_command_is_refused(
     monkeypatch.setattr(continuations, "generate_batch", dies)
     assert continuations.main(command(mine, prompts, out)) == 130
     capsys.readouterr()
-    if named == "model":
+    if not change:
         mine.unlink()
-        mine.symlink_to(shutil.copytree(folder, tmp_path / "other"))
+        shutil.copytree(folder, mine)
+    if named == "model":
+        make_model(seed=1).save_pretrained(mine)
+    elif named == "prompts":  # as tokens, which the template makes
+        (mine / "chat_template.jinja").write_text("{{ messages[0]['content'] }} w9")
     assert continuations.main(command(mine, prompts, out, **change)) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "out.jsonl.part was made with another" in last
@@ -271,6 +276,13 @@ def test_a_part_of_other_prompts_or_of_something_else_is_refused(tmp_path):
     PartFile(part, {"prompts": "a"}).close()
     with pytest.raises(InputError, match="another prompts"):
         PartFile(part, {"prompts": "b"})
+    with closing(PartFile(part, {"prompts": "a"})) as held:
+        held.append([1])
+        with pytest.raises(InputError, match="another run writes"):
+            PartFile(part, {"prompts": "a"}, fresh=True)
+        assert part.read_text().endswith("[1]\n")
+    with closing(PartFile(part, {"prompts": "b"}, fresh=True)) as own:
+        assert own.done == []
     part.write_text("no JSON\n")
     with pytest.raises(InputError, match="cannot be read"):
         PartFile(part, {"prompts": "a"})

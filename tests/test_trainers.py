@@ -516,6 +516,11 @@ def test_stored_lower_states_are_those_of_the_layers(base, tmp_path, monkeypatch
         assert gap(found[row, pad : pad + length], expected[row, pad : pad + length]) < 5e-5
     store("another model").fill()
     assert sum(calls) == 140
+    (tmp_path / "states.json").write_text("[")  # cut off
+    store("another model").fill()
+    assert sum(calls) == 210
+    objective.to_bits = lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+    assert "No space left" in real.refusal(store("a third").fill)
 
 
 @both
@@ -693,13 +698,12 @@ CONDITIONS = [
     (("--condition-rank", "-1"), "--condition-rank -1"),
     (("--init", "nowhere"), "nowhere"),
     (("--init", "none"), "--train-only condition without --init"),
-    (("--num-streams", "3"), "--num-streams would do nothing here"),
-    (("--lora-rank", "3"), "--lora-rank would do nothing here"),
-    (("--template", "{prompt} ."), "--template would do nothing here"),
-    (("--task-lora", "folder"), "--task-lora would do nothing here"),
+    *(((flag, value), f"{flag} would do nothing here") for flag, value in {
+        "--num-streams": "3", "--lora-rank": "3", "--template": "{prompt}.", "--task-lora": "none",
+    }.items()),
     (("--train-only", "streams", "--num-streams", "3"), "--num-streams would do nothing here"),
     (("--train-only", "streams", "--init", "none"), "--train-only streams without --init"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("more", "said"), CONDITIONS)
@@ -781,6 +785,18 @@ def test_what_cannot_be_read_or_written_is_told(base, data, tmp_path, capsys):
 
 
 @both
+def test_a_full_disk_is_told_in_one_line(base, data, tmp_path, capsys, monkeypatch, command):
+    def write(self, path, identity):
+        path.write_text("part")
+        raise RuntimeError("[write] Unable to write 9 bytes to file.")
+
+    monkeypatch.setattr(MlxTrainer if command is MLX else TorchTrainer, "write", write)
+    out = tmp_path / "run"
+    assert "Unable to write 9" in command.refusal(capsys, base, data, out, "--max-steps", "1")
+    assert not list(out.glob("new.*")) and not (out / command.state).exists()
+
+
+@both
 def test_another_runs_folder_is_refused(base, data, tmp_path, capsys, command):
     state, mine = tmp_path / command.state, tmp_path / "base"
     mine.symlink_to(base)
@@ -789,7 +805,7 @@ def test_another_runs_folder_is_refused(base, data, tmp_path, capsys, command):
     for other in (("--seed", "5"), ("--dtype", "bfloat16")):
         assert "holds a run with" in command.refusal(capsys, mine, data, tmp_path, *other)
     mine.unlink()
-    mine.symlink_to(real.write_base(tmp_path / "other", norm=1.5))
+    mine.symlink_to(real.write_base(tmp_path / "other", seed=1))
     assert "another model to start from" in command.refusal(capsys, mine, data, tmp_path)
     assert state.read_bytes() == before
     state.write_bytes(before[: len(before) // 2])

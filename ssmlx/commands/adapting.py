@@ -27,12 +27,13 @@ from ..calibration.guesses import RecordedAnswer, guesses_along, most_candidates
 from ..calibration.timing import ssmlx_answer
 from ..errors import InputError, require
 from ..loading.adapter import load_adapter
-from ..loading.files import PartFile, make_folder, new_folder, write_whole
+from ..loading.files import PartFile, folder_digest, make_folder, new_folder, write_whole
 from ..loading.load import is_quantised, load, load_tokenizer
 from ..loading.names import FIGURES_FILE, PLAN_FILE, TRAINED_FOLDER, Fetch, resolve_model
 from ..model.streams import StreamFusedModel
 from ..prompts import asked_tokens, read_prompts, user_text
 from ..settings import GenerateConfig, read_json
+from ..templates import on_one_day
 from ..training.answers import Speaker, Text
 from ..training.config import RunOptions, TrainConfig
 from ..training.job import prepare, read_base, run_to_end, stream_config
@@ -55,6 +56,7 @@ from ..training.sizing import (
 from ..tuning import ladder
 from ..tuning.chips import Decoder
 from ..tuning.profile import digest_of, store_profile
+from ..tuning.replay import Replay
 from .machine import power_source
 from .options import DownloadBar
 from .train import STORE_FILE
@@ -134,7 +136,7 @@ class Run:
         self.revision = path.name if path.parent.name == "snapshots" else None
         self.settings = {
             "model": str(path.resolve()), "seed": args.seed, "memory": args.memory_gb,
-            "data": digest_of(files), "made by": __version__,
+            "data": digest_of(files), "made by": __version__, "weights": folder_digest(path),
         }  # fmt: skip
         self.base = read_base(path)
         self.words = load_tokenizer(path, self.base)
@@ -154,6 +156,7 @@ class Run:
         self.shipped = self._asked(SHIPPED, shipped)
         self.longest = max(len(one.tokens) for one in (*self.files, *self.shipped))
 
+    @on_one_day()
     def _asked(self, source: str, prompts: Sequence[dict[str, Any]]) -> list[Asked]:
         """Prompts as tokens; those that are too long are left out."""
         most = min(MOST_PROMPT, (self.backbone.context_length or 2**30) - ANSWER_TOKENS)
@@ -353,15 +356,16 @@ class Run:
         adapter = start or new_adapter(twin, job.config, train, job.draft_vocab)
         model = TrainedModel(twin, adapter, train.train_only)
         objective = MlxObjective(model, train, job.draft_vocab)
-        frozen = [str(twin.dtype), self.settings["model"]]
         with wired_limit(twin.model):
             run_to_end(
                 job, MlxTrainer(objective, job.num_steps),
                 prog=self.prog, dtype=str(twin.dtype).removeprefix("mlx.core."),
-                identity=job.identity(*frozen, init=before if start else None),
+                identity=job.identity(str(twin.dtype), init=before if start else None),
                 write=lambda validate: model.write(best, validate),
                 keep_best=True, wait=self.wait,
-                lower=lambda: job.stored_lower(objective, STORE_FILE, job.lower_identity(*frozen)),
+                lower=lambda: job.stored_lower(
+                    objective, STORE_FILE, job.lower_identity(str(twin.dtype))
+                ),
             )  # fmt: skip
         (folder / STORE_FILE).unlink(missing_ok=True)
 
@@ -392,12 +396,18 @@ class Run:
             tokens += len(said[PLAIN])
             same += said[PLAIN] == said[DRAFTED]
         curve = load_adapter(folder).config.tokens_per_call or {}
-        per_call = {way: tokens / count for way, count in calls.items()}
-        self._write_figures(folder, curve, per_call)
-        untrained, speedup = self.log[0]["tokens_per_call"], seconds[PLAIN] / seconds[DRAFTED]
+        lookup = Replay(tokens, calls[LOOKUP]).after(CHECKED).tokens_per_call
+        held = sum(len(row["completion_tokens"]) for row in rows)
+        untrained = Replay(held, round(held / self.log[0]["tokens_per_call"])).after(len(rows))
+        figures = {
+            "tokens_per_call": curve, "lookup_tokens_per_call": round(lookup, 3),
+            "untrained_tokens_per_call": round(untrained.tokens_per_call, 3),
+        }  # fmt: skip
+        self._write_figures(folder, figures)
+        speedup = seconds[PLAIN] / seconds[DRAFTED]
         print(
             f"{self.folder.name}: {curve.get(6, 0.0):.2f} tokens per call with 6 nodes on held-out "
-            f"answers (untrained {untrained:.2f}, prompt lookup {per_call[LOOKUP]:.2f}); "
+            f"answers (untrained {untrained.tokens_per_call:.2f}, prompt lookup {lookup:.2f}); "
             f"{speedup:.2f} times plain decoding's speed on {CHECKED} prompts, {same} of {CHECKED} "
             "answers the same, token for token"
         )
@@ -422,7 +432,7 @@ class Run:
         store_profile(choice.profile(model))
         print(f"calibrated: fastest here is a {choice.chosen.shape}")
 
-    def _write_figures(self, folder: Path, curve: Mapping[int, float], per_call: dict) -> None:
+    def _write_figures(self, folder: Path, measured: Mapping[str, Any]) -> None:
         """What `ssmlx.upload` makes a card of."""
         rows = self._rows(len(self.rounds) - 1, "train")
         figures = {
@@ -443,9 +453,7 @@ class Run:
             },
             "figures": {
                 "prompts": HELD_OUT, "max_tokens": ANSWER_TOKENS, "plain_tokens_per_call": 1.0,
-                "tokens_per_call": curve,
-                "lookup_tokens_per_call": round(per_call[LOOKUP], 3),
-                "untrained_tokens_per_call": self.log[0]["tokens_per_call"],
+                **measured,
             },
         }  # fmt: skip
         write_whole(folder / FIGURES_FILE, json.dumps(figures, indent=1).encode())

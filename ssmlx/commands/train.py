@@ -4,7 +4,6 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from ..loading.names import TRAINED_FOLDER
 from .options import alone, command, launched_rank
@@ -86,14 +85,13 @@ def _run(args: argparse.Namespace) -> None:
     objective = MlxObjective(model, train, job.draft_vocab)
     trainer = MlxTrainer(objective, job.num_steps, launched())
     kept = [folder_digest(args.init)] if start else []
-    frozen: list[Any] = [adapter.base.__dict__, str(backbone.dtype)]
     task = [folder_digest(args.task_lora)] if args.task_lora else []
-    lower_identity = job.lower_identity(*frozen, *kept, *task)
+    lower_identity = job.lower_identity(str(backbone.dtype), *kept, *task)
     with wired_limit(backbone.model):
         run_to_end(
             job, trainer,
             prog=PROG, dtype=str(backbone.dtype).removeprefix("mlx.core."),
-            identity=job.identity(*frozen, *task, init=args.init),
+            identity=job.identity(str(backbone.dtype), *task, init=args.init),
             write=lambda validate: model.write(options.out / TRAINED_FOLDER, validate),
             lower=lambda: job.stored_lower(objective, STORE_FILE, lower_identity),
         )  # fmt: skip

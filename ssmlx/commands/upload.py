@@ -165,8 +165,9 @@ def card(repo: str, adapter: Adapter, figures: Mapping[str, Any], licence: str |
         repo=repo, base=base, rows="\n".join(rows),
         head="\n".join(f"{name}: {json.dumps(value)}" for name, value in head.items()),
         told="LoRA changes its answers." if adapter.every_row_lora else "Its answers stay.",
-        measured=f"From [{FIGURES_FILE}]({FIGURES_FILE}); tokens per target call are by nodes of "
-        "the tree." if figures else "It was not measured, nor is it told what it was trained on.",
+        measured=f"From [{FIGURES_FILE}]({FIGURES_FILE}); tokens per target call, after the "
+        "prompt's, are by nodes of the tree." if figures
+        else "It was not measured, nor is it told what it was trained on.",
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..bars import bar
-from ..errors import InputError, require
+from ..errors import InputError, require, unwritable
 from ..loading.adapter import Adapter
 from ..loading.files import folder_digest, make_folder
 from ..loading.load import load_tokenizer
@@ -73,8 +73,13 @@ class Trainer(ABC):
     def save(self, path: Path, identity: str) -> None:
         """Write the state beside `path`, then put it there."""
         work = path.with_name("new." + path.name)
-        self.write(work, identity)
-        work.replace(path)
+        try:
+            self.write(work, identity)
+            work.replace(path)
+        except (OSError, RuntimeError) as error:  # MLX's and PyTorch's of a full disk
+            raise unwritable(path, error) from error
+        finally:
+            work.unlink(missing_ok=True)
 
     def resume(self, path: Path, identity: str, differs: str = "") -> None:
         """Go on from a saved state, if there is one; `differs` is told of another run's."""
@@ -106,6 +111,7 @@ class Job:
     examples: Sequence[Example]
     valid: Sequence[Example]
     draft_vocab: np.ndarray | None
+    weights: str  # a digest of the model's files
     packing: Packing | None = None
 
     @property
@@ -138,9 +144,10 @@ class Job:
         return lambda batch: (store.get if batch.firsts is None else objective.lower)(batch)
 
     def _digest(self, *values: Any) -> str:
-        digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+        told = json.dumps([self.weights, *values], sort_keys=True)
+        digest = hashlib.sha256(told.encode())
         for example in self.examples:
-            digest.update(example.tokens.tobytes() + bytes([0]))
+            digest.update(example.tokens.tobytes() + example.start.to_bytes(4, "big"))
         return digest.hexdigest()
 
 
@@ -202,7 +209,7 @@ def prepare(
     packing = None
     if train.pack:
         packing = Packing(train.pack, chat_frame(words), config.stream_window)
-    return Job(options, train, config, examples, valid, vocab, packing), path
+    return Job(options, train, config, examples, valid, vocab, folder_digest(path), packing), path
 
 
 def stream_config(
@@ -278,9 +285,9 @@ def run_to_end(
     rule = job.train.batch_size, job.train.seed, *trainer.part, job.packing
     plan = BatchPlan(job.examples, *rule)
     first, result = trainer.step, None
-    best = max((entry.get("tokens_per_call", 0.0) for entry in record.entries), default=0.0)
     if keep_best and not record.entries:
         record.add({"step": 0, **validate()})
+    best = max((entry.get("tokens_per_call", 0.0) for entry in record.entries), default=0.0)
     for step in bar(range(first, last), "training", initial=first, total=last, unit="step"):
         wait()
         batch = plan.batch(step)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..bars import bar
-from ..errors import require
+from ..errors import require, unwritable
 from ..loading.files import write_whole
 from ..model.tree import num_candidates
 from ..settings import TreeConfig
@@ -175,14 +175,14 @@ class Validation:
         return entry
 
     def curve(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Tokens per call with best trees of these sizes; nothing where nothing drafts."""
+        """Tokens per call after the prompts', by nodes, as adapters tell; none if none drafts."""
         objective = self._objective
         if not objective.train.num_streams:
             return {}
         count = objective.num_ranked(max(sizes))
         guesses = [g for b, lower in self._batches for g in objective.guesses(b, lower, count)]
-        replays = {size: replay(guesses, size) for size in sizes}
-        return {size: round(found.tokens_per_call, 3) for size, found in replays.items()}
+        replays = {size: replay(guesses, size).after(len(guesses)) for size in sizes}
+        return {size: round(max(1.0, one.tokens_per_call), 3) for size, one in replays.items()}
 
 
 def row_chunks(num_rows: int, vocab_size: int) -> Iterator[slice]:
@@ -212,7 +212,6 @@ class LowerStore:
         if not path.exists() or path.stat().st_size != size or not is_own:
             self._mark.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-            # A mapped file may be larger than its disk; writing to it would end the process.
             free = shutil.disk_usage(path.parent).free
             require(
                 size <= free,
@@ -222,20 +221,27 @@ class LowerStore:
             )
             with path.open("wb") as file:
                 file.truncate(size)
-        self._states: np.ndarray = np.memmap(path, _BITS[objective.state_bytes], "r+", shape=shape)
+        self._path = path
+        self._states: np.ndarray = np.memmap(path, _BITS[objective.state_bytes], "r", shape=shape)
 
     def fill(self, label: str = "") -> None:
         """Compute what is not there yet, in batches that depend on the examples alone."""
         batches, done = in_order(self._examples, _BATCH_SIZE), self._read_mark().get("batches", 0)
         if done == len(batches):
             return
-        for number, batch in enumerate(bar(batches[done:], label), done + 1):
-            bits = self._objective.to_bits(self._objective.lower(batch))
-            for (index, pad, length), states in zip(self._rows(batch), bits, strict=True):
-                self._states[index : index + length] = states[pad : pad + length]
-            if number % _BATCHES_PER_MARK == 0 or number == len(batches):
-                mark = {"batches": number, "identity": self._identity}
-                write_whole(self._mark, json.dumps(mark).encode())
+        try:  # a write through the mapping, where the disk is full, would end the process
+            with self._path.open("r+b") as file:
+                for number, batch in enumerate(bar(batches[done:], label), done + 1):
+                    bits = self._objective.to_bits(self._objective.lower(batch))
+                    for (index, pad, length), states in zip(self._rows(batch), bits, strict=True):
+                        file.seek(index * self._states.strides[0])
+                        file.write(states[pad : pad + length].tobytes())
+                    if number % _BATCHES_PER_MARK == 0 or number == len(batches):
+                        file.flush()
+                        mark = {"batches": number, "identity": self._identity}
+                        write_whole(self._mark, json.dumps(mark).encode())
+        except OSError as error:
+            raise unwritable(self._path, error, "free some, or give --cache-gb 0") from error
 
     def get(self, batch: Batch) -> Any:
         """[B, T, D] of a batch, as the objective has them; zeros at its padding."""
@@ -250,4 +256,7 @@ class LowerStore:
             yield int(self._starts[index]), int(pad), int(length)
 
     def _read_mark(self) -> dict:
-        return json.loads(self._mark.read_text()) if self._mark.exists() else {}
+        try:
+            return dict(json.loads(self._mark.read_text()))
+        except (OSError, ValueError, TypeError):  # none, or cut off
+            return {}

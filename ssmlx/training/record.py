@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ..loading.files import write_whole
 from ..tuning.report import finish, new_figure
 
 LOG_FILE, PICTURE_FILE = "log.jsonl", "curves.png"
@@ -18,7 +19,7 @@ class Record:
     def __init__(self, path: Path, step: int = 0) -> None:
         self._path = path
         kept = [entry for entry in read_record(path) if entry["step"] <= step]
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept), encoding="utf-8")
+        write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept).encode())
 
     @property
     def entries(self) -> list[dict[str, Any]]:

@@ -46,6 +46,10 @@ class Replay:
     def tokens_per_call(self) -> float:
         return self.num_tokens / max(1, self.num_calls)
 
+    def after(self, prompts: int) -> "Replay":
+        """Without the prompts' calls, and the token that each of them said."""
+        return Replay(self.num_tokens - prompts, self.num_calls - prompts)
+
 
 def replay(guesses: Sequence[Guesses], size: int) -> Replay:
     """Decode every answer with best trees of `size` nodes, the prompt's call counted."""
