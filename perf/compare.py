@@ -10,25 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ssmlx.calibration.costs import CostPlan, forward_costs, with_whole_steps
 from ssmlx.commands.options import add_options, command, make_parser
 from ssmlx.commands.results import publish, write_result
 from ssmlx.errors import require
 from ssmlx.loading.files import make_folder
-from ssmlx.prompts import read_prompts, user_text
+from ssmlx.prompts import read_prompts, turns_key
 from ssmlx.settings import read_json
 from ssmlx.tuning.memory import MIB
-from ssmlx.tuning.plan import shape_of
 from ssmlx.tuning.report import Columns, table
 
 from .run import show
-from .run.experiment import Measured, failures, result_of, task_result
+from .run.experiment import failures, result_of, task_result
 from .run.options import add_experiment_options, check_counts, experiment_of, split_name
 from .run.published import METHODS, latencies, span, speeds
 from .run.results import RESULTS, reading
 from .run.show import Row, draw
 from .run.statistics import estimate
-from .run.target import MLX_LM, PLAIN, STREAMS, System
+from .run.target import MLX_LM, PLAIN
 from .run.tasks import TASKS, data_file, differences, figures, read_examples
 
 PROG = "perf.compare"
@@ -39,7 +37,6 @@ EPILOG = """examples:
   python -m perf.compare --task sql --systems "streams --tree full --tree-width 2" \\
       "streams --tree full --tree-width 4" "medusa --tree-size 32"
   python -m perf.compare --task sql --systems trees --repeats 1
-  python -m perf.compare --task sql --systems "streams --tree-size 6" --steps 40
   python -m perf.compare --task sql --answers lora=lora.jsonl streams=streams.jsonl
   python -m perf.compare --from sql/compare.json e2e/compare.json
 
@@ -136,7 +133,6 @@ def _task_notes(task: Row) -> list[str]:
     lines += _paper_lines(task)
     for row in rows:
         lines += [f"{row['name']}: {difference_text(one)}" for one in row["differences"]]
-    lines += _step_lines(task["step"]) if "step" in task else []
     for row in rows:
         over = row.get("speedup_over_draft_model")
         if over:
@@ -146,16 +142,6 @@ def _task_notes(task: Row) -> list[str]:
     cut = next(row["cut_at_max_tokens"] for row in rows if row["name"] == "plain")
     last = f"cut at {task['max_tokens']} tokens: {cut} of plain's answers"
     return [*lines, *show.notes_of(task), last]
-
-
-def _step_lines(step: Row) -> list[str]:
-    found, allowed = step["speedup"], step["allowed"]
-    reached = f", {found / allowed:.2f} of it reached" if found else ""
-    one_row, forward, rest = (f"{step[one] * 1e3:.1f} ms" for one in ("one_row", "forward", "rest"))
-    return [
-        f"one row takes {one_row}: the forward of {step['name']} allows {allowed:.2f}x{reached}",
-        f"a step of its {step['nodes']} nodes: its forward {forward}, all else {rest}",
-    ]
 
 
 def difference_text(one: Row) -> str:
@@ -177,39 +163,7 @@ def _timing_text(result: Row) -> str:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     own = experiment_of(args, "compare")
-    apart = next((one for one in own.systems if one.kind == STREAMS), None)
-    what, do = f"--steps {args.steps} without streams", "drop --steps"
-    expected = "streams among --systems, and an --adapter that has some"
-    require(not args.steps or apart is not None, what, expected=expected, do=do)
-    measured = own.run()
-    part = task_result(measured)
-    if args.steps and apart is not None:
-        row = next(one for one in part["systems"] if one["name"] == apart.name)
-        part["step"] = _step(measured, apart, row, args.steps)
-    return result_of(own, args.model, [part])
-
-
-def _step(measured: Measured, system: System, row: Row, repeats: int) -> dict[str, Any]:
-    """Median seconds behind the first prompt, as `ssmlx.calibrate` measures them: of "one_row"
-    through the model; of a step's "forward", its layers and heads; of the "rest", all else."""
-    model, prompt = measured.target.drafting(STREAMS).model, measured.prompts[0]
-    config, context = system.config.with_default_shape(), len(prompt)
-    shape = shape_of(config, model)
-    rows = tuple(sorted({1, shape.num_streams, shape.num_kept, shape.num_nodes}))
-    plan = CostPlan(rows=rows, fused_nodes=(shape.num_kept,), contexts=(context,), repeats=repeats)
-    costs, _ = forward_costs(model, prompt, plan)
-    costs = with_whole_steps(model, costs, [prompt], [shape], steps=repeats)
-    one_row = sum(one.at(1, context) for one in (costs.lower, costs.upper, costs.head))
-    forward = costs.forward_seconds(shape, context)
-    return {
-        "name": system.name,
-        "nodes": shape.num_nodes,
-        "one_row": one_row,
-        "forward": forward,
-        "rest": costs.step_seconds(shape, context) - forward,
-        "allowed": row["tokens_per_call"]["value"] * one_row / forward,
-        "speedup": row["speedup"] and row["speedup"]["value"],
-    }
+    return result_of(own, args.model, [task_result(own.run())])
 
 
 def judge(args: argparse.Namespace) -> int:
@@ -227,8 +181,8 @@ def judge(args: argparse.Namespace) -> int:
             item, expected="NAME=FILE.jsonl, each with a name of its own", do="correct it",
         )  # fmt: skip
         rows = read_prompts(Path(file).expanduser(), "--answers")
-        told = {user_text(row): row.get("completion") for row in rows}
-        answers = [told.get(user_text(example.asked)) for example in examples]
+        told = {turns_key(row): row.get("completion") for row in rows}
+        answers = [told.get(turns_key(example.asked)) for example in examples]
         lacking = sum(not isinstance(one, str) for one in answers)
         what = f"{file} has no answer to {lacking} of {len(examples)} prompts"
         expected = "`prompt` and `completion`, a text, for each"
@@ -243,7 +197,8 @@ def judge(args: argparse.Namespace) -> int:
         }
         for name, said in texts.items()
     ]
-    lines = [f"{task.name}: {len(examples)} prompts [95 % intervals]", ""]
+    result = {"task": task.name, "prompts": len(examples), "figures": own, "rows": rows}
+    lines = [f"{task.name}: {len(examples)} prompts [95 % intervals]", *show.notes_of(result), ""]
     lines += table({"answers": lambda row: row["name"], **show.metrics(own)}, rows)
     for row in rows[1:]:
         for figure, gap in row["differences"].items():
@@ -251,7 +206,6 @@ def judge(args: argparse.Namespace) -> int:
             shown = f"{found.text(1, signed=True)}, {found.verdict}"
             lines.append(f"{row['name']} - {first}, {figure}: {shown}")
     make_folder(args.out)
-    result = {"task": task.name, "prompts": len(examples), "figures": own, "rows": rows}
     write_result(result, args.out / f"score-{task.name}", "\n".join(lines))
     return 0
 
@@ -271,12 +225,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add_options(
         parser,
-        ("--steps", "N", "of the first streams, that are taken apart: the model's forward, and all "
-         "else", int),
         ("--out", "FOLDER", f"for the results (default: {RESULTS})", Path),
     )  # fmt: skip
     args = parser.parse_args(argv)
-    check_counts(parser, args, "repeats", "max_tokens", "steps")
+    check_counts(parser, args, "repeats", "max_tokens")
     judged = {"task", "answers", "data", "data_dir", "count"} if args.answers else vars(args)
     used = {"out", *({"saved"} if args.saved else judged)}
     for name, value in vars(args).items():

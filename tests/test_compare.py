@@ -157,18 +157,16 @@ PRUNED = {"tuned": 3, "light": 3, "turned": 0}
 
 @pytest.mark.parametrize("name", PRUNED)
 def test_every_tree_of_an_adapter_is_lossless(command, tmp_path, name):
-    more = ("--systems", "trees", "--steps", 2, "--repeats", 1, "--count", 2)
+    more = ("--systems", "trees", "--repeats", 1, "--count", 2)
     code, out, _ = command(*more, adapter=name)
     (task,), trees = saved(tmp_path)["tasks"], 3 + PRUNED[name]
-    rows, step = task["systems"], task["step"]
+    rows = task["systems"]
     assert code == 0 and [row["kind"] for row in rows] == ["mlx-lm", "plain", *["streams"] * trees]
     assert {row["same_as_plain"] for row in rows} == {2}
     assert list(task["left_out"].values()) == ["the adapter has no pruning adapter"] * (6 - trees)
     assert (task["adapter"], task["data"]) == (name, "test.jsonl")
     assert task["scope"] == ("streams" if name == "light" else "all")
-    assert step["name"] == rows[2]["name"] and step["nodes"] == 3
-    assert 0 < step["one_row"] < 1 and step["forward"] > 0 and step["allowed"] > 0
-    assert "2 of 2" in out and "a step of its 3 nodes: its forward" in out
+    assert "2 of 2" in out
 
 
 def test_a_system_without_its_weights_is_left_out(command, folders, arguments, tmp_path):
@@ -429,7 +427,6 @@ BAD = {
     "max tokens": (("--max-tokens", 0), "--max-tokens 0: expected 1 or more"),
     "top-k": (("--top-k", 4), "--top-k would do nothing here"),
     "count": (("--count", 0), "--count 0"),
-    "steps": (("--steps", 2, "--systems", "lookahead"), "--steps 2 without streams"),
     "no data": (("--data", "nowhere.jsonl"), "no data file nowhere.jsonl"),
     "no draft model": (("--draft-model", "./nowhere"), "nowhere"),
     "model": (("--model", "./nowhere"), "nowhere"),
@@ -489,13 +486,22 @@ def test_files_are_scored_and_compared_prompt_by_prompt(data, capsys):
     assert set(good["differences"]["exact match"].values()) == {0}
 
 
+def test_chats_are_told_apart_by_all_their_turns(data, capsys):
+    chats = [[{"role": role, "content": one} for role, one in (
+        ("user", f"w{n}"), ("assistant", "w8"), ("user", "w9"))] for n in (1, 2)]  # fmt: skip
+    rows = [{"messages": one, "completion": f"SELECT {n}"} for n, one in enumerate(chats)]
+    (data / "sql" / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert score(data, f"gold={data}/sql/test.jsonl") == 0
+    assert "100.0 [100.0, 100.0]" in (said := capsys.readouterr().out) and "fewer than 30" in said
+
+
 @pytest.mark.parametrize(("files", "said"), [
     (["good"], "expected NAME=FILE.jsonl"),
     (["a={}/good.jsonl", "a={}/poor.jsonl"], "a name of its own"),
     (["a={}/none.jsonl"], "does not exist"),
     (["a={}/few.jsonl"], "no answer to 39 of 40"),
     (["a={}/numbers.jsonl"], "no answer to 40 of 40"),
-    (["a={}/good.jsonl", "--steps", "3"], "--steps would do nothing here"),
+    (["a={}/good.jsonl", "--repeats", "9"], "--repeats would do nothing here"),
     (["a={}/good.jsonl", "--systems", "plain"], "--systems would do nothing here"),
 ])  # fmt: skip
 def test_bad_files_are_told_in_one_line(data, capsys, files, said):

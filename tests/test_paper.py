@@ -1,8 +1,9 @@
-"""perf.paper: eq. 6 and the figures, the runs of an ablation, and curves of learning."""
+"""perf.paper: eq. 6 and the figures, and the runs of an ablation."""
 
 import json
 import shlex
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -124,11 +125,8 @@ def test_all_figures_are_drawn_from_their_results(draw, tmp_path):
     code, out, err = draw()
     assert code == 0 and len(out.split()) == 3
     assert err.count(": nothing of ours yet; see perf/README.md\n") == 3
-    sampled = [
-        result(row("streams"), row("medusa"), task=task, top_k=k)
-        for task in ("sql", "e2e")
-        for k in (10, 20)
-    ]
+    ways = product(("sql", "e2e"), (10, 20))
+    sampled = [result(row("streams"), row("medusa"), task=task, top_k=k) for task, k in ways]
     trees = [full_tree(width, prune) for width in (1, 2) for prune in ("off", "budget")]
     code, out, err = draw(result(*draft_rows(), draft_call=0.002), result(*trees), *sampled)
     assert (code, err) == (0, "")
@@ -200,7 +198,7 @@ def test_the_runs_of_the_help_are_shown(trained, tmp_path, capsys):
     assert shape["embeddings-16"] == ("embeddings", 16, 0)
     assert shape["rotation-2"] == ("value_rotation", 2, 0)
     assert shape["rank-128"] == ("embeddings", 8, 128)
-    show = ["ablation", "--runs", str(trained), "--out", str(tmp_path / "results")]
+    show = ["--runs", str(trained), "--out", str(tmp_path / "results")]
     shared = ["--data", "d", "--epochs", "1", "--out"]
     rank = ["--stream-init", "low_rank", "--stream-init-rank", "8"]
     write_run([*shared, str(trained / "rank-8"), *rank], steps=5)
@@ -219,7 +217,7 @@ def test_the_runs_of_the_help_are_shown(trained, tmp_path, capsys):
 
 def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys):
     folder = tmp_path / "runs"
-    show = ["ablation", "--runs", str(folder), "--out", str(tmp_path / "results")]
+    show = ["--runs", str(folder), "--out", str(tmp_path / "results")]
     assert training.main(show) == 2
     assert f"no finished run in {folder}" in one_line(capsys.readouterr().err, training.PROG)
     for name, seed in (("embeddings-16", "0"), ("other", "1")):
@@ -227,42 +225,3 @@ def test_runs_that_do_not_belong_together_are_refused(tmp_path, capsys):
     assert training.main(show) == 2
     said = one_line(capsys.readouterr().err, training.PROG)
     assert "other and embeddings-16 differ in seed" in said
-
-
-def write_log(folder, validations, loss="valid_stream_1_loss"):
-    folder.mkdir()
-    entries = [{"step": 1, "stream_1_loss": 9.0}]
-    for step, rate in validations:
-        entries.append({"step": step, "tokens_per_call": rate, loss: 5 - rate})
-    (folder / LOG_FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return folder
-
-
-def learn(tmp_path, *runs):
-    options = [word for text in runs for word in ("--run", text)]
-    return training.main(["learning", *options, "--out", str(tmp_path / "shown")])
-
-
-def test_a_round_goes_on_where_the_one_before_ended(tmp_path, capsys):
-    first = write_log(tmp_path / "first", [(50, 1.5), (100, 2.0)])
-    second = write_log(tmp_path / "second", [(30, 2.25)], "valid_given_1_loss")
-    assert learn(tmp_path, f"a={first},{second}", f"b={second}") == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
-        ["a", "1", "50", "1.50", "3.500"], ["a", "1", "100", "2.00", "3.000"],
-        ["a", "2", "130", "2.25", "2.750"], ["b", "1", "30", "2.25", "2.750"],
-    ]  # fmt: skip
-    assert (tmp_path / "shown" / "learning.png").stat().st_size > 5000
-    saved = json.loads((tmp_path / "shown" / "learning.json").read_text())
-    assert saved["a"] == [[[50, 1.5, 3.5], [100, 2.0, 3.0]], [[130, 2.25, 2.75]]]
-
-
-def test_bad_runs_are_told_in_one_line(tmp_path, capsys):
-    named = "NAME=FOLDER"
-    twice = f"a={write_log(tmp_path / 'log', [(50, 1.5)])}"
-    for options, said in (
-        (["a"], named), (["a="], named), (["a=none"], "holds no validation"),
-        ([twice, twice], "--run a= twice"),
-    ):  # fmt: skip
-        assert learn(tmp_path, *options) == 2
-        assert said in one_line(capsys.readouterr().err, training.PROG)
-    assert not (tmp_path / "shown").exists()

@@ -1,9 +1,7 @@
-"""What training runs came to: figures 6 and 9a of the paper, and curves of learning.
+"""What the runs of an ablation came to: figures 6 and 9a of the paper.
 
-`ablation` shows runs over the layers with multi-stream attention, with stream embeddings and with
-value rotation, and over the rank of f (eq. 3); folders of unfinished ones are shown as far as they
-came. `learning` draws tokens per call against training steps, from the logs of any runs; one that
-started from another's weights (`--init`) goes on where that one ended.
+They are over the layers with multi-stream attention, with stream embeddings and with value
+rotation, and over the rank of f (eq. 3); unfinished ones are shown as far as they came.
 """
 
 import argparse
@@ -20,9 +18,9 @@ from ssmlx.settings import read_json
 from ssmlx.training.config import TrainConfig
 from ssmlx.training.job import SETTINGS_FILE
 from ssmlx.training.record import LOG_FILE, read_record
-from ssmlx.tuning.report import Columns, aligned, every_pair, finish, new_figure, table
+from ssmlx.tuning.report import Columns, finish, new_figure, table
 
-from ..run.options import add_out, split_name
+from ..run.options import add_out
 
 PROG = "perf.paper.training"
 EPILOG = """examples:
@@ -35,8 +33,7 @@ EPILOG = """examples:
   for rank in 8 32 128; do
     $train/rank-$rank --num-msa-layers 8 --stream-init low_rank --stream-init-rank $rank
   done
-  python -m perf.paper.training ablation --runs runs/ablation
-  python -m perf.paper.training learning --run sql=runs/first,runs/second --run chat=runs/chat
+  python -m perf.paper.training --runs runs/ablation
 
 A run that was stopped goes on with the same command."""
 VARIED = ("num_msa_layers", "stream_design", "rotation_step", "stream_init", "stream_init_rank")
@@ -45,11 +42,6 @@ DESIGNS = {
     "value_rotation": ("value rotation", "#b06f10"),
 }
 COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")
-
-Point = tuple[int, float, float]
-"""Steps in all, tokens per call of held-out text, and its loss of stream 1 in nats a token, given
-the token before where the condition alone learned."""
-Curves = Mapping[str, Sequence[Sequence[Point]]]
 
 
 def validations(folder: Path) -> list[dict[str, Any]]:
@@ -188,7 +180,7 @@ def _label(axes: Any, places: Iterable[int], label: str) -> None:
         axes.legend(frameon=False, fontsize=8)
 
 
-def show_ablation(args: argparse.Namespace) -> None:
+def show(args: argparse.Namespace) -> None:
     runs, shared = read_runs(args.runs)
     make_folder(args.out)
     title, result = args.runs.resolve().name, {"shared": shared, "runs": [asdict(r) for r in runs]}
@@ -196,73 +188,11 @@ def show_ablation(args: argparse.Namespace) -> None:
             lambda _, path: draw_ablation(runs, shared, title, path))  # fmt: skip
 
 
-def read_rounds(text: str) -> tuple[str, list[list[Point]]]:
-    """Name and rounds of `NAME=FOLDER,FOLDER`."""
-    name, folders = split_name(text)
-    wanted = "NAME=FOLDER[,FOLDER]"
-    require(bool(name and folders), f"--run {text}", expected=wanted, do="name the folders' runs")
-    assert name is not None
-    rounds: list[list[Point]] = []
-    for folder in map(Path, folders.split(",")):
-        start = rounds[-1][-1][0] if rounds else 0
-        found = validations(folder)
-        expected, do = f"{LOG_FILE} of a run with streams that was validated", "check --run"
-        require(bool(found), f"{folder} holds no validation", expected=expected, do=do)
-        loss = "valid_stream_1_loss" if "valid_stream_1_loss" in found[0] else "valid_given_1_loss"
-        rounds.append([(start + one["step"], one["tokens_per_call"], one[loss]) for one in found])
-    return name, rounds
-
-
-def learning_report(curves: Curves) -> str:
-    rows = [["adapter", "round", "steps", "tokens/call", "stream 1 loss"]]
-    for name, rounds in curves.items():
-        for number, points in enumerate(rounds, 1):
-            rows += [[name, str(number), str(s), f"{t:.2f}", f"{x:.3f}"] for s, t, x in points]
-    return "\n".join(aligned(rows))
-
-
-def draw_learning(curves: Curves, path: Path) -> None:
-    """Tokens per call against steps, a line a round; the learning rate falls to zero in each."""
-    figure = new_figure(6.5, 3.9)
-    axes = figure.subplots()
-    looks = every_pair(COLOURS, ("-", "--", ":", "-."))
-    for (name, rounds), (colour, line) in zip(curves.items(), looks, strict=False):
-        for points in rounds:
-            steps, tokens = [p[0] for p in points], [p[1] for p in points]
-            axes.plot(steps, tokens, marker="o", ms=3.5, color=colour, linestyle=line)
-        last, reached, _ = rounds[-1][-1]
-        axes.annotate(f"{name} {reached:.2f}", (last, reached), (6, 0), textcoords="offset points",
-                      va="center", fontsize=9, color=colour)  # fmt: skip
-    axes.set_xlabel("training steps; a line for each round, whose rate falls to zero")
-    axes.set_ylabel("tokens per target call")
-    axes.set_title("held-out answers, replayed", fontsize=10)
-    axes.set_xlim(left=0)
-    axes.margins(x=0.14)
-    finish(figure, "", path)
-
-
-def show_learning(args: argparse.Namespace) -> None:
-    curves: dict[str, list[list[Point]]] = {}
-    for name, rounds in map(read_rounds, args.run):
-        do = "join its rounds by commas, or name one of them otherwise"
-        require(name not in curves, f"--run {name}= twice", expected="each name once", do=do)
-        curves[name] = rounds
-    make_folder(args.out)
-    publish(curves, args.out / "learning", learning_report(curves), draw_learning)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(PROG, (__doc__ or "").partition("\n")[0], EPILOG)
-    commands = parser.add_subparsers(dest="command", required=True)
-    shown = commands.add_parser("ablation", help="show what runs came to", allow_abbrev=False)
-    shown.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
-    add_out(shown)
-    learned = commands.add_parser("learning", help="draw runs step by step", allow_abbrev=False)
-    runs = {"metavar": "NAME=FOLDER[,FOLDER]", "help": "a trainer's; repeatable"}
-    learned.add_argument("--run", action="append", required=True, **runs)
-    add_out(learned)
+    parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER")
+    add_out(parser)
     args = parser.parse_args(argv)
-    show = show_ablation if args.command == "ablation" else show_learning
     return run(lambda: show(args), PROG)
 
 
