@@ -25,6 +25,7 @@ from ssmlx.calibration.guesses import guesses_along, most_candidates
 from ssmlx.calibration.timing import ssmlx_answer
 from ssmlx.commands.options import add_options, make_parser, run
 from ssmlx.errors import require
+from ssmlx.loading.files import write_whole
 from ssmlx.loading.names import CONFIG_FILE, bundled_adapters
 from ssmlx.prompts import as_messages, common_prefix, encode_prompt, read_prompts
 from ssmlx.settings import DEFAULT_MODEL, GenerateConfig, TreeConfig, read_json
@@ -134,13 +135,14 @@ def _keep(name: str, answers: Sequence[Held], made: str) -> None:
     work = KEPT.with_suffix(".new.npz")
     np.savez_compressed(work, **arrays)
     work.replace(KEPT)
-    KEPT.with_suffix(".json").write_text(json.dumps({**known, name: made}, indent=1) + "\n")
+    notes = json.dumps({**known, name: made}, indent=1) + "\n"
+    write_whole(KEPT.with_suffix(".json"), notes.encode())
 
 
 def _known() -> dict[str, Any]:
     """How what is kept, and can be read, was made."""
     notes, is_kept = KEPT.with_suffix(".json"), KEPT.exists() and read_kept()
-    return read_json(notes, "how it was made") if is_kept else {}
+    return read_json(notes, "how it was made") if is_kept and notes.exists() else {}
 
 
 def _main(args: argparse.Namespace) -> None:
@@ -184,6 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     check_counts(parser, args, "count", "max_tokens")
     if min(args.contexts) < 0:
         parser.error(f"--contexts {min(args.contexts)}: expected 0 or more")
+    if args.store and 0 not in args.contexts:
+        parser.error("--store is of what is asked alone: give 0 among --contexts")
     if args.data and len(args.adapter) > 1:
         parser.error("--data has the prompts of one task: give one --adapter")
     return run(lambda: _main(args), PROG)

@@ -184,7 +184,7 @@ class Case:
             "again": speed_of(again),
             "best": fixed[best],
             "best nodes": best,
-            "worst": min(worst),
+            "worst": min(worst, default=1.0),
             "slow": share_of_slow(worst),
             "best's slow": share_of_slow(speeds_of(every.get(best, []))),
         }
