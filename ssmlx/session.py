@@ -161,7 +161,8 @@ class ChatSession:
         return self._cache.offset
 
     def reply(self, text: str, progress: Progress | None = None) -> Answer[GenerationResponse]:
-        """Answer `text`, segment by segment. Cancelling the answer stops and keeps it.
+        """Answer `text`, segment by segment. Cancelling the answer stops and keeps it, with what a
+        target call that was under way had said.
 
         Raises:
             InputError: the conversation no longer fits the context, or the last reply is still

@@ -343,7 +343,7 @@ def test_it_gives_way_where_that_is_asked_for(monkeypatch, load, power, waits):
 
 
 def test_names_of_models_become_names_of_adapters():
-    for model, name in (("org/Some-Model_4bit@main", "some-model_4bit"), ("a/b c", "b-c")):
+    for model, name in (("org/Some-Model_4bit@refs/pr/3", "some-model_4bit"), ("a/b c", "b-c")):
         assert adapt.name_of(Namespace(model=model, name=None)) == name
 
 

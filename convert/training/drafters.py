@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from ssmlx.drafters.head_drafter import HeadConfig
+from ssmlx.errors import unwritable
 from ssmlx.loading.files import new_folder
 from ssmlx.settings import MAX_EDGE_LOGPROB, MIN_EDGE_LOGPROB, StreamConfig, read_json
 from ssmlx.training.config import TrainConfig
@@ -269,5 +271,8 @@ def write_draft(
         settings["layer_types"] = settings["layer_types"][:num_layers]
     with new_folder(target) as folder:
         copy_settings(source, folder)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk
+            raise unwritable(folder, error) from error
         (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")

@@ -48,7 +48,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def name_of(args: argparse.Namespace) -> str:
-    name = args.name or re.sub(r"[^\w.-]+", "-", Path(args.model).name.split("@")[0].lower())
+    told = args.model if Path(args.model).exists() else args.model.partition("@")[0]
+    name = args.name or re.sub(r"[^\w.-]+", "-", Path(told).name.lower())
     ok = re.fullmatch(r"[\w-][\w.-]*", name) and name not in (NO_ADAPTER, *bundled_adapters())
     require(
         bool(ok), f"--name {name}", expected="letters, digits, dots and dashes, and no name of "
