@@ -173,8 +173,8 @@ def load_pickle(path: Path) -> dict[str, torch.Tensor]:
     taken: set[int] = set()
     try:
         for name, tensor in torch.load(path, "cpu", weights_only=True).items():
-            memory = tensor.untyped_storage().data_ptr()
-            tensors[name] = tensor.clone() if memory in taken else tensor.contiguous()
+            memory, own = tensor.untyped_storage().data_ptr(), tensor.detach()
+            tensors[str(name)] = own.clone() if memory in taken else own.contiguous()
             taken.add(memory)
     except Exception as error:  # the unpickler raises many kinds, with long advice in them
         raise InputError(

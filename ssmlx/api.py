@@ -248,9 +248,8 @@ def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
     require(
         limit is None or num_tokens < limit,
         f"the prompt has {num_tokens} tokens",
-        expected=f"less than the model's context of {limit}",
-        do="shorten it",
-    )
+        expected=f"less than the model's context of {limit}", do="shorten it",
+    )  # fmt: skip
 
 
 def end_token_ids(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> set[int]:

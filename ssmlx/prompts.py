@@ -74,9 +74,8 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
     require(
         len(kinds) == 1,
         f"{where} {'has both a prompt and messages' if kinds else 'has no prompt'}",
-        expected='an object with either "prompt" or "messages"',
-        do=do,
-    )
+        expected='an object with either "prompt" or "messages"', do=do,
+    )  # fmt: skip
     found = f'{where} has a bad "{kinds[0]}"'
     messages = plain_turns(as_messages(record), found)
     if messages and messages[-1]["role"] == "assistant":
@@ -241,9 +240,8 @@ def chat_tokens(
     require(
         tokenizer.has_chat_template,
         "the model's tokenizer has no chat template",
-        expected="a model made for chat",
-        do="use such a model, or generate with --template raw",
-    )
+        expected="a model made for chat", do="use such a model, or generate with --template raw",
+    )  # fmt: skip
     require(
         tools is None or isinstance(tools, list | tuple),
         f"tools are {tools!r}"[:80], expected="a list of JSON schemas", do="correct or drop them",
@@ -298,9 +296,8 @@ def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) 
         require(
             bool(is_read) and name not in _NO_TEMPLATE_ARGS,
             f"the template argument {name}",
-            expected="what the model's chat template reads",
-            do="drop it, or use another model",
-        )
+            expected="what the model's chat template reads", do="drop it, or use another model",
+        )  # fmt: skip
 
 
 def prompt_tokens(
@@ -342,9 +339,8 @@ def text_tokens(
     require(
         not any(more.values()),
         "tools or template arguments without a chat template",
-        expected="--template chat with them",
-        do="choose it, or drop them",
-    )
+        expected="--template chat with them", do="choose it, or drop them",
+    )  # fmt: skip
     if template == "raw":
         return encode(text, tokenizer)
     require(

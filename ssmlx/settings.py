@@ -224,9 +224,8 @@ class StreamConfig:
         require(
             not missing,
             f"the stream settings lack {', '.join(missing)}",
-            expected=", ".join(required),
-            do="check the checkpoint's streams_config.json",
-        )
+            expected=", ".join(required), do="check the checkpoint's streams_config.json",
+        )  # fmt: skip
         known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
         end_tokens = known.get("end_token_ids") or ()
         require(
@@ -298,9 +297,8 @@ class TreeConfig:
         require(
             nodes <= MAX_TREE_NODES,
             f"a full tree of {self.full_width} children and {num_streams} levels has {nodes} nodes",
-            expected=f"at most {MAX_TREE_NODES}",
-            do="lower --tree-width, or use --tree best",
-        )
+            expected=f"at most {MAX_TREE_NODES}", do="lower --tree-width, or use --tree best",
+        )  # fmt: skip
         return nodes
 
     @property
@@ -371,9 +369,8 @@ class LookaheadConfig:
         require(
             nodes <= MAX_TREE_NODES,
             f"lookahead with these settings verifies {nodes} nodes a step",
-            expected=f"at most {MAX_TREE_NODES}",
-            do="lower window, ngram or guesses",
-        )
+            expected=f"at most {MAX_TREE_NODES}", do="lower window, ngram or guesses",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,9 +410,8 @@ class SpeculatorTreeConfig:
         require(
             self.candidates is None or self.size is None,
             f'--drafter "mlp-speculator size={self.size} candidates={self.candidates}"',
-            expected="one of them",
-            do="drop the other",
-        )
+            expected="one of them", do="drop the other",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -581,9 +577,8 @@ class GenerateConfig(SamplingConfig):
         require(
             self.acceptance.kind == "exact" or self.temp > 0,
             "acceptance=typical, which greedy decoding has no use for",
-            expected="--temp above 0",
-            do="give --temp, or drop acceptance=",
-        )
+            expected="--temp above 0", do="give --temp, or drop acceptance=",
+        )  # fmt: skip
         # A text is a sequence of texts, too, but nobody means its characters.
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         is_fine = isinstance(stop, list | tuple)
@@ -716,7 +711,6 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     require(
         isinstance(values, dict),
         f"{path} holds a {type(values).__name__}",
-        expected=f"{what}, a JSON object",
-        do="copy or convert it again",
-    )
+        expected=f"{what}, a JSON object", do="copy or convert it again",
+    )  # fmt: skip
     return values

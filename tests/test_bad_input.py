@@ -23,7 +23,7 @@ from ssmlx.drafters.medusa import MedusaConfig
 from ssmlx.drafters.mlp_speculator import MlpSpeculatorConfig
 from ssmlx.errors import InputError
 from ssmlx.loading.adapter import LORA_FILE, load_adapter
-from ssmlx.loading.files import alone_in
+from ssmlx.loading.files import alone_in, save_tensors
 from ssmlx.prompts import read_prompts
 from ssmlx.settings import StreamConfig, read_json
 from ssmlx.training.config import TrainConfig
@@ -346,6 +346,11 @@ def test_what_a_file_says_stays_on_its_line():
     error = InputError("a\nb\x1b[2J\r\ud800 é", expected="c", do="d")
     assert str(error) == r"a\nb\x1b[2J\r\ud800 é; expected c; d"
     assert "num_streams is []" in refusal(StreamConfig, **{**SIZES, "num_streams": []})
+
+
+def test_what_half_precision_cannot_hold_is_not_written(tmp_path):
+    wide = {"a": mx.array([7e4]).astype(mx.float16)}
+    assert "a has NaN or infinity in x" in refusal(save_tensors, tmp_path / "x", wide)
 
 
 def test_heads_without_measure_are_refused():

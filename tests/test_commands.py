@@ -298,13 +298,10 @@ def test_an_answer_ends_where_the_context_does(run):
     assert (record["finish_reason"], record["generation_tokens"]) == ("context", 5)
 
 
-@pytest.mark.parametrize(
-    ("template", "whole"),
-    [
-        ("raw", "w1 w2"), ("chat", "user: w1 w2 | model:"), ("w9 {prompt} w8", "w9 w1 w2 w8"),
-        (None, "user: w1 w2 | model:"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "whole"), [
+    ("raw", "w1 w2"), ("chat", "user: w1 w2 | model:"), ("w9 {prompt} w8", "w9 w1 w2 w8"),
+    (None, "user: w1 w2 | model:"),
+])  # fmt: skip
 @pytest.mark.parametrize("with_adapter", [False, True])
 def test_templates(run, loaded, adapter, template, whole, with_adapter):
     tokenizer = loaded[None][1]

@@ -109,7 +109,8 @@ def test_logits_are_those_of_pytorch(base, reference, trained, convert):
 def test_a_bin_file_gives_the_same_adapter(checkpoint, convert):
     """Tensors may have the adapter's name in theirs, and LoRA may have started in three ways."""
     safe = snapshot(convert(checkpoint))
-    renamed = {k.replace(".weight", ".default.weight"): v for k, v in tensors(checkpoint).items()}
+    old = {k: torch.nn.Parameter(v) for k, v in tensors(checkpoint).items()}
+    renamed = {k.replace(".weight", ".default.weight"): v for k, v in old.items()}
     torch.save(renamed, checkpoint / "adapter_model.bin")
     (checkpoint / LORA).unlink()
     for way in (True, False, "gaussian"):

@@ -948,13 +948,10 @@ def test_a_node_sees_the_text_and_its_own_path():
             assert row == (whole[-size:] if size else [])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temp": 1.0}, {"temp": 0.5, "top_k": 3}, {"temp": 1.3, "top_p": 0.6},
-        {"temp": 1.0, "min_p": 0.2},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [
+    {"temp": 1.0}, {"temp": 0.5, "top_k": 3}, {"temp": 1.3, "top_p": 0.6},
+    {"temp": 1.0, "min_p": 0.2},
+])  # fmt: skip
 def test_draws_follow_mlx_lms_distribution(settings):
     """The share of each token among draws at many places, against mlx-lm's own sampler."""
     logits = mx.array(np.random.default_rng(1).normal(0, 1.5, (1, VOCAB)), mx.float32)
@@ -987,13 +984,10 @@ def some_logits(kind, rows=8, size=3000):
 
 
 @pytest.mark.parametrize("kind", ["normal", "zipf", "ties", "ruled out"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"top_p": 0.9}, {"top_p": 0.3}, {"top_p": 1e-6}, {"min_p": 0.1}, {"top_k": 40},
-        {"top_p": 0.8, "top_k": 20}, {"top_p": 0.95, "min_p": 0.01, "top_k": 200},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("settings", [
+    {"top_p": 0.9}, {"top_p": 0.3}, {"top_p": 1e-6}, {"min_p": 0.1}, {"top_k": 40},
+    {"top_p": 0.8, "top_k": 20}, {"top_p": 0.95, "min_p": 0.01, "top_k": 200},
+])  # fmt: skip
 def test_filters_keep_mlx_lms_tokens(settings, kind):
     """Both where all tokens are looked at, and where the likeliest tell."""
     logits = some_logits(kind)

@@ -288,6 +288,9 @@ def test_a_manifest_of_the_first_format_grows_the_trees_that_it_lists(tree, tmp_
 
 
 def test_a_folder_whose_files_do_not_belong_together_is_refused(tmp_path):
+    folder = write_export(tmp_path / "odd", num_nodes=float("inf"))
+    with pytest.raises(InputError, match="cannot be read"):
+        Manifest.read(folder)
     folder = write_export(tmp_path / "out", target="coreai")
     with pytest.raises(InputError, match="compute_units=all of Core AI; expected it with Core ML"):
         exported.load(folder, compute_units="all")

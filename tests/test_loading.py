@@ -84,7 +84,8 @@ def make_wheel(path: Path) -> bytes:
 def make_model(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"")
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).write_bytes(b"")
     return folder
 
 
@@ -162,10 +163,10 @@ def test_a_name_that_leads_nowhere_is_told(places, name):
     assert name not in WORDS or "smollm2-135m or smollm2-135m-q4_1" in message
 
 
-def test_a_hub_model_is_downloaded_once(places, caplog, capfd):
-    """A cached tokenizer alone is no model."""
+@pytest.mark.parametrize("lacking", ["model.safetensors", "tokenizer.json"])
+def test_a_hub_model_is_downloaded_once(places, caplog, capfd, lacking):
     places.hub_cached = make_model(places.root / "part")
-    (places.hub_cached / "model.safetensors").unlink()
+    (places.hub_cached / lacking).unlink()
     places.hub = make_model(places.root / "snapshot")
     assert resolve_model("org/name") == places.hub
     assert places.calls == ["hub cache", "hub"]

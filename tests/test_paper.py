@@ -90,10 +90,8 @@ def test_the_curves_of_figure_5_are_full_trees():
     curves = tree_curves([result(*rows)])
     plain = ("sql", "gamma = 3, without pruning")
     pruned = ("sql", "gamma = 3, pruned below 0.05")
-    assert {curve: sorted(points) for curve, points in curves.items()} == {
-        plain: [1, TreeConfig(kind="full").full_width],
-        pruned: [2],
-    }
+    found = {curve: sorted(points) for curve, points in curves.items()}
+    assert found == {plain: [1, TreeConfig(kind="full").full_width], pruned: [2]}
     assert curves[pruned][2][0].value == 1.2
     newer = full_tree(1) | {"speedup": figure(9.0)}
     assert tree_curves([result(*rows), result(newer)])[plain][1][0].value == 9.0

@@ -459,15 +459,16 @@ def test_two_processes_write_into_one_folder(tmp_path):
 
 def test_prompts_are_listed_and_purged(prompt_file, tmp_path, capsys):
     (tmp_path / prompt_file.name).write_bytes(prompt_file.read_bytes())
-    (tmp_path / f"{'0' * 32}.safetensors").write_bytes(b"x")
+    (inner := tmp_path / ("0" * 16)).mkdir()  # of a key of a server's
+    (inner / f"{'0' * 32}.safetensors").write_bytes(b"x")
     mine = tmp_path / "model.safetensors"
     mine.write_bytes(prompt_file.read_bytes())
     assert caches.main(["list", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "30 tokens of llama, 3 layers of 32, float32" in out and "damaged" in out
-    assert "2 prompts" in out
+    assert "30 tokens of llama, 3 layers of 32, float32" in out
+    assert "damaged" in out and "2 prompts" in out
     assert caches.main(["purge", str(tmp_path)]) == 0
-    assert list(tmp_path.iterdir()) == [mine]
+    assert {*tmp_path.rglob("*")} == {mine, inner}
     assert caches.main(["list", str(tmp_path / "nowhere")]) == 2
     one_line(capsys.readouterr().err, "ssmlx.caches")
 

@@ -66,16 +66,13 @@ def read(tmp_path):
     return read
 
 
-@pytest.mark.parametrize(
-    ("turns", "expected"),
-    [
-        (TURNS, [*ASKED, 4]),
-        ([*TURNS, {"role": "assistant", "content": "w5"}], [*ASKED, 4]),
-        ([*TURNS, CALLING], [*ASKED, 4]),
-        ([*TURNS, CALLING, FOUND], [*ASKED, 4, 6, 9, 12, 5, 10, 4]),
-        ([*TURNS, CALLING, FOUND, TURNS[2]], [*ASKED, 4, 6, 9, 12, 5, 10, 3, 11, 4]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("turns", "expected"), [
+    (TURNS, [*ASKED, 4]),
+    ([*TURNS, {"role": "assistant", "content": "w5"}], [*ASKED, 4]),
+    ([*TURNS, CALLING], [*ASKED, 4]),
+    ([*TURNS, CALLING, FOUND], [*ASKED, 4, 6, 9, 12, 5, 10, 4]),
+    ([*TURNS, CALLING, FOUND, TURNS[2]], [*ASKED, 4, 6, 9, 12, 5, 10, 3, 11, 4]),
+])  # fmt: skip
 def test_turns_of_every_form_are_asked(read, tokenizer, turns, expected):
     (prompt,) = read({"messages": turns, "other": 1})
     assert encode_prompt(prompt, Model(), tokenizer) == expected
@@ -85,16 +82,13 @@ def test_turns_of_every_form_are_asked(read, tokenizer, turns, expected):
     assert chat_tokens(tokenizer, asked) == expected
 
 
-@pytest.mark.parametrize(
-    "turns",
-    [
-        "w1", [3], [[]], [{"content": "w1"}], [{"role": [], "content": "w1"}],
-        [{"role": "usr", "content": "w1"}, TURNS[2]], [{"role": "user", "content": None}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-        [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": 3}],
-        [{"role": "user", "content": " "}], [FOUND], [TURNS[2], TURNS[0]],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("turns", [
+    "w1", [3], [[]], [{"content": "w1"}], [{"role": [], "content": "w1"}],
+    [{"role": "usr", "content": "w1"}, TURNS[2]], [{"role": "user", "content": None}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+    [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": 3}],
+    [{"role": "user", "content": " "}], [FOUND], [TURNS[2], TURNS[0]],
+])  # fmt: skip
 def test_bad_turns_are_one_line(read, turns):
     with pytest.raises(InputError, match=r'line 2, has (a bad "messages"|an empty prompt)') as told:
         read({"messages": TURNS}, {"messages": turns})

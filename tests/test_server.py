@@ -383,6 +383,9 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, base, capsys):
     assert "chmod 600" in one_line(capsys.readouterr().err, "ssmlx.server")
     keys.chmod(0o600)
     assert command.read_keys(keys) == [b"one", b"two"]
+    twice = ("--port", 0, "--adapter", base, "--adapter", base)
+    assert exit_code(command.main, "--model", base, *twice) == 2
+    assert "two adapters are called" in one_line(capsys.readouterr().err, "ssmlx.server")
     with command.listening("127.0.0.1", 0) as taken:
         assert exit_code(command.main, "--model", base, "--port", taken.getsockname()[1]) == 2
     assert "free port" in one_line(capsys.readouterr().err, "ssmlx.server")

@@ -491,7 +491,8 @@ def test_what_was_asked_for_is_what_runs(base, run, shelf, tmp_path, asked):
 
 def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
     lines = ["w1 w2", "/adapter e2e", "w3", f"/adapter {shelf / 'sql'} ", "w4"]
-    lines += ["/adapter nonsense", "/adapter foreign", "w5", "/adapter none", "w6", "/help"]
+    lines += ["/adapter " + "x" * 300, "/adapter nonsense", "/adapter foreign", "w5"]
+    lines += ["/adapter none", "w6", "/help"]
     code, out, err = run(lines)
     assert code == 0 and len(loads) == 1
     session = chat_session(base, "chat")
@@ -509,11 +510,11 @@ def test_the_chat_swaps_and_goes_on(base, run, shelf, loads):
     )
     assert told[1].startswith(f"adapter {shelf / 'sql'}: 2 streams draft; ")
     assert told[1].endswith("; each message is asked alone")
-    assert told[2].startswith("no adapter folder nonsense, and no bundled adapter of that name; ")
-    assert "chat, e2e, foreign, sql" in told[2]
-    assert told[3].startswith("the adapter belongs to another base model: ")
-    assert told[4] == "no adapter: plain decoding; the conversation goes on"
-    assert "/adapter NAME " in err and len(told) == 5
+    assert told[3].startswith("no adapter folder nonsense, and no bundled adapter of that name; ")
+    assert "chat, e2e, foreign, sql" in told[3]
+    assert told[4].startswith("the adapter belongs to another base model: ")
+    assert told[5] == "no adapter: plain decoding; the conversation goes on"
+    assert "/adapter NAME " in err and len(told) == 6 and "name too long; expected" in told[2]
 
 
 def test_generate_has_no_default_adapter(base, capsys):

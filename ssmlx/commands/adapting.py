@@ -375,9 +375,8 @@ class Run:
         require(
             folder.exists(),
             "no training step made better guesses than untrained streams",
-            expected="more tokens per call",
-            do="give more --hours",
-        )
+            expected="more tokens per call", do="give more --hours",
+        )  # fmt: skip
         del self.speaker, self.backbone
         mx.clear_cache()
         model, _ = load(self.settings["model"], adapter=folder, dtype=self.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -113,12 +114,15 @@ def _main(args: argparse.Namespace) -> None:
     path = args.folder or _default_folder()
     found, expected = f"{path} is no folder", "the folder of a `PromptCache`"
     require(args.folder is None or path.is_dir(), found, expected=expected, do="check the path")
-    folder = PromptFolder(path, 0)
-    files = folder.files()
+    # A server with keys has a folder for each in it.
+    inner = sorted(one for one in path.glob("*") if re.fullmatch("[0-9a-f]{16}", one.name))
+    folders = [PromptFolder(one, 0) for one in (path, *inner)]
+    files = [file for folder in folders for file in folder.files()]
     total = f"{len(files)} prompts, {sum(stat.st_size for _, stat in files) / _MIB:.1f} MiB"
     if args.act == "purge":
         try:
-            folder.purge()
+            for folder in folders:
+                folder.purge()
         except OSError as error:
             raise unwritable(path, error) from error
         print(f"deleted from {path}: {total}")
@@ -131,7 +135,7 @@ def _main(args: argparse.Namespace) -> None:
         except InputError:
             about = "damaged"
         used = datetime.fromtimestamp(stat.st_mtime).isoformat(" ", "minutes")
-        print(f"{file.name}  {stat.st_size / _MIB:8.1f} MiB  {used}  {about}")
+        print(f"{file.relative_to(path)}  {stat.st_size / _MIB:8.1f} MiB  {used}  {about}")
     print(f"in {path}: {total}")
 
 

@@ -7,7 +7,7 @@ import atexit
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -90,11 +90,16 @@ def keep_history(path: Path) -> None:
         import readline
     except ImportError:
         return
-    if path.exists():
-        readline.read_history_file(path)
     readline.set_history_length(1000)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atexit.register(readline.write_history_file, path)
+
+    @atexit.register
+    def write() -> None:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(path)
+
+    with suppress(OSError):  # none yet, or another program's
+        readline.read_history_file(path)
 
 
 @contextmanager
@@ -238,6 +243,10 @@ def turn(line: str, chat: Chat) -> bool:
     except InputError as error:
         full = not is_command and "context" in str(error) and not chat.session.asks_alone
         chat.screen.note(f"{error}" + ("; /reset starts anew" if full else ""))
+    except OSError as error:  # of a path that the system refuses
+        if name not in COMMANDS or isinstance(error, BrokenPipeError):
+            raise
+        chat.screen.note(str(options.os_fault(error)))
     except KeyboardInterrupt:
         if name not in COMMANDS or chat.session.model.backbone.group is not None:
             raise

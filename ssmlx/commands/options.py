@@ -547,14 +547,14 @@ def run(main: Callable[[], int | None], prog: str) -> int:
         _drop_output()
         return 0
     except (InputError, OSError) as error:  # a full disk, a name that is too long, ...
-        told = _told(error) if isinstance(error, OSError) else error
+        told = os_fault(error) if isinstance(error, OSError) else error
         print(f"{prog}: error: {told}", file=sys.stderr)
         if isinstance(error, OSError):
             _drop_output()
         return 2
 
 
-def _told(error: OSError) -> InputError:
+def os_fault(error: OSError) -> InputError:
     place = error.filename or "standard output"
     return InputError(
         f"{place}: {error.strerror or error}",

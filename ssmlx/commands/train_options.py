@@ -146,9 +146,8 @@ def _of_start(args: argparse.Namespace) -> dict[str, Any]:
     require(
         folder is not None,
         f"--train-only {args.train_only} without --init",
-        expected="an adapter with streams",
-        do="give its name or its folder",
-    )
+        expected="an adapter with streams", do="give its name or its folder",
+    )  # fmt: skip
     assert folder is not None
     args.init = folder
     found = read_json(folder / CONFIG_FILE, "the settings of an adapter")
@@ -167,9 +166,8 @@ def _of_start(args: argparse.Namespace) -> dict[str, Any]:
         require(
             asked in (0, rank),
             f"--{name.replace('_', '-')} {asked}",
-            expected=f"{rank}, as {folder} has it",
-            do="give that",
-        )
+            expected=f"{rank}, as {folder} has it", do="give that",
+        )  # fmt: skip
     return {name: found[name] for name in names if name in found} | ranks
 
 

@@ -81,7 +81,7 @@ class Manifest:
         try:
             manifest: Self = from_json(cls, values)
             faults = manifest._faults()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} cannot be read ({error})", expected=FORMAT, do=_DO) from error
         for fault, is_there in faults.items():
             require(not is_there, f"{path} has {fault}", expected="sizes that fit", do=_DO)

@@ -217,7 +217,10 @@ def folder_digest(folder: Path | None) -> str:
 def save_tensors(
     path: Path, tensors: Mapping[str, mx.array], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file."""
+    """Write a safetensors file; raises InputError where it would hold what is no number."""
+    odd = next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
+    found, do = f"{odd} has NaN or infinity in {path.name}", "choose a wider --dtype, or train anew"
+    require(odd is None, found, expected="finite weights", do=do)
     try:
         mx.save_safetensors(str(path), dict(tensors), metadata)
     except RuntimeError as error:  # MLX's of a full disk

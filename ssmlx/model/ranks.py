@@ -48,9 +48,8 @@ def shard(model: nn.Module, group: Group) -> None:
         require(
             heads % size == 0,
             f"{size} ranks for a model whose {name} is {heads}",
-            expected="a number of ranks that divides it",
-            do="start fewer",
-        )
+            expected="a number of ranks that divides it", do="start fewer",
+        )  # fmt: skip
     try:
         model.shard(group)
     except ValueError as error:

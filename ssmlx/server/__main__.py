@@ -95,10 +95,13 @@ def _main(args: argparse.Namespace) -> None:
     caches = prompt_caches(args.prompt_cache, keys)
     loading: Any = {"dtype": args.dtype, "progress": options.DownloadBar()}
     engine = Engine(args.model, prompt_cache=caches[0], draft_head=drafter.draft_head, **loading)
-    name = Path(args.model).name if Path(args.model).is_dir() else args.model
+    name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
     models: dict[str, str | None] = {name: None}
     for one in args.adapter or ():
-        models[f"{name}:{Path(one).name if Path(one).exists() else one}"] = one
+        key = f"{name}:{Path(one).resolve().name if Path(one).exists() else one}"
+        found, do = f"two adapters are called {key}", "rename one, or give its run's folder"
+        require(key not in models, found, expected="a name for each", do=do)
+        models[key] = one
     drafts = options.load_drafts(args, engine.model(), engine.tokenizer)
     for one in models.values():
         make_plan(engine.model(one), config, **drafts)  # what does not fit is told now

@@ -97,9 +97,8 @@ class Trainer(ABC):
         require(
             found == identity,
             f"{path.parent} holds a run with {differs}",
-            expected="the settings that it was started with",
-            do="give those, or another --out",
-        )
+            expected="the settings that it was started with", do="give those, or another --out",
+        )  # fmt: skip
         self.restore(state)
 
 
@@ -223,9 +222,8 @@ def stream_config(
         require(
             getattr(train, name) <= most,
             f"{name} is {getattr(train, name)} of {most} {what}",
-            expected="at most those that the model has",
-            do=f"lower --{name.replace('_', '-')}",
-        )
+            expected="at most those that the model has", do=f"lower --{name.replace('_', '-')}",
+        )  # fmt: skip
     return StreamConfig.from_dict(
         {
             **train.to_dict(),
@@ -329,9 +327,8 @@ def check_gradient(norm: float, step: int) -> None:
     require(
         math.isfinite(norm),
         f"the gradient of step {step} is {norm}",
-        expected="a finite one",
-        do="lower --learning-rate, and start again with another --out",
-    )
+        expected="a finite one", do="lower --learning-rate, and start again with another --out",
+    )  # fmt: skip
 
 
 def _say(entry: dict[str, float], num_steps: int) -> None:
@@ -349,9 +346,8 @@ def check_scale(source: Path, found: float, expected: float) -> None:
     require(
         math.isclose(found, expected, rel_tol=1e-6),
         f"the LoRA in {source} has the scale alpha / rank {found:g}",
-        expected=f"{expected:g}, this run's",
-        do="set --lora-alpha to that scale times --lora-rank",
-    )
+        expected=f"{expected:g}, this run's", do="set --lora-alpha to that scale times --lora-rank",
+    )  # fmt: skip
 
 
 def check_init(
@@ -368,9 +364,8 @@ def check_init(
         require(
             before == now,
             f"the streams in {source} have {name} {before}",
-            expected=f"{now}, this run's",
-            do=f"give --{name.replace('_', '-')} {before}",
-        )
+            expected=f"{now}, this run's", do=f"give --{name.replace('_', '-')} {before}",
+        )  # fmt: skip
 
 
 def check_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
