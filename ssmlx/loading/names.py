@@ -303,7 +303,7 @@ def _missing(path: Path) -> str | None:
 
 def _missing_of_hub(path: Path) -> str | None:
     """The same of what other tools may have cached without a tokenizer."""
-    names = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
+    names = ("*token*", "vocab*", "*.model", "tekken.json")
     has_words = any(one for name in names for one in path.glob(name))
     return _missing(path) or (None if has_words else "tokenizer")
 
