@@ -245,11 +245,9 @@ def check_prompt(model: StreamFusedModel, num_tokens: int) -> None:
     """Raises InputError where a prompt of so many tokens leaves no room for an answer."""
     limit = model.backbone.context_length
     require(num_tokens > 0, "the prompt is empty", expected="a token or more", do="give a prompt")
-    require(
-        limit is None or num_tokens < limit,
-        f"the prompt has {num_tokens} tokens",
-        expected=f"less than the model's context of {limit}", do="shorten it",
-    )  # fmt: skip
+    found = f"the prompt has {num_tokens} tokens"
+    expected = f"less than the model's context of {limit}"
+    require(limit is None or num_tokens < limit, found, expected=expected, do="shorten it")
 
 
 def end_token_ids(model: StreamFusedModel, tokenizer: TokenizerWrapper) -> set[int]:
@@ -335,7 +333,7 @@ def segments_of(
     num_cached = cache.offset
     num_prompt = num_cached + len(tokens)
     check_prompt(model, num_prompt if tokens else 0)
-    given = _ids([*context, *tokens, *config.prompt_lookup.reference])
+    given = [*context, *tokens, *_ids(config.prompt_lookup.reference)]
     size = model.backbone.vocab_size
     unknown = next((token for token in given if not 0 <= token < size), None)
     found, expected = f"the prompt has the token {unknown}", f"ids from 0 to {size - 1}"

@@ -74,8 +74,9 @@ def _checked_prompt(line: str, where: str) -> dict[str, Any]:
     require(
         len(kinds) == 1,
         f"{where} {'has both a prompt and messages' if kinds else 'has no prompt'}",
-        expected='an object with either "prompt" or "messages"', do=do,
-    )  # fmt: skip
+        expected='an object with either "prompt" or "messages"',
+        do=do,
+    )
     found = f'{where} has a bad "{kinds[0]}"'
     messages = plain_turns(as_messages(record), found)
     if messages and messages[-1]["role"] == "assistant":
@@ -240,8 +241,9 @@ def chat_tokens(
     require(
         tokenizer.has_chat_template,
         "the model's tokenizer has no chat template",
-        expected="a model made for chat", do="use such a model, or generate with --template raw",
-    )  # fmt: skip
+        expected="a model made for chat",
+        do="use such a model, or generate with --template raw",
+    )
     require(
         tools is None or isinstance(tools, list | tuple),
         f"tools are {tools!r}"[:80], expected="a list of JSON schemas", do="correct or drop them",
@@ -296,8 +298,9 @@ def _check_template_args(tokenizer: TokenizerWrapper, given: Mapping[str, Any]) 
         require(
             bool(is_read) and name not in _NO_TEMPLATE_ARGS,
             f"the template argument {name}",
-            expected="what the model's chat template reads", do="drop it, or use another model",
-        )  # fmt: skip
+            expected="what the model's chat template reads",
+            do="drop it, or use another model",
+        )
 
 
 def prompt_tokens(
@@ -339,8 +342,9 @@ def text_tokens(
     require(
         not any(more.values()),
         "tools or template arguments without a chat template",
-        expected="--template chat with them", do="choose it, or drop them",
-    )  # fmt: skip
+        expected="--template chat with them",
+        do="choose it, or drop them",
+    )
     if template == "raw":
         return encode(text, tokenizer)
     require(

@@ -7,6 +7,7 @@ import math
 from collections import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
@@ -224,8 +225,9 @@ class StreamConfig:
         require(
             not missing,
             f"the stream settings lack {', '.join(missing)}",
-            expected=", ".join(required), do="check the checkpoint's streams_config.json",
-        )  # fmt: skip
+            expected=", ".join(required),
+            do="check the checkpoint's streams_config.json",
+        )
         known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
         end_tokens = known.get("end_token_ids") or ()
         require(
@@ -297,8 +299,9 @@ class TreeConfig:
         require(
             nodes <= MAX_TREE_NODES,
             f"a full tree of {self.full_width} children and {num_streams} levels has {nodes} nodes",
-            expected=f"at most {MAX_TREE_NODES}", do="lower --tree-width, or use --tree best",
-        )  # fmt: skip
+            expected=f"at most {MAX_TREE_NODES}",
+            do="lower --tree-width, or use --tree best",
+        )
         return nodes
 
     @property
@@ -369,8 +372,9 @@ class LookaheadConfig:
         require(
             nodes <= MAX_TREE_NODES,
             f"lookahead with these settings verifies {nodes} nodes a step",
-            expected=f"at most {MAX_TREE_NODES}", do="lower window, ngram or guesses",
-        )  # fmt: skip
+            expected=f"at most {MAX_TREE_NODES}",
+            do="lower window, ngram or guesses",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,8 +414,9 @@ class SpeculatorTreeConfig:
         require(
             self.candidates is None or self.size is None,
             f'--drafter "mlp-speculator size={self.size} candidates={self.candidates}"',
-            expected="one of them", do="drop the other",
-        )  # fmt: skip
+            expected="one of them",
+            do="drop the other",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -509,11 +514,11 @@ class SamplingConfig:
         return max(sizes, default=0)
 
 
-_PARTS = {
-    "tree": TreeConfig, "prune": PruneConfig, "prompt_lookup": PromptLookupConfig,
-    "lookahead": LookaheadConfig, "draft": DraftModelConfig, "acceptance": AcceptanceConfig,
-    "speculator_tree": SpeculatorTreeConfig,
-}  # fmt: skip
+@cache
+def _parts(config: type) -> dict[str, tuple[type, ...]]:
+    """The fields of a settings class that hold others, each with what it may hold."""
+    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(config).items()}
+    return {name: own for name, own in kinds.items() if any(map(is_dataclass, own))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -569,16 +574,16 @@ class GenerateConfig(SamplingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, kind in _PARTS.items():
-            part = getattr(self, name)
-            is_fine = isinstance(part, kind) or (part is None and name in ("tree", "prune"))
-            found, do = f"{name} is {quoted(part)}", "make one, or leave it out"
-            require(is_fine, found, expected=kind.__name__, do=do)
+        for name, kinds in _parts(GenerateConfig).items():
+            part, do = getattr(self, name), "make one, or leave it out"
+            found = f"{name} is {quoted(part)}"
+            require(isinstance(part, kinds), found, expected=kinds[0].__name__, do=do)
         require(
             self.acceptance.kind == "exact" or self.temp > 0,
             "acceptance=typical, which greedy decoding has no use for",
-            expected="--temp above 0", do="give --temp, or drop acceptance=",
-        )  # fmt: skip
+            expected="--temp above 0",
+            do="give --temp, or drop acceptance=",
+        )
         # A text is a sequence of texts, too, but nobody means its characters.
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         is_fine = isinstance(stop, list | tuple)
@@ -711,6 +716,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     require(
         isinstance(values, dict),
         f"{path} holds a {type(values).__name__}",
-        expected=f"{what}, a JSON object", do="copy or convert it again",
-    )  # fmt: skip
+        expected=f"{what}, a JSON object",
+        do="copy or convert it again",
+    )
     return values

@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 import ssmlx
 from ssmlx import answers, api
+from ssmlx.commands import caches as files
 from ssmlx.prompt_cache import PromptCache
 from ssmlx.server import __main__ as command
 from ssmlx.server.answering import Answering, Limits
@@ -248,6 +249,7 @@ def test_prompts_on_disk_outlive_the_server_and_stay_apart(serve, tmp_path):
     caches[0].flush()
     again = known(chat(words(9)), command.prompt_caches(tmp_path, keys))
     assert again[0] > 9 and again[1] == 0
+    assert files.main(["purge", str(tmp_path)]) == 0 and not [*tmp_path.rglob("*.safetensors")]
 
 
 async def drive(app, body, on_send=lambda message: None, gone=None, more=False):

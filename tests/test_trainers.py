@@ -699,7 +699,8 @@ CONDITIONS = [
     (("--init", "nowhere"), "nowhere"),
     (("--init", "none"), "--train-only condition without --init"),
     *(((flag, value), f"{flag} would do nothing here") for flag, value in {
-        "--num-streams": "3", "--lora-rank": "3", "--template": "{prompt}.", "--task-lora": "none",
+        "--num-streams": "3", "--lora-rank": "3", "--template": "{prompt} .",
+        "--task-lora": "folder",
     }.items()),
     (("--train-only", "streams", "--num-streams", "3"), "--num-streams would do nothing here"),
     (("--train-only", "streams", "--init", "none"), "--train-only streams without --init"),

@@ -41,12 +41,6 @@ DESIGNS = {
     "embeddings": ("stream embeddings", "#0b6e4f"),
     "value_rotation": ("value rotation", "#b06f10"),
 }
-COLOURS = ("#0b6e4f", "#b06f10", "#33658a", "#8a3358")
-
-
-def validations(folder: Path) -> list[dict[str, Any]]:
-    """The entries of a run's log in which streams were validated."""
-    return [entry for entry in read_record(folder / LOG_FILE) if "tokens_per_call" in entry]
 
 
 @dataclass(frozen=True)
@@ -68,16 +62,12 @@ class TrainedVariant:
         return self.step >= self.num_steps
 
 
-def settings_of(folder: Path) -> dict[str, Any]:
-    return read_json(folder / SETTINGS_FILE, "a run's settings")
-
-
 def read_run(folder: Path) -> TrainedVariant | None:
     """A run at its last validation; None where there was none yet."""
-    entries = validations(folder)
+    entries = [one for one in read_record(folder / LOG_FILE) if "tokens_per_call" in one]
     if not entries:
         return None
-    settings, last = settings_of(folder), entries[-1]
+    settings, last = read_json(folder / SETTINGS_FILE, "a run's settings"), entries[-1]
     config = TrainConfig.from_dict(settings["train"])
     return TrainedVariant(
         name=folder.name,
@@ -102,7 +92,7 @@ def read_runs(folder: Path) -> tuple[list[TrainedVariant], dict[str, Any]]:
     require(any(one.is_finished for one in runs), what, expected=expected, do="train some first")
     shared: dict[str, Any] = {}
     for path in folders:
-        values = settings_of(path)
+        values = read_json(path / SETTINGS_FILE, "a run's settings")
         own = {name: value for name, value in values["train"].items() if name not in VARIED}
         own = {"examples": values["examples"], **own}
         shared = shared or own
@@ -151,7 +141,7 @@ def draw_ablation(
         _line(right, points, label=f"f of rank η, Ns = {count}", color="#33658a")
         for one in plain:
             if (one.design, one.num_layers) == ("embeddings", count):
-                right.axhline(one.tokens_per_call, ls="--", lw=1.2, color=COLOURS[0],
+                right.axhline(one.tokens_per_call, ls="--", lw=1.2, color="#0b6e4f",
                               label=f"f = identity, Ns = {count}")  # fmt: skip
     _label(right, [one.rank for one in with_rank], "rank η of f")
     figure.suptitle(

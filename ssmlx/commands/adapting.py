@@ -372,11 +372,8 @@ class Run:
     def check(self) -> None:
         """Decode held-out prompts in turns, as will be done from now on; say what was gained."""
         folder = self.folder / TRAINED_FOLDER
-        require(
-            folder.exists(),
-            "no training step made better guesses than untrained streams",
-            expected="more tokens per call", do="give more --hours",
-        )  # fmt: skip
+        found = "no training step made better guesses than untrained streams"
+        require(folder.exists(), found, expected="more tokens per call", do="give more --hours")
         del self.speaker, self.backbone
         mx.clear_cache()
         model, _ = load(self.settings["model"], adapter=folder, dtype=self.dtype)

@@ -146,8 +146,9 @@ def _of_start(args: argparse.Namespace) -> dict[str, Any]:
     require(
         folder is not None,
         f"--train-only {args.train_only} without --init",
-        expected="an adapter with streams", do="give its name or its folder",
-    )  # fmt: skip
+        expected="an adapter with streams",
+        do="give its name or its folder",
+    )
     assert folder is not None
     args.init = folder
     found = read_json(folder / CONFIG_FILE, "the settings of an adapter")
@@ -163,11 +164,8 @@ def _of_start(args: argparse.Namespace) -> dict[str, Any]:
     ranks = {name: found.get(name, 0) or getattr(args, name) for name in new}
     for name, rank in ranks.items():
         asked = getattr(args, name)
-        require(
-            asked in (0, rank),
-            f"--{name.replace('_', '-')} {asked}",
-            expected=f"{rank}, as {folder} has it", do="give that",
-        )  # fmt: skip
+        what, expected = f"--{name.replace('_', '-')} {asked}", f"{rank}, as {folder} has it"
+        require(asked in (0, rank), what, expected=expected, do="give that")
     return {name: found[name] for name in names if name in found} | ranks
 
 

@@ -211,11 +211,9 @@ def _fetch_adapter(
     commit, listed = str(info.sha), {one.rfilename: one for one in info.siblings or ()}
     listed = {file: one for file, one in listed.items() if file in ADAPTER_FILES}
     is_asked = commit == revision or not _COMMIT.fullmatch(revision or "")
-    require(
-        CONFIG_FILE in listed and is_asked and _COMMIT.fullmatch(commit) is not None,
-        f"the Hugging Face Hub has no {CONFIG_FILE} in commit {commit!r} of {name}",
-        expected="an adapter of ssmlx", do="check the name",
-    )  # fmt: skip
+    is_there = CONFIG_FILE in listed and is_asked and _COMMIT.fullmatch(commit) is not None
+    found = f"the Hugging Face Hub has no {CONFIG_FILE} in commit {commit!r} of {name}"
+    require(is_there, found, expected="an adapter of ssmlx", do="check the name")
 
     def check(done: int, total: int, most: int = _MOST_IN_ALL, what: str = "files") -> None:
         told = f"{name} has {what} of {max(done, total)} bytes on the Hugging Face Hub"

@@ -45,11 +45,9 @@ def shard(model: nn.Module, group: Group) -> None:
     )
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(args, name, None) or size
-        require(
-            heads % size == 0,
-            f"{size} ranks for a model whose {name} is {heads}",
-            expected="a number of ranks that divides it", do="start fewer",
-        )  # fmt: skip
+        found = f"{size} ranks for a model whose {name} is {heads}"
+        expected = "a number of ranks that divides it"
+        require(heads % size == 0, found, expected=expected, do="start fewer")
     try:
         model.shard(group)
     except ValueError as error:

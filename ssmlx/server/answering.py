@@ -26,6 +26,7 @@ from ..api import GenerationResponse, planned_steps
 from ..decoding.batch import Mask
 from ..engine import Engine
 from ..errors import InputError, first_line
+from ..model.streams import StreamFusedModel
 from ..prompt_cache import PromptCache
 from ..prompts import check_text, encode, encode_prompt
 from ..settings import GenerateConfig, PromptLookupConfig, check_settings, parse_json, setting
@@ -157,21 +158,21 @@ class Answering:
         if config.seed is None:
             config = replace(config, seed=secrets.randbits(31))
         with self._tokenizing:
-            can_draft = self.engine.model(self.models[ask.model]).backbone.why_plain is None
-            if ask.prediction and config.decoding != "plain" and can_draft:
+            model = self.engine.model(self.models[ask.model])
+            if ask.prediction and config.decoding != "plain" and not model.backbone.why_plain:
                 check_text(ask.prediction)
                 text = tuple(tokenizer.encode(ask.prediction, add_special_tokens=False))
                 lookup = PromptLookupConfig(size=32, num_draft_tokens=16, reference=text)
                 config = replace(config, drafter="prompt-lookup", prompt_lookup=lookup)
-            return self._tokens(ask), config
+            return self._tokens(ask, model), config
 
     def _check_open(self) -> None:
         if not self.engine.adapters:
             raise _STOPPED
 
-    def _tokens(self, ask: Ask) -> list[int]:
+    def _tokens(self, ask: Ask, model: StreamFusedModel) -> list[int]:
         """The prompt's; turns are under the template of the adapter or the model."""
-        model, tokenizer = self.engine.model(self.models[ask.model]), self.engine.tokenizer
+        tokenizer = self.engine.tokenizer
         if isinstance(ask.question, str):
             return encode(ask.question, tokenizer)
         if ask.is_chat:

@@ -97,8 +97,9 @@ class Trainer(ABC):
         require(
             found == identity,
             f"{path.parent} holds a run with {differs}",
-            expected="the settings that it was started with", do="give those, or another --out",
-        )  # fmt: skip
+            expected="the settings that it was started with",
+            do="give those, or another --out",
+        )
         self.restore(state)
 
 
@@ -143,8 +144,7 @@ class Job:
         return lambda batch: (store.get if batch.firsts is None else objective.lower)(batch)
 
     def _digest(self, *values: Any) -> str:
-        told = json.dumps([self.weights, *values], sort_keys=True)
-        digest = hashlib.sha256(told.encode())
+        digest = hashlib.sha256(json.dumps([self.weights, *values], sort_keys=True).encode())
         for example in self.examples:
             digest.update(example.tokens.tobytes() + example.start.to_bytes(4, "big"))
         return digest.hexdigest()
@@ -222,8 +222,9 @@ def stream_config(
         require(
             getattr(train, name) <= most,
             f"{name} is {getattr(train, name)} of {most} {what}",
-            expected="at most those that the model has", do=f"lower --{name.replace('_', '-')}",
-        )  # fmt: skip
+            expected="at most those that the model has",
+            do=f"lower --{name.replace('_', '-')}",
+        )
     return StreamConfig.from_dict(
         {
             **train.to_dict(),
@@ -327,8 +328,9 @@ def check_gradient(norm: float, step: int) -> None:
     require(
         math.isfinite(norm),
         f"the gradient of step {step} is {norm}",
-        expected="a finite one", do="lower --learning-rate, and start again with another --out",
-    )  # fmt: skip
+        expected="a finite one",
+        do="lower --learning-rate, and start again with another --out",
+    )
 
 
 def _say(entry: dict[str, float], num_steps: int) -> None:
@@ -346,8 +348,9 @@ def check_scale(source: Path, found: float, expected: float) -> None:
     require(
         math.isclose(found, expected, rel_tol=1e-6),
         f"the LoRA in {source} has the scale alpha / rank {found:g}",
-        expected=f"{expected:g}, this run's", do="set --lora-alpha to that scale times --lora-rank",
-    )  # fmt: skip
+        expected=f"{expected:g}, this run's",
+        do="set --lora-alpha to that scale times --lora-rank",
+    )
 
 
 def check_init(
@@ -364,8 +367,9 @@ def check_init(
         require(
             before == now,
             f"the streams in {source} have {name} {before}",
-            expected=f"{now}, this run's", do=f"give --{name.replace('_', '-')} {before}",
-        )  # fmt: skip
+            expected=f"{now}, this run's",
+            do=f"give --{name.replace('_', '-')} {before}",
+        )
 
 
 def check_shapes(source: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -232,16 +232,19 @@ class LowerStore:
         try:  # a write through the mapping, where the disk is full, would end the process
             with self._path.open("r+b") as file:
                 for number, batch in enumerate(bar(batches[done:], label), done + 1):
-                    bits = self._objective.to_bits(self._objective.lower(batch))
-                    for (index, pad, length), states in zip(self._rows(batch), bits, strict=True):
-                        file.seek(index * self._states.strides[0])
-                        file.write(states[pad : pad + length].tobytes())
+                    self._write(file, batch)
                     if number % _BATCHES_PER_MARK == 0 or number == len(batches):
                         file.flush()
                         mark = {"batches": number, "identity": self._identity}
                         write_whole(self._mark, json.dumps(mark).encode())
         except OSError as error:
             raise unwritable(self._path, error, "free some, or give --cache-gb 0") from error
+
+    def _write(self, file: BinaryIO, batch: Batch) -> None:
+        bits = self._objective.to_bits(self._objective.lower(batch))
+        for (index, pad, length), states in zip(self._rows(batch), bits, strict=True):
+            file.seek(index * self._states.strides[0])
+            file.write(states[pad : pad + length].tobytes())
 
     def get(self, batch: Batch) -> Any:
         """[B, T, D] of a batch, as the objective has them; zeros at its padding."""

@@ -81,8 +81,9 @@ def write_prompts(lists: Lists, count: int, rng: random.Random) -> list[str]:
     require(
         len(found) == count,
         f"the lists give {len(found)} different prompts",
-        expected=f"{count}", do="lengthen questions.txt, or lower the count",
-    )  # fmt: skip
+        expected=f"{count}",
+        do="lengthen questions.txt, or lower the count",
+    )
     return rng.sample(list(found.values()), count)
 
 

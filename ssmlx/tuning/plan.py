@@ -179,8 +179,9 @@ def _drafter_kind(
         require(
             not needs or given is not None,
             f"--drafter {kind} without {lacks}",
-            expected=f"{key} with it", do=f'give --drafter "{kind} {key}", or choose another',
-        )  # fmt: skip
+            expected=f"{key} with it",
+            do=f'give --drafter "{kind} {key}", or choose another',
+        )
     if kind in HEAD_DRAFTERS and heads is not None:
         require(
             heads.drafter == kind,
@@ -204,13 +205,15 @@ def _make_drafter(
     require(
         prune == "off" or kind != "lookahead",
         f"--prune {prune} with --drafter lookahead, whose window must reach the target whole",
-        expected="--prune off", do="drop --prune",
-    )  # fmt: skip
+        expected="--prune off",
+        do="drop --prune",
+    )
     require(
         prune == "off" or (model.streams is not None and model.streams.prune is not None),
         f"--prune {prune}, but the adapter has no pruning adapter",
-        expected="prune_adapter.* among its stream weights", do="use --prune off, or train one",
-    )  # fmt: skip
+        expected="prune_adapter.* among its stream weights",
+        do="use --prune off, or train one",
+    )
     if kind in FREE_DRAFTERS:
         module, _, name = FREE_DRAFTERS[kind].partition(".")
         home = import_module(f"..drafters.{module}", __package__)
