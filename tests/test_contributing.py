@@ -11,7 +11,6 @@ import pytest
 from real import ROOT, write_base
 
 EXAMPLE = re.compile(r"```(python|diff)\n# (\S+)\n(.*?)```", re.DOTALL)
-MOST_LINES = 60
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +45,9 @@ def patched(source: str, diff: str) -> str:
     return source
 
 
-def test_a_drafter_is_two_files_and_few_lines(examples):
+def test_a_drafter_is_two_files(examples):
     paths = ["ssmlx/drafters/bigram.py", "ssmlx/settings.py"]
     assert [path for _, path, _ in examples[:2]] == paths
-    added = [line for line in examples[1][2].splitlines() if line.startswith("+")]
-    assert examples[0][2].count("\n") + len(added) <= MOST_LINES
 
 
 @pytest.mark.slow
@@ -62,12 +59,16 @@ def test_both_work(copy, tmp_path):
     def answer(*more):
         asked = ["--model", base, "--prompt", "w1 w2 w3 w1 w2", "--jsonl", "--max-tokens", "24"]
         done = subprocess.run(
-            [sys.executable, "-m", "ssmlx.generate", *asked, *more], cwd=copy,
-            env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "ssmlx.generate", *asked, *more],
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    plain, drafted = answer("--decoding", "plain"), answer("--drafter", "bigram tokens=6")
+    plain = answer("--decoding", "plain")
+    drafted = answer("--drafter", "bigram tokens=6")
     assert drafted["tokens"] == plain["tokens"]
     assert drafted["target_calls"] < plain["target_calls"]

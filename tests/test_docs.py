@@ -1,4 +1,4 @@
-"""The documents: every link, command and option in them is there, and the README is short."""
+"""The documents: every link, command and option in them is there."""
 
 import re
 import subprocess
@@ -32,11 +32,6 @@ def known_words() -> set[str]:
 
 def found_in(name: str, pattern: str) -> set[str]:
     return set(re.findall(pattern, (ROOT / name).read_text()))
-
-
-def test_the_readme_is_short():
-    text = (ROOT / "README.md").read_text()
-    assert text.count("\n") <= 200 and len(text.split()) <= 1800
 
 
 @pytest.mark.parametrize("card", tracked("ssmlx/adapters/*/README.md"))

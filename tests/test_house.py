@@ -1,4 +1,4 @@
-"""The rule of the rooms, held: imports go down only, in no circle, and the house stays small.
+"""The rule of the rooms, held: imports go down only, and in no circle.
 
 `python tests/test_house.py` prints the tree with its lines, and every import that breaks the rule.
 """
@@ -39,7 +39,6 @@ EXCEPTIONS = {
     ("ssmlx/export.py", "convert/export"),  # the command's stub; the PyTorch side does it
     ("ssmlx/exported/__main__.py", "ssmlx/commands"),  # a command, beside what it runs
 }
-MOST = (30, 31_875, 22_930)  # `sizes`
 
 
 @cache
@@ -159,8 +158,14 @@ def loud(path: str) -> Iterator[str]:
             case ast.Attribute(value=ast.Name(id="sys"), attr=name) if name in STREAMS:
                 found = f"sys.{name}"
             case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in (
-                "system", "popen", "fork", "putenv", "unsetenv", "kill", "_exit"
-            ) or name.startswith(("exec", "spawn", "posix_spawn")):  # fmt: skip
+                "system",
+                "popen",
+                "fork",
+                "putenv",
+                "unsetenv",
+                "kill",
+                "_exit",
+            ) or name.startswith(("exec", "spawn", "posix_spawn")):
                 found = f"os.{name}"
             case ast.Subscript(value=ast.Attribute(attr="environ"), ctx=ast.Store() | ast.Del()):
                 found = ast.unparse(node)
@@ -177,10 +182,6 @@ def test_the_library_is_quiet():
     found = [one for path in library for one in loud(path)]
     assert len(library) > 60 and {one.split(":")[0] for one in found} == {"ssmlx/api.py"}, found
     assert any(one for path in modules().values() for one in loud(path) if "subprocess" in one)
-
-
-def test_the_house_is_small():
-    assert all(size <= most for size, most in zip(sizes(), MOST, strict=True)), sizes()
 
 
 if __name__ == "__main__":
